@@ -1,0 +1,53 @@
+"""Mixed-precision opt levels (O0 to O5) for the OpenMMLab world.
+
+``from amp_wrapper import AmpOptimWrapper``, or in any mmengine config::
+
+    optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=...)
+
+Importing the package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry. Without
+mmengine, everything below the mmengine doors (:mod:`amp_wrapper.engine` and what it stands on) can be imported.
+"""
+
+from importlib.util import find_spec as _find_spec
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    AmpAttachError,
+    AmpCheckpointError,
+    AmpConfigError,
+    AmpError,
+    AmpUsageError,
+    OverflowStreakError,
+)
+
+__version__ = '0.1.0'
+
+if TYPE_CHECKING:
+    from .optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
+
+_DOORS = ('AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
+
+if _find_spec('mmengine') is not None:
+    from .hooks import AmpInferenceHook as _AmpInferenceHook  # noqa: F401
+    from .optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper  # noqa: F811
+
+
+def __getattr__(name: str) -> Any:
+    if name in _DOORS:
+        raise ImportError(
+            f'amp_wrapper.{name} needs mmengine, which is not installed: pip install mmengine==0.10.7 (and mmcv-lite==2.1.0).'
+        )
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+__all__ = [
+    'AmpAttachError',
+    'AmpCheckpointError',
+    'AmpConfigError',
+    'AmpError',
+    'AmpOptimWrapper',
+    'AmpUsageError',
+    'ApexOptimWrapper',
+    'OverflowStreakError',
+    'TorchAmpOptimWrapper',
+]

@@ -1,0 +1,546 @@
+"""Casting a model to 16-bit and back: which tensors, the hooks at its modules, and the FP32 view of its state.
+
+All hooks are plain objects that know a dtype and nothing of the model, so they survive ``copy.deepcopy``, ``pickle``,
+``torch.save(model)`` and replication. The FP32 counterpart of a cast parameter is found through :func:`fp32_twin`, a
+table with weak keys: a copied parameter has none, so a copied model always speaks for itself.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.loss import _Loss
+from torch.nn.utils.parametrize import is_parametrized
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import fp32_ops, ops
+from .errors import AmpAttachError, AmpConfigError, nearest
+from .nested import CASTABLE, HALF_TYPES, cast_tensors
+from .policy import Policy, dtype_name
+
+logger = logging.getLogger('amp_wrapper')
+
+# weight -> FP32 tensor that the optimizer steps for it. The only table of the package that outlives a call.
+_twins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def fp32_twin(weight: Tensor) -> Tensor | None:
+    """The FP32 master of a cast parameter: float32, same shape and device; None where there is none."""
+    twin: Tensor | None = _twins.get(weight)
+    return twin
+
+
+def pair(weight: Tensor, twin: Tensor) -> None:
+    """Let ``twin`` be what is saved for ``weight``, and what receives loaded values unrounded."""
+    _twins[weight] = twin
+
+
+def unpair(weight: Tensor) -> None:
+    """Forget the twin of ``weight``."""
+    _twins.pop(weight, None)
+
+
+def follow_weight(weight: Tensor) -> bool:
+    """Let the master of ``weight`` take its value wherever the two differ by more than rounding. Syncs.
+
+    Returns:
+        Whether anything differed; False without a master.
+    """
+    twin = fp32_twin(weight)
+    return twin is not None and bool(ops.multi_tensor_refresh([weight], [twin])[0])
+
+
+class _AmpHook:
+    """Marks the hooks of this package, so that they can be found and taken off."""
+
+
+class CastInputs(_AmpHook):
+    """Forward pre-hook: floating inputs become ``dtype``, inside any nesting.
+
+    Args:
+        dtype: The type the module computes in.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        dtype = self.dtype
+        # the usual case, one positional tensor of the right type, must cost next to nothing
+        if not kwargs:
+            for value in args:
+                if not isinstance(value, Tensor) or value.dtype is not dtype:
+                    break
+            else:
+                return None
+        new_args, new_kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+        return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
+
+
+class CastOutputs(_AmpHook):
+    """Forward hook: floating outputs become ``dtype``, inside any nesting.
+
+    Args:
+        dtype: The type of the outputs.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        result = cast_tensors(output, self.dtype)
+        return None if result is output else result
+
+
+class EnterForward(_AmpHook):
+    """Forward pre-hook of a cast model: from here on, the functions of :mod:`amp_wrapper.fp32_ops` run in FP32."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        fp32_ops.enter()
+
+
+class LeaveForward(_AmpHook):
+    """Forward hook of a cast model, called after exceptions too: the counterpart of :class:`EnterForward`."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        fp32_ops.leave()
+
+
+class _AutocastStack(threading.local):
+    """The autocast contexts that hooks opened on this thread; here, so that the hooks themselves hold no state."""
+
+    def __init__(self) -> None:
+        self.contexts: list[AbstractContextManager[Any]] = []
+
+
+_autocasts = _AutocastStack()
+
+
+class EnterAutocast(_AmpHook):
+    """Forward pre-hook: :class:`torch.autocast` around every forward of a model.
+
+    Args:
+        dtype: The 16-bit type.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        context = autocast_context(module_device(module).type, self.dtype)
+        context.__enter__()
+        _autocasts.contexts.append(context)
+
+
+class LeaveAutocast(_AmpHook):
+    """Forward hook, called after exceptions too: the counterpart of :class:`EnterAutocast`."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _autocasts.contexts:
+            _autocasts.contexts.pop().__exit__(None, None, None)
+
+
+class Fp32StateDict(_AmpHook):
+    """State-dict hook of a module that owns cast tensors: FP32 values, the masters themselves where there are any.
+
+    A weight that was edited behind the optimizer's back, through ``.data`` say, wins: its master follows it first, and
+    a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+    """
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        for name, tensor in _own_tensors(module):
+            key = prefix + name
+            value = state_dict.get(key)
+            if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
+                continue
+            twin = fp32_twin(tensor)
+            if follow_weight(tensor):
+                logger.warning(
+                    f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
+                    f'weights_changed() right after such an edit, so that training takes it up at once.'
+                )
+            state_dict[key] = tensor.detach().float() if twin is None else twin.detach()
+
+
+class LoadFp32(_AmpHook):
+    """Pair of load hooks: loaded values reach the masters unrounded, and parameters keep their identity.
+
+    ``before`` runs inside ``_load_from_state_dict``, so mmengine's own loader triggers it too. ``after`` repairs what
+    ``assign=True`` replaced: the optimizer and DDP hold the old parameters.
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[str, Tensor] = {}
+
+    def before(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+        self.pending = dict(_own_tensors(module))
+        with torch.no_grad():
+            for name, tensor in self.pending.items():
+                value, twin = state_dict.get(prefix + name), fp32_twin(tensor)
+                if twin is not None and isinstance(value, Tensor) and value.shape == twin.shape and not value.is_meta:
+                    twin.copy_(value)
+
+    def after(self, module: nn.Module, incompatible_keys: Any) -> None:
+        pending, self.pending = self.pending, {}
+        with torch.no_grad():
+            for name, old in pending.items():
+                owner = module._parameters if name in module._parameters else module._buffers
+                new = owner.get(name)
+                if new is not None and new is not old:
+                    old.copy_(new)
+                    owner[name] = old
+                twin = fp32_twin(old)
+                if twin is not None:
+                    old.copy_(twin)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {'pending': {}}
+
+
+class CastPlan:
+    """What would be cast in some modules: made before anything is touched, so that masters see unrounded weights.
+
+    Args:
+        roots: (qualified name, module) pairs; each root casts its inputs and outputs.
+        policy: The configuration.
+        leave: Module classes that are not touched at all, such as mmengine's data preprocessors.
+        average: Module classes of averaged models, which stay FP32 beside the classes torch has.
+
+    Attributes:
+        parameters: The parameters that will become 16-bit, with their qualified names, in model order.
+
+    Raises:
+        AmpAttachError: A parameter is 16-bit already, not initialised yet, or already cast by another wrapper.
+        AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[tuple[str, nn.Module]],
+        policy: Policy,
+        leave: tuple[type, ...] = (),
+        average: tuple[type, ...] = (),
+    ) -> None:
+        self.roots = list(roots)
+        self.policy = policy
+        self._leave = leave
+        self._average = (AveragedModel, *average)
+        self._cast_modules: list[nn.Module] = []
+        self._kept_modules: list[tuple[nn.Module, bool, bool]] = []
+        self._unmatched = set(policy.keep_fp32)
+        self._seen: set[int] = set()
+        self._kept_tensors: set[int] = set()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._buffers: list[Tensor] = []
+        for name, root in self.roots:
+            self._refuse(name, root)
+        if policy.casts_model:
+            for name, root in self.roots:
+                self._visit(root, name, kept=False, is_root=True)
+            self._check_patterns()
+            self._collect()
+
+    def _refuse(self, name: str, root: nn.Module) -> None:
+        for module in root.modules():
+            if any(isinstance(hook, _AmpHook) for hook in module._forward_pre_hooks.values()):
+                raise AmpAttachError(
+                    f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
+                    f'attach a model once, or take the casts off with detach() first.'
+                )
+        half, lazy = [], []
+        left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
+        for key, parameter in root.named_parameters(prefix=name):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                lazy.append(key)
+            elif parameter.dtype in HALF_TYPES and id(parameter) not in left:
+                half.append(f'{key} ({dtype_name(parameter.dtype)})')
+        if lazy:
+            raise AmpAttachError(
+                f'parameters without a shape yet: {_some(lazy)}. Run one forward pass through the lazy modules first.'
+            )
+        if half:
+            raise AmpAttachError(
+                f'the model is 16-bit already: {_some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()): '
+                f'mixed precision casts it, and FP32 masters can only be exact if they see unrounded weights.'
+            )
+
+    def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
+        if id(module) in self._seen or isinstance(module, self._leave):
+            return
+        self._seen.add(id(module))
+        bottom = self.policy.keep_batchnorm_fp32 and _is_batchnorm(module)
+        if bottom:
+            # its kernels take 16-bit input beside FP32 weights and give back the input's type: no hook is needed
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._kept_tensors.add(id(tensor))
+            self._matches(module, name)
+            return
+        loss = not is_root and (isinstance(module, _Loss) or type(module).__name__.endswith('Loss'))
+        named = self._matches(module, name) or isinstance(module, self._average)
+        starts = (loss or named) and not kept
+        kept = kept or starts
+        if kept:
+            owns = any(True for _ in module.parameters(recurse=False)) or is_parametrized(module)
+            if starts or owns:
+                self._kept_modules.append((module, starts, starts and not loss))
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._kept_tensors.add(id(tensor))
+        else:
+            self._cast_modules.append(module)
+        for key, child in module.named_children():
+            self._visit(child, f'{name}.{key}' if name else key, kept)
+
+    def _matches(self, module: nn.Module, name: str) -> bool:
+        found = False
+        for item in self.policy.keep_fp32:
+            if isinstance(item, type):
+                hit = isinstance(module, item)
+            else:
+                hit = fnmatch.fnmatchcase(name, item) or type(module).__name__ == item
+            if hit:
+                found = True
+                self._unmatched.discard(item)
+        return found
+
+    def _check_patterns(self) -> None:
+        # a pattern below a kept module matches although the walk did not have to ask
+        for name, root in self.roots:
+            for key, module in root.named_modules(prefix=name, remove_duplicate=False):
+                if self._unmatched:
+                    self._matches(module, key)
+        if self._unmatched:
+            names = [key for name, root in self.roots for key, _ in root.named_modules(prefix=name) if key]
+            classes = {type(module).__name__ for _, root in self.roots for module in root.modules()}
+            problems = []
+            for item in sorted(self._unmatched, key=str):
+                label = item if isinstance(item, str) else item.__name__
+                problems.append(
+                    f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. '
+                    f'The model has {_some(names)}.'
+                )
+            raise AmpConfigError(problems)
+
+    def _collect(self) -> None:
+        names: dict[int, str] = {}
+        for prefix, root in self.roots:
+            for key, tensor in root.named_parameters(prefix=prefix):
+                names.setdefault(id(tensor), key)
+        seen: set[int] = set()
+        for module in self._cast_modules:
+            for parameter in module.parameters(recurse=False):
+                if self._is_ours(parameter, seen):
+                    self.parameters[names[id(parameter)]] = parameter
+            for buffer in module.buffers(recurse=False):
+                if self._is_ours(buffer, seen):
+                    self._buffers.append(buffer)
+
+    def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
+        if id(tensor) in seen or id(tensor) in self._kept_tensors or tensor.dtype not in CASTABLE:
+            return False
+        seen.add(id(tensor))
+        return True
+
+    def apply(self) -> CastHandle:
+        """Cast the tensors and put the hooks on.
+
+        Returns:
+            The handle that takes both back.
+        """
+        policy = self.policy
+        handle = CastHandle([root for _, root in self.roots], self.parameters, self._buffers)
+        if policy.casts_model:
+            assert policy.cast_model_type is not None
+            self._apply_casts(policy.cast_model_type)
+        for _, root in self.roots:
+            if policy.cast_model_type is not None:
+                if not _has_hook(root, CastInputs):
+                    root.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True)
+                root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32))
+            elif policy.cast_model_outputs is not None:
+                root.register_forward_hook(CastOutputs(policy.cast_model_outputs))
+            if policy.casts_model:
+                # first of all, so that an exception in a later pre-hook finds the forward entered
+                root.register_forward_pre_hook(EnterForward(), prepend=True)
+                root.register_forward_hook(LeaveForward(), always_call=True)
+        return handle
+
+    def _apply_casts(self, dtype: torch.dtype) -> None:
+        for tensor in (*self.parameters.values(), *self._buffers):
+            _cast_in_place(tensor, dtype)
+        for module in self._cast_modules:
+            kinds = {p.dtype for p in module.parameters(recurse=False) if p.dtype in CASTABLE}
+            if kinds or is_parametrized(module):
+                # a module whose every parameter is shared with a kept one computes in FP32
+                leaf = torch.float32 if kinds == {torch.float32} else dtype
+                module.register_forward_pre_hook(CastInputs(leaf), with_kwargs=True)
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+        for module, starts, gives_back in self._kept_modules:
+            module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
+            if starts and gives_back:
+                module.register_forward_hook(CastOutputs(dtype))
+        cast_modules = set(self._cast_modules)
+        for _, root in self.roots:
+            for module in root.modules():
+                if any(True for _ in _own_tensors(module)) and not isinstance(module, self._leave):
+                    if module in cast_modules:
+                        module._register_state_dict_hook(Fp32StateDict())
+                    hooks = LoadFp32()
+                    module.register_load_state_dict_pre_hook(hooks.before)
+                    module.register_load_state_dict_post_hook(hooks.after)
+
+
+class CastHandle:
+    """Takes a cast back. Made by :meth:`CastPlan.apply`."""
+
+    def __init__(self, roots: list[nn.Module], parameters: dict[str, nn.Parameter], buffers: list[Tensor]) -> None:
+        self.roots = roots
+        self.parameters = parameters
+        self._buffers = buffers
+
+    @property
+    def casts(self) -> bool:
+        """Whether any parameter changed its type."""
+        return bool(self.parameters)
+
+    def remove(self) -> None:
+        """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
+        for root in self.roots:
+            strip_hooks(root)
+        for tensor in (*self.parameters.values(), *self._buffers):
+            twin = fp32_twin(tensor)
+            if twin is None:
+                _cast_in_place(tensor, torch.float32)
+            else:
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = twin.data
+                tensor.grad = None if grad is None else grad.float()
+                unpair(tensor)
+
+
+def autocast_forward(module: nn.Module, dtype: torch.dtype) -> None:
+    """Put :class:`torch.autocast` around every forward of ``module``; :func:`strip_hooks` takes it off.
+
+    Args:
+        module: An FP32 model.
+        dtype: The 16-bit type.
+    """
+    module.register_forward_pre_hook(EnterAutocast(dtype), prepend=True)
+    module.register_forward_hook(LeaveAutocast(), always_call=True)
+
+
+def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """:class:`torch.autocast` on any device, or a context that does nothing for None.
+
+    Raises:
+        AmpAttachError: bfloat16 on a GPU that has none.
+    """
+    if dtype is None:
+        return nullcontext()
+    if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise AmpAttachError("this GPU has no bfloat16: write opt_level='O1' (float16) instead of 'O4'.")
+    return torch.autocast(device_type, dtype=dtype)
+
+
+def strip_hooks(root: nn.Module) -> None:
+    """Take every hook of this package off ``root`` and its submodules; the tensors stay as they are."""
+    for module in root.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks):
+            _drop(hooks)
+        for owner in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
+            _drop(owner)
+        for flags, hooks in (
+            (module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks),
+            (module._forward_hooks_always_called, module._forward_hooks),
+        ):
+            for key in [key for key in flags if key not in hooks]:
+                del flags[key]
+
+
+def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
+    """Turn a deep copy of a cast model into a plain FP32 one that holds the original's masters.
+
+    Args:
+        copied: A deep copy of ``original``; changed in place, its parameters keep their identity.
+        original: A model, cast or not.
+
+    Returns:
+        Whether there was anything to do.
+    """
+    pairs = [
+        (mine, theirs)
+        for module, source in zip(copied.modules(), original.modules())
+        if any(isinstance(hook, Fp32StateDict) for hook in source._state_dict_hooks.values())
+        for (_, mine), (_, theirs) in zip(_own_tensors(module), _own_tensors(source))
+    ]
+    had_hooks = any(_has_hook(module, _AmpHook) for module in copied.modules())
+    strip_hooks(copied)
+    for mine, theirs in pairs:
+        if mine.dtype in HALF_TYPES:
+            twin = fp32_twin(theirs)
+            mine.data = theirs.detach().float() if twin is None else twin.detach().clone()
+            mine.grad = None
+    return had_hooks
+
+
+def is_cast(module: nn.Module) -> bool:
+    """Whether any module below carries casts of this package."""
+    return any(_has_hook(child, _AmpHook) for child in module.modules())
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; the CPU for a module without any."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device('cpu')
+
+
+def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
+    grad, tensor.grad = tensor.grad, None
+    # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
+    tensor.data = tensor.data.to(dtype)
+    tensor.grad = None if grad is None else grad.to(dtype)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, buffer
+
+
+def _has_hook(module: nn.Module, kind: type) -> bool:
+    return any(
+        isinstance(hook, kind)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks)
+        for hook in hooks.values()
+    )
+
+
+def _drop(hooks: dict[int, Any]) -> None:
+    for key, hook in list(hooks.items()):
+        # torch wraps load pre-hooks; ours are bound methods of LoadFp32
+        inner = getattr(hook, 'hook', hook)
+        if isinstance(inner, _AmpHook) or isinstance(getattr(inner, '__self__', None), _AmpHook):
+            del hooks[key]
+
+
+def _is_batchnorm(module: nn.Module) -> bool:
+    # mmcv's SyncBatchNorm is no subclass of torch's
+    return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ', '.join(names[:5])
+    return f'{shown} and {len(names) - 5} more' if len(names) > 5 else shown

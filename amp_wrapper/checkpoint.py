@@ -1,0 +1,194 @@
+"""The mixed-precision part of an optimizer's state dict: our own format, and what can be read of others. Dict to dict.
+
+Our format, version 1, beside the optimizer's own keys::
+
+    loss_scaler: {scale, growth_factor, backoff_factor, growth_interval, _growth_tracker, ...}   # GradScaler's names
+    amp: {version, opt_level, properties, loss_scalers, window}
+
+A stock-shaped configuration (O1 or O4, one loss) has no top-level ``amp``: it lies inside ``loss_scaler``, which stock
+readers accept. Everything in it is a tensor, number, string, list, dict, boolean or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .errors import AmpCheckpointError
+from .loss_scaler import LossScaler
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The gradients of an open accumulation window.
+
+    Attributes:
+        gradients: One entry per parameter in the order of the optimizer's groups; None for "no gradient".
+        unscaled: Whether they are unscaled already (several losses) or still carry the scale.
+        used: Whether each loss took part.
+        found_inf: Whether each loss overflowed.
+    """
+
+    gradients: Sequence[Tensor | None]
+    unscaled: bool
+    used: Sequence[bool]
+    found_inf: Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedAmp:
+    """What a state dict says about mixed precision.
+
+    Attributes:
+        kind: 'own', 'torch' (mmengine's stock AmpOptimWrapper) or 'plain' (no mixed precision).
+        optimizer: The rest: the optimizer's own keys.
+        opt_level: The level it was saved at, or None.
+        properties: The resolved policy as plain values, or None.
+        loss_scalers: One ``LossScaler`` state per loss.
+        window: The open accumulation window, or None.
+    """
+
+    kind: str
+    optimizer: dict[str, Any]
+    opt_level: str | None = None
+    properties: Mapping[str, Any] | None = None
+    loss_scalers: Sequence[Mapping[str, Any]] = ()
+    window: Window | None = None
+
+
+def write(
+    optimizer: Mapping[str, Any],
+    properties: Mapping[str, Any],
+    loss_scalers: Sequence[Mapping[str, Any]],
+    window: Window | None,
+    stock_shaped: bool,
+) -> dict[str, Any]:
+    """Join the optimizer's state dict with ours.
+
+    Args:
+        optimizer: ``Optimizer.state_dict()``; not changed.
+        properties: ``Policy.to_dict()``.
+        loss_scalers: ``LossScaler.state_dict()`` of each loss.
+        window: The open accumulation window, if any.
+        stock_shaped: Whether ours goes inside ``loss_scaler``.
+
+    Returns:
+        A new dict.
+    """
+    amp: dict[str, Any] = {
+        'version': FORMAT_VERSION,
+        'opt_level': properties['opt_level'],
+        'properties': dict(properties),
+        'loss_scalers': [dict(state) for state in loss_scalers],
+    }
+    if window is not None:
+        amp['window'] = {
+            'gradients': list(window.gradients),
+            'unscaled': window.unscaled,
+            'used': list(window.used),
+            'found_inf': list(window.found_inf),
+        }
+    result = dict(optimizer)
+    result['loss_scaler'] = dict(loss_scalers[0])
+    if stock_shaped:
+        result['loss_scaler']['amp'] = amp
+    else:
+        result['amp'] = amp
+    return result
+
+
+def read(state: Mapping[str, Any]) -> SavedAmp:
+    """Take a state dict apart and judge every part of ours, applying nothing.
+
+    Args:
+        state: From :func:`write`, from mmengine's stock wrappers, or from a bare optimizer; not changed.
+
+    Raises:
+        AmpCheckpointError: Damage, a format from the future, or a kind that cannot be read; names key and expectation.
+    """
+    if not isinstance(state, Mapping):
+        raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state).__name__}.')
+    rest = dict(state)
+    if 'apex_amp' in rest or ('amp' in rest and _is_apex(rest['amp'])):
+        raise AmpCheckpointError(
+            "this checkpoint was written by apex.amp (key 'apex_amp' or an 'amp' without a version), which cannot be "
+            "resumed from: load its weights only (load_from=..., resume=False)."
+        )
+    for key in ('state', 'param_groups'):
+        if key not in rest:
+            if {'discriminator', 'generator'} & set(rest) or all(
+                isinstance(value, Mapping) and 'param_groups' in value for value in rest.values()
+            ):
+                raise AmpCheckpointError(
+                    f'this checkpoint holds several optimizers ({", ".join(map(str, rest))}), but one is being resumed: '
+                    f'build the OptimWrapperDict it was saved from.'
+                )
+            raise AmpCheckpointError(
+                f'the optimizer state has no key {key!r} (found: {", ".join(map(str, rest)) or "nothing"}).'
+            )
+    scaler = rest.pop('loss_scaler', None)
+    amp = rest.pop('amp', None)
+    if scaler is not None:
+        LossScaler.check_state(scaler)
+        scaler = dict(scaler)
+        amp = scaler.pop('amp', amp)
+    if amp is None:
+        if scaler is None:
+            return SavedAmp('plain', rest)
+        return SavedAmp('torch', rest, opt_level='O1', loss_scalers=[scaler])
+    return _read_own(rest, amp)
+
+
+def _is_apex(amp: Any) -> bool:
+    return isinstance(amp, Mapping) and 'version' not in amp and any(str(key).startswith('loss_scaler') for key in amp)
+
+
+def _read_own(rest: dict[str, Any], amp: Any) -> SavedAmp:
+    if not isinstance(amp, Mapping):
+        raise AmpCheckpointError(f'amp must be a dict, but is {type(amp).__name__}: the file is damaged.')
+    version = amp.get('version')
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise AmpCheckpointError(f"amp['version']={version!r} must be a whole number from 1 to {FORMAT_VERSION}.")
+    if version > FORMAT_VERSION:
+        raise AmpCheckpointError(
+            f"amp['version']={version} comes from a newer amp_wrapper; this one reads up to {FORMAT_VERSION}: upgrade it."
+        )
+    for key, kind in (('opt_level', str), ('properties', Mapping), ('loss_scalers', (list, tuple))):
+        if not isinstance(amp.get(key), kind):
+            raise AmpCheckpointError(f'amp[{key!r}]={amp.get(key)!r} is missing or of the wrong type.')
+    scalers = list(amp['loss_scalers'])
+    if not scalers:
+        raise AmpCheckpointError("amp['loss_scalers'] is empty: one state per loss was expected.")
+    for index, state in enumerate(scalers):
+        try:
+            LossScaler.check_state(state)
+        except AmpCheckpointError as error:
+            raise AmpCheckpointError(f"amp['loss_scalers'][{index}]: {error}") from None
+    window = _read_window(amp.get('window'), rest, len(scalers))
+    return SavedAmp('own', rest, amp['opt_level'], amp['properties'], scalers, window)
+
+
+def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Window | None:
+    if window is None:
+        return None
+    if not isinstance(window, Mapping):
+        raise AmpCheckpointError(f"amp['window'] must be a dict, but is {type(window).__name__}.")
+    gradients, used, found = (window.get(key) for key in ('gradients', 'used', 'found_inf'))
+    count = sum(len(group['params']) for group in rest['param_groups'])
+    if not isinstance(gradients, (list, tuple)) or len(gradients) != count:
+        raise AmpCheckpointError(f"amp['window']['gradients'] must be a list of {count}, one per parameter.")
+    for index, gradient in enumerate(gradients):
+        if gradient is not None and not isinstance(gradient, Tensor):
+            raise AmpCheckpointError(f"amp['window']['gradients'][{index}] must be a tensor or None.")
+    if not isinstance(window.get('unscaled'), bool):
+        raise AmpCheckpointError("amp['window']['unscaled'] must be True or False.")
+    for key, value in (('used', used), ('found_inf', found)):
+        if not isinstance(value, (list, tuple)) or len(value) != num_losses:
+            raise AmpCheckpointError(f"amp['window'][{key!r}] must be a list of {num_losses}, one per loss.")
+    assert isinstance(used, (list, tuple)) and isinstance(found, (list, tuple))
+    return Window(gradients, window['unscaled'], [bool(value) for value in used], [float(value) for value in found])

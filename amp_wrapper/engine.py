@@ -1,0 +1,648 @@
+"""The order of a training step, written once.
+
+One engine serves one optimizer and the modules it steps. It composes the owners (casts, masters, scalers, gradients)
+and knows no framework; the doors above it translate words.
+
+The path of one update:
+
+1. ``scale``: the loss times the loss scale, which does not move from here to 7;
+2. ``backward``: gradients arrive on the model weights, 16-bit where the weights are;
+3. ``step`` looks for weights that somebody else changed (they win over their masters),
+4. unscales the gradients into FP32 and finds out whether any element is non-finite,
+5. decides (the one host read of a step),
+6. clips, steps the optimizer and copies masters into the model weights; or skips all three,
+7. moves the loss scale.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from . import casting, checkpoint, fp32_ops, gradients
+from .errors import AmpAttachError, AmpCheckpointError, AmpUsageError, OverflowStreakError
+from .gradients import GradientClip
+from .loss_scaler import LossScaler
+from .master_weights import MasterWeights, cast_state_to_parameters
+from .nested import HALF_TYPES
+from .policy import Policy, dtype_name
+
+#: Doors decide where these lines go.
+logger = logging.getLogger('amp_wrapper')
+
+
+class Stage(enum.Enum):
+    """Where an engine stands between two optimizer steps."""
+
+    DETACHED = 'not attached to a model'
+    READY = 'attached, no gradients'
+    ACCUMULATING = 'gradients of one or more backward passes'
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        skipped: Whether the step was left out because a gradient was non-finite.
+        grad_norm: Norm before clipping, a scalar on the device; None without norm clipping and for a skipped step.
+        loss_scale: The scale after the step, a float32 scalar on the device; None where nothing is scaled or checked.
+        skips: Steps skipped so far, an int64 scalar on the device; None where nothing is checked.
+    """
+
+    skipped: bool
+    grad_norm: Tensor | None = None
+    loss_scale: Tensor | None = None
+    skips: Tensor | None = None
+
+
+class AmpEngine:
+    """Mixed precision for one optimizer.
+
+    Args:
+        policy: The configuration.
+        optimizer: Any :class:`torch.optim.Optimizer` whose ``step`` needs no closure, or None for inference.
+
+    Raises:
+        AmpAttachError: An optimizer that cannot be wrapped.
+    """
+
+    def __init__(self, policy: Policy, optimizer: Optimizer | None) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.stage = Stage.DETACHED
+        self.scalers = [self._new_scaler() for _ in range(policy.num_losses)]
+        self._handle: casting.CastHandle | None = None
+        self._masters: MasterWeights | None = None
+        self._names: dict[int, str] = {}
+        self._device = torch.device('cpu')
+        self._used = [False] * policy.num_losses
+        self._found: list[Tensor | None] = [None] * policy.num_losses
+        self._pending: checkpoint.SavedAmp | None = None
+        if policy.enabled and optimizer is not None:
+            _check_optimizer(optimizer)
+
+    def _new_scaler(self) -> LossScaler:
+        config = self.policy.loss_scale
+        if not self.policy.enabled:
+            config = dataclasses.replace(config, enabled=False)
+        return LossScaler(config, self.policy.skip_nonfinite)
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether :meth:`attach` has run."""
+        return self.stage is not Stage.DETACHED
+
+    @property
+    def casts(self) -> bool:
+        """Whether any parameter changed its type."""
+        return self._handle is not None and self._handle.casts
+
+    def attach(
+        self,
+        model: nn.Module | None,
+        leave: tuple[type, ...] = (),
+        average: tuple[type, ...] = (),
+        foreign: Iterable[Tensor] = (),
+    ) -> None:
+        """Cast the model, make masters and take them into the optimizer. Does nothing when attached already.
+
+        The weights must be FP32 and final: initialised or loaded. With an optimizer that owns only some of the
+        trainable parameters (one wrapper of several), only modules whose every parameter it owns are cast.
+
+        Args:
+            model: The model, wrapped in DDP or not; None where only gradients are scaled (O0, O1, O4).
+            leave: Module classes to leave alone.
+            average: Classes of averaged models, which stay FP32.
+            foreign: Parameters that other optimizers step.
+
+        Raises:
+            AmpAttachError: The model is 16-bit already, cast already, or sharded. Nothing has been changed.
+            AmpConfigError: A ``keep_fp32`` pattern that matches nothing. Nothing has been changed.
+        """
+        if self.attached:
+            return
+        if not self.policy.enabled:
+            self.stage = Stage.READY
+            return
+        if model is None:
+            if self.policy.casts_model:
+                raise AmpUsageError(
+                    f'{self.policy.opt_level} casts the model, but no model was handed over before the first backward: '
+                    f'run the forward pass under "with optim_wrapper.optim_context(model):".'
+                )
+        else:
+            inner = unwrap(model)
+            plan = casting.CastPlan(self._roots(inner, foreign), self.policy, leave, average)
+            self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
+            if self.optimizer is not None and self.policy.master_weights:
+                self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair)
+            self._handle = plan.apply()
+            if self._masters is not None:
+                # the cast rounded each weight; copying again settles the version counters
+                self._masters.copy_to_weights()
+            elif self.optimizer is not None:
+                cast_state_to_parameters(self.optimizer, plan.parameters.values())
+            if self.policy.verbosity >= 2:
+                self._log_casts(plan)
+        self._device = self._gradient_device(model)
+        for scaler in self.scalers:
+            scaler.to(self._device)
+        self.stage = Stage.READY
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._restore_window(pending)
+
+    def _log_casts(self, plan: casting.CastPlan) -> None:
+        assert self.policy.cast_model_type is not None
+        for name in plan.parameters:
+            logger.info(f'amp: {name} is {dtype_name(self.policy.cast_model_type)} now')
+
+    def _roots(self, model: nn.Module, foreign: Iterable[Tensor]) -> list[tuple[str, nn.Module]]:
+        """The modules whose inputs and outputs are cast: the model, or the largest parts this optimizer owns alone."""
+        if self.optimizer is None:
+            return [('', model)]
+        owned = {id(parameter) for group in self.optimizer.param_groups for parameter in group['params']}
+        others = {id(parameter) for parameter in foreign} - owned
+        rest = [p for p in model.parameters() if id(p) not in owned]
+        if not others.intersection(map(id, rest)) and not any(p.requires_grad for p in rest):
+            return [('', model)]
+        roots: list[tuple[str, nn.Module]] = []
+        seen: set[int] = set()
+
+        def descend(module: nn.Module, name: str) -> None:
+            for key, child in module.named_children():
+                child_name = f'{name}.{key}' if name else key
+                parameters = [id(p) for p in child.parameters()]
+                if id(child) in seen or not parameters:
+                    continue
+                seen.add(id(child))
+                inside = unwrap(child)
+                if owned.issuperset(parameters) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict)):
+                    roots.append((child_name, inside))
+                else:
+                    descend(child, child_name)
+
+        descend(model, '')
+        return roots
+
+    def _gradient_device(self, model: nn.Module | None) -> torch.device:
+        if self.optimizer is not None:
+            for parameter in self._parameters():
+                return parameter.device
+        return torch.device('cpu') if model is None else casting.module_device(model)
+
+    def detach(self) -> None:
+        """Take the hooks off, give the model FP32 weights (the masters) and the optimizer its own parameters back.
+
+        Raises:
+            AmpUsageError: Gradients are waiting for a step.
+        """
+        if not self.attached:
+            return
+        if self.stage is Stage.ACCUMULATING and self.policy.enabled:
+            raise AmpUsageError('detach() in the middle of an accumulation window would lose its gradients: step() first.')
+        if self._masters is not None:
+            self._masters.refresh()
+            for _ in self._masters.release():
+                pass
+        if self._handle is not None:
+            self._handle.remove()
+        if self._masters is None and self.optimizer is not None and self.casts:
+            _state_to_fp32(self.optimizer)
+        self._masters = None
+        self._handle = None
+        self.stage = Stage.DETACHED
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward_context(self, model: nn.Module) -> Iterator[None]:
+        """What surrounds a training forward pass: autocast at O1 and O4, nothing at the levels that cast.
+
+        Args:
+            model: Says on which device autocast works.
+        """
+        depth = fp32_ops.depth()
+        dtype = self.policy.autocast_dtype if self.policy.enabled else None
+        try:
+            with casting.autocast_context(casting.module_device(model).type, dtype):
+                yield
+        finally:
+            fp32_ops.unwind(depth)
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def scale(self, loss: Tensor, loss_id: int = 0) -> Tensor:
+        """``loss`` times the scale of ``loss_id``, in float32; ``loss`` itself where nothing is scaled.
+
+        Raises:
+            AmpUsageError: No such loss.
+        """
+        return self._scaler(loss_id).scale(loss)
+
+    def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
+        """Scale the loss and run its backward pass.
+
+        Args:
+            loss: Scalar.
+            loss_id: Which scaler; below ``num_losses``.
+            **kwargs: For :meth:`torch.Tensor.backward`.
+
+        Raises:
+            AmpUsageError: No such loss, or several losses under ``no_sync``.
+        """
+        scaled = self.scale(loss, loss_id)
+        if not self.attached:
+            self.attach(None)
+        if self.policy.num_losses > 1 and self.policy.enabled:
+            self._backward_on_arrival(scaled, loss_id, kwargs)
+        else:
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self._used[loss_id] = True
+        self.stage = Stage.ACCUMULATING
+
+    def _backward_on_arrival(self, scaled: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
+        """Several scales must never mix in one gradient: each pass is unscaled alone, and the sums are FP32."""
+        own = self._own_parameters()
+        before = {id(p): p.grad for p in own if p.grad is not None}
+        for parameter in own:
+            parameter.grad = None
+        try:
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        except BaseException:
+            for parameter in own:
+                parameter.grad = before.get(id(parameter))
+            for weight, _ in self._pairs():
+                weight.grad = None
+            raise
+        scaler = self._scaler(loss_id)
+        found = self._flag(loss_id)
+        gradients.accumulate_unscaled(
+            self._pairs(), own, before, scaler.inverse_scale(), found if scaler.checks else None
+        )
+
+    def _flag(self, loss_id: int) -> Tensor:
+        found = self._found[loss_id]
+        if found is None:
+            found = self._found[loss_id] = torch.zeros((), dtype=torch.float32, device=self._device)
+        return found
+
+    # -- step --------------------------------------------------------------------------------------------------------
+
+    def step(self, clip: GradientClip | None = None, **kwargs: Any) -> StepResult:
+        """One optimizer step from the gradients at hand: taken, or skipped as a whole.
+
+        Syncs once where gradients are checked.
+
+        Args:
+            clip: How to clip, after unscaling.
+            **kwargs: For the optimizer's ``step``. A closure is possible only where nothing is scaled or checked.
+
+        Returns:
+            What happened. A skipped step leaves weights, masters and optimizer state as they were, bit for bit.
+
+        Raises:
+            AmpUsageError: No backward since the last step, or a closure under a loss scale.
+            OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
+        """
+        assert self.optimizer is not None
+        self._check_step(kwargs)
+        if self._masters is not None:
+            self._masters.adopt()
+            self._masters.refresh(self._masters.edited())
+        checks = self.scalers[0].checks
+        self._unscale()
+        skipped, streak, skips = self._decide() if checks else (False, 0, 0)
+        if skipped and clip is not None and clip.raises_on_nonfinite and not self.scalers[0].is_dynamic:
+            # asked for by the user, and no dynamic scale is there that would learn from the overflow
+            clip.apply(self._parameters())
+        norm = None
+        if not skipped:
+            if clip is not None:
+                norm = clip.apply(self._parameters())
+            self.optimizer.step(**kwargs)
+            if self._masters is not None:
+                self._masters.copy_to_weights()
+        self._update_scalers()
+        self.stage = Stage.READY
+        if skipped:
+            self._report_skip(streak, skips)
+        if not checks:
+            return StepResult(False, norm)
+        scale = self.scalers[0].current_scale.clone() if self.scalers[0].is_dynamic else None
+        return StepResult(skipped, norm, scale, self.scalers[0].counts[1].clone())
+
+    def _check_step(self, kwargs: Mapping[str, Any]) -> None:
+        scaler = self.scalers[0]
+        plain = scaler.is_one and not scaler.checks and self._masters is None
+        if kwargs.get('closure') is not None and not plain:
+            raise AmpUsageError(
+                f'step(closure=...) at {self.policy.opt_level}: a closure would run backward passes that nobody '
+                f"unscales or checks. Call update_params(loss) or backward() and step(), or use opt_level='O0'."
+            )
+        if self.stage is not Stage.ACCUMULATING and not plain:
+            raise AmpUsageError(
+                'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
+                'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
+            )
+
+    def _unscale(self) -> None:
+        if self.policy.num_losses > 1:
+            return  # done as each backward arrived
+        scaler = self.scalers[0]
+        gradients.unscale_to_masters(
+            self._pairs(), self._own_parameters(), scaler.inverse_scale(), self._flag(0) if scaler.checks else None
+        )
+
+    def _decide(self) -> tuple[bool, int, int]:
+        """The one host read of a step: is any flag up, how many skips in a row came before, and how many in all."""
+        flags = [found for found in self._found if found is not None]
+        if not flags:
+            return False, 0, 0
+        worst = torch.stack(flags).max().double()
+        counts = torch.stack([scaler.counts[1:] for scaler in self.scalers]).amax(0).double()
+        found, skips, streak = torch.cat([worst.reshape(1), counts]).tolist()
+        return found > 0, int(streak), int(skips)
+
+    def _update_scalers(self) -> None:
+        for index, scaler in enumerate(self.scalers):
+            if self._used[index] and scaler.checks:
+                scaler.update(self._flag(index))
+        self._used = [False] * len(self.scalers)
+        self._found = [None] * len(self.scalers)
+
+    def _report_skip(self, streak: int, skips: int) -> None:
+        streak, skips = streak + 1, skips + 1
+        limit = self.policy.max_consecutive_skips
+        if limit is not None and streak >= limit:
+            names = gradients.nonfinite_names(
+                (self._name(p), p) for p in (*self._own_parameters(), *(master for _, master in self._pairs()))
+            )
+            shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
+            scale = self.scalers[0].get_scale()
+            self.zero_grad()
+            raise OverflowStreakError(
+                f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips={limit}); the loss '
+                f'scale is {scale:g}. Non-finite now: {shown}. Weights and optimizer state are those '
+                f'of the last clean step. What to try: look for NaN in the data and the loss; lower the learning rate or '
+                f"add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 (dtype='bfloat16')."
+            )
+        # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling
+        if self.policy.verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
+            scales = ', '.join(
+                f'loss {index}: {scaler.get_scale():g}' if len(self.scalers) > 1 else f'{scaler.get_scale():g}'
+                for index, scaler in enumerate(self.scalers)
+            )
+            logger.warning(
+                f'amp: non-finite gradients, optimizer step skipped ({skips} so far, {streak} in a row); '
+                f'loss scale now {scales}',
+            )
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of the optimizer's parameters and of the model weights behind its masters.
+
+        Args:
+            **kwargs: For ``Optimizer.zero_grad`` (``set_to_none``).
+        """
+        assert self.optimizer is not None
+        self.optimizer.zero_grad(**kwargs)
+        for weight, master in self._pairs():
+            if kwargs.get('set_to_none', True):
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+            # a master's gradient is made anew at each step: keeping zeros would only cost memory
+            master.grad = None
+        self._used = [False] * len(self.scalers)
+        self._found = [None] * len(self.scalers)
+        if self.attached:
+            self.stage = Stage.READY
+
+    # -- what the optimizer steps ------------------------------------------------------------------------------------
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Every tensor that the optimizer steps: FP32 masters, and parameters that are their own."""
+        if self._masters is not None:
+            self._masters.adopt()
+        yield from self._parameters()
+
+    def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
+        """Say that model weights were edited, through ``.data`` too: the masters follow the weights. Syncs.
+
+        Args:
+            tensors: The edited parameters; all of them by default.
+
+        Returns:
+            The names of the weights that differed from their masters.
+        """
+        if self._masters is None:
+            return []
+        return self._masters.refresh(None if tensors is None else self._masters.select(tensors))
+
+    def _parameters(self) -> list[nn.Parameter]:
+        assert self.optimizer is not None
+        return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [] if self._masters is None else list(self._masters.pairs)
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        masters = self._masters
+        return [p for p in self._parameters() if masters is None or not masters.is_master(p)]
+
+    def _name(self, parameter: Tensor) -> str:
+        for weight, master in self._pairs():
+            if master is parameter:
+                parameter = weight
+                break
+        return self._names.get(id(parameter), f'<parameter of shape {tuple(parameter.shape)}>')
+
+    def _scaler(self, loss_id: int) -> LossScaler:
+        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise AmpUsageError(
+                f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses in the configuration.'
+            )
+        return self.scalers[loss_id]
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dict and, unless disabled, what :mod:`amp_wrapper.checkpoint` adds to it. Syncs."""
+        assert self.optimizer is not None
+        state: dict[str, Any] = self.optimizer.state_dict()
+        if not self.policy.enabled:
+            return state
+        stock_shaped = self.policy.opt_level in ('O1', 'O4') and len(self.scalers) == 1
+        return checkpoint.write(
+            state,
+            self.policy.to_dict(),
+            [scaler.state_dict() for scaler in self.scalers],
+            self._open_window(),
+            stock_shaped,
+        )
+
+    def _open_window(self) -> checkpoint.Window | None:
+        if self.stage is not Stage.ACCUMULATING:
+            return None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size() > 1:
+                logger.warning(
+                    'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
+                    'not in the checkpoint. Save at the end of a window for an exact resume.',
+                )
+                return None
+        unscaled = self.policy.num_losses > 1
+        weights = {id(master): weight for weight, master in self._pairs()}
+        saved: list[Tensor | None] = []
+        for parameter in self._parameters():
+            source = parameter if unscaled else weights.get(id(parameter), parameter)
+            saved.append(None if source.grad is None else source.grad.detach().clone())
+        found = [0.0 if flag is None else float(flag) for flag in self._found]
+        return checkpoint.Window(saved, unscaled, list(self._used), found)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Take over a state dict; before or after :meth:`attach`.
+
+        Args:
+            state: From :meth:`state_dict`, from mmengine's stock wrappers or from a bare optimizer. Not changed, and
+                not aliased.
+
+        Returns:
+            One sentence for each thing that could not be kept.
+
+        Raises:
+            AmpCheckpointError: Nothing has been applied.
+        """
+        assert self.optimizer is not None
+        saved = checkpoint.read(state)
+        own = self.optimizer.state_dict()
+        _check_groups(saved.optimizer, own)
+        # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
+        self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+        if not self.policy.enabled:
+            return [] if saved.kind == 'plain' else ['mixed precision is off: the saved loss scale is not used']
+        notes = self._load_scalers(saved)
+        if saved.opt_level is not None and saved.opt_level != self.policy.opt_level:
+            notes.insert(0, f'saved at {saved.opt_level}, resumed at {self.policy.opt_level}: weights and optimizer state are kept')
+        if saved.window is not None:
+            if not self._window_fits(saved):
+                notes.append('the gradients of the open accumulation window belong to another configuration and are dropped')
+            elif self.attached:
+                self._restore_window(saved)
+            else:
+                self._pending = saved
+        return notes
+
+    def _load_scalers(self, saved: checkpoint.SavedAmp) -> list[str]:
+        notes: list[str] = []
+        for index, (scaler, scaler_state) in enumerate(zip(self.scalers, saved.loss_scalers)):
+            label = f'loss {index}: ' if len(self.scalers) > 1 else ''
+            notes += [label + note for note in scaler.load_state_dict(scaler_state)]
+        if saved.kind == 'plain':
+            if self.scalers[0].is_dynamic:
+                notes.append('the checkpoint holds no loss scale: it starts as configured')
+        elif len(saved.loss_scalers) != len(self.scalers):
+            notes.append(
+                f'{len(saved.loss_scalers)} loss scales were saved and {len(self.scalers)} are configured: '
+                f'the first {min(len(saved.loss_scalers), len(self.scalers))} are kept'
+            )
+        return notes
+
+    def _window_fits(self, saved: checkpoint.SavedAmp) -> bool:
+        mine = self.policy.to_dict()
+        theirs = saved.properties or {}
+        keys = ('cast_model_type', 'autocast_dtype', 'num_losses', 'master_weights')
+        same_scale = theirs.get('loss_scale', {}).get('dynamic') == mine['loss_scale']['dynamic'] and (
+            mine['loss_scale']['dynamic'] or theirs['loss_scale'].get('init_scale') == mine['loss_scale']['init_scale']
+        )
+        return same_scale and all(theirs.get(key) == mine[key] for key in keys)
+
+    def _restore_window(self, saved: checkpoint.SavedAmp) -> None:
+        window = saved.window
+        assert window is not None
+        weights = {id(master): weight for weight, master in self._pairs()}
+        for parameter, gradient in zip(self._parameters(), window.gradients):
+            target = parameter if window.unscaled else weights.get(id(parameter), parameter)
+            target.grad = None if gradient is None else gradient.to(target.device, target.dtype, copy=True)
+        self._used = list(window.used)
+        for index, found in enumerate(window.found_inf):
+            if window.used[index]:
+                self._flag(index).fill_(found)
+        self.stage = Stage.ACCUMULATING
+        logger.info(
+            'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
+        )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel and ``torch.compile`` wrappers.
+
+    Raises:
+        AmpAttachError: A sharded model.
+    """
+    while True:
+        if type(model).__name__ in ('FullyShardedDataParallel', 'MMFullyShardedDataParallel'):
+            raise AmpAttachError(
+                f'{type(model).__name__}: sharded parameters cannot be cast in place, and FSDP is not supported yet. '
+                f'Use DistributedDataParallel.'
+            )
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = model.module
+        elif hasattr(model, '_orig_mod'):
+            model = model._orig_mod
+        else:
+            return model
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise AmpAttachError(f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.')
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise AmpAttachError(
+            'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '
+            'cannot follow: choose a first-order optimizer, or enabled=False.'
+        )
+    if name == 'ZeroRedundancyOptimizer':
+        raise AmpAttachError(
+            'ZeroRedundancyOptimizer shards its parameters over processes and saves collectively, while mmengine saves on '
+            'rank 0 alone; it is not supported yet. Use a torch optimizer with DistributedDataParallel.'
+        )
+
+
+def _check_groups(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    theirs, mine = saved['param_groups'], own['param_groups']
+    if len(theirs) != len(mine):
+        raise AmpCheckpointError(
+            f'the checkpoint has {len(theirs)} parameter groups and the optimizer {len(mine)}: resume with the '
+            f'paramwise_cfg and the model it was saved with, or load the weights only (resume=False).'
+        )
+    for index, (there, here) in enumerate(zip(theirs, mine)):
+        if len(there['params']) != len(here['params']):
+            raise AmpCheckpointError(
+                f'parameter group {index} has {len(there["params"])} parameters in the checkpoint and '
+                f'{len(here["params"])} in the optimizer: the model has changed.'
+            )
+
+
+def _state_to_fp32(optimizer: Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dtype in HALF_TYPES:
+                state[key] = value.float()
+
+
+__all__: Sequence[str] = ('AmpEngine', 'Stage', 'StepResult', 'unwrap')

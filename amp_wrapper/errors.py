@@ -1,0 +1,57 @@
+"""The typed errors of the package.
+
+Each message names the argument or key, the value that was found and what to write instead. An error is raised before
+any state changes, unless its docstring says otherwise.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class AmpError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class AmpConfigError(AmpError, ValueError):
+    """A configuration that cannot mean anything: raised when the wrapper is built, with every conflict at once.
+
+    Args:
+        problems: One sentence per conflict.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            text = self.problems[0]
+        else:
+            rows = '\n'.join(f'  {i}. {problem}' for i, problem in enumerate(self.problems, 1))
+            text = f'{len(self.problems)} conflicts in one configuration:\n{rows}'
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[AmpConfigError], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)
+
+
+class AmpAttachError(AmpError, RuntimeError):
+    """A model or optimizer that mixed precision cannot be attached to."""
+
+
+class AmpUsageError(AmpError, RuntimeError):
+    """A call at a moment when it has no meaning, such as ``step()`` without a ``backward()``."""
+
+
+class AmpCheckpointError(AmpError, RuntimeError):
+    """A checkpoint that is damaged, from the future or of another kind. Nothing of it has been applied."""
+
+
+class OverflowStreakError(AmpError, RuntimeError):
+    """Too many optimizer steps in a row were skipped. Weights, masters and optimizer state are those of the last clean
+    step; the loss scale has followed its rule."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string when nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{close[0]}'?)" if close else ''

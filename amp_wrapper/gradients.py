@@ -1,0 +1,187 @@
+"""Gradients between backward and the optimizer: unscaling, overflow, norm and clipping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from . import ops
+from .errors import AmpConfigError, nearest
+from .policy import is_number
+
+_CLIP_KEYS = {
+    'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'),
+    'value': ('clip_value', 'foreach'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientClip:
+    """How gradients are clipped, after unscaling: mmengine's ``clip_grad`` in a typed form.
+
+    Attributes:
+        kind: 'norm' or 'value'.
+        arguments: Keyword arguments of :func:`torch.nn.utils.clip_grad_norm_` or ``clip_grad_value_``.
+    """
+
+    kind: str
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, clip_grad: Mapping[str, Any] | None) -> GradientClip | None:
+        """Read mmengine's dict without changing it.
+
+        Args:
+            clip_grad: ``dict(max_norm=..., norm_type=..., error_if_nonfinite=...)``, or
+                ``dict(type='value', clip_value=...)``, or None.
+
+        Raises:
+            AmpConfigError: An unknown type or key, or a missing or impossible limit.
+        """
+        if clip_grad is None:
+            return None
+        if not isinstance(clip_grad, Mapping) or not clip_grad:
+            raise AmpConfigError(
+                [f'clip_grad={clip_grad!r} must be a dict such as dict(max_norm=1.0) or dict(type="value", clip_value=1.0).']
+            )
+        words = dict(clip_grad)
+        kind = words.pop('type', 'norm')
+        if kind not in _CLIP_KEYS:
+            raise AmpConfigError([f"clip_grad['type']={kind!r} must be 'norm' or 'value'."])
+        known = _CLIP_KEYS[kind]
+        problems = [
+            f'clip_grad has an unknown key {key!r}{nearest(str(key), known)}: known are {", ".join(known)}.'
+            for key in words
+            if key not in known
+        ]
+        limit = known[0]
+        value = words.get(limit)
+        if limit not in words:
+            problems.append(f'clip_grad lacks {limit!r}: write dict(type={kind!r}, {limit}=1.0), say.')
+        elif not (isinstance(value, Tensor) or (is_number(value) and value >= 0)):
+            problems.append(f'clip_grad[{limit!r}]={value!r} must be a number of at least 0.')
+        if problems:
+            raise AmpConfigError(problems)
+        return cls(kind, words)
+
+    @property
+    def raises_on_nonfinite(self) -> bool:
+        """Whether a non-finite norm is an error."""
+        return bool(self.arguments.get('error_if_nonfinite', False))
+
+    def apply(self, parameters: Sequence[Tensor]) -> Tensor | None:
+        """Clip the gradients of ``parameters`` in place.
+
+        Args:
+            parameters: FP32 (at O3: 16-bit) tensors; those without a gradient are passed over.
+
+        Returns:
+            The norm before clipping, a scalar on the device; None for 'value' and where there is no gradient.
+        """
+        chosen = [p for p in parameters if p.requires_grad and p.grad is not None]
+        if not chosen:
+            return None
+        if self.kind == 'value':
+            clip_grad_value_(chosen, **self.arguments)
+            return None
+        norm: Tensor = clip_grad_norm_(chosen, **self.arguments)
+        return norm
+
+
+def unscale_to_masters(
+    pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+    own: Iterable[Tensor],
+    inverse_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Bring scaled gradients to where the optimizer looks for them, unscaled.
+
+    Args:
+        pairs: (model weight, master): the master's gradient becomes the weight's in FP32, unscaled.
+        own: Parameters that the optimizer steps themselves, unscaled in place.
+        inverse_scale: float32 scalar, or None for 1.
+        found_inf: float32 scalar set to 1.0 where a gradient element is non-finite, in place; None for no check.
+
+    Sparse gradients are coalesced and stay sparse.
+    """
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
+    for weight, master in pairs:
+        if weight.grad is None:
+            master.grad = None
+        elif weight.grad.is_sparse:
+            grad = weight.grad.coalesce()
+            master.grad = grad.to(master.dtype)
+            if master.grad is grad:
+                master.grad = grad.clone()
+            values = master.grad.coalesce()
+            master.grad = values
+            sources.append(values._values())
+            targets.append(values._values())
+        else:
+            master.grad = torch.empty_like(weight.grad, dtype=master.dtype)
+            sources.append(weight.grad)
+            targets.append(master.grad)
+    if inverse_scale is not None or found_inf is not None:
+        for parameter in own:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+                values = parameter.grad._values()
+            else:
+                values = parameter.grad
+            sources.append(values)
+            targets.append(values)
+    ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
+
+
+def accumulate_unscaled(
+    pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
+    own: Iterable[Tensor],
+    before: Mapping[int, Tensor],
+    inverse_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Add the gradients of one backward pass to what earlier ones left, each unscaled by its own scale.
+
+    Args:
+        pairs: (model weight, master): sums live in the master's gradient, in FP32; the weight's is freed.
+        own: Parameters whose gradient holds only this pass; the sum takes its place.
+        before: What the ``own`` gradients were before this pass, by ``id`` of the parameter.
+        inverse_scale: float32 scalar, or None for 1.
+        found_inf: As in :func:`unscale_to_masters`.
+    """
+    pairs, own = list(pairs), list(own)
+    sums = {id(master): master.grad for _, master in pairs if master.grad is not None}
+    unscale_to_masters(pairs, own, inverse_scale, found_inf)
+    for weight, master in pairs:
+        weight.grad = None
+        earlier = sums.get(id(master))
+        if earlier is not None:
+            master.grad = earlier if master.grad is None else master.grad + earlier
+    for parameter in own:
+        earlier = before.get(id(parameter))
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
+
+
+def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of the parameters whose gradient has a non-finite element. Syncs.
+
+    Args:
+        named: (name, parameter) pairs.
+    """
+    bad = []
+    for name, parameter in named:
+        grad = parameter.grad
+        if grad is not None:
+            values = grad.coalesce()._values() if grad.is_sparse else grad
+            if not bool(values.isfinite().all()):
+                bad.append(name)
+    return bad

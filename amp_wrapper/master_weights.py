@@ -1,0 +1,158 @@
+"""FP32 master weights: the pairs of model weight and master, and their place in the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import ops
+from .nested import HALF_TYPES
+
+
+class MasterWeights:
+    """The FP32 counterparts that an optimizer steps in place of 16-bit model weights.
+
+    Built while the weights are still FP32: a master takes over the very storage of its weight, so it is exact and
+    costs no copy. It stands in the optimizer's ``param_groups`` where the weight stood, and the weight's optimizer
+    state becomes its own, uncast. Parameters that stay FP32 are their own masters and do not appear here.
+
+    Args:
+        optimizer: Holds the parameters; its groups are changed in place.
+        weights: The parameters about to become 16-bit, by name. Only those in ``optimizer`` get a master.
+        paired: Called with each new (weight, master).
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        weights: Mapping[str, nn.Parameter],
+        paired: Callable[[nn.Parameter, nn.Parameter], None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._paired = paired
+        self._names = {id(weight): name for name, weight in weights.items()}
+        self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._masters: set[int] = set()
+        self._versions: dict[int, int] = {}
+        known = {id(weight) for weight in weights.values()}
+        self._swap(lambda parameter: id(parameter) in known)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @property
+    def pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """(model weight, master) for every weight that has a master, in the optimizer's order."""
+        return self._pairs.values()
+
+    def is_master(self, parameter: Tensor) -> bool:
+        """Whether ``parameter`` is a master of this object."""
+        return id(parameter) in self._masters
+
+    def adopt(self) -> None:
+        """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
+        self._swap(lambda parameter: parameter.dtype in HALF_TYPES)
+
+    def _swap(self, wanted: Callable[[nn.Parameter], bool]) -> None:
+        for group in self._optimizer.param_groups:
+            for index, weight in enumerate(group['params']):
+                if id(weight) in self._masters or not wanted(weight):
+                    continue
+                # a weight that is FP32 now hands over its storage: its cast replaces it right after
+                master = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
+                group['params'][index] = master
+                if weight in self._optimizer.state:
+                    self._optimizer.state[master] = self._optimizer.state.pop(weight)
+                self._pairs[id(weight)] = (weight, master)
+                self._masters.add(id(master))
+                self._paired(weight, master)
+
+    def copy_to_weights(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
+        """Model weight = master, rounded to nearest-even. Idempotent.
+
+        Args:
+            pairs: Some of :attr:`pairs`; all of them by default.
+        """
+        chosen = list(self.pairs if pairs is None else pairs)
+        with torch.no_grad():
+            ops.multi_tensor_copy([master for _, master in chosen], [weight for weight, _ in chosen])
+        self.mark_clean(weight for weight, _ in chosen)
+
+    def mark_clean(self, weights: Iterable[Tensor] | None = None) -> None:
+        """Take the present values of the weights as known: only later edits count as edits."""
+        for weight in (weight for weight, _ in self.pairs) if weights is None else weights:
+            self._versions[id(weight)] = weight._version
+
+    def edited(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The pairs whose weight was written to since the last step, as torch's version counters tell.
+
+        Edits through ``.data`` do not count there; :meth:`refresh` finds those by comparing.
+        """
+        return [pair for pair in self.pairs if pair[0]._version != self._versions.get(id(pair[0]))]
+
+    @torch.no_grad()
+    def refresh(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> list[str]:
+        """A weight changed by anyone but the optimizer wins: wherever it differs from its master rounded, bit for bit,
+        the master takes its value. Syncs.
+
+        Args:
+            pairs: The pairs to look at; all by default.
+
+        Returns:
+            The names of the weights that had been changed.
+        """
+        chosen = list(self.pairs if pairs is None else pairs)
+        if not chosen:
+            return []
+        flags = ops.multi_tensor_refresh([weight for weight, _ in chosen], [master for _, master in chosen])
+        self.mark_clean(weight for weight, _ in chosen)
+        device = flags[0].device
+        found = torch.stack([flag.to(device) for flag in flags]).tolist()
+        return [self.name(weight) for (weight, _), differs in zip(chosen, found) if differs]
+
+    def name(self, weight: Tensor) -> str:
+        """The qualified name of a weight in its model."""
+        return self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
+
+    def select(self, tensors: Iterable[Tensor]) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The pairs whose weight is among ``tensors``."""
+        wanted = {id(tensor) for tensor in tensors}
+        return [pair for key, pair in self._pairs.items() if key in wanted]
+
+    def release(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Put the model weights back into the optimizer, with the masters' state; yields each pair.
+
+        The caller gives the weights their FP32 values.
+        """
+        weights = {id(master): weight for weight, master in self.pairs}
+        for group in self._optimizer.param_groups:
+            for index, parameter in enumerate(group['params']):
+                weight = weights.get(id(parameter))
+                if weight is not None:
+                    group['params'][index] = weight
+                    if parameter in self._optimizer.state:
+                        self._optimizer.state[weight] = self._optimizer.state.pop(parameter)
+        yield from self.pairs
+        self._pairs.clear()
+        self._masters.clear()
+        self._versions.clear()
+
+
+def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Give the optimizer state of 16-bit parameters their type, as ``Optimizer.load_state_dict`` would have.
+
+    State that was loaded while the parameters were still FP32 is FP32; without masters (O3), training goes on in
+    16-bit, so the state must be what it was when it was saved. ``step`` counters keep their type.
+
+    Args:
+        optimizer: Its state is changed in place.
+        parameters: 16-bit parameters that the optimizer steps itself.
+    """
+    for parameter in parameters:
+        state = optimizer.state.get(parameter)
+        for key, value in (state or {}).items():
+            if key != 'step' and isinstance(value, Tensor) and value.is_floating_point():
+                state[key] = value.to(parameter.dtype)

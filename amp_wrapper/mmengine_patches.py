@@ -1,0 +1,222 @@
+"""What mmengine offers no seam for. Every patch is the identity where none of our wrappers is attached.
+
+* ``BaseAveragedModel.__init__``: a deep copy of a cast model becomes FP32 again, from the masters.
+* ``BaseAveragedModel.update_parameters``: averages see masters in FP32, never rounded weights.
+* ``EMAHook._swap_ema_parameters``: swaps masters, not weights, so that everything comes back bit for bit.
+* ``OptimWrapperDict.initialize_count_status``: does nothing in mmengine; ours attach here, all before the first forward.
+* ``torch.serialization.add_safe_globals``: the classes that mmengine's own checkpoints need under
+  ``torch.load(weights_only=True)``, and no more.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import mmengine
+import numpy as np
+import torch
+from mmengine.hooks import EMAHook
+from mmengine.logging import HistoryBuffer, print_log
+from mmengine.model import BaseAveragedModel
+from mmengine.optim import OptimWrapperDict
+from mmengine.utils import digit_version
+from torch import Tensor, nn
+
+from . import casting
+from .nested import HALF_TYPES
+
+#: The versions these patches were read against.
+TESTED = ('0.10.0', '0.11.0')
+
+
+class MasterView:
+    """A model as an average should see it: masters in FP32 in place of 16-bit weights.
+
+    Args:
+        model: A module with casts of this package.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of the model, in FP32."""
+        for name, parameter in self._model.named_parameters(*args, **kwargs):
+            yield name, _fp32(parameter)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As of the model, in FP32."""
+        # keep_vars: the plain variables, without the comparison that saving makes
+        return {
+            name: _fp32(value) if isinstance(value, Tensor) else value
+            for name, value in self._model.state_dict(keep_vars=True).items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    if tensor.dtype not in HALF_TYPES:
+        return tensor
+    twin = casting.fp32_twin(tensor)
+    return tensor.detach().float() if twin is None else twin
+
+
+def _patch_averaged_model() -> None:
+    original_init = BaseAveragedModel.__init__
+    original_update = BaseAveragedModel.update_parameters
+
+    @functools.wraps(original_init)
+    def init(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original_init(self, model, *args, **kwargs)
+        if casting.restore_fp32_copy(self.module, model) and self.update_buffers:
+            # these were live references into the copy before it became FP32
+            self.avg_parameters = self.module.state_dict()
+
+    @functools.wraps(original_update)
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        original_update(self, MasterView(model) if casting.is_cast(model) else model)
+
+    BaseAveragedModel.__init__ = init
+    BaseAveragedModel.update_parameters = update_parameters
+
+
+def _patch_ema_swap() -> None:
+    original = EMAHook._swap_ema_parameters
+
+    @functools.wraps(original)
+    def swap(self: Any) -> None:
+        if casting.is_cast(self.src_model):
+            _swap_with_masters(self)
+        else:
+            original(self)
+
+    EMAHook._swap_ema_parameters = swap
+
+
+@torch.no_grad()
+def _swap_with_masters(hook: Any) -> None:
+    average, source = hook.ema_model.module, hook.src_model
+    both = hook.ema_model.update_buffers
+    averages = itertools.chain(average.parameters(), average.buffers() if both else ())
+    sources = itertools.chain(source.parameters(), source.buffers() if both else ())
+    # where 16-bit tensors have no master, the exact average waits here until the swap back
+    exact: dict[int, Tensor] | None = hook.__dict__.pop('_amp_exact_averages', None)
+    coming_back = exact is not None
+    stash: dict[int, Tensor] = {} if exact is None else exact
+    for index, (mean, weight) in enumerate(zip(averages, sources)):
+        master = casting.fp32_twin(weight)
+        if master is not None:
+            # an edit of the weight that nobody announced belongs to the master first
+            casting.follow_weight(weight)
+            before = mean.detach().clone()
+            mean.data.copy_(master)
+            master.copy_(before)
+            weight.copy_(master)
+        elif mean.dtype == weight.dtype:
+            before = mean.detach().clone()
+            mean.data.copy_(weight.data)
+            weight.data.copy_(before)
+        elif coming_back:
+            weight.data.copy_(mean.data)
+            mean.data.copy_(stash[index])
+        else:
+            stash[index] = mean.detach().clone()
+            mean.data.copy_(weight.data)
+            weight.data.copy_(stash[index])
+    if not coming_back:
+        hook._amp_exact_averages = stash
+
+
+def _patch_wrapper_dict() -> None:
+    original = OptimWrapperDict.initialize_count_status
+
+    @functools.wraps(original)
+    def initialize_count_status(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(self, model, *args, **kwargs)
+        attach_members(self, model)
+
+    OptimWrapperDict.initialize_count_status = initialize_count_status
+
+
+def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
+    """Attach every member that can be attached, telling each what the others own."""
+    members = list(wrappers.values())
+    owned = [[p for group in member.optimizer.param_groups for p in group['params']] for member in members]
+    for index, member in enumerate(members):
+        attach = getattr(member, 'attach', None)
+        if attach is not None:
+            foreign = [p for other, parameters in enumerate(owned) if other != index for p in parameters]
+            attach(model, foreign=foreign)
+
+
+def _restricted_getattr(owner: Any, name: str) -> Any:
+    """``getattr`` for unpickling HistoryBuffer's statistics, and for nothing else."""
+    if owner is HistoryBuffer and name in ('min', 'max', 'mean', 'current'):
+        return getattr(owner, name)
+    raise torch.serialization.pickle.UnpicklingError(
+        f'this checkpoint asks for getattr({owner!r}, {name!r}), which only HistoryBuffer\'s statistics may: '
+        f'it was tampered with, or written by something other than mmengine.'
+    )
+
+
+def _allow_checkpoint_classes() -> None:
+    reconstruct = np.zeros(1).__reduce__()[0]
+    scalar = np.float64(0).__reduce__()[0]
+    allowed: list[Any] = [
+        HistoryBuffer,
+        (_restricted_getattr, 'builtins.getattr'),
+        np.ndarray,
+        np.dtype,
+        (reconstruct, 'numpy.core.multiarray._reconstruct'),
+        (reconstruct, 'numpy._core.multiarray._reconstruct'),
+        (scalar, 'numpy.core.multiarray.scalar'),
+        (scalar, 'numpy._core.multiarray.scalar'),
+    ]
+    kinds = (np.float16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64, np.bool_)
+    allowed += sorted({type(np.dtype(kind)) for kind in kinds}, key=lambda cls: cls.__name__)
+    torch.serialization.add_safe_globals(allowed)
+
+
+class _ToMMEngine(logging.Handler):
+    """Sends the lines of the floors below to mmengine's logger, which knows ranks and files."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_log(record.getMessage(), logger='current', level=record.levelno)
+
+
+def _forward_log_lines() -> None:
+    ours = logging.getLogger('amp_wrapper')
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+    ours.addHandler(_ToMMEngine())
+    ours.propagate = False
+
+
+_applied = False
+
+
+def apply() -> None:
+    """Put the patches in place, once a process."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    version = digit_version(mmengine.__version__)
+    if not digit_version(TESTED[0]) <= version < digit_version(TESTED[1]):
+        print_log(
+            f'amp_wrapper was tested with mmengine {TESTED[0]} to {TESTED[1]} (excluded); this is {mmengine.__version__}. '
+            f'EMAHook and OptimWrapperDict are patched all the same: compare a short run with opt_level="O0".',
+            logger='current',
+            level=logging.WARNING,
+        )
+    _patch_averaged_model()
+    _patch_ema_swap()
+    _patch_wrapper_dict()
+    _allow_checkpoint_classes()
+    _forward_log_lines()

@@ -1,0 +1,95 @@
+"""Walking nested containers of tensors without losing their types."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: The floating types that mixed precision moves between. float64 and complex tensors are always left alone.
+CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
+#: The 16-bit floating types.
+HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply ``function`` to every tensor inside ``value``.
+
+    Lists, tuples, named tuples, dicts, dataclasses and subclasses of these are entered, and rebuilt as the same type
+    only where a tensor in them changed; the input is never modified. Strings, arrays, numbers, modules, generators and
+    every unknown object (mmengine's ``BaseDataElement`` among them) are returned as they are.
+
+    Args:
+        function: Maps a tensor to a tensor; returns the same object for "no change".
+        value: Any object.
+
+    Returns:
+        ``value`` itself where nothing changed, else a new container of the same type.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        changed = {}
+        for key, item in value.items():
+            new = map_tensors(function, item)
+            if new is not item:
+                changed[key] = new
+        if not changed:
+            return value
+        result = copy.copy(value)
+        for key, item in changed.items():
+            result[key] = item
+        return result
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, item) for item in value]
+        if all(new is old for new, old in zip(items, value)):
+            return value
+        if isinstance(value, list):
+            if type(value) is list:
+                return items
+            sequence = copy.copy(value)
+            sequence[:] = items
+            return sequence
+        if type(value) is tuple:
+            return tuple(items)
+        make = getattr(type(value), '_make', type(value))
+        return make(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {}
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                item = getattr(value, field.name)
+                new = map_tensors(function, item)
+                if new is not item:
+                    fields[field.name] = new
+        if not fields:
+            return value
+        result = copy.copy(value)
+        for name, item in fields.items():
+            # object.__setattr__ also reaches the fields of a frozen dataclass; the copy is ours alone
+            object.__setattr__(result, name, item)
+        return result
+    return value
+
+
+def cast_tensors(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE) -> Any:
+    """Cast the tensors in ``value`` whose dtype is in ``sources`` to ``dtype``; differentiable.
+
+    Args:
+        value: Any nesting that :func:`map_tensors` enters.
+        dtype: The target.
+        sources: The dtypes that are cast; everything else is left alone.
+
+    Returns:
+        ``value`` itself where nothing had to be cast.
+    """
+
+    def cast(tensor: Tensor) -> Tensor:
+        # an exact type test keeps torch.dtype's set lookup off the path of tensors that already fit
+        return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
+
+    return map_tensors(cast, value)

@@ -1,0 +1,422 @@
+"""The doors of mmengine: ``AmpOptimWrapper`` and its aliases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmengine.logging import print_log
+from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
+from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
+from mmengine.optim import OptimWrapper
+from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
+from torch import Tensor, nn
+
+from . import mmengine_patches, model_wrappers, ops, policy
+from .deferred_log import DeferredLog
+from .engine import AmpEngine
+from .errors import AmpAttachError, AmpConfigError, nearest
+from .gradients import GradientClip
+from .loss_scaler import LossScaler
+from .policy import DEFAULT_MAX_LOSS_SCALE
+from .registry import OPTIM_WRAPPERS
+
+mmengine_patches.apply()
+
+_PARENT_WORDS = ('optimizer', 'accumulative_counts', 'clip_grad')
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(OptimWrapper):
+    """Mixed-precision training at the opt levels O0 to O5, through mmengine.
+
+    With the type alone it is O1 with a dynamic loss scale, as mmengine's own ``AmpOptimWrapper``, whose arguments it
+    all accepts; those of ``ApexOptimWrapper`` too. The model is cast when ``initialize_count_status`` or the first
+    ``optim_context`` is called, after the weights were initialised or loaded. Attributes of a step (``train/grad_norm``,
+    ``train/amp_scale``, ``train/amp_skipped``) reach mmengine's log without a device wait of their own.
+
+    Args:
+        loss_scale: 'dynamic', a positive number (also as a string), a dict in ``GradScaler``'s words, or None for the
+            level's own.
+        dtype: 'float16' or 'bfloat16' (with O1, O2, O3); 'float32' and 'float64' mean no autocast. Also torch dtypes.
+        use_fsdp: Accepted for mmengine's FSDPStrategy; True is refused, sharding is not supported yet.
+        opt_level: 'O0' FP32, 'O1' autocast to float16, 'O2' float16 model with FP32 masters, 'O3' pure 16-bit,
+            'O4' and 'O5' the bfloat16 counterparts of O1 and O2.
+        enabled: False makes this a plain ``OptimWrapper``, its checkpoints included.
+        cast_model_type: Type of the model weights, or False for no cast.
+        patch_torch_functions: Whether autocast runs (O1 and O4).
+        keep_batchnorm_fp32: Whether BatchNorm stays FP32; True, False, 'True' or 'False'.
+        master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights.
+        cast_model_outputs: Type of the model's floating outputs; FP32 at the levels that cast.
+        num_losses: Losses with a scale of their own, chosen by ``loss_id``.
+        verbosity: 0 silent, 1 skipped steps, 2 every cast too.
+        min_loss_scale: Floor of a dynamic scale.
+        max_loss_scale: Ceiling of a dynamic scale, or None.
+        keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32.
+        skip_nonfinite: Whether a static scale checks gradients too; None for "at every level but O0".
+        max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
+        **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
+
+    Raises:
+        AmpConfigError: Every conflict of the configuration in one message, before any work.
+        AmpAttachError: An optimizer that cannot be wrapped.
+
+    Examples:
+        >>> import torch
+        >>> from amp_wrapper import AmpOptimWrapper
+        >>> model = torch.nn.Linear(4, 2)
+        >>> wrapper = AmpOptimWrapper(opt_level='O5', optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with wrapper.optim_context(model):
+        ...     loss = model(torch.ones(1, 4)).sum()
+        >>> wrapper.update_params(loss)
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str | Mapping[str, Any] | None = None,
+        dtype: str | torch.dtype | None = None,
+        use_fsdp: bool = False,
+        opt_level: str = 'O1',
+        enabled: bool = True,
+        cast_model_type: str | torch.dtype | bool | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        cast_model_outputs: str | torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+        keep_fp32: str | type | list[str | type] | tuple[str | type, ...] | None = None,
+        skip_nonfinite: bool | None = None,
+        max_consecutive_skips: int | None = 50,
+        **kwargs: Any,
+    ) -> None:
+        problems: list[str] = []
+        resolved = None
+        try:
+            resolved = policy.resolve(
+                opt_level,
+                enabled=enabled,
+                dtype=dtype,
+                cast_model_type=cast_model_type,
+                patch_torch_functions=patch_torch_functions,
+                keep_batchnorm_fp32=keep_batchnorm_fp32,
+                master_weights=master_weights,
+                loss_scale=loss_scale,
+                cast_model_outputs=cast_model_outputs,
+                keep_fp32=keep_fp32,
+                num_losses=num_losses,
+                verbosity=verbosity,
+                min_loss_scale=min_loss_scale,
+                max_loss_scale=max_loss_scale,
+                skip_nonfinite=skip_nonfinite,
+                max_consecutive_skips=max_consecutive_skips,
+            )
+        except AmpConfigError as error:
+            problems += error.problems
+        clip = None
+        try:
+            clip = GradientClip.parse(kwargs.get('clip_grad'))
+        except AmpConfigError as error:
+            problems += error.problems
+        problems += _check_words(kwargs, use_fsdp)
+        if problems or resolved is None:
+            raise AmpConfigError(problems)
+        self._engine = AmpEngine(resolved, kwargs['optimizer'])
+        if kwargs.get('clip_grad') is not None:
+            # mmengine pops from the dict it is given
+            kwargs['clip_grad'] = dict(kwargs['clip_grad'])
+        super().__init__(**kwargs)
+        self._clip = clip
+        self._deferred = DeferredLog(self.message_hub)
+        print_log(
+            f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}',
+            logger='current',
+            level=logging.INFO,
+        )
+
+    # -- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> policy.Policy:
+        """The resolved configuration."""
+        return self._engine.policy
+
+    @property
+    def opt_level(self) -> str:
+        """'O0' to 'O5', after ``dtype`` had its say."""
+        return self._engine.policy.opt_level
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The autocast type, under the name the stock wrapper uses; None without autocast."""
+        return self._engine.policy.autocast_dtype
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The scaler of the first loss; ``get_scale()`` reads it."""
+        return self._engine.scalers[0]
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """One scaler per loss."""
+        return list(self._engine.scalers)
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own."""
+        yield from self._engine.master_params()
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
+        """Cast the model and make the masters, from its present weights. Does nothing the second time.
+
+        mmengine's runner needs no call: ``initialize_count_status`` and ``optim_context`` do it.
+
+        Args:
+            model: FP32, initialised or loaded; wrapped in DDP or not. Under DDP, every rank calls this.
+            foreign: Parameters that other wrappers step.
+
+        Raises:
+            AmpAttachError: The model is 16-bit already, cast already, or wrapped in a way that cannot be followed.
+            AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
+        """
+        if self._engine.attached:
+            return
+        if self._engine.policy.casts_model:
+            model_wrappers.check_ddp(model)
+        inner = model.module if is_model_wrapper(model) else model
+        self._engine.attach(inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign)
+        if self._engine.casts:
+            model_wrappers.rebuild_ddp(model)
+
+    def detach(self) -> None:
+        """Take the casts off, give the model its FP32 weights (the masters) and the optimizer its own parameters.
+
+        A DDP around the model has to be made anew by the caller.
+
+        Raises:
+            AmpUsageError: Gradients are waiting for a step.
+        """
+        self._engine.detach()
+
+    def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
+        """Say that model weights were edited by hand: their masters take the new values. Syncs.
+
+        In-place edits (``p.clamp_()`` under ``no_grad``) are noticed at the next step by themselves; edits through
+        ``.data`` leave no trace and are found when the model is saved, so call this right after them.
+
+        Args:
+            tensors: The edited parameters; all of them by default.
+
+        Returns:
+            The names of the weights that differed from their masters.
+        """
+        return self._engine.weights_changed(tensors)
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """mmengine's last word before training: the weights are final, so the model is cast here.
+
+        Args:
+            model: The model, wrapped or not.
+            init_counts: Iterations done.
+            max_counts: Iterations in all.
+        """
+        super().initialize_count_status(model, init_counts, max_counts)
+        self.attach(model)
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Around preprocessing and forward: attaches if nobody has yet, autocasts at O1 and O4, and keeps DDP from
+        synchronising inside an accumulation window.
+
+        Args:
+            model: The model, wrapped or not.
+        """
+        self.attach(model)
+        with super().optim_context(model), self._engine.forward_context(model):
+            yield
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: dict[str, Any] | None = None,
+        zero_kwargs: dict[str, Any] | None = None,
+        loss_id: int = 0,
+    ) -> None:
+        """Backward, and at the end of an accumulation window step and clear.
+
+        Args:
+            loss: Scalar, of any floating type.
+            step_kwargs: For ``step``.
+            zero_kwargs: For ``zero_grad``.
+            loss_id: Which scaler, below ``num_losses``.
+        """
+        self.backward(self.scale_loss(loss), loss_id=loss_id)
+        if self.should_update():
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
+
+    def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
+        """Backward of the loss times the loss scale.
+
+        Args:
+            loss: Scalar, of any floating type.
+            loss_id: Which scaler, below ``num_losses``.
+            **kwargs: For :meth:`torch.Tensor.backward`.
+
+        Raises:
+            AmpUsageError: No such loss; several losses under ``no_sync``; a level that casts, and no model yet.
+        """
+        self._engine.backward(loss, loss_id, **kwargs)
+        self._inner_count += 1
+
+    def step(self, **kwargs: Any) -> None:
+        """Unscale, check, clip and step; skipped as a whole where a gradient is non-finite. Syncs once.
+
+        Args:
+            **kwargs: For the optimizer's ``step``.
+
+        Raises:
+            AmpUsageError: No backward since the last step, or a closure under a loss scale.
+            OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
+        """
+        result = self._engine.step(self._clip, **kwargs)
+        scalars: dict[str, Tensor] = {}
+        if result.grad_norm is not None:
+            scalars[f'train/{self.grad_name}'] = result.grad_norm
+        if result.loss_scale is not None:
+            scalars['train/amp_scale'] = result.loss_scale
+        if result.skips is not None:
+            scalars['train/amp_skipped'] = result.skips
+        if scalars:
+            self._deferred.update(scalars)
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of model weights and masters.
+
+        Args:
+            **kwargs: For ``Optimizer.zero_grad``.
+        """
+        self._engine.zero_grad(**kwargs)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dict with ``base_param_settings``, ``loss_scaler`` and ``amp``. Syncs.
+
+        Returns:
+            Plain tensors, numbers, strings, lists and dicts. Masters are not in it: the model's state dict holds them.
+        """
+        state = self._engine.state_dict()
+        if self.base_param_settings is not None:
+            state['base_param_settings'] = self.base_param_settings
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume, before or after attachment, from our own checkpoints, stock AmpOptimWrapper's or plain ones.
+
+        What cannot be kept is logged, one line each.
+
+        Args:
+            state_dict: Not changed.
+
+        Raises:
+            AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
+        """
+        state = dict(state_dict)
+        base = state.pop('base_param_settings', None)
+        notes = self._engine.load_state_dict(state)
+        if base is not None:
+            self.base_param_settings = dict(base)
+        for note in notes:
+            print_log(f'amp: {note}', logger='current', level=logging.INFO)
+
+
+def _check_words(kwargs: Mapping[str, Any], use_fsdp: bool) -> list[str]:
+    """The keywords that mmengine would only assert on."""
+    own = [name for name in AmpOptimWrapper.__init__.__annotations__ if name not in ('return', 'kwargs')]
+    known = [*own, *_PARENT_WORDS]
+    problems = [
+        f'unknown argument {name!r}{nearest(name, known)}: known are {", ".join(known)}.'
+        for name in kwargs
+        if name not in _PARENT_WORDS
+    ]
+    if kwargs.get('optimizer') is None:
+        problems.append("optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer.")
+    counts = kwargs.get('accumulative_counts', 1)
+    if not isinstance(counts, int) or isinstance(counts, bool) or counts < 1:
+        problems.append(f'accumulative_counts={counts!r} must be a whole number of at least 1.')
+    if use_fsdp:
+        problems.append('use_fsdp=True: sharded training is not supported yet; use DistributedDataParallel.')
+    return problems
+
+
+@OPTIM_WRAPPERS.register_module()
+class ApexOptimWrapper(AmpOptimWrapper):
+    """mmengine's ``ApexOptimWrapper``, whose apex is gone: the same arguments in the same order, on this package.
+
+    Args:
+        opt_level: 'O0' to 'O5'.
+        loss_scale: As in :class:`AmpOptimWrapper`; 'dynamic' by default at every level, as it was.
+        enabled: As in :class:`AmpOptimWrapper`.
+        cast_model_type: As in :class:`AmpOptimWrapper`.
+        patch_torch_functions: As in :class:`AmpOptimWrapper`.
+        keep_batchnorm_fp32: As in :class:`AmpOptimWrapper`.
+        master_weights: As in :class:`AmpOptimWrapper`.
+        cast_model_outputs: As in :class:`AmpOptimWrapper`.
+        num_losses: As in :class:`AmpOptimWrapper`.
+        verbosity: As in :class:`AmpOptimWrapper`.
+        min_loss_scale: As in :class:`AmpOptimWrapper`.
+        max_loss_scale: As in :class:`AmpOptimWrapper`.
+        **kwargs: Everything else that :class:`AmpOptimWrapper` takes.
+    """
+
+    def __init__(
+        self,
+        opt_level: str = 'O1',
+        loss_scale: float | str | Mapping[str, Any] | None = 'dynamic',
+        enabled: bool = True,
+        cast_model_type: str | torch.dtype | bool | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | None = None,
+        cast_model_outputs: str | torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            loss_scale=loss_scale,
+            opt_level=opt_level,
+            enabled=enabled,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            cast_model_outputs=cast_model_outputs,
+            num_losses=num_losses,
+            verbosity=verbosity,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            **kwargs,
+        )
+
+
+# The stock names are taken over at the root, where every default_scope looks in the end: downstream --amp flags accept
+# the bare string only. The stock class stays within reach under another name.
+ROOT_OPTIM_WRAPPERS.register_module(name='TorchAmpOptimWrapper', module=TorchAmpOptimWrapper, force=True)
+ROOT_OPTIM_WRAPPERS.register_module(name='AmpOptimWrapper', module=AmpOptimWrapper, force=True)
+ROOT_OPTIM_WRAPPERS.register_module(name='ApexOptimWrapper', module=ApexOptimWrapper, force=True)
+
+__all__ = ['AmpAttachError', 'AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper']

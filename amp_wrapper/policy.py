@@ -1,0 +1,543 @@
+"""What one configuration means: the opt levels, and the rules for overriding them.
+
+The table is apex's (O0 to O3) and that of ROCm's apex (O4, O5):
+
+=============================  =======  =======  =======  =======  ========  ========
+property                       O0       O1       O2       O3       O4        O5
+=============================  =======  =======  =======  =======  ========  ========
+``cast_model_type``            float32  None     float16  float16  None      bfloat16
+``patch_torch_functions``      False    True     False    False    True      False
+``keep_batchnorm_fp32``        None     None     True     False    None      True
+``master_weights``             False    None     True     False    None      True
+``loss_scale``                 1.0      dynamic  dynamic  1.0      1.0       1.0
+=============================  =======  =======  =======  =======  ========  ========
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from .errors import AmpConfigError, nearest
+from .nested import HALF_TYPES
+
+_DTYPE_NAMES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        'float16': torch.float16,
+        'fp16': torch.float16,
+        'half': torch.float16,
+        'bfloat16': torch.bfloat16,
+        'bf16': torch.bfloat16,
+        'float32': torch.float32,
+        'fp32': torch.float32,
+        'float': torch.float32,
+        'single': torch.float32,
+        'float64': torch.float64,
+        'fp64': torch.float64,
+        'double': torch.float64,
+    }
+)
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_LARGEST_SCALE = torch.finfo(torch.float32).max
+#: apex's ceiling for dynamic loss scales.
+DEFAULT_MAX_LOSS_SCALE = 2.0**24
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleConfig:
+    """How one loss scale starts and moves. The rule itself is told in :mod:`amp_wrapper.loss_scaler`.
+
+    Attributes:
+        dynamic: Whether the scale follows overflows; a static one keeps ``init_scale``.
+        init_scale: The first scale, already clamped to floor and ceiling.
+        growth_factor: Above 1.
+        backoff_factor: Between 0 and 1.
+        growth_interval: Clean optimizer steps in a row before the scale grows.
+        min_scale: Floor, or None for the smallest normal float32.
+        max_scale: Ceiling, or None for the largest float32.
+        hysteresis: Overflows since the last clean step that it takes to lower the scale.
+        enabled: False for a scaler that does nothing (``GradScaler(enabled=False)``).
+    """
+
+    dynamic: bool = True
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float | None = DEFAULT_MAX_LOSS_SCALE
+    hysteresis: int = 1
+    enabled: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """One resolved configuration. Immutable; made by :func:`resolve`.
+
+    Attributes:
+        opt_level: 'O0' to 'O5', after ``dtype`` had its say.
+        enabled: False turns every part of the package into a no-op.
+        cast_model_type: The type of the model weights, or None for "no cast, no input or output casts".
+        autocast_dtype: The type of :class:`torch.autocast` around the forward pass, or None for no autocast.
+        keep_batchnorm_fp32: Whether BatchNorm stays FP32 under a cast.
+        master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights.
+        loss_scale: Start and rule of the loss scale.
+        cast_model_outputs: The type of the model's floating outputs, or None for FP32 at the levels that cast.
+        keep_fp32: Module classes, class names and glob patterns over qualified names that stay FP32.
+        num_losses: Number of loss scalers.
+        verbosity: 0 silent, 1 overflows and attachment, 2 adds one line a cast.
+        skip_nonfinite: Whether gradients are checked under a static scale.
+        max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
+    """
+
+    opt_level: str
+    enabled: bool = True
+    cast_model_type: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
+    keep_batchnorm_fp32: bool = False
+    master_weights: bool = False
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    cast_model_outputs: torch.dtype | None = None
+    keep_fp32: tuple[str | type, ...] = ()
+    num_losses: int = 1
+    verbosity: int = 1
+    skip_nonfinite: bool = True
+    max_consecutive_skips: int | None = 50
+
+    @property
+    def patch_torch_functions(self) -> bool:
+        """apex's name for "autocast is on"."""
+        return self.autocast_dtype is not None
+
+    @property
+    def casts_model(self) -> bool:
+        """Whether the weights become 16-bit."""
+        return self.enabled and self.cast_model_type in HALF_TYPES
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
+        result: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, LossScaleConfig):
+                value = dataclasses.asdict(value)
+            elif isinstance(value, torch.dtype):
+                value = dtype_name(value)
+            elif field.name == 'keep_fp32':
+                value = [item if isinstance(item, str) else item.__name__ for item in value]
+            result[field.name] = value
+        return result
+
+    def describe(self) -> str:
+        """One line for the log, such as ``O2 (float16 weights, FP32 BatchNorm, FP32 masters, ...)``."""
+        if not self.enabled:
+            return f'{self.opt_level}, enabled=False (does nothing)'
+        parts = []
+        if self.cast_model_type is None:
+            parts.append('FP32 weights')
+        else:
+            parts.append(f'{dtype_name(self.cast_model_type)} weights')
+            if self.casts_model and self.keep_batchnorm_fp32:
+                parts.append('FP32 BatchNorm')
+        if self.autocast_dtype is not None:
+            parts.append(f'autocast to {dtype_name(self.autocast_dtype)}')
+        if self.casts_model:
+            parts.append('FP32 masters' if self.master_weights else 'no masters')
+        scale = self.loss_scale
+        if not scale.enabled:
+            parts.append('no loss scale')
+        else:
+            parts.append(f'{"dynamic loss scale from" if scale.dynamic else "loss scale"} {scale.init_scale:g}')
+        if self.num_losses > 1:
+            parts.append(f'{self.num_losses} losses')
+        return f'{self.opt_level} ({", ".join(parts)})'
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    cast_model_type: torch.dtype | None
+    patch: torch.dtype | None
+    keep_batchnorm_fp32: bool
+    master_weights: bool
+    dynamic: bool
+    bfloat16: str
+    meaning: str
+
+
+_LEVELS: Mapping[str, _Level] = MappingProxyType(
+    {
+        'O0': _Level(torch.float32, None, False, False, False, '', 'FP32 training'),
+        'O1': _Level(None, torch.float16, False, False, True, 'O4', 'per-op casts to float16'),
+        'O2': _Level(torch.float16, None, True, True, True, 'O5', 'float16 model with FP32 masters'),
+        'O3': _Level(torch.float16, None, False, False, False, 'O3', 'pure 16-bit'),
+        'O4': _Level(None, torch.bfloat16, False, False, False, 'O4', 'per-op casts to bfloat16'),
+        'O5': _Level(torch.bfloat16, None, True, True, False, 'O5', 'bfloat16 model with FP32 masters'),
+    }
+)
+LEVELS: tuple[str, ...] = tuple(_LEVELS)
+_SCALER_WORDS = (
+    'init_scale',
+    'growth_factor',
+    'backoff_factor',
+    'growth_interval',
+    'min_scale',
+    'max_scale',
+    'hysteresis',
+    'enabled',
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``'float16'`` for ``torch.float16``."""
+    return str(dtype).removeprefix('torch.')
+
+
+def parse_dtype(value: Any) -> torch.dtype | None:
+    """The dtype that ``value`` names, or None if it names none.
+
+    Args:
+        value: A :class:`torch.dtype`, or a string such as 'float16', 'fp16', 'half' or 'torch.float16'.
+    """
+    if isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, str):
+        return _DTYPE_NAMES.get(value.strip().lower().removeprefix('torch.'))
+    return None
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a real number and no boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def resolve(
+    opt_level: str = 'O1',
+    *,
+    enabled: bool = True,
+    dtype: str | torch.dtype | None = None,
+    cast_model_type: str | torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | Mapping[str, Any] | None = None,
+    cast_model_outputs: str | torch.dtype | None = None,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    skip_nonfinite: bool | None = None,
+    max_consecutive_skips: int | None = 50,
+) -> Policy:
+    """Turn a level and its overrides into a :class:`Policy`.
+
+    Args:
+        opt_level: 'O0' to 'O5'.
+        enabled: False makes everything a no-op; the rest is still checked.
+        dtype: 'bfloat16' turns O1 into O4, O2 into O5 and O3 into pure bfloat16. 'float32' or 'float64' at O1 and O4
+            mean "no autocast", as in mmengine's own wrapper.
+        cast_model_type: float32, float16, bfloat16, or False for no cast at all.
+        patch_torch_functions: Whether :class:`torch.autocast` runs (O1, O4).
+        keep_batchnorm_fp32: True, False, 'True' or 'False'.
+        master_weights: Whether to keep FP32 masters of 16-bit weights.
+        loss_scale: 'dynamic', a positive finite number (also as a string), a dict in ``GradScaler``'s words
+            (``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, and ours:
+            ``min_scale``, ``max_scale``, ``hysteresis``), or None for the level's own.
+        cast_model_outputs: The dtype of the model's floating outputs.
+        keep_fp32: Module classes, class names, or glob patterns over qualified names that stay FP32.
+        num_losses: Number of losses with a scale of their own.
+        verbosity: 0, 1 or 2.
+        min_loss_scale: Floor of a dynamic scale.
+        max_loss_scale: Ceiling of a dynamic scale; None for none.
+        skip_nonfinite: Whether a static scale checks gradients and skips non-finite steps. None: at every level but O0.
+        max_consecutive_skips: Limit of skipped steps in a row; None for none.
+
+    Returns:
+        The resolved record.
+
+    Raises:
+        AmpConfigError: With every conflict of the configuration in one message.
+    """
+    problems: list[str] = []
+    level_name, level = _resolve_level(opt_level, problems)
+
+    cast, cast_given = _resolve_cast_type(cast_model_type, problems)
+    for name, flag in (('patch_torch_functions', patch_torch_functions), ('master_weights', master_weights)):
+        if flag is not None and not isinstance(flag, bool):
+            problems.append(f'{name}={flag!r} must be True, False or None.')
+    keep_bn = _resolve_keep_batchnorm(keep_batchnorm_fp32, problems)
+
+    autocast = level.patch
+    model_type = level.cast_model_type
+    if dtype is not None and level_name:
+        level_name, level, autocast, model_type = _apply_dtype(dtype, level_name, level, problems)
+    per_op = level.cast_model_type is None
+    known = level_name != ''
+    other = f"write opt_level='{'O5' if level_name == 'O4' else 'O2'}' for a 16-bit model, or leave it out"
+    if per_op:
+        if cast in HALF_TYPES:
+            problems.append(
+                f'cast_model_type={cast_model_type!r} conflicts with opt_level={level_name!r}, which leaves the model '
+                f'in FP32 and casts per operation: {other}.'
+            )
+        if keep_bn is not None:
+            problems.append(
+                f'keep_batchnorm_fp32={keep_batchnorm_fp32!r} conflicts with opt_level={level_name!r}, which never '
+                f'casts BatchNorm: {other}.'
+            )
+        if isinstance(master_weights, bool):
+            problems.append(
+                f'master_weights={master_weights!r} conflicts with opt_level={level_name!r}, whose weights are FP32 '
+                f'already: {other}.'
+            )
+    elif known and patch_torch_functions is True:
+        problems.append(
+            f"patch_torch_functions=True conflicts with opt_level={level_name!r}, which casts the model: "
+            f"write opt_level='O1' (float16) or 'O4' (bfloat16) for per-op casts, or leave it out."
+        )
+    if patch_torch_functions is False:
+        autocast = None
+    if cast_given:
+        if dtype is not None and not per_op and cast in HALF_TYPES and cast is not model_type:
+            problems.append(
+                f'cast_model_type={cast_model_type!r} contradicts dtype={dtype!r}: write only one of the two.'
+            )
+        # float32 on a per-op level is what it does anyway: nothing is cast
+        model_type = None if per_op else cast
+
+    outputs = None
+    if cast_model_outputs is not None:
+        outputs = parse_dtype(cast_model_outputs)
+        if outputs is None or not outputs.is_floating_point:
+            problems.append(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype: write 'float32', say.")
+    kept = _resolve_keep_fp32(keep_fp32, problems)
+    for name, flag in (('enabled', enabled), ('skip_nonfinite', skip_nonfinite)):
+        if not isinstance(flag, bool) and not (flag is None and name == 'skip_nonfinite'):
+            problems.append(f'{name}={flag!r} must be True or False.')
+    if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
+        problems.append(f'num_losses={num_losses!r} must be a whole number of at least 1.')
+    if verbosity not in (0, 1, 2) or isinstance(verbosity, bool):
+        problems.append(f'verbosity={verbosity!r} must be 0 (silent), 1 (overflows) or 2 (every cast too).')
+    if max_consecutive_skips is not None and (
+        not isinstance(max_consecutive_skips, int)
+        or isinstance(max_consecutive_skips, bool)
+        or max_consecutive_skips < 1
+    ):
+        problems.append(
+            f'max_consecutive_skips={max_consecutive_skips!r} must be a whole number of at least 1, or None for none.'
+        )
+    scale = _resolve_loss_scale(loss_scale, level, min_loss_scale, max_loss_scale, problems)
+    if problems:
+        raise AmpConfigError(problems)
+    return Policy(
+        opt_level=level_name,
+        enabled=enabled,
+        cast_model_type=model_type,
+        autocast_dtype=autocast,
+        keep_batchnorm_fp32=level.keep_batchnorm_fp32 if keep_bn is None else keep_bn,
+        master_weights=level.master_weights if master_weights is None else master_weights,
+        loss_scale=scale,
+        cast_model_outputs=outputs,
+        keep_fp32=kept,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        skip_nonfinite=level_name != 'O0' if skip_nonfinite is None else skip_nonfinite,
+        max_consecutive_skips=max_consecutive_skips,
+    )
+
+
+def _resolve_level(value: Any, problems: list[str]) -> tuple[str, _Level]:
+    if isinstance(value, str) and value in _LEVELS:
+        return value, _LEVELS[value]
+    hint = ''
+    text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ''
+    digit = text[-1:]
+    if digit in '012345' and digit:
+        if text.startswith('0') and len(text) == 2:
+            hint = f" Write 'O{digit}' with the letter O, not the digit zero."
+        elif text.lower().removeprefix('o') == digit:
+            hint = f" Write 'O{digit}' (capital letter O, no spaces)."
+    known = '; '.join(f'{name}: {level.meaning}' for name, level in _LEVELS.items())
+    problems.append(f'opt_level={value!r} is no opt level.{hint} Known are {known}.')
+    # the rest is judged for the level that was probably meant, so that one run shows every conflict
+    meant = f'O{digit}' if hint else ''
+    return meant, _LEVELS.get(meant, _LEVELS['O0'])
+
+
+def _resolve_cast_type(value: Any, problems: list[str]) -> tuple[torch.dtype | None, bool]:
+    if value is None:
+        return None, False
+    if value is False:
+        return None, True
+    dtype = parse_dtype(value)
+    if dtype is torch.float32 or dtype in HALF_TYPES:
+        return dtype, True
+    problems.append(
+        f"cast_model_type={value!r} must be 'float16', 'bfloat16', 'float32', False (no cast) or None (the level's own)."
+    )
+    return None, False
+
+
+def _resolve_keep_batchnorm(value: Any, problems: list[str]) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if value in ('True', 'False'):
+        return bool(value == 'True')
+    problems.append(f"keep_batchnorm_fp32={value!r} must be True, False, 'True', 'False' or None (the level's own).")
+    return None
+
+
+def _apply_dtype(
+    value: Any, name: str, level: _Level, problems: list[str]
+) -> tuple[str, _Level, torch.dtype | None, torch.dtype | None]:
+    autocast, model_type = level.patch, level.cast_model_type
+    dtype = parse_dtype(value)
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        problems.append(f"dtype={value!r} must be 'float16', 'bfloat16', 'float32', 'float64' or None.")
+    elif dtype is torch.bfloat16:
+        if name == 'O0':
+            problems.append(f"dtype={value!r} conflicts with opt_level='O0' (FP32): write 'O4' or 'O5' for bfloat16.")
+        else:
+            name = level.bfloat16
+            level = _LEVELS[name]
+            autocast = level.patch
+            model_type = None if level.cast_model_type is None else torch.bfloat16
+    elif dtype is torch.float16:
+        if name == 'O0':
+            problems.append(f"dtype={value!r} conflicts with opt_level='O0' (FP32): write 'O1' or 'O2' for float16.")
+        elif name in ('O4', 'O5'):
+            same = 'O1' if name == 'O4' else 'O2'
+            problems.append(
+                f"dtype={value!r} conflicts with opt_level={name!r}, a bfloat16 level: write opt_level='{same}'."
+            )
+    elif level.cast_model_type is None:
+        # as in mmengine's own wrapper: autocast to float32 or float64 is no autocast
+        autocast = None
+    elif name != 'O0':
+        problems.append(
+            f"dtype={value!r} conflicts with opt_level={name!r}, which needs a 16-bit type: write opt_level='O0' for FP32."
+        )
+    return name, level, autocast, model_type
+
+
+def _resolve_keep_fp32(value: Any, problems: list[str]) -> tuple[str | type, ...]:
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, (str, type)) else value
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, (str, type)) and item for item in items):
+        problems.append(
+            f'keep_fp32={value!r} must be a list of module classes, class names or glob patterns over qualified names, '
+            f"such as ['bbox_head.*', 'LayerNorm']."
+        )
+        return ()
+    return tuple(items)
+
+
+def _positive(name: str, value: Any, problems: list[str]) -> float | None:
+    if is_number(value) and _SMALLEST_SCALE <= value <= _LARGEST_SCALE:
+        return float(value)
+    problems.append(
+        f'{name}={value!r} must be a positive finite number that float32 can hold ({_SMALLEST_SCALE:.3g} to '
+        f'{_LARGEST_SCALE:.3g}).'
+    )
+    return None
+
+
+def _resolve_loss_scale(
+    value: Any, level: _Level, minimum: Any, maximum: Any, problems: list[str]
+) -> LossScaleConfig:
+    floor = None if minimum is None else _positive('min_loss_scale', minimum, problems)
+    ceiling = None if maximum is None else _positive('max_loss_scale', maximum, problems)
+    config = LossScaleConfig(dynamic=True, min_scale=floor, max_scale=ceiling)
+    before = len(problems)
+    if value is None:
+        if not level.dynamic:
+            config = dataclasses.replace(config, dynamic=False, init_scale=1.0)
+    elif isinstance(value, Mapping):
+        config = _resolve_scaler_dict(value, config, maximum, problems)
+    elif isinstance(value, str) and value.strip() == 'dynamic':
+        pass
+    else:
+        number = value
+        if isinstance(value, str):
+            try:
+                number = float(value)
+            except ValueError:
+                problems.append(
+                    f"loss_scale={value!r} must be 'dynamic', a positive number, a dict or None{nearest(value, ['dynamic'])}."
+                )
+                return config
+        elif not is_number(value):
+            problems.append(f"loss_scale={value!r} must be 'dynamic', a positive number, a dict or None.")
+            return config
+        static = _positive('loss_scale', number, problems)
+        config = dataclasses.replace(config, dynamic=False, init_scale=static or 1.0)
+    if config.min_scale is not None and config.max_scale is not None and config.min_scale > config.max_scale:
+        problems.append(
+            f'min_loss_scale={config.min_scale:g} is above max_loss_scale={config.max_scale:g}: '
+            f'lower the floor or raise the ceiling.'
+        )
+    if len(problems) == before and config.dynamic:
+        first = config.init_scale
+        if config.max_scale is not None:
+            first = min(first, config.max_scale)
+        if config.min_scale is not None:
+            first = max(first, config.min_scale)
+        config = dataclasses.replace(config, init_scale=first)
+    return config
+
+
+def _resolve_scaler_dict(
+    value: Mapping[str, Any], config: LossScaleConfig, maximum: Any, problems: list[str]
+) -> LossScaleConfig:
+    words = dict(value)
+    unknown = [key for key in words if key not in _SCALER_WORDS]
+    for key in unknown:
+        words.pop(key)
+        problems.append(
+            f'loss_scale has an unknown key {key!r}{nearest(str(key), _SCALER_WORDS)}: known are {", ".join(_SCALER_WORDS)}.'
+        )
+    checked: dict[str, Any] = {}
+    for key, item in words.items():
+        label = f'loss_scale[{key!r}]'
+        if key == 'enabled':
+            if isinstance(item, bool):
+                checked[key] = item
+            else:
+                problems.append(f'{label}={item!r} must be True or False.')
+        elif key in ('growth_interval', 'hysteresis'):
+            if isinstance(item, int) and not isinstance(item, bool) and 1 <= item < 2**31:
+                checked[key] = item
+            else:
+                problems.append(f'{label}={item!r} must be a whole number of at least 1.')
+        elif key == 'growth_factor':
+            if is_number(item) and 1.0 < item < math.inf:
+                checked[key] = float(item)
+            else:
+                problems.append(f'{label}={item!r} must be above 1.0 and finite.')
+        elif key == 'backoff_factor':
+            if is_number(item) and 0.0 < item < 1.0:
+                checked[key] = float(item)
+            else:
+                problems.append(f'{label}={item!r} must lie between 0.0 and 1.0.')
+        elif key in ('min_scale', 'max_scale') and item is None:
+            checked[key] = None
+        else:
+            number = _positive(label, item, problems)
+            if number is not None:
+                checked[key] = number
+    for key, outer, outer_name, default in (
+        ('min_scale', config.min_scale, 'min_loss_scale', None),
+        ('max_scale', config.max_scale, 'max_loss_scale', DEFAULT_MAX_LOSS_SCALE),
+    ):
+        if key in checked and outer != default and checked[key] != outer:
+            problems.append(
+                f'loss_scale[{key!r}]={checked[key]!r} contradicts {outer_name}={outer!r}: write only one of the two.'
+            )
+    return dataclasses.replace(config, **checked)
