@@ -1,0 +1,8 @@
+# bfloat16 model, FP32 BatchNorm, FP32 masters, no loss scale
+_base_ = [
+    '../_base_/datasets/digits.py',
+    '../_base_/models/digits_cnn.py',
+    '../_base_/schedules/digits_10e.py',
+    '../_base_/default_runtime.py',
+]
+optim_wrapper = dict(opt_level='O5')

@@ -1,0 +1,1 @@
+"""Models and data sets of the example configs. Not part of the installed package."""

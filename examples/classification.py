@@ -1,0 +1,304 @@
+"""Image classification for the example configs: a small network, ResNet-50, three data sets, accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mmcv
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmcv.cnn import ConvModule, ResNet
+from mmcv.transforms import BaseTransform, Compose
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseDataPreprocessor, BaseModel, BaseModule
+from mmengine.registry import DATASETS, METRICS, MODELS, TRANSFORMS
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+@MODELS.register_module()
+class Normalize(BaseDataPreprocessor):
+    """Moves a batch to the device and normalises its images, in FP32 at every opt level.
+
+    Args:
+        mean: One value per channel, in the images' own range.
+        std: One value per channel.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        self.register_buffer('mean', torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer('std', torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
+        """Normalise ``data['inputs']`` of shape (N, C, H, W)."""
+        data = dict(self.cast_data(data))
+        data['inputs'] = (data['inputs'].float() - self.mean) / self.std
+        return data
+
+
+@MODELS.register_module()
+class ConvNet(BaseModule):
+    """A few 3 x 3 ``ConvModule``s, the later ones with stride 2.
+
+    Args:
+        in_channels: Channels of the images.
+        channels: Output channels of each layer.
+        init_cfg: mmengine's initialisation config.
+    """
+
+    def __init__(self, in_channels: int, channels: Sequence[int], init_cfg: Any = None) -> None:
+        super().__init__(init_cfg)
+        layers = []
+        for index, width in enumerate(channels):
+            layers.append(
+                ConvModule(
+                    in_channels, width, 3, stride=1 if index == 0 else 2, padding=1, norm_cfg=dict(type='BN')
+                )
+            )
+            in_channels = width
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, channels[-1], h, w)."""
+        return self.layers(inputs)
+
+
+@MODELS.register_module()
+class ResNet50(BaseModule):
+    """mmcv's ResNet-50.
+
+    Args:
+        small_images: A 3 x 3 stem without pooling, for images of about 32 pixels.
+        init_cfg: mmengine's initialisation config.
+    """
+
+    def __init__(self, small_images: bool = False, init_cfg: Any = None) -> None:
+        super().__init__(init_cfg)
+        self.net = ResNet(50, out_indices=(3,), bn_eval=False)
+        if small_images:
+            self.net.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+            self.net.maxpool = nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(N, 3, H, W) to (N, 2048, h, w)."""
+        return self.net(inputs)
+
+
+@MODELS.register_module()
+class ImageClassifier(BaseModel):
+    """Backbone, global average pooling, one linear layer; the loss is computed inside ``forward``.
+
+    Args:
+        backbone: Config of the backbone.
+        in_channels: Channels it puts out.
+        num_classes: Classes.
+        data_preprocessor: Config of the preprocessor.
+        init_cfg: mmengine's initialisation config.
+    """
+
+    def __init__(
+        self, backbone: dict, in_channels: int, num_classes: int, data_preprocessor: Any = None, init_cfg: Any = None
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        self.backbone = MODELS.build(backbone)
+        self.fc = nn.Linear(in_channels, num_classes)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        """Logits (N, num_classes), a loss dict ('loss'), or a list of results ('predict')."""
+        logits = self.fc(self.backbone(inputs).mean((2, 3)))
+        if mode == 'loss':
+            return dict(loss=F.cross_entropy(logits, labels))
+        if mode == 'predict':
+            return [dict(pred=p, label=label) for p, label in zip(logits.argmax(1), labels)]
+        return logits
+
+
+class _Images(Dataset):
+    """Images with labels, run through a pipeline of mmcv transforms.
+
+    Args:
+        classes: Names of the classes.
+        pipeline: Configs of the transforms; each takes and gives a dict with ``img`` (H, W, C) and ``gt_label``.
+    """
+
+    def __init__(self, classes: Sequence[str], pipeline: Sequence[dict] = ()) -> None:
+        self.metainfo = dict(classes=list(classes))
+        self.pipeline = Compose([TRANSFORMS.build(step) for step in pipeline])
+
+    def load(self, index: int) -> dict[str, Any]:
+        """The raw dict of one image."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        results = self.pipeline(self.load(index))
+        image = np.ascontiguousarray(results['img'].transpose(2, 0, 1))
+        return dict(inputs=torch.from_numpy(image), labels=torch.tensor(results['gt_label']))
+
+
+@DATASETS.register_module()
+class Digits(_Images):
+    """The handwritten digits that install with scikit-learn: 1,797 images of 8 x 8 (UCI), a fifth of them held out.
+
+    Args:
+        train: The training part or the held-out one.
+        pipeline: Transforms.
+    """
+
+    def __init__(self, train: bool = True, pipeline: Sequence[dict] = ()) -> None:
+        super().__init__([str(digit) for digit in range(10)], pipeline)
+        try:
+            from sklearn.datasets import load_digits
+            from sklearn.model_selection import train_test_split
+        except ImportError as error:
+            raise ImportError('the digits come with scikit-learn: pip install scikit-learn') from error
+        images, labels = load_digits(return_X_y=True)
+        parts = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+        self.images = parts[0 if train else 1].reshape(-1, 8, 8, 1).astype(np.float32)
+        self.labels = parts[2 if train else 3]
+
+    def load(self, index: int) -> dict[str, Any]:
+        """Image (8, 8, 1) of 0 to 16."""
+        return dict(img=self.images[index], gt_label=int(self.labels[index]))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@DATASETS.register_module()
+class CIFAR10(_Images):
+    """CIFAR-10 in its binary form (the archive named ``cifar-10-binary``).
+
+    Args:
+        data_root: Folder with ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``.
+        train: Training or test part.
+        pipeline: Transforms.
+    """
+
+    CLASSES = ('airplane', 'automobile', 'bird', 'cat', 'deer', 'dog', 'frog', 'horse', 'ship', 'truck')
+
+    def __init__(self, data_root: str, train: bool = True, pipeline: Sequence[dict] = ()) -> None:
+        super().__init__(self.CLASSES, pipeline)
+        names = [f'data_batch_{i}.bin' for i in range(1, 6)] if train else ['test_batch.bin']
+        rows = []
+        for name in names:
+            path = Path(data_root) / name
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f'{path} is missing: unpack the binary version of CIFAR-10 and set data_root to its folder '
+                    f'(--cfg-options data_root=PATH).'
+                )
+            # one byte of label, then the red, green and blue planes of 32 x 32
+            rows.append(np.fromfile(path, np.uint8).reshape(-1, 1 + 3 * 32 * 32))
+        data = np.concatenate(rows)
+        self.labels = data[:, 0]
+        self.images = data[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+
+    def load(self, index: int) -> dict[str, Any]:
+        """Image (32, 32, 3) of 0 to 255, RGB."""
+        return dict(img=self.images[index], gt_label=int(self.labels[index]))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+@DATASETS.register_module()
+class ImageFolder(_Images):
+    """One folder per class, as ImageNet is usually unpacked.
+
+    Args:
+        data_root: Folder of the class folders.
+        pipeline: Transforms.
+    """
+
+    SUFFIXES = ('.jpg', '.jpeg', '.png')
+
+    def __init__(self, data_root: str, pipeline: Sequence[dict] = ()) -> None:
+        root = Path(data_root)
+        folders = sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+        if not folders:
+            raise FileNotFoundError(
+                f'{root} has no class folders: set data_root to the unpacked images (--cfg-options data_root=PATH).'
+            )
+        super().__init__([folder.name for folder in folders], pipeline)
+        self.samples = [
+            (path, label)
+            for label, folder in enumerate(folders)
+            for path in sorted(folder.rglob('*'))
+            if path.suffix.lower() in self.SUFFIXES
+        ]
+
+    def load(self, index: int) -> dict[str, Any]:
+        """Image (H, W, 3) of 0 to 255, RGB."""
+        path, label = self.samples[index]
+        image = mmcv.imread(str(path), channel_order='rgb')
+        return dict(img=image, img_shape=image.shape[:2], gt_label=label)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@TRANSFORMS.register_module()
+class PadAndCrop(BaseTransform):
+    """A random crop of the image's own size from its zero-padded self.
+
+    Args:
+        padding: Pixels on each side.
+    """
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def transform(self, results: dict) -> dict:
+        """Shift the image by up to ``padding`` pixels."""
+        image, pad = results['img'], self.padding
+        height, width = image.shape[:2]
+        top, left = np.random.randint(0, 2 * pad + 1, 2)
+        padded = np.pad(image, ((pad, pad), (pad, pad), (0, 0)))
+        return {**results, 'img': padded[top : top + height, left : left + width]}
+
+
+@TRANSFORMS.register_module()
+class RandomResizedCrop(BaseTransform):
+    """A random area and shape of the image, resized to a square.
+
+    Args:
+        size: Side of the result in pixels.
+        area: Smallest and largest share of the image's area.
+        ratio: Smallest and largest width over height.
+    """
+
+    def __init__(
+        self, size: int, area: tuple[float, float] = (0.08, 1.0), ratio: tuple[float, float] = (0.75, 4 / 3)
+    ) -> None:
+        self.size, self.area, self.ratio = size, area, ratio
+
+    def transform(self, results: dict) -> dict:
+        """Crop and resize."""
+        image = results['img']
+        height, width = image.shape[:2]
+        share = np.random.uniform(*self.area) * height * width
+        shape = np.exp(np.random.uniform(*np.log(self.ratio)))
+        w = min(width, max(1, round(np.sqrt(share * shape))))
+        h = min(height, max(1, round(np.sqrt(share / shape))))
+        top, left = np.random.randint(0, height - h + 1), np.random.randint(0, width - w + 1)
+        image = mmcv.imresize(image[top : top + h, left : left + w], (self.size, self.size))
+        return {**results, 'img': image, 'img_shape': image.shape[:2]}
+
+
+@METRICS.register_module()
+class Accuracy(BaseMetric):
+    """Share of right predictions, in per cent, as ``accuracy/top1``."""
+
+    default_prefix = 'accuracy'
+
+    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
+        """Keep whether each prediction is right."""
+        self.results.extend(int(sample['pred']) == int(sample['label']) for sample in data_samples)
+
+    def compute_metrics(self, results: list) -> dict[str, float]:
+        """The share over the whole data set."""
+        return dict(top1=100.0 * sum(results) / len(results))

@@ -1,0 +1,201 @@
+"""Train a model from an mmengine config."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# the configs import the models and data sets of examples/
+sys.path.insert(0, str(REPOSITORY))
+
+import torch
+from mmengine.config import Config, DictAction
+from mmengine.runner import Runner, find_latest_checkpoint
+
+import amp_wrapper
+from amp_wrapper.policy import LEVELS
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options that mmengine users know, and --opt-level."""
+    parser = argparse.ArgumentParser(
+        description='Train a model from an mmengine config, at any opt level.',
+        epilog='example: python tools/train.py configs/digits/cnn_o2.py --opt-level O5 --seed 1',
+    )
+    parser.add_argument('config', help='config file, text or pure Python')
+    parser.add_argument('--work-dir', help='folder for logs and checkpoints; default: work_dirs/<name of the config>')
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        metavar='auto|PATH',
+        help='go on from a checkpoint, bit for bit: a path, or "auto" (also without a value) for the newest in the work dir',
+    )
+    parser.add_argument(
+        '--amp',
+        action='store_true',
+        help='automatic mixed precision in float16 with a dynamic loss scale: O1, if the config says OptimWrapper',
+    )
+    parser.add_argument(
+        '--opt-level',
+        choices=LEVELS,
+        help='replace the level of the config: O0 FP32, O1 autocast to float16, O2 float16 model with FP32 masters, '
+        'O3 pure float16, O4 and O5 the bfloat16 counterparts of O1 and O2',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        metavar='KEY=VALUE',
+        help='override entries of the config, e.g. optim_wrapper.loss_scale=1024 train_cfg.max_epochs=20 data_root=PATH',
+    )
+    parser.add_argument(
+        '--auto-scale-lr', action='store_true', help="scale the learning rate to the real batch size, by the config's rule"
+    )
+    parser.add_argument(
+        '--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none', help='how processes were started'
+    )
+    parser.add_argument('--seed', type=int, help='seed of all random generators; a resumed run keeps its own')
+    # torchrun hands this over, under either spelling
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    return args
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """The config with the command line's words in it."""
+    cfg = Config.fromfile(args.config)
+    if args.cfg_options:
+        _spread_data_root(cfg, args.cfg_options)
+        cfg.merge_from_dict(args.cfg_options)
+    cfg.launcher = args.launcher
+    cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)
+    if args.amp or args.opt_level:
+        _choose_wrapper(cfg, args)
+    if args.auto_scale_lr:
+        if not cfg.get('auto_scale_lr') or 'base_batch_size' not in cfg.auto_scale_lr:
+            raise SystemExit('--auto-scale-lr: the config has no auto_scale_lr=dict(base_batch_size=...) to scale by')
+        cfg.auto_scale_lr.enable = True
+    if args.resume is not None:
+        cfg.resume = True
+        cfg.load_from = None if args.resume == 'auto' else args.resume
+    _choose_seed(cfg, args)
+    return cfg
+
+
+def _spread_data_root(cfg: Config, options: dict[str, Any]) -> None:
+    """``data_root=PATH`` alone moves every path below the config's data_root."""
+    old, new = cfg.get('data_root'), options.get('data_root')
+    if old is None or new is None:
+        return
+    for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        dataset = cfg.get(loader, {}).get('dataset', {})
+        if str(dataset.get('data_root', '')).startswith(old):
+            dataset.data_root = new + dataset.data_root[len(old) :]
+
+
+def _choose_wrapper(cfg: Config, args: argparse.Namespace) -> None:
+    wrapper = cfg.optim_wrapper
+    if 'optimizer' not in wrapper:
+        raise SystemExit('--amp and --opt-level need a config with a single optimizer (optim_wrapper=dict(optimizer=...))')
+    name = wrapper.get('type', 'OptimWrapper')
+    name = name if isinstance(name, str) else name.__name__
+    name = name.split('.')[-1]
+    if args.opt_level:
+        wrapper.type = 'AmpOptimWrapper'
+        wrapper.opt_level = args.opt_level
+    elif name == 'OptimWrapper':
+        wrapper.type = 'AmpOptimWrapper'
+        wrapper.setdefault('loss_scale', 'dynamic')
+    elif name in ('AmpOptimWrapper', 'ApexOptimWrapper'):
+        print(f'--amp: the config trains with {name} already', flush=True)
+    else:
+        raise SystemExit(f'--amp cannot turn optim_wrapper.type={name!r} into AmpOptimWrapper: change the config')
+
+
+def _choose_seed(cfg: Config, args: argparse.Namespace) -> None:
+    """Samplers are built before mmengine reads a checkpoint, so a resumed run needs its seed now."""
+    randomness = dict(cfg.get('randomness') or {})
+    if args.seed is not None:
+        randomness['seed'] = args.seed
+    if cfg.get('resume') and randomness.get('seed') is None:
+        path = cfg.get('load_from') or find_latest_checkpoint(cfg.work_dir)
+        if path and Path(path).is_file():
+            meta = torch.load(path, map_location='cpu', weights_only=True, mmap=True).get('meta', {})
+            randomness['seed'] = meta.get('seed')
+    cfg.randomness = randomness
+
+
+def start_processes_on_cpu(cfg: Config) -> None:
+    """mmengine sets a CUDA device when it starts processes; without a GPU, gloo is started here instead."""
+    if cfg.launcher != 'pytorch' or torch.cuda.is_available():
+        return
+    torch.distributed.init_process_group('gloo')
+    if cfg.get('model_wrapper_cfg') is None:
+        cfg.model_wrapper_cfg = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
+
+
+def build_runner(cfg: Config) -> Runner:
+    """The runner class the config asks for."""
+    if 'runner_type' not in cfg:
+        return Runner.from_cfg(cfg)
+    from mmengine.registry import RUNNERS
+
+    return RUNNERS.build(cfg)
+
+
+def report(runner: Runner, args: argparse.Namespace) -> None:
+    """End with what was reached and how to go on."""
+    if runner.rank != 0:
+        return
+    scalars = runner.message_hub.log_scalars
+    metrics = [
+        f'{name[4:]} {buffer.current():.2f}'
+        for name, buffer in scalars.items()
+        if name.startswith('val/') and not name.endswith('time')
+    ]
+    print(f'\nFinished: epoch {runner.epoch}, iteration {runner.iter}' + ''.join(f', {metric}' for metric in metrics))
+    last = Path(runner.work_dir) / 'last_checkpoint'
+    if not last.is_file():
+        return
+    checkpoint = Path(last.read_text().strip())
+    if checkpoint.is_relative_to(Path.cwd()):
+        checkpoint = checkpoint.relative_to(Path.cwd())
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path('python')
+    command = [str(python), 'tools/train.py', args.config, '--resume', str(checkpoint)]
+    for flag, value in (('--work-dir', args.work_dir), ('--opt-level', args.opt_level), ('--seed', args.seed)):
+        if value is not None:
+            command += [flag, str(value)]
+    if args.amp:
+        command.append('--amp')
+    options = dict(args.cfg_options or {})
+    key = 'train_cfg.max_epochs' if runner.max_epochs > 1 else 'train_cfg.max_iters'
+    options[key] = 2 * (runner.max_epochs if runner.max_epochs > 1 else runner.max_iters)
+    command += ['--cfg-options', *(f'{name}={value}' for name, value in options.items())]
+    print(f'Checkpoint: {checkpoint}')
+    print(f'Go on from it, for as long again:\n  {shlex.join(command)}')
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train."""
+    args = parse_args(argv)
+    try:
+        cfg = load_config(args)
+        start_processes_on_cpu(cfg)
+        runner = build_runner(cfg)
+        runner.train()
+    except amp_wrapper.AmpError as error:
+        # a message for people; the traceback would bury it
+        raise SystemExit(f'{type(error).__name__}: {error}') from (error if os.environ.get('AMP_WRAPPER_DEBUG') else None)
+    report(runner, args)
+
+
+if __name__ == '__main__':
+    main()
