@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,13 +30,12 @@ from .policy import Policy, dtype_name
 logger = logging.getLogger('amp_wrapper')
 
 # weight -> FP32 tensor that the optimizer steps for it. The only table of the package that outlives a call.
-_twins: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_twins: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
 
 def fp32_twin(weight: Tensor) -> Tensor | None:
     """The FP32 master of a cast parameter: float32, same shape and device; None where there is none."""
-    twin: Tensor | None = _twins.get(weight)
-    return twin
+    return _twins.get(weight)
 
 
 def pair(weight: Tensor, twin: Tensor) -> None:
@@ -193,7 +192,7 @@ class LoadFp32(_AmpHook):
         pending, self.pending = self.pending, {}
         with torch.no_grad():
             for name, old in pending.items():
-                owner = module._parameters if name in module._parameters else module._buffers
+                owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
                 new = owner.get(name)
                 if new is not None and new is not old:
                     old.copy_(new)
@@ -393,10 +392,10 @@ class CastPlan:
             for module in root.modules():
                 if any(True for _ in _own_tensors(module)) and not isinstance(module, self._leave):
                     if module in cast_modules:
-                        module._register_state_dict_hook(Fp32StateDict())
+                        module._register_state_dict_hook(Fp32StateDict())  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
-                    module.register_load_state_dict_pre_hook(hooks.before)
-                    module.register_load_state_dict_post_hook(hooks.after)
+                    module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
 
 
 class CastHandle:

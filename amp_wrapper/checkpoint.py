@@ -117,7 +117,7 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
     if 'apex_amp' in rest or ('amp' in rest and _is_apex(rest['amp'])):
         raise AmpCheckpointError(
             "this checkpoint was written by apex.amp (key 'apex_amp' or an 'amp' without a version), which cannot be "
-            "resumed from: load its weights only (load_from=..., resume=False)."
+            'resumed from: load its weights only (load_from=..., resume=False).'
         )
     for key in ('state', 'param_groups'):
         if key not in rest:

@@ -22,7 +22,7 @@ import enum
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -213,7 +213,9 @@ class AmpEngine:
         if not self.attached:
             return
         if self.stage is Stage.ACCUMULATING and self.policy.enabled:
-            raise AmpUsageError('detach() in the middle of an accumulation window would lose its gradients: step() first.')
+            raise AmpUsageError(
+                'detach() in the middle of an accumulation window would lose its gradients: step() first.'
+            )
         if self._masters is not None:
             self._masters.refresh()
             for _ in self._masters.release():
@@ -536,10 +538,15 @@ class AmpEngine:
             return [] if saved.kind == 'plain' else ['mixed precision is off: the saved loss scale is not used']
         notes = self._load_scalers(saved)
         if saved.opt_level is not None and saved.opt_level != self.policy.opt_level:
-            notes.insert(0, f'saved at {saved.opt_level}, resumed at {self.policy.opt_level}: weights and optimizer state are kept')
+            notes.insert(
+                0,
+                f'saved at {saved.opt_level}, resumed at {self.policy.opt_level}: weights and optimizer state are kept',
+            )
         if saved.window is not None:
             if not self._window_fits(saved):
-                notes.append('the gradients of the open accumulation window belong to another configuration and are dropped')
+                notes.append(
+                    'the gradients of the open accumulation window belong to another configuration and are dropped'
+                )
             elif self.attached:
                 self._restore_window(saved)
             else:
@@ -600,16 +607,18 @@ def unwrap(model: nn.Module) -> nn.Module:
                 f'Use DistributedDataParallel.'
             )
         if isinstance(model, (DataParallel, DistributedDataParallel)):
-            model = model.module
+            model = cast(nn.Module, model.module)
         elif hasattr(model, '_orig_mod'):
-            model = model._orig_mod
+            model = cast(nn.Module, model._orig_mod)
         else:
             return model
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise AmpAttachError(f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.')
+        raise AmpAttachError(
+            f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.'
+        )
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise AmpAttachError(

@@ -69,7 +69,7 @@ def enter() -> None:
     """A cast model's forward pass begins on this thread."""
     if _depth.count == 0:
         mode = Fp32OpsMode()
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         _depth.mode = mode
     _depth.count += 1
 
@@ -79,7 +79,7 @@ def leave() -> None:
     if _depth.count > 0:
         _depth.count -= 1
         if _depth.count == 0 and _depth.mode is not None:
-            _depth.mode.__exit__(None, None, None)
+            _depth.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             _depth.mode = None
 
 

@@ -47,7 +47,9 @@ class GradientClip:
             return None
         if not isinstance(clip_grad, Mapping) or not clip_grad:
             raise AmpConfigError(
-                [f'clip_grad={clip_grad!r} must be a dict such as dict(max_norm=1.0) or dict(type="value", clip_value=1.0).']
+                [
+                    f'clip_grad={clip_grad!r} must be a dict such as dict(max_norm=1.0) or dict(type="value", clip_value=1.0).'
+                ]
             )
         words = dict(clip_grad)
         kind = words.pop('type', 'norm')
@@ -60,7 +62,7 @@ class GradientClip:
             if key not in known
         ]
         limit = known[0]
-        value = words.get(limit)
+        value: Any = words.get(limit)
         if limit not in words:
             problems.append(f'clip_grad lacks {limit!r}: write dict(type={kind!r}, {limit}=1.0), say.')
         elif not (isinstance(value, Tensor) or (is_number(value) and value >= 0)):

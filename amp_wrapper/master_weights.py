@@ -152,7 +152,7 @@ def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor])
         parameters: 16-bit parameters that the optimizer steps itself.
     """
     for parameter in parameters:
-        state = optimizer.state.get(parameter)
-        for key, value in (state or {}).items():
+        state = optimizer.state.get(parameter) or {}
+        for key, value in state.items():
             if key != 'step' and isinstance(value, Tensor) and value.is_floating_point():
                 state[key] = value.to(parameter.dtype)

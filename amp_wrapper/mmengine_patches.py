@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,8 +160,8 @@ def _restricted_getattr(owner: Any, name: str) -> Any:
     """``getattr`` for unpickling HistoryBuffer's statistics, and for nothing else."""
     if owner is HistoryBuffer and name in ('min', 'max', 'mean', 'current'):
         return getattr(owner, name)
-    raise torch.serialization.pickle.UnpicklingError(
-        f'this checkpoint asks for getattr({owner!r}, {name!r}), which only HistoryBuffer\'s statistics may: '
+    raise pickle.UnpicklingError(
+        f"this checkpoint asks for getattr({owner!r}, {name!r}), which only HistoryBuffer's statistics may: "
         f'it was tampered with, or written by something other than mmengine.'
     )
 
@@ -178,7 +179,19 @@ def _allow_checkpoint_classes() -> None:
         (scalar, 'numpy.core.multiarray.scalar'),
         (scalar, 'numpy._core.multiarray.scalar'),
     ]
-    kinds = (np.float16, np.float32, np.float64, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64, np.bool_)
+    kinds = (
+        np.float16,
+        np.float32,
+        np.float64,
+        np.int8,
+        np.int16,
+        np.int32,
+        np.int64,
+        np.uint8,
+        np.uint32,
+        np.uint64,
+        np.bool_,
+    )
     allowed += sorted({type(np.dtype(kind)) for kind in kinds}, key=lambda cls: cls.__name__)
     torch.serialization.add_safe_globals(allowed)
 

@@ -42,7 +42,7 @@ def check_ddp(model: nn.Module) -> None:
     for ddp in _ddps(model):
         if getattr(ddp, 'mixed_precision', None) is not None:
             raise AmpAttachError(
-                "DistributedDataParallel(mixed_precision=...) casts the model itself: drop it, the opt level does it."
+                'DistributedDataParallel(mixed_precision=...) casts the model itself: drop it, the opt level does it.'
             )
         if getattr(ddp, '_delay_all_reduce_params', None):
             raise AmpAttachError(

@@ -68,11 +68,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
                     fields[field.name] = new
         if not fields:
             return value
-        result = copy.copy(value)
+        duplicate: Any = copy.copy(value)
         for name, item in fields.items():
             # object.__setattr__ also reaches the fields of a frozen dataclass; the copy is ours alone
-            object.__setattr__(result, name, item)
-        return result
+            object.__setattr__(duplicate, name, item)
+        return duplicate
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mmengine.logging import print_log
@@ -191,7 +191,7 @@ class AmpOptimWrapper(OptimWrapper):
             return
         if self._engine.policy.casts_model:
             model_wrappers.check_ddp(model)
-        inner = model.module if is_model_wrapper(model) else model
+        inner = cast(nn.Module, model.module) if is_model_wrapper(model) else model
         self._engine.attach(inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign)
         if self._engine.casts:
             model_wrappers.rebuild_ddp(model)
@@ -351,7 +351,9 @@ def _check_words(kwargs: Mapping[str, Any], use_fsdp: bool) -> list[str]:
         if name not in _PARENT_WORDS
     ]
     if kwargs.get('optimizer') is None:
-        problems.append("optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer.")
+        problems.append(
+            "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
+        )
     counts = kwargs.get('accumulative_counts', 1)
     if not isinstance(counts, int) or isinstance(counts, bool) or counts < 1:
         problems.append(f'accumulative_counts={counts!r} must be a whole number of at least 1.')

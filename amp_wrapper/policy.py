@@ -298,7 +298,7 @@ def resolve(
             )
     elif known and patch_torch_functions is True:
         problems.append(
-            f"patch_torch_functions=True conflicts with opt_level={level_name!r}, which casts the model: "
+            f'patch_torch_functions=True conflicts with opt_level={level_name!r}, which casts the model: '
             f"write opt_level='O1' (float16) or 'O4' (bfloat16) for per-op casts, or leave it out."
         )
     if patch_torch_functions is False:
@@ -449,9 +449,7 @@ def _positive(name: str, value: Any, problems: list[str]) -> float | None:
     return None
 
 
-def _resolve_loss_scale(
-    value: Any, level: _Level, minimum: Any, maximum: Any, problems: list[str]
-) -> LossScaleConfig:
+def _resolve_loss_scale(value: Any, level: _Level, minimum: Any, maximum: Any, problems: list[str]) -> LossScaleConfig:
     floor = None if minimum is None else _positive('min_loss_scale', minimum, problems)
     ceiling = None if maximum is None else _positive('max_loss_scale', maximum, problems)
     config = LossScaleConfig(dynamic=True, min_scale=floor, max_scale=ceiling)

@@ -55,9 +55,7 @@ class ConvNet(BaseModule):
         layers = []
         for index, width in enumerate(channels):
             layers.append(
-                ConvModule(
-                    in_channels, width, 3, stride=1 if index == 0 else 2, padding=1, norm_cfg=dict(type='BN')
-                )
+                ConvModule(in_channels, width, 3, stride=1 if index == 0 else 2, padding=1, norm_cfg=dict(type='BN'))
             )
             in_channels = width
         self.layers = nn.Sequential(*layers)

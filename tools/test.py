@@ -55,7 +55,9 @@ def main(argv: list[str] | None = None) -> dict:
         metrics = Runner.from_cfg(cfg).test()
     except amp_wrapper.AmpError as error:
         raise SystemExit(f'{type(error).__name__}: {error}') from None
-    print(f'\nTested at {args.opt_level or "FP32"}: ' + ', '.join(f'{key} {value:.2f}' for key, value in metrics.items()))
+    print(
+        f'\nTested at {args.opt_level or "FP32"}: ' + ', '.join(f'{key} {value:.2f}' for key, value in metrics.items())
+    )
     return metrics
 
 

@@ -55,7 +55,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help='override entries of the config, e.g. optim_wrapper.loss_scale=1024 train_cfg.max_epochs=20 data_root=PATH',
     )
     parser.add_argument(
-        '--auto-scale-lr', action='store_true', help="scale the learning rate to the real batch size, by the config's rule"
+        '--auto-scale-lr',
+        action='store_true',
+        help="scale the learning rate to the real batch size, by the config's rule",
     )
     parser.add_argument(
         '--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none', help='how processes were started'
@@ -103,7 +105,9 @@ def _spread_data_root(cfg: Config, options: dict[str, Any]) -> None:
 def _choose_wrapper(cfg: Config, args: argparse.Namespace) -> None:
     wrapper = cfg.optim_wrapper
     if 'optimizer' not in wrapper:
-        raise SystemExit('--amp and --opt-level need a config with a single optimizer (optim_wrapper=dict(optimizer=...))')
+        raise SystemExit(
+            '--amp and --opt-level need a config with a single optimizer (optim_wrapper=dict(optimizer=...))'
+        )
     name = wrapper.get('type', 'OptimWrapper')
     name = name if isinstance(name, str) else name.__name__
     name = name.split('.')[-1]
@@ -193,7 +197,9 @@ def main(argv: list[str] | None = None) -> None:
         runner.train()
     except amp_wrapper.AmpError as error:
         # a message for people; the traceback would bury it
-        raise SystemExit(f'{type(error).__name__}: {error}') from (error if os.environ.get('AMP_WRAPPER_DEBUG') else None)
+        raise SystemExit(f'{type(error).__name__}: {error}') from (
+            error if os.environ.get('AMP_WRAPPER_DEBUG') else None
+        )
     report(runner, args)
 
 

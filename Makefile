@@ -1,0 +1,73 @@
+# make train   set up and train the digits CNN at O2
+# make test    set up and run the tests
+# The first of them makes a virtual environment in .venv; PYTHON chooses its interpreter (3.10 to 3.12).
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help train test lint format type docs clean
+
+help:
+	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
+	@echo 'make test    set up, run the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make lint    ruff; make format applies it'
+	@echo 'make type    mypy'
+	@echo 'make docs    build the pages into site/'
+	@echo 'make clean   remove .venv and everything built'
+
+$(VENV)/pyvenv.cfg:
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 12); \
+	sys.exit(0 if ok else "Python 3.10 to 3.12 is needed, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	{ echo 'The venv module is missing. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	@echo '== making the virtual environment $(VENV)'
+	$(PYTHON) -m venv $(VENV)
+
+# setuptools first: the package is built without isolation, so that a build sees the torch it will run with
+$(VENV)/.runtime: $(VENV)/pyvenv.cfg requirements/build.txt requirements/runtime.txt requirements/openmmlab.txt \
+		requirements/constraints.txt pyproject.toml setup.py
+	@echo '== installing torch, mmengine, mmcv-lite and what they need (pinned in requirements/)'
+	$(PIP) install --quiet -r requirements/build.txt
+	$(PIP) install --quiet -r requirements/runtime.txt
+	$(PIP) install --quiet --no-deps -r requirements/openmmlab.txt
+	@echo '== building amp_wrapper'
+	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
+	@echo '== installing the test tools'
+	$(PIP) install --quiet -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.dev requirements/docs.txt
+	@echo '== installing the tools of the documentation'
+	$(PIP) install --quiet -r requirements/docs.txt
+	@touch $@
+
+train: $(VENV)/.runtime
+	$(BIN)/python tools/train.py configs/digits/cnn_o2.py
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(VENV)/.dev
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict --site-dir site
+
+clean:
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,191 @@
+"""A small model, data set and runner for tests of the mmengine doors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mmengine.config import Config
+from mmengine.evaluator import BaseMetric
+from mmengine.logging import MMLogger
+from mmengine.model import BaseDataPreprocessor, BaseModel
+from mmengine.registry import DATASETS, METRICS, MODELS
+from mmengine.runner import Runner
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import amp_wrapper  # noqa: F401  (takes over the registry names)
+
+LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+HALF = {'O2': torch.float16, 'O3': torch.float16, 'O5': torch.bfloat16}
+
+
+@MODELS.register_module()
+class ToyPreprocessor(BaseDataPreprocessor):
+    """A mean that float16 cannot hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer('mean', torch.tensor([0.123675]), persistent=False)
+
+    def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
+        assert self.mean.dtype == torch.float32
+        data = dict(self.cast_data(data))
+        data['inputs'] = data['inputs'] - self.mean
+        return data
+
+
+@MODELS.register_module()
+class ToyModel(BaseModel):
+    """Convolution, BatchNorm, LayerNorm, a linear layer, an FP32 tensor made on the fly; the loss inside forward."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(data_preprocessor=dict(type='ToyPreprocessor'))
+        self.conv = nn.Conv2d(1, width, 3, padding=1)
+        self.bn = nn.BatchNorm2d(width)
+        self.norm = nn.LayerNorm(width)
+        self.fc = nn.Linear(width, 3)
+        self.seen: list[torch.dtype] = []
+
+    def extract_feat(self, inputs: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv(inputs)))
+        return self.norm(x.mean((2, 3)) + torch.linspace(0, 0.1, x.shape[1], device=x.device))
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        logits = self.fc(self.extract_feat(inputs))
+        self.seen = [self.conv.weight.dtype, self.bn.weight.dtype, logits.dtype]
+        if mode == 'loss':
+            return dict(loss=F.cross_entropy(logits, labels))
+        if mode == 'predict':
+            return [dict(pred=p, label=label) for p, label in zip(logits, labels)]
+        return logits
+
+
+@DATASETS.register_module()
+class ToyData(Dataset):
+    """Images whose class can be learned."""
+
+    METAINFO = dict(classes=('a', 'b', 'c'))
+
+    def __init__(self, length: int = 28) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.labels = torch.arange(length) % 3
+        self.images = torch.randn(length, 1, 6, 6, generator=generator) + self.labels.view(-1, 1, 1, 1) * 0.5
+        self.metainfo = dict(self.METAINFO)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return dict(inputs=self.images[index], labels=self.labels[index])
+
+
+@METRICS.register_module()
+class ToyScore(BaseMetric):
+    """Mean log-probability of the right class: differs with every bit of the weights."""
+
+    default_prefix = 'toy'
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        for sample in data_samples:
+            assert sample['pred'].dtype in (torch.float32, torch.float64), sample['pred'].dtype
+            self.results.append(float(sample['pred'].log_softmax(0)[int(sample['label'])]))
+
+    def compute_metrics(self, results: list[float]) -> dict[str, float]:
+        return dict(score=sum(results) / len(results))
+
+
+def loader(batch_size: int = 4, shuffle: bool = True, length: int = 28) -> dict[str, Any]:
+    return dict(
+        batch_size=batch_size,
+        num_workers=0,
+        dataset=dict(type='ToyData', length=length),
+        sampler=dict(type='DefaultSampler', shuffle=shuffle),
+        collate_fn=dict(type='default_collate'),
+    )
+
+
+def toy_config(work_dir: Path | str, optim_wrapper: dict[str, Any], **overrides: Any) -> Config:
+    """A whole config: 7 batches an epoch, validation each epoch."""
+    config: dict[str, Any] = dict(
+        model=dict(type='ToyModel'),
+        work_dir=str(work_dir),
+        default_scope='mmengine',
+        train_dataloader=loader(),
+        val_dataloader=loader(shuffle=False),
+        val_evaluator=dict(type='ToyScore'),
+        train_cfg=dict(by_epoch=True, max_epochs=2, val_interval=1),
+        val_cfg=dict(),
+        optim_wrapper=optim_wrapper,
+        default_hooks=dict(logger=dict(type='LoggerHook', interval=1)),
+        log_level='WARNING',
+        randomness=dict(seed=0, deterministic=True),
+        experiment_name=f'toy_{abs(hash(str(work_dir)))}',
+    )
+    config.update(overrides)
+    return Config(config)
+
+
+def run(work_dir: Path | str, optim_wrapper: dict[str, Any], **overrides: Any) -> Runner:
+    """Train the toy."""
+    torch.manual_seed(0)
+    runner = Runner.from_cfg(toy_config(work_dir, optim_wrapper, **overrides))
+    runner.train()
+    return runner
+
+
+def checkpoint(work_dir: Path | str, name: str | None = None) -> dict[str, Any]:
+    """The last checkpoint, or the named one, under ``weights_only``."""
+    folder = Path(work_dir)
+    path = folder / name if name else Path((folder / 'last_checkpoint').read_text())
+    return torch.load(path, map_location='cpu', weights_only=True)
+
+
+def differences(left: Any, right: Any, path: str = '') -> list[str]:
+    """Where two nested structures differ, tensors and floats by their bits."""
+    if isinstance(left, Tensor) and isinstance(right, Tensor):
+        same = left.dtype == right.dtype and left.shape == right.shape and _bits(left).equal(_bits(right))
+        return [] if same else [f'{path}: {left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)}']
+    if isinstance(left, dict) and isinstance(right, dict):
+        rows = [f'{path}: keys {sorted(map(str, left.keys() ^ right.keys()))}'] if left.keys() != right.keys() else []
+        for key in left.keys() & right.keys():
+            rows += differences(left[key], right[key], f'{path}[{key!r}]')
+        return rows
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        rows = [f'{path}: {len(left)} against {len(right)} items'] if len(left) != len(right) else []
+        for index, (a, b) in enumerate(zip(left, right)):
+            rows += differences(a, b, f'{path}[{index}]')
+        return rows
+    return [] if type(left) is type(right) and (left == right or left != left) else [f'{path}: {left!r} against {right!r}']
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.view(widths[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
+    """What mmengine's logger was told."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    keep = Keep()
+    logger = MMLogger.get_current_instance()
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(keep)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(keep)
+        logger.setLevel(before)
