@@ -91,10 +91,14 @@ class ToyScore(BaseMetric):
 
     default_prefix = 'toy'
 
+    def __init__(self, fp32: bool = True) -> None:
+        super().__init__()
+        self.fp32 = fp32
+
     def process(self, data_batch: Any, data_samples: Any) -> None:
         for sample in data_samples:
-            assert sample['pred'].dtype in (torch.float32, torch.float64), sample['pred'].dtype
-            self.results.append(float(sample['pred'].log_softmax(0)[int(sample['label'])]))
+            assert not self.fp32 or sample['pred'].dtype == torch.float32, sample['pred'].dtype
+            self.results.append(float(sample['pred'].float().log_softmax(0)[int(sample['label'])]))
 
     def compute_metrics(self, results: list[float]) -> dict[str, float]:
         return dict(score=sum(results) / len(results))

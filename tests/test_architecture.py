@@ -1,0 +1,148 @@
+"""Imports point down between floors, and only the doors know mmengine. Read from the source with ``ast``."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+import amp_wrapper
+
+PACKAGE = 'amp_wrapper'
+FLOORS = ('words', 'ops', 'owners', 'engine', 'doors')
+FLOOR_OF = {
+    'errors': 'words',
+    'nested': 'words',
+    'policy': 'words',
+    'ops': 'ops',
+    'fp32_ops': 'ops',
+    'casting': 'owners',
+    'loss_scaler': 'owners',
+    'master_weights': 'owners',
+    'gradients': 'owners',
+    'checkpoint': 'owners',
+    'engine': 'engine',
+}
+# (importer, imported) on one floor; each has its reason
+SIBLINGS = {
+    ('policy', 'errors'),
+    ('policy', 'nested'),
+    ('checkpoint', 'loss_scaler'),
+}
+FRAMEWORKS = {'mmengine', 'mmcv'}
+
+
+def floor(module: str) -> str:
+    """The floor of a dotted module name inside the package; whatever is not listed is a door."""
+    return FLOOR_OF.get(module.split('.')[0], 'doors')
+
+
+def imports(module: str, source: str, is_package: bool) -> Iterator[str]:
+    """Absolute dotted names that ``source`` imports, wherever in the file; ``from x import y`` gives ``x.y``."""
+    parts = [PACKAGE, *(part for part in module.split('.') if part)]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = []
+            if node.level:
+                up = node.level - 1 if is_package else node.level
+                base = parts[: len(parts) - up]
+            base += node.module.split('.') if node.module else []
+            for alias in node.names:
+                yield '.'.join([*base, alias.name])
+
+
+def violations(sources: Mapping[str, str], packages: frozenset[str] = frozenset({'', 'ops'})) -> list[str]:
+    """One line for each import that does not point down, or that knows a framework below the doors."""
+    found = []
+    for module, source in sources.items():
+        mine = floor(module)
+        for target in imports(module, source, module in packages):
+            parts = target.split('.')
+            if parts[0] in FRAMEWORKS and mine != 'doors':
+                found.append(f'{module} ({mine}) imports {parts[0]}')
+            if parts[0] != PACKAGE or mine == 'doors':
+                continue
+            if len(parts) == 1:
+                found.append(f'{module} ({mine}) imports the package itself')
+                continue
+            other, there = parts[1], floor(parts[1])
+            if FLOORS.index(there) > FLOORS.index(mine):
+                found.append(f'{module} ({mine}) imports {other} ({there})')
+            elif there == mine and other != module.split('.')[0] and (module, other) not in SIBLINGS:
+                found.append(f'{module} ({mine}) imports its sibling {other}')
+            elif module == 'ops.reference' and other == 'ops':
+                found.append('the reference of the ops imports their front')
+    return found
+
+
+@pytest.fixture(scope='module')
+def sources() -> dict[str, str]:
+    root = Path(amp_wrapper.__file__).parent
+    result = {}
+    for path in root.rglob('*.py'):
+        parts = list(path.relative_to(root).with_suffix('').parts)
+        if parts[-1] == '__init__':
+            parts.pop()
+        result['.'.join(parts)] = path.read_text(encoding='utf-8')
+    return result
+
+
+def test_every_import_points_down(sources: dict[str, str]) -> None:
+    assert violations(sources) == []
+
+
+def test_every_file_of_the_lower_floors_is_there(sources: dict[str, str]) -> None:
+    assert set(FLOOR_OF) <= set(sources)
+
+
+def test_engine_is_read_by_no_lower_floor_and_reads_no_door(sources: dict[str, str]) -> None:
+    below = [m for m in sources if floor(m) in FLOORS[:3]]
+    assert len(below) >= 10
+    for module in below:
+        assert not any('.engine' in target for target in imports(module, sources[module], module in ('', 'ops')))
+
+
+@pytest.mark.parametrize(
+    ('module', 'line', 'words'),
+    [
+        ('casting', 'from .engine import AmpEngine', 'imports engine'),
+        ('casting', 'from . import engine', 'imports engine'),
+        ('casting', 'from amp_wrapper.engine import AmpEngine', 'imports engine'),
+        ('casting', 'import amp_wrapper.optim_wrapper', 'imports optim_wrapper'),
+        ('casting', 'from .gradients import GradientClip', 'sibling gradients'),
+        ('gradients', 'def f():\n    from .casting import pair', 'sibling casting'),
+        ('errors', 'from .policy import Policy', 'sibling policy'),
+        ('fp32_ops', 'from . import ops', 'sibling ops'),
+        ('ops', 'from ..policy import Policy\nfrom ..engine import Stage', 'imports engine'),
+        ('ops.reference', 'from ..casting import pair', 'imports casting'),
+        ('ops.reference', 'from . import update_scale', 'imports their front'),
+        ('engine', 'from mmengine.optim import OptimWrapper', 'imports mmengine'),
+        ('loss_scaler', 'try:\n    import mmcv.ops\nexcept ImportError:\n    pass', 'imports mmcv'),
+        ('policy', 'import amp_wrapper', 'the package itself'),
+    ],
+)
+def test_checker_catches_a_planted_violation(sources: dict[str, str], module: str, line: str, words: str) -> None:
+    planted = {**sources, module: sources[module] + '\n' + line + '\n'}
+    found = violations(planted)
+    assert len(found) == 1 and found[0].startswith(module.split('.')[0] if 'front' not in words else 'the')
+    assert words in found[0]
+
+
+@pytest.mark.parametrize(
+    ('module', 'line'),
+    [
+        ('casting', 'from .nested import cast_tensors\nfrom . import ops, fp32_ops'),
+        ('engine', 'from . import casting\nfrom amp_wrapper.policy import Policy'),
+        ('ops', 'from .reference import update_scale\nfrom ..errors import nearest'),
+        ('hooks', 'import mmengine\nfrom .engine import AmpEngine'),
+        ('policy', 'from .errors import nearest\nfrom .nested import CASTABLE'),
+        ('checkpoint', 'from .loss_scaler import LossScaler'),
+    ],
+)
+def test_checker_allows_what_points_down(sources: dict[str, str], module: str, line: str) -> None:
+    assert violations({**sources, module: sources[module] + '\n' + line + '\n'}) == []

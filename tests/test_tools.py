@@ -1,0 +1,107 @@
+"""The command-line tools, typed as users type them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import toy
+
+ROOT = Path(__file__).resolve().parents[1]
+SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'log_level=WARNING']
+
+
+def tool(*words: str, ok: bool = True, **environment: str) -> str:
+    """Run ``python tools/...`` in the repository; returns everything it said."""
+    command = [sys.executable, *words] if words[0].endswith('.py') else ['bash', *words]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHON': sys.executable, **environment},
+    )
+    said = done.stdout + done.stderr
+    assert (done.returncode == 0) == ok, said[-4000:]
+    return said
+
+
+@pytest.mark.slow
+def test_train_resume_and_test(tmp_path: Path) -> None:
+    config = 'configs/digits/cnn_o2.py'
+    work = ['--work-dir', str(tmp_path / 'whole')]
+    said = tool('tools/train.py', config, *work, *SHORT)
+    assert 'accuracy/top1' in said
+    assert 'epoch_2.pth' in said
+    # the printed command is one that works: here it trains twice as long
+    command = said[said.index('tools/train.py', said.index('Go on')) :].split()
+    longer = tool(*command)
+    assert 'Finished: epoch 4' in longer
+
+    # and a run cut in two equals the run in one piece
+    parts = ['--work-dir', str(tmp_path / 'parts')]
+    tool('tools/train.py', config, *parts, '--cfg-options', 'train_cfg.max_epochs=1', 'log_level=WARNING')
+    tool('tools/train.py', config, *parts, '--resume', *SHORT)
+    left, right = (toy.checkpoint(tmp_path / name, 'epoch_2.pth') for name in ('whole', 'parts'))
+    for key in ('state_dict', 'optimizer', 'param_schedulers'):
+        assert toy.differences(left[key], right[key]) == [], key
+
+    checkpoint = str(tmp_path / 'whole' / 'epoch_2.pth')
+    testing = ['--work-dir', str(tmp_path / 'test'), '--cfg-options', 'log_level=WARNING']
+    for words in ([], ['--opt-level', 'O2'], ['--opt-level', 'O4']):
+        said = tool('tools/test.py', config, checkpoint, *words, *testing)
+        level = words[1] if words else 'FP32'
+        assert f'Tested at {level}: accuracy/top1 ' in said
+
+
+@pytest.mark.slow
+def test_level_from_the_command_line_and_seed_from_the_checkpoint(tmp_path: Path) -> None:
+    config = tmp_path / 'plain.py'
+    config.write_text(
+        f'_base_ = {str(ROOT / "configs/digits/cnn_o0.py")!r}\n'
+        "optim_wrapper = dict(_delete_=True, type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))\n"
+        'randomness = dict(_delete_=True, seed=None)\n'
+    )
+    work = ['--work-dir', str(tmp_path / 'work'), '--cfg-options', 'log_level=INFO']
+    said = tool('tools/train.py', str(config), '--opt-level', 'O5', *work, 'train_cfg.max_epochs=1')
+    assert 'O5 (bfloat16 weights' in said
+    seed = toy.checkpoint(tmp_path / 'work')['meta']['seed']
+    said = tool('tools/train.py', str(config), '--amp', '--resume', *work, 'train_cfg.max_epochs=2')
+    assert 'O1 (FP32 weights' in said
+    assert 'saved at O5, resumed at O1' in said
+    assert toy.checkpoint(tmp_path / 'work')['meta']['seed'] == seed
+    # samplers are built before mmengine reads the checkpoint, so the seed must be there from the start
+    assert f'seed: {seed}' in said[: said.index('Config:')]
+
+
+@pytest.mark.slow
+def test_two_processes_on_a_cpu(tmp_path: Path) -> None:
+    said = tool(
+        'tools/dist_train.sh', 'configs/digits/cnn_o5.py', '2', '--work-dir', str(tmp_path), *SHORT, PORT='29731',
+        CUDA_VISIBLE_DEVICES='',
+    )
+    assert 'Finished: epoch 2' in said
+    assert (tmp_path / 'epoch_2.pth').is_file()
+
+
+def test_mistakes_are_answered_in_a_line(tmp_path: Path) -> None:
+    work = ['--work-dir', str(tmp_path)]
+    said = tool('tools/train.py', 'configs/digits/cnn_o2.py', *work, '--opt-level', 'O9', ok=False)
+    assert "invalid choice: 'O9'" in said
+    said = tool('tools/train.py', 'configs/digits/cnn_o2.py', *work, '--cfg-options', 'optim_wrapper.opt_level=o2', ok=False)
+    assert "opt_level='o2' is no opt level. Write 'O2'" in said
+    assert 'Traceback' not in said
+    assert 'PARTITION JOB_NAME CONFIG WORK_DIR' in tool('tools/slurm_train.sh', ok=False)
+    assert 'CONFIG PROCESSES' in tool('tools/dist_train.sh', ok=False)
+
+
+def test_help_teaches() -> None:
+    said = tool('tools/train.py', '--help')
+    for word in ('--work-dir', '--resume', '--amp', '--opt-level', '--cfg-options', '--auto-scale-lr', '--launcher', '--seed'):
+        assert word in said
+    assert 'FP32 masters' in said
+    assert '--opt-level' in tool('tools/test.py', '--help')
