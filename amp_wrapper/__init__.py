@@ -29,7 +29,7 @@ _DOORS = ('AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
 
 if _find_spec('mmengine') is not None:
     from .hooks import AmpInferenceHook as _AmpInferenceHook  # noqa: F401
-    from .optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper  # noqa: F811
+    from .optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
 
 
 def __getattr__(name: str) -> Any:

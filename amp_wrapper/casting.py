@@ -235,7 +235,7 @@ class CastPlan:
         self._average = (AveragedModel, *average)
         self._cast_modules: list[nn.Module] = []
         self._kept_modules: list[tuple[nn.Module, bool, bool]] = []
-        self._unmatched = set(policy.keep_fp32)
+        self._named: set[int] = set()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
@@ -243,9 +243,10 @@ class CastPlan:
         for name, root in self.roots:
             self._refuse(name, root)
         if policy.casts_model:
+            self._named = self._match_patterns()
             for name, root in self.roots:
                 self._visit(root, name, kept=False, is_root=True)
-            self._check_patterns()
+            self._keep_sharers()
             self._collect()
 
     def _refuse(self, name: str, root: nn.Module) -> None:
@@ -281,10 +282,9 @@ class CastPlan:
             # its kernels take 16-bit input beside FP32 weights and give back the input's type: no hook is needed
             for tensor in (*module.parameters(), *module.buffers()):
                 self._kept_tensors.add(id(tensor))
-            self._matches(module, name)
             return
         loss = not is_root and (isinstance(module, _Loss) or type(module).__name__.endswith('Loss'))
-        named = self._matches(module, name) or isinstance(module, self._average)
+        named = id(module) in self._named or isinstance(module, self._average)
         starts = (loss or named) and not kept
         kept = kept or starts
         if kept:
@@ -298,35 +298,48 @@ class CastPlan:
         for key, child in module.named_children():
             self._visit(child, f'{name}.{key}' if name else key, kept)
 
-    def _matches(self, module: nn.Module, name: str) -> bool:
-        found = False
-        for item in self.policy.keep_fp32:
-            if isinstance(item, type):
-                hit = isinstance(module, item)
-            else:
-                hit = fnmatch.fnmatchcase(name, item) or type(module).__name__ == item
-            if hit:
-                found = True
-                self._unmatched.discard(item)
-        return found
-
-    def _check_patterns(self) -> None:
-        # a pattern below a kept module matches although the walk did not have to ask
-        for name, root in self.roots:
-            for key, module in root.named_modules(prefix=name, remove_duplicate=False):
-                if self._unmatched:
-                    self._matches(module, key)
-        if self._unmatched:
-            names = [key for name, root in self.roots for key, _ in root.named_modules(prefix=name) if key]
-            classes = {type(module).__name__ for _, root in self.roots for module in root.modules()}
-            problems = []
-            for item in sorted(self._unmatched, key=str):
-                label = item if isinstance(item, str) else item.__name__
-                problems.append(
-                    f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. '
-                    f'The model has {_some(names)}.'
-                )
+    def _match_patterns(self) -> set[int]:
+        """The modules that ``keep_fp32`` names, under any of their names."""
+        named: set[int] = set()
+        unmatched = set(self.policy.keep_fp32)
+        names: list[str] = []
+        classes: set[str] = set()
+        for prefix, root in self.roots:
+            for key, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+                names.append(key)
+                classes.add(type(module).__name__)
+                for item in self.policy.keep_fp32:
+                    if isinstance(item, type):
+                        hit = isinstance(module, item)
+                    else:
+                        hit = (key != '' and fnmatch.fnmatchcase(key, item)) or type(module).__name__ == item
+                    if hit:
+                        named.add(id(module))
+                        unmatched.discard(item)
+        problems = []
+        for item in sorted(unmatched, key=str):
+            label = item if isinstance(item, str) else item.__name__
+            known = [name for name in names if name]
+            problems.append(
+                f'keep_fp32={label!r} matches no module{nearest(label, [*known, *classes])}. '
+                f'The model has {_some(known or sorted(classes))}.'
+            )
+        if problems:
             raise AmpConfigError(problems)
+        return named
+
+    def _keep_sharers(self) -> None:
+        """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it."""
+        changed = True
+        while changed:
+            changed = False
+            for module in list(self._cast_modules):
+                own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+                if any(id(tensor) in self._kept_tensors for tensor in own):
+                    self._cast_modules.remove(module)
+                    self._kept_modules.append((module, True, True))
+                    self._kept_tensors.update(map(id, own))
+                    changed = True
 
     def _collect(self) -> None:
         names: dict[int, str] = {}
@@ -376,11 +389,8 @@ class CastPlan:
         for tensor in (*self.parameters.values(), *self._buffers):
             _cast_in_place(tensor, dtype)
         for module in self._cast_modules:
-            kinds = {p.dtype for p in module.parameters(recurse=False) if p.dtype in CASTABLE}
-            if kinds or is_parametrized(module):
-                # a module whose every parameter is shared with a kept one computes in FP32
-                leaf = torch.float32 if kinds == {torch.float32} else dtype
-                module.register_forward_pre_hook(CastInputs(leaf), with_kwargs=True)
+            if any(p.dtype is dtype for p in module.parameters(recurse=False)) or is_parametrized(module):
+                module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         for module, starts, gives_back in self._kept_modules:
@@ -389,8 +399,9 @@ class CastPlan:
                 module.register_forward_hook(CastOutputs(dtype))
         cast_modules = set(self._cast_modules)
         for _, root in self.roots:
+            left = {id(inside) for m in root.modules() if isinstance(m, self._leave) for inside in m.modules()}
             for module in root.modules():
-                if any(True for _ in _own_tensors(module)) and not isinstance(module, self._leave):
+                if id(module) not in left and any(True for _ in _own_tensors(module)):
                     if module in cast_modules:
                         module._register_state_dict_hook(Fp32StateDict())  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()

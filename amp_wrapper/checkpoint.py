@@ -16,11 +16,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .errors import AmpCheckpointError
-from .loss_scaler import LossScaler
+from .scale_config import check_scaler_state, is_number
 
 FORMAT_VERSION = 1
+# the state of torch's element-wise optimizers; others keep tensors of any shape (Adafactor's factors, say)
+_PARAMETER_SHAPED = frozenset(
+    (
+        'momentum_buffer',
+        'exp_avg',
+        'exp_avg_sq',
+        'max_exp_avg_sq',
+        'exp_inf',
+        'square_avg',
+        'grad_avg',
+        'acc_delta',
+        'sum',
+        'prev',
+        'ax',
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +138,7 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
         )
     for key in ('state', 'param_groups'):
         if key not in rest:
-            if {'discriminator', 'generator'} & set(rest) or all(
-                isinstance(value, Mapping) and 'param_groups' in value for value in rest.values()
-            ):
+            if rest and all(isinstance(value, Mapping) and 'param_groups' in value for value in rest.values()):
                 raise AmpCheckpointError(
                     f'this checkpoint holds several optimizers ({", ".join(map(str, rest))}), but one is being resumed: '
                     f'build the OptimWrapperDict it was saved from.'
@@ -131,10 +146,11 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
             raise AmpCheckpointError(
                 f'the optimizer state has no key {key!r} (found: {", ".join(map(str, rest)) or "nothing"}).'
             )
+    _check_groups(rest)
     scaler = rest.pop('loss_scaler', None)
     amp = rest.pop('amp', None)
     if scaler is not None:
-        LossScaler.check_state(scaler)
+        check_scaler_state(scaler)
         scaler = dict(scaler)
         amp = scaler.pop('amp', amp)
     if amp is None:
@@ -142,6 +158,62 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
             return SavedAmp('plain', rest)
         return SavedAmp('torch', rest, opt_level='O1', loss_scalers=[scaler])
     return _read_own(rest, amp)
+
+
+def _check_groups(rest: Mapping[str, Any]) -> None:
+    if not isinstance(rest['state'], Mapping):
+        raise AmpCheckpointError(f"'state' must be a dict, but is {type(rest['state']).__name__}: the file is damaged.")
+    groups = rest['param_groups']
+    if not isinstance(groups, (list, tuple)):
+        raise AmpCheckpointError(f"'param_groups' must be a list, but is {type(groups).__name__}: the file is damaged.")
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get('params'), (list, tuple)):
+            raise AmpCheckpointError(
+                f"'param_groups'[{index}] must be a dict with a list 'params': the file is damaged."
+            )
+
+
+def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
+    """Judge whether a saved optimizer state and window fit an optimizer, applying nothing.
+
+    Args:
+        saved: From :func:`read`.
+        optimizer: The one that would take it over.
+
+    Raises:
+        AmpCheckpointError: Another number of groups or parameters, or a tensor of another shape.
+    """
+    theirs, mine = saved.optimizer['param_groups'], optimizer.param_groups
+    if len(theirs) != len(mine):
+        raise AmpCheckpointError(
+            f'the checkpoint has {len(theirs)} parameter groups and the optimizer {len(mine)}: resume with the '
+            f'paramwise_cfg and the model it was saved with, or load the weights only (resume=False).'
+        )
+    parameters: list[tuple[Any, Tensor]] = []
+    for index, (there, here) in enumerate(zip(theirs, mine)):
+        if len(there['params']) != len(here['params']):
+            raise AmpCheckpointError(
+                f'parameter group {index} has {len(there["params"])} parameters in the checkpoint and '
+                f'{len(here["params"])} in the optimizer: the model has changed.'
+            )
+        parameters += zip(there['params'], here['params'])
+    for key, parameter in parameters:
+        state = saved.optimizer['state'].get(key, {})
+        if not isinstance(state, Mapping):
+            raise AmpCheckpointError(f"'state'[{key}] must be a dict, but is {type(state).__name__}.")
+        for name, value in state.items():
+            wrong = isinstance(value, Tensor) and value.shape != parameter.shape
+            if wrong and name in _PARAMETER_SHAPED:
+                raise AmpCheckpointError(
+                    f"'state'[{key}][{name!r}] has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}."
+                )
+    if saved.window is not None:
+        for index, ((_, parameter), gradient) in enumerate(zip(parameters, saved.window.gradients)):
+            if gradient is not None and gradient.shape != parameter.shape:
+                raise AmpCheckpointError(
+                    f"amp['window']['gradients'][{index}] has shape {tuple(gradient.shape)}, but its parameter "
+                    f'{tuple(parameter.shape)}.'
+                )
 
 
 def _is_apex(amp: Any) -> bool:
@@ -161,12 +233,14 @@ def _read_own(rest: dict[str, Any], amp: Any) -> SavedAmp:
     for key, kind in (('opt_level', str), ('properties', Mapping), ('loss_scalers', (list, tuple))):
         if not isinstance(amp.get(key), kind):
             raise AmpCheckpointError(f'amp[{key!r}]={amp.get(key)!r} is missing or of the wrong type.')
+    if not isinstance(amp['properties'].get('loss_scale', {}), Mapping):
+        raise AmpCheckpointError(f"amp['properties']['loss_scale']={amp['properties']['loss_scale']!r} must be a dict.")
     scalers = list(amp['loss_scalers'])
     if not scalers:
         raise AmpCheckpointError("amp['loss_scalers'] is empty: one state per loss was expected.")
     for index, state in enumerate(scalers):
         try:
-            LossScaler.check_state(state)
+            check_scaler_state(state)
         except AmpCheckpointError as error:
             raise AmpCheckpointError(f"amp['loss_scalers'][{index}]: {error}") from None
     window = _read_window(amp.get('window'), rest, len(scalers))
@@ -178,7 +252,9 @@ def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Windo
         return None
     if not isinstance(window, Mapping):
         raise AmpCheckpointError(f"amp['window'] must be a dict, but is {type(window).__name__}.")
-    gradients, used, found = (window.get(key) for key in ('gradients', 'used', 'found_inf'))
+    gradients: Any = window.get('gradients')
+    used: Any = window.get('used')
+    found: Any = window.get('found_inf')
     count = sum(len(group['params']) for group in rest['param_groups'])
     if not isinstance(gradients, (list, tuple)) or len(gradients) != count:
         raise AmpCheckpointError(f"amp['window']['gradients'] must be a list of {count}, one per parameter.")
@@ -190,5 +266,8 @@ def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Windo
     for key, value in (('used', used), ('found_inf', found)):
         if not isinstance(value, (list, tuple)) or len(value) != num_losses:
             raise AmpCheckpointError(f"amp['window'][{key!r}] must be a list of {num_losses}, one per loss.")
-    assert isinstance(used, (list, tuple)) and isinstance(found, (list, tuple))
-    return Window(gradients, window['unscaled'], [bool(value) for value in used], [float(value) for value in found])
+    if not all(isinstance(value, bool) for value in used):
+        raise AmpCheckpointError(f"amp['window']['used']={used!r} must hold True and False only.")
+    if not all(is_number(value) and value in (0, 1) for value in found):
+        raise AmpCheckpointError(f"amp['window']['found_inf']={found!r} must hold 0 and 1 only.")
+    return Window(gradients, window['unscaled'], list(used), [float(value) for value in found])

@@ -22,15 +22,15 @@ import enum
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from . import casting, checkpoint, fp32_ops, gradients
-from .errors import AmpAttachError, AmpCheckpointError, AmpUsageError, OverflowStreakError
+from . import casting, checkpoint, fp32_ops, gradients, scope
+from .errors import AmpCheckpointError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
 from .master_weights import MasterWeights, cast_state_to_parameters
@@ -85,12 +85,13 @@ class AmpEngine:
         self._handle: casting.CastHandle | None = None
         self._masters: MasterWeights | None = None
         self._names: dict[int, str] = {}
+        self._ddps: list[DistributedDataParallel] = []
         self._device = torch.device('cpu')
         self._used = [False] * policy.num_losses
         self._found: list[Tensor | None] = [None] * policy.num_losses
         self._pending: checkpoint.SavedAmp | None = None
         if policy.enabled and optimizer is not None:
-            _check_optimizer(optimizer)
+            scope.check_optimizer(optimizer)
 
     def _new_scaler(self) -> LossScaler:
         config = self.policy.loss_scale
@@ -144,8 +145,10 @@ class AmpEngine:
                     f'run the forward pass under "with optim_wrapper.optim_context(model):".'
                 )
         else:
-            inner = unwrap(model)
-            plan = casting.CastPlan(self._roots(inner, foreign), self.policy, leave, average)
+            inner = scope.unwrap(model)
+            roots = scope.find_roots(inner, self.optimizer, foreign)
+            plan = casting.CastPlan(roots, self.policy, leave, average)
+            self._ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
             self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
             if self.optimizer is not None and self.policy.master_weights:
                 self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair)
@@ -155,7 +158,8 @@ class AmpEngine:
                 self._masters.copy_to_weights()
             elif self.optimizer is not None:
                 cast_state_to_parameters(self.optimizer, plan.parameters.values())
-            if self.policy.verbosity >= 2:
+                self._warn_of_lost_eps(plan)
+            if self.policy.verbosity >= 2 and self.policy.casts_model:
                 self._log_casts(plan)
         self._device = self._gradient_device(model)
         for scaler in self.scalers:
@@ -165,38 +169,26 @@ class AmpEngine:
         if pending is not None:
             self._restore_window(pending)
 
+    def _warn_of_lost_eps(self, plan: casting.CastPlan) -> None:
+        """float16 has no 1e-8: Adam's default eps is 0 there, and the first update divides by zero."""
+        assert self.optimizer is not None
+        dtype = self.policy.cast_model_type
+        lost = {
+            float(group['eps'])
+            for group in self.optimizer.param_groups
+            if group.get('eps') and dtype in HALF_TYPES and float(torch.tensor(group['eps'], dtype=dtype)) == 0
+        }
+        if lost and plan.parameters and self.policy.verbosity >= 1:
+            assert dtype is not None
+            logger.warning(
+                f'amp: {type(self.optimizer).__name__} steps {dtype_name(dtype)} weights without masters, and eps='
+                f'{min(lost):g} is 0 in that type: the weights will become NaN. Write eps=1e-4, or use O2.'
+            )
+
     def _log_casts(self, plan: casting.CastPlan) -> None:
         assert self.policy.cast_model_type is not None
         for name in plan.parameters:
             logger.info(f'amp: {name} is {dtype_name(self.policy.cast_model_type)} now')
-
-    def _roots(self, model: nn.Module, foreign: Iterable[Tensor]) -> list[tuple[str, nn.Module]]:
-        """The modules whose inputs and outputs are cast: the model, or the largest parts this optimizer owns alone."""
-        if self.optimizer is None:
-            return [('', model)]
-        owned = {id(parameter) for group in self.optimizer.param_groups for parameter in group['params']}
-        others = {id(parameter) for parameter in foreign} - owned
-        rest = [p for p in model.parameters() if id(p) not in owned]
-        if not others.intersection(map(id, rest)) and not any(p.requires_grad for p in rest):
-            return [('', model)]
-        roots: list[tuple[str, nn.Module]] = []
-        seen: set[int] = set()
-
-        def descend(module: nn.Module, name: str) -> None:
-            for key, child in module.named_children():
-                child_name = f'{name}.{key}' if name else key
-                parameters = [id(p) for p in child.parameters()]
-                if id(child) in seen or not parameters:
-                    continue
-                seen.add(id(child))
-                inside = unwrap(child)
-                if owned.issuperset(parameters) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict)):
-                    roots.append((child_name, inside))
-                else:
-                    descend(child, child_name)
-
-        descend(model, '')
-        return roots
 
     def _gradient_device(self, model: nn.Module | None) -> torch.device:
         if self.optimizer is not None:
@@ -278,6 +270,11 @@ class AmpEngine:
 
     def _backward_on_arrival(self, scaled: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Several scales must never mix in one gradient: each pass is unscaled alone, and the sums are FP32."""
+        if any(not ddp.require_backward_grad_sync for ddp in self._ddps):
+            raise AmpUsageError(
+                f'backward() with num_losses={self.policy.num_losses} under no_sync: unscaling each loss on arrival would '
+                f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
+            )
         own = self._own_parameters()
         before = {id(p): p.grad for p in own if p.grad is not None}
         for parameter in own:
@@ -375,14 +372,18 @@ class AmpEngine:
         if not flags:
             return False, 0, 0
         worst = torch.stack(flags).max().double()
-        counts = torch.stack([scaler.counts[1:] for scaler in self.scalers]).amax(0).double()
-        found, skips, streak = torch.cat([worst.reshape(1), counts]).tolist()
+        found, skips, streak = torch.cat([worst.reshape(1), self.scalers[0].counts[1:].double()]).tolist()
         return found > 0, int(streak), int(skips)
 
     def _update_scalers(self) -> None:
+        flags = [found for found in self._found if found is not None]
+        skipped = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
         for index, scaler in enumerate(self.scalers):
+            # a step is skipped for all losses; a scale moves only for a loss that took part
             if self._used[index] and scaler.checks:
-                scaler.update(self._flag(index))
+                scaler.update(self._flag(index), skipped)
+            else:
+                scaler.count_step(skipped)
         self._used = [False] * len(self.scalers)
         self._found = [None] * len(self.scalers)
 
@@ -499,13 +500,13 @@ class AmpEngine:
     def _open_window(self) -> checkpoint.Window | None:
         if self.stage is not Stage.ACCUMULATING:
             return None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            if torch.distributed.get_world_size() > 1:
-                logger.warning(
-                    'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
-                    'not in the checkpoint. Save at the end of a window for an exact resume.',
-                )
-                return None
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_world_size() > 1:
+            logger.warning(
+                'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
+                'not in the checkpoint. Save at the end of a window for an exact resume.',
+            )
+            return None
         unscaled = self.policy.num_losses > 1
         weights = {id(master): weight for weight, master in self._pairs()}
         saved: list[Tensor | None] = []
@@ -530,10 +531,14 @@ class AmpEngine:
         """
         assert self.optimizer is not None
         saved = checkpoint.read(state)
-        own = self.optimizer.state_dict()
-        _check_groups(saved.optimizer, own)
-        # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
-        self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+        checkpoint.check_optimizer_state(saved, self.optimizer)
+        try:
+            # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
+            self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise AmpCheckpointError(
+                f'the optimizer state does not fit {type(self.optimizer).__name__}: {error}'
+            ) from error
         if not self.policy.enabled:
             return [] if saved.kind == 'plain' else ['mixed precision is off: the saved loss scale is not used']
         notes = self._load_scalers(saved)
@@ -550,7 +555,7 @@ class AmpEngine:
             elif self.attached:
                 self._restore_window(saved)
             else:
-                self._pending = saved
+                self._pending = copy.deepcopy(saved)
         return notes
 
     def _load_scalers(self, saved: checkpoint.SavedAmp) -> list[str]:
@@ -594,59 +599,6 @@ class AmpEngine:
         )
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DDP, DataParallel and ``torch.compile`` wrappers.
-
-    Raises:
-        AmpAttachError: A sharded model.
-    """
-    while True:
-        if type(model).__name__ in ('FullyShardedDataParallel', 'MMFullyShardedDataParallel'):
-            raise AmpAttachError(
-                f'{type(model).__name__}: sharded parameters cannot be cast in place, and FSDP is not supported yet. '
-                f'Use DistributedDataParallel.'
-            )
-        if isinstance(model, (DataParallel, DistributedDataParallel)):
-            model = cast(nn.Module, model.module)
-        elif hasattr(model, '_orig_mod'):
-            model = cast(nn.Module, model._orig_mod)
-        else:
-            return model
-
-
-def _check_optimizer(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise AmpAttachError(
-            f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.'
-        )
-    name = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS):
-        raise AmpAttachError(
-            'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '
-            'cannot follow: choose a first-order optimizer, or enabled=False.'
-        )
-    if name == 'ZeroRedundancyOptimizer':
-        raise AmpAttachError(
-            'ZeroRedundancyOptimizer shards its parameters over processes and saves collectively, while mmengine saves on '
-            'rank 0 alone; it is not supported yet. Use a torch optimizer with DistributedDataParallel.'
-        )
-
-
-def _check_groups(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    theirs, mine = saved['param_groups'], own['param_groups']
-    if len(theirs) != len(mine):
-        raise AmpCheckpointError(
-            f'the checkpoint has {len(theirs)} parameter groups and the optimizer {len(mine)}: resume with the '
-            f'paramwise_cfg and the model it was saved with, or load the weights only (resume=False).'
-        )
-    for index, (there, here) in enumerate(zip(theirs, mine)):
-        if len(there['params']) != len(here['params']):
-            raise AmpCheckpointError(
-                f'parameter group {index} has {len(there["params"])} parameters in the checkpoint and '
-                f'{len(here["params"])} in the optimizer: the model has changed.'
-            )
-
-
 def _state_to_fp32(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -654,4 +606,4 @@ def _state_to_fp32(optimizer: Optimizer) -> None:
                 state[key] = value.float()
 
 
-__all__: Sequence[str] = ('AmpEngine', 'Stage', 'StepResult', 'unwrap')
+__all__: Sequence[str] = ('AmpEngine', 'Stage', 'StepResult')

@@ -41,6 +41,15 @@ FP32_FUNCTIONS: frozenset[Any] = frozenset(
         F.soft_margin_loss,
         F.triplet_margin_loss,
         F.triplet_margin_with_distance_loss,
+        # their namesakes in torch itself are other objects
+        torch.binary_cross_entropy_with_logits,
+        torch.cosine_embedding_loss,
+        torch.ctc_loss,
+        torch.hinge_embedding_loss,
+        torch.kl_div,
+        torch.margin_ranking_loss,
+        torch.poisson_nll_loss,
+        torch.triplet_margin_loss,
     }
 )
 

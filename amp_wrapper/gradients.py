@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from . import ops
 from .errors import AmpConfigError, nearest
-from .policy import is_number
+from .scale_config import is_number
 
 _CLIP_KEYS = {
     'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'),
@@ -117,14 +117,13 @@ def unscale_to_masters(
         if weight.grad is None:
             master.grad = None
         elif weight.grad.is_sparse:
-            grad = weight.grad.coalesce()
-            master.grad = grad.to(master.dtype)
-            if master.grad is grad:
-                master.grad = grad.clone()
-            values = master.grad.coalesce()
-            master.grad = values
-            sources.append(values._values())
-            targets.append(values._values())
+            if found_inf is not None:
+                ops.multi_tensor_isnonfinite([weight.grad._values()], found_inf)
+            # rows that occur twice are summed in FP32: a finite sum that 16-bit cannot hold is no overflow
+            summed = weight.grad.to(master.dtype).coalesce()
+            master.grad = summed
+            sources.append(summed._values())
+            targets.append(summed._values())
         else:
             master.grad = torch.empty_like(weight.grad, dtype=master.dtype)
             sources.append(weight.grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .errors import AmpCheckpointError
-from .policy import LossScaleConfig, is_number
+from .scale_config import LossScaleConfig, check_scaler_state
 
 
 class LossScaler:
@@ -103,18 +101,29 @@ class LossScaler:
         """float32 scalar to multiply gradients with, rounded once from float64; None where the scale is 1 for good."""
         return None if self._is_one else self._scale.double().reciprocal().float()
 
-    def update(self, found_inf: Tensor) -> None:
-        """Move scale, trackers and counters after one optimizer step, taken or skipped.
+    def count_step(self, skipped: Tensor) -> None:
+        """Count one optimizer step.
 
         Args:
-            found_inf: float32 scalar on the same device, 0.0 or 1.0.
+            skipped: float32 scalar on the same device: 1.0 where the step was skipped, for this loss or another.
         """
         if not self.checks:
             return
-        skipped = found_inf.to(torch.int64)
+        left_out = skipped.to(torch.int64)
         self._counts[0] += 1
-        self._counts[1] += skipped
-        self._counts[2].add_(1).mul_(skipped)
+        self._counts[1] += left_out
+        self._counts[2].add_(1).mul_(left_out)
+
+    def update(self, found_inf: Tensor, skipped: Tensor | None = None) -> None:
+        """Move scale, trackers and counters after one optimizer step, taken or skipped.
+
+        Args:
+            found_inf: float32 scalar on the same device, 0.0 or 1.0: whether this loss overflowed.
+            skipped: Likewise, whether the step was skipped, where other losses have a say; None for ``found_inf``.
+        """
+        if not self.checks:
+            return
+        self.count_step(found_inf if skipped is None else skipped)
         if self.config.dynamic:
             ops.update_scale(
                 self._scale,
@@ -162,7 +171,7 @@ class LossScaler:
         Raises:
             AmpCheckpointError: A missing or impossible value; nothing has been applied.
         """
-        self.check_state(state)
+        check_scaler_state(state)
         if not state:
             return ['the saved loss scaler was disabled: the scale starts as configured']
         if not self.config.enabled:
@@ -179,7 +188,7 @@ class LossScaler:
             dropped.append(
                 f'the saved loss scale {state["scale"]:g} was static: the dynamic one starts at {self.config.init_scale:g}'
             )
-        elif was_dynamic or state['scale'] != self.config.init_scale:
+        elif was_dynamic or state['scale'] != self.get_scale():
             dropped.append(
                 f'the saved loss scale {state["scale"]:g} is not used: the configured one is {self.config.init_scale:g}'
             )
@@ -193,28 +202,3 @@ class LossScaler:
         if changed:
             dropped.append(f'the rule of the loss scale follows the configuration: {", ".join(changed)}')
         return dropped
-
-    @staticmethod
-    def check_state(state: Mapping[str, Any]) -> None:
-        """Judge a saved state without applying it.
-
-        Raises:
-            AmpCheckpointError: Names the key, the value and what was expected.
-        """
-        if not isinstance(state, Mapping):
-            raise AmpCheckpointError(f'loss_scaler must be a dict, but is {type(state).__name__}: the file is damaged.')
-        if not state:
-            return
-        for key in ('scale', '_growth_tracker'):
-            if key not in state:
-                raise AmpCheckpointError(f'loss_scaler has no key {key!r} (found: {", ".join(map(str, state))}).')
-        scale = state['scale']
-        if not is_number(scale) or not math.isfinite(scale) or not 0 < scale <= torch.finfo(torch.float32).max:
-            raise AmpCheckpointError(f"loss_scaler['scale']={scale!r} must be a positive finite number.")
-        for key in ('_growth_tracker', 'hysteresis_tracker', 'steps', 'skips', 'consecutive_skips'):
-            value = state.get(key, 0)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise AmpCheckpointError(f'loss_scaler[{key!r}]={value!r} must be a whole number of at least 0.')
-        for key in ('_growth_tracker', 'hysteresis_tracker'):
-            if state.get(key, 0) >= 2**31:
-                raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be below 2**31.')

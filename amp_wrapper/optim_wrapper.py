@@ -14,6 +14,7 @@ from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from . import mmengine_patches, model_wrappers, ops, policy
 from .deferred_log import DeferredLog
@@ -21,8 +22,8 @@ from .engine import AmpEngine
 from .errors import AmpAttachError, AmpConfigError, nearest
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
-from .policy import DEFAULT_MAX_LOSS_SCALE
 from .registry import OPTIM_WRAPPERS
+from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
 mmengine_patches.apply()
 
@@ -191,7 +192,9 @@ class AmpOptimWrapper(OptimWrapper):
             return
         if self._engine.policy.casts_model:
             model_wrappers.check_ddp(model)
-        inner = cast(nn.Module, model.module) if is_model_wrapper(model) else model
+        # the engine takes DDP off by itself; mmengine's other wrappers are known only here
+        known = isinstance(model, DistributedDataParallel) or not is_model_wrapper(model)
+        inner = model if known else cast(nn.Module, model.module)
         self._engine.attach(inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign)
         if self._engine.casts:
             model_wrappers.rebuild_ddp(model)

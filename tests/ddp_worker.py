@@ -40,7 +40,11 @@ def build(level: str, counts: int, distributed: bool) -> tuple[nn.Module, AmpOpt
     if distributed:
         model = MMDistributedDataParallel(module=model, device_ids=None, broadcast_buffers=False)
     wrapper = AmpOptimWrapper(
-        opt_level=level, optimizer=optimizer, accumulative_counts=counts, loss_scale=1024.0, clip_grad=dict(max_norm=10.0)
+        opt_level=level,
+        optimizer=optimizer,
+        accumulative_counts=counts,
+        loss_scale=1024.0,
+        clip_grad=dict(max_norm=10.0),
     )
     return model, wrapper
 

@@ -46,7 +46,10 @@ def main(folder: Path, phase: str) -> None:
         overrides = copy.deepcopy(case.get('overrides', {}))
         work_dir = folder / name / ('whole' if phase == 'whole' else 'parts')
         if phase == 'first':
-            overrides['custom_hooks'] = [*overrides.get('custom_hooks', []), dict(type='StopAfter', epochs=case['stop'])]
+            overrides['custom_hooks'] = [
+                *overrides.get('custom_hooks', []),
+                dict(type='StopAfter', epochs=case['stop']),
+            ]
         if phase == 'second':
             overrides['resume'] = True
         try:

@@ -267,7 +267,7 @@ class Deep(nn.Module):
         ('body.[01]', {'body.0', 'body.1'}),
         (nn.Linear, {'body.0', 'head.cls', 'head.reg'}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_keep_fp32(keep: Any, kept: set[str], device: torch.device) -> None:
     model = Deep().to(device)
@@ -292,7 +292,7 @@ def check_fp32(args: tuple[Tensor, ...]) -> None:
         ('head.clz', ["did you mean 'head.cls'?"]),
         (nn.GRU, ["'GRU'", 'matches no module']),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_pattern_without_a_match_changes_nothing(keep: Any, words: list[str], device: torch.device) -> None:
     model = Deep().to(device)

@@ -16,7 +16,8 @@ from amp_wrapper import checkpoint
 from amp_wrapper.checkpoint import FORMAT_VERSION, Window
 from amp_wrapper.errors import AmpCheckpointError
 from amp_wrapper.loss_scaler import LossScaler
-from amp_wrapper.policy import LossScaleConfig, resolve
+from amp_wrapper.policy import resolve
+from amp_wrapper.scale_config import LossScaleConfig
 
 
 def optimizer_state(device: torch.device) -> dict[str, Any]:

@@ -53,7 +53,9 @@ class OutsideAverage(Hook):
 
     def _everything(self, runner: Any) -> Any:
         average = self._ema(runner).ema_model.module
-        return copy.deepcopy([masters(runner.model), dict(runner.model.state_dict(keep_vars=True)), average.state_dict()])
+        return copy.deepcopy(
+            [masters(runner.model), dict(runner.model.state_dict(keep_vars=True)), average.state_dict()]
+        )
 
     def before_val_epoch(self, runner: Any) -> None:
         # runs before EMAHook: the training weights

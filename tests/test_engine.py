@@ -18,10 +18,11 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import fp32_ops
-from amp_wrapper.engine import AmpEngine, Stage, unwrap
+from amp_wrapper.engine import AmpEngine, Stage
 from amp_wrapper.errors import AmpAttachError, AmpCheckpointError, AmpUsageError, OverflowStreakError
 from amp_wrapper.gradients import GradientClip
 from amp_wrapper.policy import LEVELS, resolve
+from amp_wrapper.scope import unwrap
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 MASTER_LEVELS = {'O2': F16, 'O5': BF16}
@@ -300,9 +301,9 @@ def test_inf_injection(level: str, iteration: int, which: int | None, name: str,
             assert all(key in differ(before, after) for key in ('weight fc.weight', 'weight bn.weight'))
             assert [scaler.get_scale() for scaler in run.engine.scalers] == scales
             assert result.grad_norm is not None and math.isfinite(result.grad_norm.item())
-    counts = [scaler.counts.tolist() for scaler in run.engine.scalers]
-    assert counts[which or 0] == [4, 1, int(iteration == 3)]
-    assert which is None or counts[1 - which] == [4, 0, 0]
+    # steps are skipped for all losses, so every scaler counts alike
+    for scaler in run.engine.scalers:
+        assert scaler.counts.tolist() == [4, 1, int(iteration == 3)]
 
 
 @pytest.mark.parametrize('level', LEVELS)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper.errors import AmpCheckpointError
 from amp_wrapper.loss_scaler import LossScaler
-from amp_wrapper.policy import LossScaleConfig
+from amp_wrapper.scale_config import LossScaleConfig, check_scaler_state
 
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -393,4 +393,4 @@ def test_missing_key(key: str, device: torch.device) -> None:
 @pytest.mark.parametrize('state', [None, [1], 3.0, 'state'])
 def test_state_that_is_no_dict(state: Any) -> None:
     with pytest.raises(AmpCheckpointError, match='must be a dict'):
-        LossScaler.check_state(state)
+        check_scaler_state(state)

@@ -129,7 +129,12 @@ ACCEPTED: list[tuple[tuple[Any, ...], dict[str, Any], str, float]] = [
     ((), dict(opt_level='O2', dtype='bf16'), 'O5', 1.0),
     ((), dict(opt_level='O2', keep_batchnorm_fp32='False', loss_scale='256'), 'O2', 256.0),
     ((), dict(opt_level='O3', cast_model_outputs='half'), 'O3', 1.0),
-    ((), dict(accumulative_counts=3, clip_grad=dict(max_norm=1.0, norm_type='inf', error_if_nonfinite=False)), 'O1', 2.0**16),
+    (
+        (),
+        dict(accumulative_counts=3, clip_grad=dict(max_norm=1.0, norm_type='inf', error_if_nonfinite=False)),
+        'O1',
+        2.0**16,
+    ),
 ]
 
 
@@ -146,7 +151,9 @@ def test_what_stock_wrappers_accept(args: tuple[Any, ...], words: dict[str, Any]
 
 def test_apex_alias_keeps_its_positional_order_and_default() -> None:
     optimizer = torch.optim.SGD(net().parameters(), lr=0.1)
-    wrapper = ApexOptimWrapper('O2', 128.0, True, torch.bfloat16, None, 'False', True, torch.float16, 2, 0, 1.0, 512.0, optimizer=optimizer)
+    wrapper = ApexOptimWrapper(
+        'O2', 128.0, True, torch.bfloat16, None, 'False', True, torch.float16, 2, 0, 1.0, 512.0, optimizer=optimizer
+    )
     resolved = wrapper.policy
     assert (resolved.opt_level, resolved.cast_model_type, resolved.keep_batchnorm_fp32) == ('O2', torch.bfloat16, False)
     assert (resolved.cast_model_outputs, resolved.num_losses, resolved.verbosity) == (torch.float16, 2, 0)
@@ -159,7 +166,10 @@ def test_apex_alias_keeps_its_positional_order_and_default() -> None:
     [
         (dict(opt_level='o2'), ["'o2'", "'O2'"]),
         (dict(opt_levl='O2'), ['opt_levl', "'opt_level'"]),
-        (dict(opt_level='O1', master_weights=True, keep_batchnorm_fp32=True, num_losses=0), ['3 conflicts', 'num_losses=0']),
+        (
+            dict(opt_level='O1', master_weights=True, keep_batchnorm_fp32=True, num_losses=0),
+            ['3 conflicts', 'num_losses=0'],
+        ),
         (dict(accumulative_counts=0), ['accumulative_counts=0']),
         (dict(clip_grad=dict(max_nrm=1.0)), ['max_nrm', "'max_norm'"]),
         (dict(clip_grad=dict(type='global', max_norm=1.0)), ["'global'", "'norm' or 'value'"]),
@@ -383,7 +393,9 @@ def test_wrapper_dict_trains_two_networks(level: str) -> None:
     assert model.discriminator[0].weight.dtype == toy.HALF.get(second, torch.float32)
     assert model.perceptual.weight.dtype == torch.float32
     real, noise = torch.randn(16, 4) + 1, torch.randn(16, 4)
-    before = [p.detach().clone() for p in (*wrappers['generator'].master_params(), *wrappers['discriminator'].master_params())]
+    before = [
+        p.detach().clone() for p in (*wrappers['generator'].master_params(), *wrappers['discriminator'].master_params())
+    ]
     for _ in range(3):
         with wrappers['discriminator'].optim_context(model):
             fake = model.generator(noise).detach()
@@ -659,7 +671,9 @@ def test_detach_gives_everything_back() -> None:
 
 
 def test_runner_sees_the_error_before_any_work(tmp_path: Path) -> None:
-    config = toy.toy_config(tmp_path, dict(type='AmpOptimWrapper', opt_level='O2', patch_torch_functions=True, optimizer=SGD))
+    config = toy.toy_config(
+        tmp_path, dict(type='AmpOptimWrapper', opt_level='O2', patch_torch_functions=True, optimizer=SGD)
+    )
     runner = Runner.from_cfg(config)
     # mmengine keeps the type in the chain when a registry build fails
     with pytest.raises(Exception, match='patch_torch_functions=True conflicts'):

@@ -21,7 +21,8 @@ SCHEDULE = [
     dict(type='LinearMomentum', start_factor=0.8, by_epoch=False, begin=0, end=9),
 ]
 CHECKPOINTS = dict(
-    logger=dict(type='LoggerHook', interval=3), checkpoint=dict(type='CheckpointHook', interval=1, save_best='toy/score', rule='greater')
+    logger=dict(type='LoggerHook', interval=3),
+    checkpoint=dict(type='CheckpointHook', interval=1, save_best='toy/score', rule='greater'),
 )
 EMA = dict(type='EMAHook', momentum=0.1)
 
@@ -44,7 +45,9 @@ def _cases() -> dict[str, dict[str, Any]]:
                     optimizer=SGD,
                     accumulative_counts=2,
                     clip_grad=dict(max_norm=0.5),
-                    paramwise_cfg=dict(bias_decay_mult=0.0, norm_decay_mult=0.0, custom_keys=dict(fc=dict(lr_mult=0.5))),
+                    paramwise_cfg=dict(
+                        bias_decay_mult=0.0, norm_decay_mult=0.0, custom_keys=dict(fc=dict(lr_mult=0.5))
+                    ),
                 ),
                 overrides=dict(base, custom_hooks=[EMA]),
             )
@@ -63,7 +66,9 @@ def _cases() -> dict[str, dict[str, Any]]:
     cases['O3-ema-buffers'] = dict(
         stop=2,
         optim_wrapper=dict(type='AmpOptimWrapper', opt_level='O3', optimizer=SGD),
-        overrides=dict(base, custom_hooks=[dict(type='EMAHook', ema_type='StochasticWeightAverage', update_buffers=True)]),
+        overrides=dict(
+            base, custom_hooks=[dict(type='EMAHook', ema_type='StochasticWeightAverage', update_buffers=True)]
+        ),
     )
     return cases
 
@@ -88,7 +93,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _comparable(work_dir: Path, name: str | None = None) -> dict[str, Any]:
     saved = toy.checkpoint(work_dir, name)
     losses = saved['message_hub']['log_scalars']
-    kept = {key: saved[key] for key in ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers') if key in saved}
+    kept = {
+        key: saved[key] for key in ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers') if key in saved
+    }
     for key in ('train/loss', 'train/grad_norm', 'train/amp_scale', 'train/amp_skipped', 'val/toy/score'):
         if key in losses:
             kept[key] = losses[key].data[0].tolist()

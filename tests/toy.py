@@ -165,7 +165,9 @@ def differences(left: Any, right: Any, path: str = '') -> list[str]:
         for index, (a, b) in enumerate(zip(left, right)):
             rows += differences(a, b, f'{path}[{index}]')
         return rows
-    return [] if type(left) is type(right) and (left == right or left != left) else [f'{path}: {left!r} against {right!r}']
+    return (
+        [] if type(left) is type(right) and (left == right or left != left) else [f'{path}: {left!r} against {right!r}']
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:

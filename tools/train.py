@@ -128,11 +128,14 @@ def _choose_seed(cfg: Config, args: argparse.Namespace) -> None:
     randomness = dict(cfg.get('randomness') or {})
     if args.seed is not None:
         randomness['seed'] = args.seed
-    if cfg.get('resume') and randomness.get('seed') is None:
+    if cfg.get('resume'):
         path = cfg.get('load_from') or find_latest_checkpoint(cfg.work_dir)
         if path and Path(path).is_file():
-            meta = torch.load(path, map_location='cpu', weights_only=True, mmap=True).get('meta', {})
-            randomness['seed'] = meta.get('seed')
+            seed = torch.load(path, map_location='cpu', weights_only=True, mmap=True).get('meta', {}).get('seed')
+            if seed is not None and args.seed not in (None, seed):
+                print(f'--seed {args.seed}: the checkpoint was trained with seed {seed}, which a resumed run keeps')
+            if seed is not None:
+                randomness['seed'] = seed
     cfg.randomness = randomness
 
 
@@ -180,8 +183,9 @@ def report(runner: Runner, args: argparse.Namespace) -> None:
     if args.amp:
         command.append('--amp')
     options = dict(args.cfg_options or {})
-    key = 'train_cfg.max_epochs' if runner.max_epochs > 1 else 'train_cfg.max_iters'
-    options[key] = 2 * (runner.max_epochs if runner.max_epochs > 1 else runner.max_iters)
+    by_epoch = runner.cfg.train_cfg.get('by_epoch', 'max_epochs' in runner.cfg.train_cfg)
+    key = 'train_cfg.max_epochs' if by_epoch else 'train_cfg.max_iters'
+    options[key] = 2 * (runner.max_epochs if by_epoch else runner.max_iters)
     command += ['--cfg-options', *(f'{name}={value}' for name, value in options.items())]
     print(f'Checkpoint: {checkpoint}')
     print(f'Go on from it, for as long again:\n  {shlex.join(command)}')

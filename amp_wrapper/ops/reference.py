@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..nested import HALF_TYPES
+
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -43,6 +45,8 @@ def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> No
         filled = [tensors[i] for i in indices if tensors[i].numel() > 0]
         if not filled:
             continue
+        # a complex number's modulus can overflow where its parts are finite
+        filled = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in filled]
         norms = torch._foreach_norm(filled, math.inf)
         bad = torch.stack([norm.isfinite() for norm in norms]).all().logical_not()
         # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
@@ -53,7 +57,9 @@ def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> No
 def multi_tensor_scale(
     sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None
 ) -> None:
-    """``target = source * scale``, each product taken in the target's precision, with a non-finite flag.
+    """``target = source * scale``, rounded once, with a non-finite flag.
+
+    Each product is taken in the wider of the two types, float32 at least where they differ.
 
     Args:
         sources: Dense floating tensors of any dtype and device.
@@ -67,10 +73,17 @@ def multi_tensor_scale(
     _check_lists(sources, targets)
     if found_inf is not None:
         multi_tensor_isnonfinite(sources, found_inf)
-    multi_tensor_copy(sources, targets)
-    if scale is not None:
-        for (device, _), indices in _groups(targets).items():
-            torch._foreach_mul_([targets[i] for i in indices], scale.to(device))
+    if scale is None:
+        multi_tensor_copy(sources, targets)
+        return
+    # into another 16-bit type: the product is rounded, not the factor
+    narrowing = [i for i, (s, t) in enumerate(zip(sources, targets)) if t.dtype in HALF_TYPES and s.dtype != t.dtype]
+    for i in narrowing:
+        targets[i].copy_(sources[i].float() * scale.to(sources[i].device))
+    rest = sorted(set(range(len(sources))).difference(narrowing))
+    multi_tensor_copy([sources[i] for i in rest], [targets[i] for i in rest])
+    for (device, _), indices in _groups([targets[i] for i in rest]).items():
+        torch._foreach_mul_([targets[rest[i]] for i in indices], scale.to(device))
 
 
 @torch.no_grad()
