@@ -17,8 +17,10 @@ from .errors import (
     AmpConfigError,
     AmpError,
     AmpUsageError,
+    NonfiniteError,
     OverflowStreakError,
 )
+from .nonfinite import NonfiniteWatch, nonfinite_watch
 
 __version__ = '0.1.0'
 
@@ -48,6 +50,9 @@ __all__ = [
     'AmpOptimWrapper',
     'AmpUsageError',
     'ApexOptimWrapper',
+    'NonfiniteError',
+    'NonfiniteWatch',
     'OverflowStreakError',
     'TorchAmpOptimWrapper',
+    'nonfinite_watch',
 ]

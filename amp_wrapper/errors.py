@@ -51,6 +51,10 @@ class OverflowStreakError(AmpError, RuntimeError):
     step; the loss scale has followed its rule."""
 
 
+class NonfiniteError(AmpError, RuntimeError):
+    """A forward pass gave infinities or NaN, and somebody asked to stop there."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string when nothing is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -9,6 +9,8 @@ from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wra
 
 from . import casting, policy
 from .engine import AmpEngine
+from .errors import NonfiniteError
+from .nonfinite import NonfiniteWatch
 from .registry import HOOKS
 
 
@@ -42,3 +44,39 @@ class AmpInferenceHook(Hook):
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             casting.autocast_forward(model, self.policy.autocast_dtype)
         runner.logger.info(f'amp: testing at {self.policy.describe()}')
+
+
+@HOOKS.register_module()
+class NonfiniteHook(Hook):
+    """Names the first module whose output is not finite in a training iteration: where a NaN comes from.
+
+    ``custom_hooks=[dict(type='amp_wrapper.NonfiniteHook')]``. It reads the device once an iteration and costs one
+    reduction per module, so take it out again once the place is known.
+
+    Args:
+        stop: Whether to end the training there with :class:`~amp_wrapper.NonfiniteError`, instead of a warning line.
+    """
+
+    def __init__(self, stop: bool = False) -> None:
+        self.stop = stop
+        self._watch: NonfiniteWatch | None = None
+
+    def before_train(self, runner: Any) -> None:
+        """Begin to watch."""
+        self._watch = NonfiniteWatch(runner.model.module if is_model_wrapper(runner.model) else runner.model)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Report what this iteration showed."""
+        place = None if self._watch is None else self._watch.first()
+        if place is not None:
+            line = f'iteration {runner.iter + 1}: the first non-finite values are in the output of {place}'
+            line = line.replace("the output of the model's input", "the model's input")
+            if self.stop:
+                raise NonfiniteError(f'{line}. Keep that module in FP32 (keep_fp32=[...]) or look at its data.')
+            runner.logger.warning(f'amp: {line}')
+
+    def after_train(self, runner: Any) -> None:
+        """Take the hooks off the model."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None

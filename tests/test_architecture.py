@@ -25,6 +25,7 @@ FLOOR_OF = {
     'gradients': 'owners',
     'checkpoint': 'owners',
     'scope': 'owners',
+    'nonfinite': 'owners',
     'engine': 'engine',
 }
 # (importer, imported) on one floor; each has its reason
