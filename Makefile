@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help train test lint format type docs clean
+.PHONY: help train test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
@@ -18,6 +18,7 @@ help:
 	@echo 'make lint    ruff; make format applies it'
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
+	@echo 'make bench   measure, and print the tables'
 	@echo 'make clean   remove .venv and everything built'
 
 $(VENV)/pyvenv.cfg:
@@ -68,6 +69,9 @@ type: $(VENV)/.dev
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --site-dir site
+
+bench: $(VENV)/.runtime
+	$(BIN)/python -m benchmarks.hooks
 
 clean:
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

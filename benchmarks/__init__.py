@@ -1,0 +1,1 @@
+"""Measurements. Every figure stands beside its machine, date and versions."""

@@ -1,0 +1,123 @@
+"""What the casts cost on the host: ``python -m benchmarks.hooks [--write]``.
+
+A leaf hook that finds nothing to cast, the same as torch's own price for having any hook, and a whole forward pass at
+O2 with and without the function mode that keeps losses FP32. One run, one thread, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_wrapper import casting, fp32_ops
+from amp_wrapper.engine import AmpEngine
+from amp_wrapper.policy import resolve
+
+RESULTS = Path(__file__).parent / 'results'
+
+
+def microseconds(function: Callable[[], Any], calls: int = 2000, rounds: int = 15) -> float:
+    """Median over rounds of the mean time of a call."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    return statistics.median(times)
+
+
+class Nothing(nn.Module):
+    """A module that does nothing, so that only the machinery around it is timed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def ignore(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """The cheapest hook there can be."""
+
+
+def layers(width: int = 8, depth: int = 100) -> nn.Sequential:
+    """Many small modules: the host is what limits them."""
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(depth)]
+    return nn.Sequential(*blocks)
+
+
+def measure() -> list[tuple[str, float, str]]:
+    """Rows of (what, microseconds, note)."""
+    torch.set_num_threads(1)
+    half = torch.ones(4, dtype=torch.bfloat16)
+    hook = casting.CastInputs(torch.bfloat16)
+    bare, empty, ours = Nothing(), Nothing(), Nothing()
+    empty.register_forward_pre_hook(ignore, with_kwargs=True)
+    ours.register_forward_pre_hook(hook, with_kwargs=True)
+    rows = [
+        (
+            'leaf hook, nothing to cast: the hook itself',
+            microseconds(lambda: hook(ours, (half,), {})),
+            'target: below 2',
+        ),
+        ('module call without any hook', microseconds(lambda: bare(half)), ''),
+        ('module call with a hook that does nothing', microseconds(lambda: empty(half)), "torch's own price of a hook"),
+        ('module call with the leaf hook', microseconds(lambda: ours(half)), ''),
+    ]
+    x = torch.ones(4, 8)
+    plain = layers()
+    rows.append(('300 modules, FP32, no package', microseconds(lambda: plain(x), 20), ''))
+    for level in ('O0', 'O5'):
+        model = layers()
+        AmpEngine(resolve(level), None).attach(model)
+        rows.append((f'300 modules, {level}', microseconds(lambda model=model: model(x), 20), ''))
+    half_model = layers().bfloat16()
+    wide = x.bfloat16()
+    rows.append(('300 modules, bfloat16, no package', microseconds(lambda: half_model(wide), 20), ''))
+
+    def under_mode() -> None:
+        fp32_ops.enter()
+        half_model(wide)
+        fp32_ops.leave()
+
+    rows.append(
+        ('the same under the function mode alone', microseconds(under_mode, 20), 'keeps functional losses FP32')
+    )
+    return rows
+
+
+def table(rows: list[tuple[str, float, str]]) -> str:
+    """Markdown, with where and when."""
+    lines = [
+        '# Cost of the casts on the host',
+        '',
+        f'{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, '
+        f'one thread; medians of 15 rounds in one run of `python -m benchmarks.hooks`.',
+        '',
+        '| what | microseconds | |',
+        '| --- | --- | --- |',
+    ]
+    lines += [f'| {what} | {value:.2f} | {note} |' for what, value, note in rows]
+    return '\n'.join(lines) + '\n'
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--write', action='store_true', help='keep the table under benchmarks/results')
+    args = parser.parse_args()
+    text = table(measure())
+    print(text)
+    if args.write:
+        (RESULTS / 'hooks_cpu.md').write_text(text)
+
+
+if __name__ == '__main__':
+    main()
