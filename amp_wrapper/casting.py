@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import fp32_ops, ops
 from .errors import AmpAttachError, AmpConfigError, nearest
-from .nested import CASTABLE, HALF_TYPES, cast_tensors
+from .nested import CASTABLE, HALF_TYPES, EnterObject, cast_tensors
 from .policy import Policy, dtype_name
 
 logger = logging.getLogger('amp_wrapper')
@@ -74,13 +74,18 @@ class CastInputs(_AmpHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         dtype = self.dtype
-        # the usual case, one positional tensor of the right type, must cost next to nothing
-        if not kwargs:
-            for value in args:
-                if not isinstance(value, Tensor) or value.dtype is not dtype:
+        # the usual case, tensors of the right type and a few flags, must cost next to nothing
+        for values in (args, kwargs.values()) if kwargs else (args,):
+            for value in values:
+                if value is None or (isinstance(value, Tensor) and value.dtype is dtype):
+                    continue
+                if not isinstance(value, (bool, int, float, str)):
                     break
             else:
-                return None
+                continue
+            break
+        else:
+            return None
         new_args, new_kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
 
@@ -90,13 +95,16 @@ class CastOutputs(_AmpHook):
 
     Args:
         dtype: The type of the outputs.
+        enter: Casts what is inside objects that :func:`~amp_wrapper.nested.map_tensors` does not know; a function of a
+            module, so that it can be pickled.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, enter: EnterObject | None = None) -> None:
         self.dtype = dtype
+        self.enter = enter
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        result = cast_tensors(output, self.dtype)
+        result = cast_tensors(output, self.dtype, enter=self.enter)
         return None if result is output else result
 
 
@@ -173,36 +181,43 @@ class Fp32StateDict(_AmpHook):
 class LoadFp32(_AmpHook):
     """Pair of load hooks: loaded values reach the masters unrounded, and parameters keep their identity.
 
-    ``before`` runs inside ``_load_from_state_dict``, so mmengine's own loader triggers it too. ``after`` repairs what
-    ``assign=True`` replaced: the optimizer and DDP hold the old parameters.
+    ``before`` runs inside ``_load_from_state_dict``, so mmengine's own loader triggers it too, and remembers what is
+    about to be loaded. ``after`` sees what became of it: a weight that is the loaded value rounded gives its master the
+    value itself; a weight that somebody changed otherwise wins as it is. It also repairs what ``assign=True`` replaced:
+    the optimizer and DDP hold the old parameters.
     """
 
     def __init__(self) -> None:
-        self.pending: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-        self.pending = dict(_own_tensors(module))
-        with torch.no_grad():
-            for name, tensor in self.pending.items():
-                value, twin = state_dict.get(prefix + name), fp32_twin(tensor)
-                if twin is not None and isinstance(value, Tensor) and value.shape == twin.shape and not value.is_meta:
-                    twin.copy_(value)
+        self.parameters = dict(_own_tensors(module))
+        found = {name: state_dict.get(prefix + name) for name in self.parameters}
+        self.values = {name: value for name, value in found.items() if isinstance(value, Tensor) and not value.is_meta}
 
+    @torch.no_grad()
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
-        pending, self.pending = self.pending, {}
-        with torch.no_grad():
-            for name, old in pending.items():
+        before, self.parameters = self.parameters, {}
+        values, self.values = self.values, {}
+        for name, now in list(_own_tensors(module)):
+            old, value = before.get(name, now), values.get(name)
+            if now is not old:
                 owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
-                new = owner.get(name)
-                if new is not None and new is not old:
-                    old.copy_(new)
-                    owner[name] = old
-                twin = fp32_twin(old)
-                if twin is not None:
-                    old.copy_(twin)
+                old.copy_(now)
+                owner[name] = old
+            twin = fp32_twin(old)
+            if twin is None:
+                continue
+            if value is not None and value.shape == twin.shape:
+                value = value.to(twin.device, torch.float32)
+                if value.to(old.dtype).view(torch.int16).equal(old.detach().view(torch.int16)):
+                    twin.copy_(value)
+                    continue
+            follow_weight(old)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {'pending': {}}
+        return {'parameters': {}, 'values': {}}
 
 
 class CastPlan:
@@ -213,6 +228,7 @@ class CastPlan:
         policy: The configuration.
         leave: Module classes that are not touched at all, such as mmengine's data preprocessors.
         average: Module classes of averaged models, which stay FP32 beside the classes torch has.
+        enter: Casts tensors inside output objects of a framework's own kind.
 
     Attributes:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
@@ -228,8 +244,10 @@ class CastPlan:
         policy: Policy,
         leave: tuple[type, ...] = (),
         average: tuple[type, ...] = (),
+        enter: EnterObject | None = None,
     ) -> None:
         self.roots = list(roots)
+        self._enter = enter
         self.policy = policy
         self._leave = leave
         self._average = (AveragedModel, *average)
@@ -262,6 +280,8 @@ class CastPlan:
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 lazy.append(key)
             elif parameter.dtype in HALF_TYPES and id(parameter) not in left:
+                if not parameter.requires_grad and not self.policy.casts_model:
+                    continue  # nobody steps or casts it: a frozen 16-bit part beside FP32 ones
                 half.append(f'{key} ({dtype_name(parameter.dtype)})')
         if lazy:
             raise AmpAttachError(
@@ -376,9 +396,9 @@ class CastPlan:
             if policy.cast_model_type is not None:
                 if not _has_hook(root, CastInputs):
                     root.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True)
-                root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32))
+                root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif policy.cast_model_outputs is not None:
-                root.register_forward_hook(CastOutputs(policy.cast_model_outputs))
+                root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
             if policy.casts_model:
                 # first of all, so that an exception in a later pre-hook finds the forward entered
                 root.register_forward_pre_hook(EnterForward(), prepend=True)
@@ -497,6 +517,7 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
     for mine, theirs in pairs:
         if mine.dtype in HALF_TYPES:
             twin = fp32_twin(theirs)
+            follow_weight(theirs)
             mine.data = theirs.detach().float() if twin is None else twin.detach().clone()
             mine.grad = None
     return had_hooks

@@ -119,6 +119,14 @@ def write(
     return result
 
 
+def amp_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``amp`` dict inside a state dict of :func:`write`, wherever it lies; an empty one where there is none."""
+    scaler = state.get('loss_scaler')
+    inside = scaler.get('amp') if isinstance(scaler, Mapping) else None
+    part = state.get('amp', inside)
+    return part if isinstance(part, dict) else {}
+
+
 def read(state: Mapping[str, Any]) -> SavedAmp:
     """Take a state dict apart and judge every part of ours, applying nothing.
 
@@ -202,7 +210,7 @@ def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
         if not isinstance(state, Mapping):
             raise AmpCheckpointError(f"'state'[{key}] must be a dict, but is {type(state).__name__}.")
         for name, value in state.items():
-            wrong = isinstance(value, Tensor) and value.shape != parameter.shape
+            wrong = isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape
             if wrong and name in _PARAMETER_SHAPED:
                 raise AmpCheckpointError(
                     f"'state'[{key}][{name!r}] has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}."

@@ -33,9 +33,10 @@ from . import casting, checkpoint, fp32_ops, gradients, scope
 from .errors import AmpCheckpointError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
-from .master_weights import MasterWeights, cast_state_to_parameters
-from .nested import HALF_TYPES
+from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state
+from .nested import HALF_TYPES, EnterObject
 from .policy import Policy, dtype_name
+from .scale_config import is_number
 
 #: Doors decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
@@ -117,6 +118,7 @@ class AmpEngine:
         leave: tuple[type, ...] = (),
         average: tuple[type, ...] = (),
         foreign: Iterable[Tensor] = (),
+        enter: EnterObject | None = None,
     ) -> None:
         """Cast the model, make masters and take them into the optimizer. Does nothing when attached already.
 
@@ -128,6 +130,7 @@ class AmpEngine:
             leave: Module classes to leave alone.
             average: Classes of averaged models, which stay FP32.
             foreign: Parameters that other optimizers step.
+            enter: Casts tensors inside output objects of a framework's own kind.
 
         Raises:
             AmpAttachError: The model is 16-bit already, cast already, or sharded. Nothing has been changed.
@@ -147,7 +150,7 @@ class AmpEngine:
         else:
             inner = scope.unwrap(model)
             roots = scope.find_roots(inner, self.optimizer, foreign)
-            plan = casting.CastPlan(roots, self.policy, leave, average)
+            plan = casting.CastPlan(roots, self.policy, leave, average, enter)
             self._ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
             self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
             if self.optimizer is not None and self.policy.master_weights:
@@ -176,7 +179,10 @@ class AmpEngine:
         lost = {
             float(group['eps'])
             for group in self.optimizer.param_groups
-            if group.get('eps') and dtype in HALF_TYPES and float(torch.tensor(group['eps'], dtype=dtype)) == 0
+            if is_number(group.get('eps'))
+            and group['eps'] > 0
+            and dtype in HALF_TYPES
+            and float(torch.tensor(group['eps'], dtype=dtype)) == 0
         }
         if lost and plan.parameters and self.policy.verbosity >= 1:
             assert dtype is not None
@@ -261,10 +267,17 @@ class AmpEngine:
         scaled = self.scale(loss, loss_id)
         if not self.attached:
             self.attach(None)
-        if self.policy.num_losses > 1 and self.policy.enabled:
-            self._backward_on_arrival(scaled, loss_id, kwargs)
-        else:
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        depth = fp32_ops.depth()
+        if self.policy.casts_model:
+            # activation checkpointing runs parts of the forward pass again, and must see the same casts
+            fp32_ops.enter()
+        try:
+            if self.policy.num_losses > 1 and self.policy.enabled:
+                self._backward_on_arrival(scaled, loss_id, kwargs)
+            else:
+                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            fp32_ops.unwind(depth)
         self._used[loss_id] = True
         self.stage = Stage.ACCUMULATING
 
@@ -308,7 +321,8 @@ class AmpEngine:
 
         Args:
             clip: How to clip, after unscaling.
-            **kwargs: For the optimizer's ``step``. A closure is possible only where nothing is scaled or checked.
+            **kwargs: For the optimizer's ``step``. A closure is possible where there is no scale and no master; its
+                gradients are not checked.
 
         Returns:
             What happened. A skipped step leaves weights, masters and optimizer state as they were, bit for bit.
@@ -319,6 +333,12 @@ class AmpEngine:
         """
         assert self.optimizer is not None
         self._check_step(kwargs)
+        if kwargs.get('closure') is not None:
+            # its backward passes run inside the optimizer: there is nothing to unscale, and nobody to check
+            norm = None if clip is None else clip.apply(self._parameters())
+            self.optimizer.step(**kwargs)
+            self.stage = Stage.READY
+            return StepResult(False, norm)
         if self._masters is not None:
             self._masters.adopt()
             self._masters.refresh(self._masters.edited())
@@ -347,10 +367,12 @@ class AmpEngine:
     def _check_step(self, kwargs: Mapping[str, Any]) -> None:
         scaler = self.scalers[0]
         plain = scaler.is_one and not scaler.checks and self._masters is None
-        if kwargs.get('closure') is not None and not plain:
+        if kwargs.get('closure') is not None:
+            if scaler.is_one and self._masters is None:
+                return
             raise AmpUsageError(
-                f'step(closure=...) at {self.policy.opt_level}: a closure would run backward passes that nobody '
-                f"unscales or checks. Call update_params(loss) or backward() and step(), or use opt_level='O0'."
+                f'step(closure=...) at {self.policy.opt_level}: a closure would run backward passes that nobody unscales. '
+                f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
             )
         if self.stage is not Stage.ACCUMULATING and not plain:
             raise AmpUsageError(
@@ -541,6 +563,10 @@ class AmpEngine:
             ) from error
         if not self.policy.enabled:
             return [] if saved.kind == 'plain' else ['mixed precision is off: the saved loss scale is not used']
+        keep_scalar_state(self.optimizer, saved.optimizer)
+        self._pending = None
+        if self.attached:
+            self.zero_grad()
         notes = self._load_scalers(saved)
         if saved.opt_level is not None and saved.opt_level != self.policy.opt_level:
             notes.insert(

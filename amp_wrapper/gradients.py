@@ -114,6 +114,8 @@ def unscale_to_masters(
     sources: list[Tensor] = []
     targets: list[Tensor] = []
     for weight, master in pairs:
+        # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
+        master.requires_grad = weight.requires_grad
         if weight.grad is None:
             master.grad = None
         elif weight.grad.is_sparse:

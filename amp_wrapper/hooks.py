@@ -10,6 +10,7 @@ from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wra
 from . import casting, policy
 from .engine import AmpEngine
 from .errors import NonfiniteError
+from .mmengine_patches import cast_data_element
 from .nonfinite import NonfiniteWatch
 from .registry import HOOKS
 
@@ -40,7 +41,7 @@ class AmpInferenceHook(Hook):
             return
         model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         self._engine = AmpEngine(self.policy, None)
-        self._engine.attach(model, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,))
+        self._engine.attach(model, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), enter=cast_data_element)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             casting.autocast_forward(model, self.policy.autocast_dtype)
         runner.logger.info(f'amp: testing at {self.policy.describe()}')

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import ops
+from .errors import AmpUsageError
 from .nested import HALF_TYPES
 
 
@@ -61,6 +63,11 @@ class MasterWeights:
             for index, weight in enumerate(group['params']):
                 if id(weight) in self._masters or not wanted(weight):
                     continue
+                if id(weight) in self._pairs:
+                    raise AmpUsageError(
+                        f'{self.name(weight)} was added to the optimizer a second time: it has a master there already. '
+                        f'Leave it out of add_param_group().'
+                    )
                 # a weight that is FP32 now hands over its storage: its cast replaces it right after
                 master = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
                 group['params'][index] = master
@@ -154,5 +161,28 @@ def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor])
     for parameter in parameters:
         state = optimizer.state.get(parameter) or {}
         for key, value in state.items():
-            if key != 'step' and isinstance(value, Tensor) and value.is_floating_point():
+            # counters and running products keep their type; only what has an entry per element follows the parameter
+            if (
+                isinstance(value, Tensor)
+                and value.is_floating_point()
+                and value.shape == parameter.shape
+                and key != 'step'
+            ):
                 state[key] = value.to(parameter.dtype)
+
+
+def keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give scalar state of 16-bit parameters back the type it was saved in, which torch casts while loading.
+
+    Args:
+        optimizer: Has just loaded ``saved``.
+        saved: The state dict.
+    """
+    keys = [key for group in saved['param_groups'] for key in group['params']]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
+    for key, parameter in zip(keys, parameters):
+        for name, value in saved['state'].get(key, {}).items():
+            if isinstance(value, Tensor) and value.shape != parameter.shape:
+                loaded = optimizer.state[parameter].get(name)
+                if isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                    optimizer.state[parameter][name] = value.detach().to(loaded.device, copy=True)

@@ -3,7 +3,9 @@
 * ``BaseAveragedModel.__init__``: a deep copy of a cast model becomes FP32 again, from the masters.
 * ``BaseAveragedModel.update_parameters``: averages see masters in FP32, never rounded weights.
 * ``EMAHook._swap_ema_parameters``: swaps masters, not weights, so that everything comes back bit for bit.
+* ``EMAHook.after_load_checkpoint`` and ``before_run``: FlexibleRunner loads before the hook has a model to load into.
 * ``OptimWrapperDict.initialize_count_status``: does nothing in mmengine; ours attach here, all before the first forward.
+* ``OptimWrapperDict.__init__``: remembers its members' siblings, for those who attach without a runner.
 * ``torch.serialization.add_safe_globals``: the classes that mmengine's own checkpoints need under
   ``torch.load(weights_only=True)``, and no more.
 """
@@ -14,7 +16,8 @@ import functools
 import itertools
 import logging
 import pickle
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mmengine
@@ -24,11 +27,12 @@ from mmengine.hooks import EMAHook
 from mmengine.logging import HistoryBuffer, print_log
 from mmengine.model import BaseAveragedModel
 from mmengine.optim import OptimWrapperDict
+from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting
-from .nested import HALF_TYPES
+from . import casting, ops
+from .nested import HALF_TYPES, map_tensors
 
 #: The versions these patches were read against.
 TESTED = ('0.10.0', '0.11.0')
@@ -65,7 +69,11 @@ def _fp32(tensor: Tensor) -> Tensor:
     if tensor.dtype not in HALF_TYPES:
         return tensor
     twin = casting.fp32_twin(tensor)
-    return tensor.detach().float() if twin is None else twin
+    if twin is None:
+        return tensor.detach().float()
+    # an edit that no step has seen yet belongs to the average too; the flags stay on the device
+    ops.multi_tensor_refresh([tensor], [twin])
+    return twin
 
 
 def _patch_averaged_model() -> None:
@@ -142,18 +150,86 @@ def _patch_wrapper_dict() -> None:
         original(self, model, *args, **kwargs)
         attach_members(self, model)
 
+    original_init = OptimWrapperDict.__init__
+
+    @functools.wraps(original_init)
+    def init(self: Any, **members: Any) -> None:
+        original_init(self, **members)
+        for member in members.values():
+            _dicts[member] = weakref.ref(self)
+
     OptimWrapperDict.initialize_count_status = initialize_count_status
+    OptimWrapperDict.__init__ = init
+
+
+def _patch_ema_order() -> None:
+    original_load = EMAHook.after_load_checkpoint
+    original_before = EMAHook.before_run
+
+    @functools.wraps(original_load)
+    def after_load_checkpoint(self: Any, runner: Any, checkpoint: dict[str, Any]) -> None:
+        if hasattr(self, 'ema_model'):
+            original_load(self, runner, checkpoint)
+            return
+        # FlexibleRunner loads before before_run: the average waits until there is a model to hold it
+        if 'ema_state_dict' in checkpoint and runner._resume:
+            self._swap_ema_state_dict(checkpoint)
+            self._amp_waiting = dict(checkpoint['ema_state_dict'])
+        else:
+            self._amp_waiting = {f'module.{key}': value for key, value in checkpoint['state_dict'].items()}
+
+    @functools.wraps(original_before)
+    def before_run(self: Any, runner: Any) -> None:
+        original_before(self, runner)
+        waiting = self.__dict__.pop('_amp_waiting', None)
+        if waiting is not None:
+            self.ema_model.load_state_dict(waiting, strict=False)
+
+    EMAHook.after_load_checkpoint = after_load_checkpoint
+    EMAHook.before_run = before_run
 
 
 def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
-    """Attach every member that can be attached, telling each what the others own."""
+    """Attach every member whose parameters ``model`` holds, telling each what the others own."""
     members = list(wrappers.values())
     owned = [[p for group in member.optimizer.param_groups for p in group['params']] for member in members]
+    inside = {id(parameter) for parameter in model.parameters()}
     for index, member in enumerate(members):
         attach = getattr(member, 'attach', None)
-        if attach is not None:
+        if attach is not None and inside.issuperset(map(id, owned[index])):
             foreign = [p for other, parameters in enumerate(owned) if other != index for p in parameters]
             attach(model, foreign=foreign)
+
+
+# wrapper -> the OptimWrapperDict it is a member of
+_dicts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def attach_siblings(wrapper: Any, model: nn.Module) -> None:
+    """Attach a member of an ``OptimWrapperDict`` together with its siblings; nothing for a wrapper on its own."""
+    reference = _dicts.get(wrapper)
+    together = None if reference is None else reference()
+    if together is not None:
+        attach_members(together, model)
+
+
+def cast_data_element(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Cast 16-bit tensors inside mmengine's data elements, field by field and in place; labels stay what they are.
+
+    Args:
+        function: The cast.
+        value: Any object; what is no data element is returned as it is.
+    """
+    if isinstance(value, BaseDataElement):
+
+        def cast(tensor: Tensor) -> Tensor:
+            return function(tensor) if tensor.dtype in HALF_TYPES else tensor
+
+        for name, field in list(value.items()):
+            new = map_tensors(cast, field, cast_data_element)
+            if new is not field:
+                setattr(value, name, new)
+    return value
 
 
 def _restricted_getattr(owner: Any, name: str) -> Any:
@@ -230,6 +306,7 @@ def apply() -> None:
         )
     _patch_averaged_model()
     _patch_ema_swap()
+    _patch_ema_order()
     _patch_wrapper_dict()
     _allow_checkpoint_classes()
     _forward_log_lines()

@@ -16,7 +16,11 @@ CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+#: Maps tensors inside an object of a kind that only a door knows: (function, object) to object.
+EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None = None) -> Any:
     """Apply ``function`` to every tensor inside ``value``.
 
     Lists, tuples, named tuples, dicts, dataclasses and subclasses of these are entered, and rebuilt as the same type
@@ -26,16 +30,19 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     Args:
         function: Maps a tensor to a tensor; returns the same object for "no change".
         value: Any object.
+        enter: Called for objects of unknown kinds; None leaves them alone.
 
     Returns:
         ``value`` itself where nothing changed, else a new container of the same type.
     """
     if isinstance(value, Tensor):
         return function(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
     if isinstance(value, dict):
         changed = {}
         for key, item in value.items():
-            new = map_tensors(function, item)
+            new = map_tensors(function, item, enter)
             if new is not item:
                 changed[key] = new
         if not changed:
@@ -45,7 +52,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             result[key] = item
         return result
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(function, item) for item in value]
+        items = [map_tensors(function, item, enter) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
         if isinstance(value, list):
@@ -63,7 +70,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):
                 item = getattr(value, field.name)
-                new = map_tensors(function, item)
+                new = map_tensors(function, item, enter)
                 if new is not item:
                     fields[field.name] = new
         if not fields:
@@ -73,16 +80,19 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             # object.__setattr__ also reaches the fields of a frozen dataclass; the copy is ours alone
             object.__setattr__(duplicate, name, item)
         return duplicate
-    return value
+    return value if enter is None else enter(function, value)
 
 
-def cast_tensors(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE) -> Any:
+def cast_tensors(
+    value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE, enter: EnterObject | None = None
+) -> Any:
     """Cast the tensors in ``value`` whose dtype is in ``sources`` to ``dtype``; differentiable.
 
     Args:
         value: Any nesting that :func:`map_tensors` enters.
         dtype: The target.
         sources: The dtypes that are cast; everything else is left alone.
+        enter: As in :func:`map_tensors`.
 
     Returns:
         ``value`` itself where nothing had to be cast.
@@ -92,4 +102,4 @@ def cast_tensors(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype]
         # an exact type test keeps torch.dtype's set lookup off the path of tensors that already fit
         return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
 
-    return map_tensors(cast, value)
+    return map_tensors(cast, value, enter)

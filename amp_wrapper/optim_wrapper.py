@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import mmengine_patches, model_wrappers, ops, policy
+from .checkpoint import amp_part
 from .deferred_log import DeferredLog
 from .engine import AmpEngine
-from .errors import AmpAttachError, AmpConfigError, nearest
+from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
 from .registry import OPTIM_WRAPPERS
@@ -195,7 +197,13 @@ class AmpOptimWrapper(OptimWrapper):
         # the engine takes DDP off by itself; mmengine's other wrappers are known only here
         known = isinstance(model, DistributedDataParallel) or not is_model_wrapper(model)
         inner = model if known else cast(nn.Module, model.module)
-        self._engine.attach(inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign)
+        self._engine.attach(
+            inner,
+            leave=(BaseDataPreprocessor,),
+            average=(BaseAveragedModel,),
+            foreign=foreign,
+            enter=mmengine_patches.cast_data_element,
+        )
         if self._engine.casts:
             model_wrappers.rebuild_ddp(model)
 
@@ -242,6 +250,8 @@ class AmpOptimWrapper(OptimWrapper):
         Args:
             model: The model, wrapped or not.
         """
+        if not self._engine.attached:
+            mmengine_patches.attach_siblings(self, model)
         self.attach(model)
         with super().optim_context(model), self._engine.forward_context(model):
             yield
@@ -292,7 +302,11 @@ class AmpOptimWrapper(OptimWrapper):
             AmpUsageError: No backward since the last step, or a closure under a loss scale.
             OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
         """
-        result = self._engine.step(self._clip, **kwargs)
+        clip = self._clip
+        if clip is not None:
+            # mmengine's users may change the limit between steps
+            clip = dataclasses.replace(clip, arguments=self.clip_grad_kwargs)
+        result = self._engine.step(clip, **kwargs)
         scalars: dict[str, Tensor] = {}
         if result.grad_norm is not None:
             scalars[f'train/{self.grad_name}'] = result.grad_norm
@@ -320,6 +334,9 @@ class AmpOptimWrapper(OptimWrapper):
             Plain tensors, numbers, strings, lists and dicts. Masters are not in it: the model's state dict holds them.
         """
         state = self._engine.state_dict()
+        if self._engine.policy.enabled:
+            # members of an OptimWrapperDict are told their count by nobody
+            amp_part(state)['inner_count'] = self._inner_count
         if self.base_param_settings is not None:
             state['base_param_settings'] = self.base_param_settings
         return state
@@ -337,7 +354,11 @@ class AmpOptimWrapper(OptimWrapper):
         """
         state = dict(state_dict)
         base = state.pop('base_param_settings', None)
+        count = amp_part(state).get('inner_count', self._inner_count)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")
         notes = self._engine.load_state_dict(state)
+        self._inner_count = count
         if base is not None:
             self.base_param_settings = dict(base)
         for note in notes:
