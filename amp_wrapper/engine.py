@@ -267,17 +267,10 @@ class AmpEngine:
         scaled = self.scale(loss, loss_id)
         if not self.attached:
             self.attach(None)
-        depth = fp32_ops.depth()
-        if self.policy.casts_model:
-            # activation checkpointing runs parts of the forward pass again, and must see the same casts
-            fp32_ops.enter()
-        try:
-            if self.policy.num_losses > 1 and self.policy.enabled:
-                self._backward_on_arrival(scaled, loss_id, kwargs)
-            else:
-                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-        finally:
-            fp32_ops.unwind(depth)
+        if self.policy.num_losses > 1 and self.policy.enabled:
+            self._backward_on_arrival(scaled, loss_id, kwargs)
+        else:
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._used[loss_id] = True
         self.stage = Stage.ACCUMULATING
 

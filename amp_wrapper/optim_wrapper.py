@@ -354,7 +354,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         state = dict(state_dict)
         base = state.pop('base_param_settings', None)
-        count = amp_part(state).get('inner_count', self._inner_count)
+        count: Any = amp_part(state).get('inner_count', self.inner_count)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")
         notes = self._engine.load_state_dict(state)

@@ -188,3 +188,30 @@ def test_patches_are_the_identity_without_our_wrapper() -> None:
     assert model.conv.weight.equal(before[1]['conv.weight'])
     hook._swap_ema_parameters()
     assert toy.differences(before, (dict(model.state_dict()), dict(average.module.state_dict()))) == []
+
+
+def test_an_edit_that_no_step_has_seen_belongs_to_the_average() -> None:
+    model = nn.Linear(4, 4)
+    wrapper = AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapper.attach(model)
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    assert bool((average.module.weight == 5.0).all())
+    average.update_parameters(model)
+    model.weight.data.fill_(7.0)
+    average.update_parameters(model)
+    assert bool((average.module.weight == 6.0).all())
+
+
+def test_an_edit_before_validation_survives_the_swap() -> None:
+    model = nn.Linear(4, 4)
+    average = ExponentialMovingAverage(model)
+    AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).attach(model)
+    hook = EMAHook()
+    hook.src_model, hook.ema_model = model, average
+    model.weight.data.fill_(3.0)
+    hook._swap_ema_parameters()
+    hook._swap_ema_parameters()
+    assert bool((model.weight == 3.0).all())
+    assert bool((casting.fp32_twin(model.weight) == 3.0).all())

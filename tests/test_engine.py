@@ -527,7 +527,8 @@ def test_closure(level: str, device: torch.device) -> None:
         return run.losses()[0]
 
     run.backward()
-    if level == 'O0':
+    if level in ('O0', 'O3', 'O4'):
+        # no scale and no masters: the optimizer runs it, and nobody checks its gradients
         run.engine.step(closure=closure)
         assert calls == [1]
     else:

@@ -679,3 +679,278 @@ def test_runner_sees_the_error_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(Exception, match='patch_torch_functions=True conflicts'):
         runner.train()
     assert not list(tmp_path.glob('*.pth'))
+
+
+# -- what reviewers broke ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', toy.LEVELS)
+def test_a_weight_unfrozen_later_is_clipped(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    wrapper = wrap(
+        model,
+        opt_level=level,
+        loss_scale=1.0,
+        clip_grad=dict(max_norm=1e-2),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+    )
+    batch = torch.randn(8, 4) * 10
+    one_step(model, wrapper, batch)
+    model[0].requires_grad_(True)
+    before = model.state_dict()['0.weight'].clone()
+    one_step(model, wrapper, batch)
+    moved = (model.state_dict()['0.weight'] - before).norm()
+    assert 0 < moved < 1.2e-2
+
+
+def edited(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        model[0].weight.fill_(value)
+
+
+class Doubling(nn.Linear):
+    """Changes its weight after loading it."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.weight.data.mul_(2)
+
+
+class OwnLoader(nn.Linear):
+    """Loads its weight by itself."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.weight.data.copy_(state_dict[prefix + 'weight'])
+
+
+@pytest.mark.parametrize('loads', ['torch', 'mmengine'])
+def test_a_partial_load_leaves_other_edits_alone(loads: str) -> None:
+    from mmengine.runner.checkpoint import load_state_dict
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    wrapper = wrap(model, opt_level='O2')
+    one_step(model, wrapper)
+    edited(model, 3.0)
+    part = {'1.bias': torch.zeros(2)}
+    model.load_state_dict(part, strict=False) if loads == 'torch' else load_state_dict(model, part)
+    assert bool((model.state_dict()['0.weight'] == 3.0).all())
+    assert bool((model[0].weight == 3.0).all())
+
+
+@pytest.mark.parametrize(('kind', 'expected'), [(Doubling, 2.0), (OwnLoader, 1.0)])
+def test_modules_that_load_in_their_own_way_win(kind: type[nn.Linear], expected: float) -> None:
+    model = nn.Sequential(kind(4, 4), nn.Linear(4, 2))
+    wrapper = wrap(model, opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    one_step(model, wrapper)
+    state = {**model.state_dict(), '0.weight': torch.ones(4, 4)}
+    model.load_state_dict(state)
+    one_step(model, wrapper)
+    assert bool((model.state_dict()['0.weight'] == expected).all())
+    assert bool((model[0].weight == expected).all())
+
+
+@pytest.mark.parametrize('level', toy.LEVELS)
+def test_predictions_inside_data_elements_are_fp32(level: str) -> None:
+    class Predictor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, inputs: Tensor) -> list[BaseDataElement]:
+            inner = BaseDataElement(boxes=self.fc(inputs))
+            return [BaseDataElement(scores=self.fc(inputs), pred=inner, labels=torch.tensor([70001]))]
+
+    model = Predictor()
+    wrapper = wrap(model, opt_level=level)
+    wrapper.attach(model)
+    (sample,) = model(torch.randn(1, 4))
+    assert (sample.scores.dtype, sample.pred.boxes.dtype) == (torch.float32, torch.float32)
+    assert (sample.labels.item(), sample.labels.dtype) == (70001, torch.int64)
+    sample.scores.detach().numpy()
+
+
+@pytest.mark.parametrize(('level', 'refused'), [('O0', False), ('O1', False), ('O4', False), ('O2', True)])
+def test_frozen_16_bit_parts_beside_fp32_ones(level: str, refused: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].bfloat16().requires_grad_(False)
+    wrapper = wrap(model, opt_level=level, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+    if refused:
+        with pytest.raises(AmpAttachError, match='16-bit already'):
+            wrapper.attach(model)
+    else:
+        wrapper.attach(model)
+        assert model[0].weight.dtype == torch.bfloat16
+    trainable = nn.Linear(4, 2).half()
+    with pytest.raises(AmpAttachError, match='16-bit already'):
+        wrap(trainable, opt_level=level).attach(trainable)
+
+
+def two_wrappers(counts: int = 1) -> tuple[nn.Module, OptimWrapperDict]:
+    torch.manual_seed(0)
+    model = nn.ModuleDict(dict(g=nn.Linear(4, 4), d=nn.Linear(4, 1)))
+    words = dict(opt_level='O2', accumulative_counts=counts, loss_scale=64.0)
+    return model, OptimWrapperDict(**{k: wrap(model[k], **words) for k in ('g', 'd')})
+
+
+def turn(model: nn.Module, wrappers: OptimWrapperDict, index: int) -> None:
+    batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(index))
+    for key in ('d', 'g'):
+        with wrappers[key].optim_context(model):
+            loss = model['d'](model['g'](batch)).square().mean()
+        grads = [p.grad for p in model['g' if key == 'd' else 'd'].parameters()]
+        wrappers[key].update_params(loss)
+        for p, grad in zip(model['g' if key == 'd' else 'd'].parameters(), grads):
+            p.grad = grad
+
+
+def test_wrapper_dict_resumes_inside_a_window() -> None:
+    whole, whole_wrappers = two_wrappers(2)
+    parts, parts_wrappers = two_wrappers(2)
+    for index in range(3):
+        turn(whole, whole_wrappers, index)
+        turn(parts, parts_wrappers, index)
+    saved = copy.deepcopy((parts.state_dict(), parts_wrappers.state_dict()))
+    resumed, resumed_wrappers = two_wrappers(2)
+    resumed.load_state_dict(saved[0])
+    resumed_wrappers.load_state_dict(saved[1])
+    resumed_wrappers.initialize_count_status(resumed, 3, 6)
+    assert resumed_wrappers['g'].inner_count == 3
+    for index in range(3, 6):
+        turn(whole, whole_wrappers, index)
+        turn(resumed, resumed_wrappers, index)
+    assert toy.differences(dict(whole.state_dict()), dict(resumed.state_dict())) == []
+
+
+def test_members_attach_together_without_a_runner() -> None:
+    model, wrappers = two_wrappers()
+    model['d'].requires_grad_(False)
+    with wrappers['g'].optim_context(model):
+        assert model['d'].weight.dtype == model['g'].weight.dtype == torch.float16
+    model['d'].requires_grad_(True)
+    turn(model, wrappers, 0)
+    assert [len(list(wrappers[key].master_params())) for key in ('g', 'd')] == [2, 2]
+
+
+def test_optimizers_whose_eps_is_no_number_attach_at_o3() -> None:
+    model = nn.Linear(4, 4)
+    wrapper = wrap(model, opt_level='O3', optimizer=torch.optim.Adafactor(model.parameters()))
+    wrapper.attach(model)
+    assert model.weight.dtype == torch.float16
+    other = nn.Linear(4, 4)
+    with toy.captured_log() as lines:
+        wrap(other, opt_level='O3', optimizer=torch.optim.Adam(other.parameters())).attach(other)
+    assert any('eps=1e-08 is 0' in line for line in lines)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('level', toy.LEVELS)
+def test_recomputed_segments_see_the_same_casts(level: str, reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Block(nn.Module):
+        def __init__(self, recompute: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.head = nn.Linear(4, 4)
+            self.body = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.MSELoss())
+            self.recompute = recompute
+
+        def forward(self, x: Tensor) -> Tensor:
+            def part(y: Tensor) -> Tensor:
+                return self.body[3](self.body[:3](y), torch.zeros_like(y))
+
+            y = self.head(x)
+            return checkpoint(part, y, use_reentrant=reentrant) if self.recompute else part(y)
+
+    ends = []
+    for recompute in (True, False):
+        model = Block(recompute)
+        wrapper = wrap(model, opt_level=level)
+        for _ in range(2):
+            one_step(model, wrapper)
+        ends.append(model.state_dict())
+    assert toy.differences(*ends) == []
+
+
+@pytest.mark.parametrize('attached', [False, True])
+def test_scalar_state_keeps_its_type_at_o3(attached: bool) -> None:
+    model = nn.Linear(4, 4)
+    wrapper = wrap(model, opt_level='O3', optimizer=torch.optim.NAdam(model.parameters(), eps=1e-3))
+    for _ in range(2):
+        one_step(model, wrapper)
+    other = nn.Linear(4, 4)
+    resumed = wrap(other, opt_level='O3', optimizer=torch.optim.NAdam(other.parameters(), eps=1e-3))
+    if attached:
+        resumed.attach(other)
+    resumed.load_state_dict(wrapper.state_dict())
+    resumed.attach(other)
+    assert toy.differences(wrapper.optimizer.state_dict()['state'], resumed.optimizer.state_dict()['state']) == []
+
+
+def test_loading_forgets_an_earlier_window() -> None:
+    model = net()
+    wrapper = wrap(model, opt_level='O2', accumulative_counts=2)
+    one_step(model, wrapper)
+    inside = copy.deepcopy(wrapper.state_dict())
+    one_step(model, wrapper)
+    outside = copy.deepcopy(wrapper.state_dict())
+    assert inside['amp'].get('window') and not outside['amp'].get('window')
+    for attached in (True, False):
+        other = net()
+        resumed = wrap(other, opt_level='O2', accumulative_counts=2)
+        if attached:
+            resumed.attach(other)
+        resumed.load_state_dict(inside)
+        resumed.load_state_dict(outside)
+        resumed.attach(other)
+        assert all(p.grad is None for p in other.parameters())
+
+
+def test_the_clip_limit_may_change_between_steps() -> None:
+    model = nn.Linear(4, 2)
+    wrapper = wrap(
+        model,
+        opt_level='O2',
+        loss_scale=1.0,
+        clip_grad=dict(max_norm=1e3),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+    )
+    one_step(model, wrapper)
+    wrapper.clip_grad_kwargs['max_norm'] = 1e-3
+    before = model.state_dict()['weight'].clone()
+    one_step(model, wrapper)
+    assert (model.state_dict()['weight'] - before).norm() < 1.1e-3
+
+
+def test_a_weight_is_added_to_the_optimizer_once() -> None:
+    model = nn.Linear(4, 2)
+    wrapper = wrap(model, opt_level='O2')
+    wrapper.attach(model)
+    wrapper.optimizer.add_param_group(dict(params=[model.weight]))
+    with pytest.raises(AmpUsageError, match='weight was added to the optimizer a second time'):
+        one_step(model, wrapper)
+
+
+@pytest.mark.parametrize('level', ['O0', 'O2'])
+def test_flexible_runner_resumes_with_ema(level: str, tmp_path: Path) -> None:
+    from mmengine.runner import FlexibleRunner
+
+    def train(folder: Path, epochs: int, **words: Any) -> None:
+        wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=dict(SGD), accumulative_counts=2)
+        config = toy.toy_config(folder, wrapper, **words)
+        config.train_cfg.max_epochs = epochs
+        config.custom_hooks = [dict(type='EMAHook', momentum=0.1)]
+        config.strategy = dict(type='SingleDeviceStrategy')
+        config.randomness = dict(seed=0)
+        config.env_cfg = {}
+        FlexibleRunner.from_cfg(config).train()
+
+    ordered = {**toy.loader(shuffle=False)}
+    train(tmp_path / 'whole', 4, train_dataloader=ordered)
+    train(
+        tmp_path / 'parts', 4, train_dataloader=ordered, resume=True, load_from=str(tmp_path / 'whole' / 'epoch_2.pth')
+    )
+    left, right = toy.checkpoint(tmp_path / 'whole'), toy.checkpoint(tmp_path / 'parts')
+    assert toy.differences(left['state_dict'], right['state_dict']) == []
+    assert toy.differences(left['ema_state_dict'], right['ema_state_dict']) == []
