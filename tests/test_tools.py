@@ -121,3 +121,25 @@ def test_help_teaches() -> None:
         assert word in said
     assert 'FP32 masters' in said
     assert '--opt-level' in tool('tools/test.py', '--help')
+
+
+@pytest.mark.parametrize('name', ['cifar10', 'imagenet'])
+@pytest.mark.parametrize('script', ['tools/train.py', 'tools/test.py'])
+def test_one_data_path_moves_every_data_set(name: str, script: str, tmp_path: Path) -> None:
+    """The data are not there, so each tool ends by naming where it looked: below the path that was typed."""
+    config = f'configs/{name}/resnet50_o2.py'
+    weights = tmp_path / 'weights.pth'
+    weights.write_bytes(b'')
+    words = [config] if script == 'tools/train.py' else [config, str(weights)]
+    root = tmp_path / 'elsewhere'
+    said = tool(
+        script,
+        *words,
+        '--work-dir',
+        str(tmp_path / 'work'),
+        '--cfg-options',
+        f'data_root={root}',
+        'log_level=ERROR',
+        ok=False,
+    )
+    assert str(root) in said[said.rindex('FileNotFoundError') :]

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
+from options import merge_options
 
 import amp_wrapper
 from amp_wrapper.policy import LEVELS
@@ -43,8 +44,7 @@ def main(argv: list[str] | None = None) -> dict:
     if not Path(args.checkpoint).is_file():
         raise SystemExit(f'checkpoint {args.checkpoint!r} does not exist')
     cfg = Config.fromfile(args.config)
-    if args.cfg_options:
-        cfg.merge_from_dict(args.cfg_options)
+    merge_options(cfg, args.cfg_options)
     cfg.launcher = args.launcher
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)
     cfg.load_from = args.checkpoint

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # the configs import the models and data sets of examples/
@@ -16,6 +15,7 @@ sys.path.insert(0, str(REPOSITORY))
 import torch
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner, find_latest_checkpoint
+from options import merge_options
 
 import amp_wrapper
 from amp_wrapper.policy import LEVELS
@@ -73,9 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def load_config(args: argparse.Namespace) -> Config:
     """The config with the command line's words in it."""
     cfg = Config.fromfile(args.config)
-    if args.cfg_options:
-        _spread_data_root(cfg, args.cfg_options)
-        cfg.merge_from_dict(args.cfg_options)
+    merge_options(cfg, args.cfg_options)
     cfg.launcher = args.launcher
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)
     if args.amp or args.opt_level:
@@ -89,17 +87,6 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg.load_from = None if args.resume == 'auto' else args.resume
     _choose_seed(cfg, args)
     return cfg
-
-
-def _spread_data_root(cfg: Config, options: dict[str, Any]) -> None:
-    """``data_root=PATH`` alone moves every path below the config's data_root."""
-    old, new = cfg.get('data_root'), options.get('data_root')
-    if old is None or new is None:
-        return
-    for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
-        dataset = cfg.get(loader, {}).get('dataset', {})
-        if str(dataset.get('data_root', '')).startswith(old):
-            dataset.data_root = new + dataset.data_root[len(old) :]
 
 
 def _choose_wrapper(cfg: Config, args: argparse.Namespace) -> None:
