@@ -310,7 +310,7 @@ class AmpEngine:
     def step(self, clip: GradientClip | None = None, **kwargs: Any) -> StepResult:
         """One optimizer step from the gradients at hand: taken, or skipped as a whole.
 
-        Syncs once where gradients are checked.
+        Syncs once where gradients are checked, and once more for the line about a skipped step.
 
         Args:
             clip: How to clip, after unscaling.
