@@ -574,7 +574,8 @@ class AmpEngine:
             elif self.attached:
                 self._restore_window(saved)
             else:
-                self._pending = copy.deepcopy(saved)
+                # the window alone: a second copy of the optimizer state would wait in memory for nothing
+                self._pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
         return notes
 
     def _load_scalers(self, saved: checkpoint.SavedAmp) -> list[str]:
