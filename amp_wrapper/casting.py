@@ -1,18 +1,16 @@
-"""Casting a model to 16-bit and back: which tensors, the hooks at its modules, and the FP32 view of its state.
+"""Casting a model to 16-bit and back: which tensors, which hooks at its modules, and the FP32 view of its state.
 
-All hooks are plain objects that know a dtype and nothing of the model, so they survive ``copy.deepcopy``, ``pickle``,
-``torch.save(model)`` and replication. The FP32 counterpart of a cast parameter is found through :func:`fp32_twin`, a
-table with weak keys: a copied parameter has none, so a copied model always speaks for itself.
+The FP32 counterpart of a cast parameter is found through :func:`fp32_twin`, a table with weak keys: a copied parameter
+has none, so a copied model always speaks for itself. The forward hooks themselves are in :mod:`.forward_hooks`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-import threading
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +21,20 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import fp32_ops, ops
-from .errors import AmpAttachError, AmpConfigError, nearest
-from .nested import CASTABLE, HALF_TYPES, EnterObject, cast_tensors
+from .errors import AmpAttachError, AmpConfigError, AmpUsageError, nearest
+from .forward_hooks import (
+    AmpHook,
+    CastInputs,
+    CastOutputs,
+    EnterAutocast,
+    EnterForward,
+    EnterFp32,
+    LeaveAutocast,
+    LeaveForward,
+    LeaveFp32,
+    module_device,
+)
+from .nested import CASTABLE, HALF_TYPES, EnterObject
 from .policy import Policy, dtype_name
 
 logger = logging.getLogger('amp_wrapper')
@@ -58,105 +68,7 @@ def follow_weight(weight: Tensor) -> bool:
     return twin is not None and bool(ops.multi_tensor_refresh([weight], [twin])[0])
 
 
-class _AmpHook:
-    """Marks the hooks of this package, so that they can be found and taken off."""
-
-
-class CastInputs(_AmpHook):
-    """Forward pre-hook: floating inputs become ``dtype``, inside any nesting.
-
-    Args:
-        dtype: The type the module computes in.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        dtype = self.dtype
-        # the usual case, tensors of the right type and a few flags, must cost next to nothing
-        for values in (args, kwargs.values()) if kwargs else (args,):
-            for value in values:
-                if value is None or (isinstance(value, Tensor) and value.dtype is dtype):
-                    continue
-                if not isinstance(value, (bool, int, float, str)):
-                    break
-            else:
-                continue
-            break
-        else:
-            return None
-        new_args, new_kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-        return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
-
-
-class CastOutputs(_AmpHook):
-    """Forward hook: floating outputs become ``dtype``, inside any nesting.
-
-    Args:
-        dtype: The type of the outputs.
-        enter: Casts what is inside objects that :func:`~amp_wrapper.nested.map_tensors` does not know; a function of a
-            module, so that it can be pickled.
-    """
-
-    def __init__(self, dtype: torch.dtype, enter: EnterObject | None = None) -> None:
-        self.dtype = dtype
-        self.enter = enter
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        result = cast_tensors(output, self.dtype, enter=self.enter)
-        return None if result is output else result
-
-
-class EnterForward(_AmpHook):
-    """Forward pre-hook of a cast model: from here on, the functions of :mod:`amp_wrapper.fp32_ops` run in FP32."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        fp32_ops.enter()
-
-
-class LeaveForward(_AmpHook):
-    """Forward hook of a cast model, called after exceptions too: the counterpart of :class:`EnterForward`."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        fp32_ops.leave()
-
-
-class _AutocastStack(threading.local):
-    """The autocast contexts that hooks opened on this thread; here, so that the hooks themselves hold no state."""
-
-    def __init__(self) -> None:
-        self.contexts: list[AbstractContextManager[Any]] = []
-
-
-_autocasts = _AutocastStack()
-
-
-class EnterAutocast(_AmpHook):
-    """Forward pre-hook: :class:`torch.autocast` around every forward of a model.
-
-    Args:
-        dtype: The 16-bit type.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        context = autocast_context(module_device(module).type, self.dtype)
-        context.__enter__()
-        _autocasts.contexts.append(context)
-
-
-class LeaveAutocast(_AmpHook):
-    """Forward hook, called after exceptions too: the counterpart of :class:`EnterAutocast`."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if _autocasts.contexts:
-            _autocasts.contexts.pop().__exit__(None, None, None)
-
-
-class Fp32StateDict(_AmpHook):
+class Fp32StateDict(AmpHook):
     """State-dict hook of a module that owns cast tensors: FP32 values, the masters themselves where there are any.
 
     A weight that was edited behind the optimizer's back, through ``.data`` say, wins: its master follows it first, and
@@ -178,7 +90,7 @@ class Fp32StateDict(_AmpHook):
             state_dict[key] = tensor.detach().float() if twin is None else twin.detach()
 
 
-class LoadFp32(_AmpHook):
+class LoadFp32(AmpHook):
     """Pair of load hooks: loaded values reach the masters unrounded, and parameters keep their identity.
 
     ``before`` runs inside ``_load_from_state_dict``, so mmengine's own loader triggers it too, and remembers what is
@@ -250,26 +162,43 @@ class CastPlan:
         self._enter = enter
         self.policy = policy
         self._leave = leave
-        self._average = (AveragedModel, *average)
+        # under autocast their weights are FP32 anyway
+        self._average = (AveragedModel, *average) if policy.casts_model else ()
         self._cast_modules: list[nn.Module] = []
         self._kept_modules: list[tuple[nn.Module, bool, bool]] = []
         self._named: set[int] = set()
+        self._classes: tuple[type[nn.Module], ...] = ()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffers: list[Tensor] = []
         for name, root in self.roots:
             self._refuse(name, root)
-        if policy.casts_model:
-            self._named = self._match_patterns()
+        self.ops = fp32_ops.OpSet(policy.fp32_ops, sorted({type(m) for m in self._modules()}, key=_class_name))
+        self._named = self._match_patterns()
+        if policy.runs_16_bit:
+            self._classes = self._registered_classes()
             for name, root in self.roots:
                 self._visit(root, name, kept=False, is_root=True)
+        if policy.casts_model:
             self._keep_sharers()
             self._collect()
 
+    def _modules(self) -> Iterator[nn.Module]:
+        for _, root in self.roots:
+            yield from root.modules()
+
+    def _registered_classes(self) -> tuple[type[nn.Module], ...]:
+        dtype = self.policy.cast_model_type if self.policy.casts_model else self.policy.autocast_dtype
+        assert dtype is not None
+        device = module_device(self.roots[0][1]).type if self.roots else 'cpu'
+        return fp32_ops.module_classes(self.policy.fp32_ops, dtype, device)
+
     def _refuse(self, name: str, root: nn.Module) -> None:
+        # autocast puts nothing in the way of a second wrapper of its kind
+        kinds = AmpHook if self.policy.cast_model_type is not None else CastInputs
         for module in root.modules():
-            if any(isinstance(hook, _AmpHook) for hook in module._forward_pre_hooks.values()):
+            if any(isinstance(hook, kinds) for hook in module._forward_pre_hooks.values()):
                 raise AmpAttachError(
                     f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
                     f'attach a model once, or take the casts off with detach() first.'
@@ -303,8 +232,8 @@ class CastPlan:
             for tensor in (*module.parameters(), *module.buffers()):
                 self._kept_tensors.add(id(tensor))
             return
-        loss = not is_root and (isinstance(module, _Loss) or type(module).__name__.endswith('Loss'))
-        named = id(module) in self._named or isinstance(module, self._average)
+        loss = not is_root and is_loss(module)
+        named = id(module) in self._named or isinstance(module, (*self._average, *self._classes))
         starts = (loss or named) and not kept
         kept = kept or starts
         if kept:
@@ -399,10 +328,16 @@ class CastPlan:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif policy.cast_model_outputs is not None:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
-            if policy.casts_model:
+            if policy.runs_16_bit and not _has_hook(root, EnterForward):
                 # first of all, so that an exception in a later pre-hook finds the forward entered
-                root.register_forward_pre_hook(EnterForward(), prepend=True)
+                root.register_forward_pre_hook(EnterForward(self.ops), prepend=True)
                 root.register_forward_hook(LeaveForward(), always_call=True)
+        if policy.casts_model:
+            _watch(self._modules(), self._leave)
+        elif policy.runs_16_bit:
+            for module, starts, gives_back in self._kept_modules:
+                if starts and not _has_hook(module, EnterFp32):
+                    _run_in_fp32(module, gives_back)
         return handle
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
@@ -445,6 +380,7 @@ class CastHandle:
     def remove(self) -> None:
         """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
         for root in self.roots:
+            _unwatch(root)
             strip_hooks(root)
         for tensor in (*self.parameters.values(), *self._buffers):
             twin = fp32_twin(tensor)
@@ -468,17 +404,56 @@ def autocast_forward(module: nn.Module, dtype: torch.dtype) -> None:
     module.register_forward_hook(LeaveAutocast(), always_call=True)
 
 
-def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """:class:`torch.autocast` on any device, or a context that does nothing for None.
+def is_loss(module: nn.Module) -> bool:
+    """Whether ``module`` is a loss, by its class or by its name."""
+    return isinstance(module, _Loss) or type(module).__name__.endswith('Loss')
 
-    Raises:
-        AmpAttachError: bfloat16 on a GPU that has none.
-    """
-    if dtype is None:
-        return nullcontext()
-    if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
-        raise AmpAttachError("this GPU has no bfloat16: write opt_level='O1' (float16) instead of 'O4'.")
-    return torch.autocast(device_type, dtype=dtype)
+
+def _run_in_fp32(module: nn.Module, gives_back: bool) -> None:
+    module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
+    module.register_forward_hook(LeaveFp32(gives_back), always_call=True)
+
+
+# modules of cast models -> nothing: a module that is put into one of them later would stay out of the cast
+_watched: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+_guard: Any = None
+
+
+def _watch(modules: Iterator[nn.Module], leave: tuple[type, ...]) -> None:
+    global _guard
+    if _guard is None:
+        _guard = nn.modules.module.register_module_module_registration_hook(_check_new_module)
+    for module in modules:
+        if not isinstance(module, leave):
+            _watched[module] = None
+
+
+def _unwatch(root: nn.Module) -> None:
+    for module in root.modules():
+        _watched.pop(module, None)
+
+
+def _check_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
+    """Called by torch before a module becomes a child of another."""
+    if parent not in _watched or new is None or new in _watched:
+        return
+    losses = [module for module in new.modules() if is_loss(module)]
+    inside = {id(tensor) for loss in losses for tensor in (*loss.parameters(), *loss.buffers())}
+    foreign = [
+        key
+        for key, tensor in (*new.named_parameters(), *new.named_buffers())
+        if tensor.dtype in CASTABLE and id(tensor) not in inside
+    ]
+    if foreign:
+        raise AmpUsageError(
+            f'{type(parent).__name__}.{name} = {type(new).__name__}: the model was cast already, and a module that comes '
+            f'later ({_some(foreign)}) would stay out of the cast, the masters and the optimizer. Call '
+            f'optim_wrapper.detach(), change the model, give its parameters to the optimizer, and attach again.'
+        )
+    for loss in losses:
+        # recipes switch losses in the middle of a training: the new one runs in FP32 like the old one
+        if not _has_hook(loss, CastInputs):
+            loss.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
 
 
 def strip_hooks(root: nn.Module) -> None:
@@ -512,7 +487,7 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
         if any(isinstance(hook, Fp32StateDict) for hook in source._state_dict_hooks.values())
         for (_, mine), (_, theirs) in zip(_own_tensors(module), _own_tensors(source))
     ]
-    had_hooks = any(_has_hook(module, _AmpHook) for module in copied.modules())
+    had_hooks = any(_has_hook(module, AmpHook) for module in copied.modules())
     strip_hooks(copied)
     for mine, theirs in pairs:
         if mine.dtype in HALF_TYPES:
@@ -525,14 +500,7 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
 
 def is_cast(module: nn.Module) -> bool:
     """Whether any module below carries casts of this package."""
-    return any(_has_hook(child, _AmpHook) for child in module.modules())
-
-
-def module_device(module: nn.Module) -> torch.device:
-    """The device of the first parameter or buffer; the CPU for a module without any."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.device('cpu')
+    return any(_has_hook(child, AmpHook) for child in module.modules())
 
 
 def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
@@ -563,8 +531,12 @@ def _drop(hooks: dict[int, Any]) -> None:
     for key, hook in list(hooks.items()):
         # torch wraps load pre-hooks; ours are bound methods of LoadFp32
         inner = getattr(hook, 'hook', hook)
-        if isinstance(inner, _AmpHook) or isinstance(getattr(inner, '__self__', None), _AmpHook):
+        if isinstance(inner, AmpHook) or isinstance(getattr(inner, '__self__', None), AmpHook):
             del hooks[key]
+
+
+def _class_name(cls: type) -> str:
+    return f'{cls.__module__}.{cls.__qualname__}'
 
 
 def _is_batchnorm(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ import dataclasses
 import enum
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from . import casting, checkpoint, fp32_ops, gradients, scope
+from . import casting, checkpoint, forward_hooks, fp32_ops, gradients, scope
 from .errors import AmpCheckpointError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
@@ -84,6 +84,7 @@ class AmpEngine:
         self.stage = Stage.DETACHED
         self.scalers = [self._new_scaler() for _ in range(policy.num_losses)]
         self._handle: casting.CastHandle | None = None
+        self._ops: fp32_ops.OpSet | None = None
         self._masters: MasterWeights | None = None
         self._names: dict[int, str] = {}
         self._ddps: list[DistributedDataParallel] = []
@@ -156,6 +157,7 @@ class AmpEngine:
             if self.optimizer is not None and self.policy.master_weights:
                 self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair)
             self._handle = plan.apply()
+            self._ops = plan.ops if self.policy.runs_16_bit else None
             if self._masters is not None:
                 # the cast rounded each weight; copying again settles the version counters
                 self._masters.copy_to_weights()
@@ -200,7 +202,7 @@ class AmpEngine:
         if self.optimizer is not None:
             for parameter in self._parameters():
                 return parameter.device
-        return torch.device('cpu') if model is None else casting.module_device(model)
+        return torch.device('cpu') if model is None else forward_hooks.module_device(model)
 
     def detach(self) -> None:
         """Take the hooks off, give the model FP32 weights (the masters) and the optimizer its own parameters back.
@@ -224,6 +226,7 @@ class AmpEngine:
             _state_to_fp32(self.optimizer)
         self._masters = None
         self._handle = None
+        self._ops = None
         self.stage = Stage.DETACHED
 
     # -- forward -----------------------------------------------------------------------------------------------------
@@ -235,13 +238,13 @@ class AmpEngine:
         Args:
             model: Says on which device autocast works.
         """
-        depth = fp32_ops.depth()
+        before = forward_hooks.open_contexts()
         dtype = self.policy.autocast_dtype if self.policy.enabled else None
         try:
-            with casting.autocast_context(casting.module_device(model).type, dtype):
+            with forward_hooks.autocast_context(forward_hooks.module_device(model).type, dtype):
                 yield
         finally:
-            fp32_ops.unwind(depth)
+            forward_hooks.unwind(before)
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -267,10 +270,12 @@ class AmpEngine:
         scaled = self.scale(loss, loss_id)
         if not self.attached:
             self.attach(None)
-        if self.policy.num_losses > 1 and self.policy.enabled:
-            self._backward_on_arrival(scaled, loss_id, kwargs)
-        else:
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        # checkpointed segments are recomputed in there
+        with nullcontext() if self._ops is None else fp32_ops.in_backward(self._ops):
+            if self.policy.num_losses > 1 and self.policy.enabled:
+                self._backward_on_arrival(scaled, loss_id, kwargs)
+            else:
+                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
         self._used[loss_id] = True
         self.stage = Stage.ACCUMULATING
 

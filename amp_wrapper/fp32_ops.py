@@ -1,103 +1,441 @@
-"""Functions that run in FP32 whatever the opt level: fragile losses that 16-bit numbers would break.
+"""Makes the functions of :mod:`amp_wrapper.fp32_registry` run in FP32 while a model of ours is at work.
 
-A float16 sum of 100,000 terms of 0.9 is infinite, and mmengine models compute their losses inside ``forward``. While a
-cast model runs its forward pass, a torch function mode sees every call and casts 16-bit inputs of the functions listed
-here up to FP32; the result stays FP32. The mode recognises functions by identity, so it does not matter how a model
-imported them.
+During a forward pass, and during the backward pass (where checkpointed segments are recomputed), each member is replaced
+by a stand-in in the module or class that owns it and in every module that imported it. The stand-in casts inputs up,
+switches autocast off, and gives results back as the registry says; on threads that run no model of ours it calls the
+original. Between passes nothing is replaced, so code that has nothing to do with us never meets a stand-in, and
+functions keep their identity (pickle, ``torch.jit.script``). Functions that are not members are never touched.
+
+An :class:`torch.autograd.Function` is caught at its ``forward`` method, which nobody keeps a reference to; its
+``backward`` is wrapped once and for all, because a graph may outlive the pass, and only acts on graphs made here.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-from .nested import HALF_TYPES, cast_tensors
-
-#: Functional losses of torch. Loss *modules* are kept FP32 by :mod:`amp_wrapper.casting`.
-FP32_FUNCTIONS: frozenset[Any] = frozenset(
-    {
-        F.binary_cross_entropy,
-        F.binary_cross_entropy_with_logits,
-        F.cosine_embedding_loss,
-        F.cross_entropy,
-        F.ctc_loss,
-        F.gaussian_nll_loss,
-        F.hinge_embedding_loss,
-        F.huber_loss,
-        F.kl_div,
-        F.l1_loss,
-        F.margin_ranking_loss,
-        F.mse_loss,
-        F.multi_margin_loss,
-        F.multilabel_margin_loss,
-        F.multilabel_soft_margin_loss,
-        F.nll_loss,
-        F.poisson_nll_loss,
-        F.smooth_l1_loss,
-        F.soft_margin_loss,
-        F.triplet_margin_loss,
-        F.triplet_margin_with_distance_loss,
-        # their namesakes in torch itself are other objects
-        torch.binary_cross_entropy_with_logits,
-        torch.cosine_embedding_loss,
-        torch.ctc_loss,
-        torch.hinge_embedding_loss,
-        torch.kl_div,
-        torch.margin_ranking_loss,
-        torch.poisson_nll_loss,
-        torch.triplet_margin_loss,
-    }
+from .fp32_registry import (
+    CALLER,
+    FLOAT32,
+    FP32_METHODS,
+    FP32_OPS,
+    METHOD_REASON,
+    Fp32Op,
+    find,
+    is_function_class,
+    is_module_class,
+    owner,
 )
+from .nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
+
+_MARK = '_amp_wrapper_fp32'
 
 
-class Fp32OpsMode(TorchFunctionMode):
-    """Casts 16-bit inputs of :data:`FP32_FUNCTIONS` to FP32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in FP32_FUNCTIONS:
-            args = cast_tensors(args, torch.float32, HALF_TYPES)
-            kwargs = cast_tensors(kwargs, torch.float32, HALF_TYPES)
-        return func(*args, **kwargs) if kwargs else func(*args)
+# -- one call --------------------------------------------------------------------------------------------------------
 
 
-class _Depth(threading.local):
-    """How many cast models are in their forward pass on this thread; one mode serves them all."""
+class _Inputs:
+    """What the tensors of one call are like."""
 
-    count = 0
-    mode: Fp32OpsMode | None = None
+    def __init__(self, op: Fp32Op) -> None:
+        self._op = op
+        self.first: torch.dtype | None = None
+        self.devices: list[str] = []
+        self.narrow = False
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        device = tensor.device.type
+        if device not in self.devices:
+            self.devices.append(device)
+        if tensor.dtype in CASTABLE:
+            self.first = self.first or tensor.dtype
+            self.narrow = self.narrow or tensor.dtype in self._op.avoids(device)
+        return tensor
 
 
-_depth = _Depth()
+def _look(op: Fp32Op, args: Any, kwargs: Any) -> _Inputs:
+    seen = _Inputs(op)
+    map_tensors(seen, args)
+    if kwargs:
+        map_tensors(seen, kwargs)
+    return seen
 
 
-def enter() -> None:
-    """A cast model's forward pass begins on this thread."""
-    if _depth.count == 0:
-        mode = Fp32OpsMode()
-        mode.__enter__()  # type: ignore[no-untyped-call]
-        _depth.mode = mode
-    _depth.count += 1
+def _widen_types(values: Any, avoided: frozenset[torch.dtype]) -> Any:
+    """dtype arguments ask for tensors of that type: they widen like the tensors."""
+    if isinstance(values, dict):
+        return {k: torch.float32 if isinstance(v, torch.dtype) and v in avoided else v for k, v in values.items()}
+    return tuple(torch.float32 if isinstance(v, torch.dtype) and v in avoided else v for v in values)
+
+
+def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``function`` in FP32.
+
+    Args:
+        op: Says which types to avoid, and what becomes of the results.
+        function: The original.
+        args: Any nesting of tensors in them is cast; differentiable.
+        kwargs: The same.
+
+    Returns:
+        The result, floating tensors in the type that ``op.output`` asks for.
+    """
+    seen = _look(op, args, kwargs)
+    with _without_autocast(op, seen.devices):
+        avoided = op.avoids(seen.devices[0] if seen.devices else 'cpu')
+        if seen.narrow:
+            args, kwargs = (
+                cast_tensors(args, torch.float32, HALF_TYPES),
+                cast_tensors(kwargs, torch.float32, HALF_TYPES),
+            )
+        args, kwargs = _widen_types(args, avoided), _widen_types(kwargs, avoided)
+        result = function(*args, **kwargs)
+    if op.output == CALLER and seen.narrow and seen.first in HALF_TYPES:
+        assert seen.first is not None
+        result = cast_tensors(result, seen.first, frozenset({torch.float32}))
+    return result
+
+
+def _without_autocast(op: Fp32Op, devices: list[str]) -> ExitStack:
+    """Switches autocast off where it is on, with a type that ``op`` avoids."""
+    stack = ExitStack()
+    for device in devices:
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in op.avoids(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+# -- stand-ins -------------------------------------------------------------------------------------------------------
+
+
+def _stand_in(op: Fp32Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        return call(op, function, args, kwargs) if _is_active(op.name) else function(*args, **kwargs)
+
+    return in_fp32
+
+
+def _forward_stand_in(op: Fp32Op, forward: Callable[..., Any], with_context: bool) -> Callable[..., Any]:
+    """For ``Function.forward``, inside which autograd records nothing: results are cast without a trace."""
+
+    @functools.wraps(forward)
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        if not _is_active(op.name):
+            return forward(*args, **kwargs)
+        seen = _look(op, args, kwargs)
+        with _without_autocast(op, seen.devices):
+            if not seen.narrow:
+                return forward(*args, **kwargs)
+            wide = cast_tensors(args, torch.float32, HALF_TYPES)
+            result = forward(*wide, **cast_tensors(kwargs, torch.float32, HALF_TYPES))
+        narrowed = result
+        if op.output == CALLER and seen.first in HALF_TYPES:
+            assert seen.first is not None
+            narrowed = cast_tensors(result, seen.first, frozenset({torch.float32}))
+        if with_context:
+            context = args[0]
+            setattr(context, _MARK, True)
+            _mark_again(context, result, narrowed)
+        return narrowed
+
+    return in_fp32
+
+
+def _mark_again(context: Any, before: Any, after: Any) -> None:
+    """``mark_non_differentiable`` was told of tensors that a cast has replaced since."""
+    marked = {id(tensor) for tensor in context.non_differentiable or ()}
+    if marked and before is not after:
+        pairs = zip(before, after) if isinstance(before, tuple) else [(before, after)]
+        context.mark_non_differentiable(*(new for old, new in pairs if id(old) in marked))
+
+
+def _setup_stand_in(op: Fp32Op, setup: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(setup)
+    def in_fp32(ctx: Any, inputs: Any, output: Any) -> Any:
+        if _is_active(op.name):
+            seen = _look(op, inputs, {})
+            if seen.narrow:
+                setattr(ctx, _MARK, True)
+                inputs = cast_tensors(inputs, torch.float32, HALF_TYPES)
+                output = cast_tensors(output, torch.float32, HALF_TYPES)
+        return setup(ctx, inputs, output)
+
+    return in_fp32
+
+
+def _backward_stand_in(backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(backward)
+    def in_fp32(ctx: Any, *gradients: Any) -> Any:
+        if getattr(ctx, _MARK, False):
+            gradients = cast_tensors(gradients, torch.float32, HALF_TYPES)
+        # autograd casts what comes back to the types of the inputs
+        return backward(ctx, *gradients)
+
+    return in_fp32
+
+
+# -- where members live ----------------------------------------------------------------------------------------------
+
+
+class _Site:
+    """One attribute that holds a member: of the class or module that owns it, or of a module that imported it."""
+
+    def __init__(self, holder: Any, name: str, stand_in: Any) -> None:
+        self._holder, self._name, self._stand_in = holder, name, stand_in
+        self._own = name in vars(holder)
+        self._before = vars(holder).get(name)
+
+    def install(self) -> None:
+        if self._own:
+            self._before = vars(self._holder).get(self._name)
+        setattr(self._holder, self._name, self._stand_in)
+
+    def remove(self) -> None:
+        if vars(self._holder).get(self._name) is not self._stand_in:
+            return  # somebody put something else there meanwhile: it is theirs now
+        if self._own:
+            setattr(self._holder, self._name, self._before)
+        else:
+            delattr(self._holder, self._name)
+
+
+class _Members:
+    """The members that were found so far, their sites, and whether the stand-ins are in place. One per process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.users = 0
+        self.known: dict[str, Fp32Op] = dict(FP32_OPS)
+        self._unresolved: set[str] = set(FP32_OPS)
+        self._sites: list[_Site] = []
+        # id of an original -> (original, stand-in); the original is kept, so that its id stays its own
+        self._stand_ins: dict[int, tuple[Any, Any]] = {}
+        self._scanned: set[str] = set()
+        self._modules = 0
+
+    def add(self, ops: Iterable[Fp32Op]) -> None:
+        """Take further members in; known names keep their entry."""
+        with self.lock:
+            for op in ops:
+                if op.name not in self.known:
+                    self.known[op.name] = op
+                    self._unresolved.add(op.name)
+                    self._modules = 0
+
+    def add_method(self, op: Fp32Op, cls: type, name: str) -> None:
+        """Take in a method of a class at hand, which may be a local one that no dotted name finds."""
+        with self.lock:
+            self.known.setdefault(op.name, op)
+            before = len(self._sites)
+            self._add_attribute(op, cls, name, getattr(cls, name))
+            for site in self._sites[before:] if self.users else ():
+                site.install()
+
+    def acquire(self) -> None:
+        with self.lock:
+            if self.users == 0 or len(sys.modules) != self._modules:
+                fresh = self._look_around()
+                for site in self._sites if self.users == 0 else fresh:
+                    site.install()
+            self.users += 1
+
+    def release(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                for site in self._sites:
+                    site.remove()
+
+    def _look_around(self) -> list[_Site]:
+        """Find what became importable, and who imported it, since the last time."""
+        if len(sys.modules) == self._modules:
+            return []
+        before = len(self._sites)
+        known = len(self._stand_ins)
+        for name in sorted(self._unresolved):
+            value = find(name, load=False)
+            if value is not None:
+                self._unresolved.discard(name)
+                self._resolve(self.known[name], value)
+        if len(self._stand_ins) != known:
+            self._scanned.clear()
+        for name, module in list(sys.modules.items()):
+            if name not in self._scanned:
+                self._scanned.add(name)
+                self._scan(module)
+        self._modules = len(sys.modules)
+        return self._sites[before:]
+
+    def _resolve(self, op: Fp32Op, value: Any) -> None:
+        if is_module_class(value):
+            return  # the business of casting
+        bound = getattr(value, '__self__', None)
+        if is_function_class(bound) and getattr(value, '__name__', '') == 'apply':
+            value = bound
+        if is_function_class(value):
+            self._resolve_function_class(op, value)
+            return
+        holder, name = owner(op.name)
+        stand_in = self._add_attribute(op, holder, name, value)
+        if not isinstance(holder, type):
+            self._stand_ins[id(value)] = (value, stand_in)
+
+    def _add_attribute(self, op: Fp32Op, holder: Any, name: str, value: Any) -> Any:
+        raw = next((vars(base)[name] for base in getattr(holder, '__mro__', ()) if name in vars(base)), value)
+        if isinstance(raw, (staticmethod, classmethod)):
+            stand_in: Any = type(raw)(_stand_in(op, raw.__func__))
+        else:
+            stand_in = _stand_in(op, value)
+        self._add_site(holder, name, stand_in)
+        return stand_in
+
+    def _resolve_function_class(self, op: Fp32Op, cls: Any) -> None:
+        modern = cls.setup_context is not torch.autograd.Function.setup_context
+        self._add_site(cls, 'forward', staticmethod(_forward_stand_in(op, cls.forward, with_context=not modern)))
+        if modern:
+            self._add_site(cls, 'setup_context', staticmethod(_setup_stand_in(op, cls.setup_context)))
+        # for good: see the module's docstring
+        cls.backward = staticmethod(_backward_stand_in(cls.backward))
+
+    def _add_site(self, holder: Any, name: str, stand_in: Any) -> None:
+        if not any(site._holder is holder and site._name == name for site in self._sites):
+            self._sites.append(_Site(holder, name, stand_in))
+
+    def _scan(self, module: Any) -> None:
+        space = getattr(module, '__dict__', None)
+        if not isinstance(space, dict):
+            return
+        for name, value in list(space.items()):
+            known = self._stand_ins.get(id(value))
+            if known is not None and known[0] is value:
+                self._add_site(module, name, known[1])
+
+
+_members = _Members()
+
+
+# -- when they are active --------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """The names that are active on this thread, one set for each model of ours in its forward pass."""
+
+    def __init__(self) -> None:
+        self.passes: list[frozenset[str]] = []
+
+
+_thread = _Thread()
+# autograd runs backward passes on threads of its own
+_backward_passes: list[frozenset[str]] = []
+
+
+def _is_active(name: str) -> bool:
+    return any(name in names for names in _thread.passes) or any(name in names for names in _backward_passes)
+
+
+@functools.lru_cache(maxsize=64)
+def _extra(names: tuple[str, ...]) -> tuple[Fp32Op, ...]:
+    return tuple(FP32_OPS.get(name, Fp32Op(name)) for name in names)
+
+
+def _method(name: str) -> Fp32Op:
+    return Fp32Op(name, FLOAT32, reason=METHOD_REASON)
+
+
+_default_names = frozenset(FP32_OPS)
+
+
+class OpSet:
+    """The members for one model: the registry, the configuration's names, and the methods of the model's own classes.
+
+    Args:
+        extra: Dotted names beyond the registry; checked by :func:`amp_wrapper.fp32_registry.problems_of` before.
+        classes: Classes of the model's modules; those that have one of ``FP32_METHODS`` run it in FP32.
+    """
+
+    def __init__(self, extra: tuple[str, ...] = (), classes: Iterable[type] = ()) -> None:
+        self.extra = tuple(extra)
+        methods = set()
+        for cls in classes:
+            for name in FP32_METHODS:
+                if callable(getattr(cls, name, None)):
+                    op = _method(f'{cls.__module__}.{cls.__qualname__}.{name}')
+                    _members.add_method(op, cls, name)
+                    methods.add(op.name)
+        self.methods = frozenset(methods)
+        self._join()
+
+    def _join(self) -> None:
+        _members.add(_extra(self.extra))
+        _members.add(_method(name) for name in self.methods)
+        self.names = _default_names | frozenset(self.extra) | self.methods
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {'extra': self.extra, 'methods': self.methods}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.extra, self.methods = tuple(state['extra']), frozenset(state['methods'])
+        self._join()
+
+
+def enter(ops: OpSet) -> None:
+    """A model's forward pass begins on this thread."""
+    _members.acquire()
+    _thread.passes.append(ops.names)
 
 
 def leave() -> None:
-    """A cast model's forward pass ends on this thread, by returning or by an exception."""
-    if _depth.count > 0:
-        _depth.count -= 1
-        if _depth.count == 0 and _depth.mode is not None:
-            _depth.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            _depth.mode = None
+    """A model's forward pass ends on this thread, by returning or by an exception."""
+    if _thread.passes:
+        _thread.passes.pop()
+        _members.release()
 
 
 def depth() -> int:
     """The number of forward passes under way on this thread."""
-    return _depth.count
+    return len(_thread.passes)
 
 
 def unwind(to: int) -> None:
     """Leave down to ``to`` passes; for exceptions such as KeyboardInterrupt, after which torch runs no hooks."""
-    while _depth.count > to:
+    while depth() > to:
         leave()
+
+
+@contextmanager
+def in_backward(ops: OpSet) -> Iterator[None]:
+    """Around a backward pass: what is recomputed in it sees the same types as in the forward pass, on any thread."""
+    _members.acquire()
+    _backward_passes.append(ops.names)
+    try:
+        yield
+    finally:
+        _backward_passes.remove(ops.names)
+        _members.release()
+
+
+def is_installed() -> bool:
+    """Whether the stand-ins are in place."""
+    return _members.users > 0
+
+
+def module_classes(extra: tuple[str, ...], dtype: torch.dtype, device_type: str) -> tuple[type[nn.Module], ...]:
+    """The module classes among the members that avoid ``dtype`` there.
+
+    Args:
+        extra: Dotted names beyond the registry.
+        dtype: The 16-bit type of the model or of autocast.
+        device_type: Such as 'cpu'.
+    """
+    ops = {**FP32_OPS, **{op.name: op for op in _extra(extra)}}
+    found = (find(name, load=False) for name, op in ops.items() if dtype in op.avoids(device_type))
+    return tuple(value for value in found if is_module_class(value))

@@ -16,12 +16,13 @@ property                       O0       O1       O2       O3       O4        O5
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from . import fp32_registry
 from .errors import AmpConfigError
 from .nested import HALF_TYPES
 from .scale_config import DEFAULT_MAX_LOSS_SCALE, LossScaleConfig, resolve_loss_scale
@@ -58,6 +59,7 @@ class Policy:
         loss_scale: Start and rule of the loss scale.
         cast_model_outputs: The type of the model's floating outputs, or None for FP32 at the levels that cast.
         keep_fp32: Module classes, class names and glob patterns over qualified names that stay FP32.
+        fp32_ops: Dotted names of functions, methods and classes that run in FP32 beside those of the registry.
         num_losses: Number of loss scalers.
         verbosity: 0 silent, 1 overflows and attachment, 2 adds one line a cast.
         skip_nonfinite: Whether gradients are checked under a static scale.
@@ -73,6 +75,7 @@ class Policy:
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     cast_model_outputs: torch.dtype | None = None
     keep_fp32: tuple[str | type, ...] = ()
+    fp32_ops: tuple[str, ...] = ()
     num_losses: int = 1
     verbosity: int = 1
     skip_nonfinite: bool = True
@@ -88,6 +91,11 @@ class Policy:
         """Whether the weights become 16-bit."""
         return self.enabled and self.cast_model_type in HALF_TYPES
 
+    @property
+    def runs_16_bit(self) -> bool:
+        """Whether anything in the forward pass is 16-bit: the weights, or what autocast casts."""
+        return self.casts_model or (self.enabled and self.autocast_dtype is not None)
+
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
         result: dict[str, Any] = {}
@@ -99,6 +107,8 @@ class Policy:
                 value = dtype_name(value)
             elif field.name == 'keep_fp32':
                 value = [item if isinstance(item, str) else item.__name__ for item in value]
+            elif field.name == 'fp32_ops':
+                value = list(value)
             result[field.name] = value
         return result
 
@@ -181,6 +191,7 @@ def resolve(
     loss_scale: float | str | Mapping[str, Any] | None = None,
     cast_model_outputs: str | torch.dtype | None = None,
     keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
@@ -204,6 +215,8 @@ def resolve(
             ``min_scale``, ``max_scale``, ``hysteresis``), or None for the level's own.
         cast_model_outputs: The dtype of the model's floating outputs.
         keep_fp32: Module classes, class names, or glob patterns over qualified names that stay FP32.
+        fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of
+            :data:`amp_wrapper.fp32_registry.FP32_OPS`: dotted names, or the objects themselves.
         num_losses: Number of losses with a scale of their own.
         verbosity: 0, 1 or 2.
         min_loss_scale: Floor of a dynamic scale.
@@ -274,6 +287,7 @@ def resolve(
         if outputs is None or not outputs.is_floating_point:
             problems.append(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype: write 'float32', say.")
     kept = _resolve_keep_fp32(keep_fp32, problems)
+    wide = _resolve_fp32_ops(fp32_ops, problems)
     for name, flag in (('enabled', enabled), ('skip_nonfinite', skip_nonfinite)):
         if not isinstance(flag, bool) and not (flag is None and name == 'skip_nonfinite'):
             problems.append(f'{name}={flag!r} must be True or False.')
@@ -302,6 +316,7 @@ def resolve(
         loss_scale=scale,
         cast_model_outputs=outputs,
         keep_fp32=kept,
+        fp32_ops=wide,
         num_losses=num_losses,
         verbosity=verbosity,
         skip_nonfinite=level_name != 'O0' if skip_nonfinite is None else skip_nonfinite,
@@ -394,3 +409,26 @@ def _resolve_keep_fp32(value: Any, problems: list[str]) -> tuple[str | type, ...
         )
         return ()
     return tuple(items)
+
+
+def _resolve_fp32_ops(value: Any, problems: list[str]) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    items = [value] if isinstance(value, str) or callable(value) else value
+    if not isinstance(items, (list, tuple)) or not all((isinstance(i, str) and i) or callable(i) for i in items):
+        problems.append(
+            f"fp32_ops={value!r} must be a list of dotted names of functions, methods or classes, such as ['mmcv.ops.nms']."
+        )
+        return ()
+    names = []
+    for item in items:
+        if isinstance(item, str):
+            names.append(item)
+            continue
+        name = f'{getattr(item, "__module__", None)}.{getattr(item, "__qualname__", None)}'
+        if fp32_registry.find(name, load=False) is item:
+            names.append(name)
+        else:
+            problems.append(f'fp32_ops={item!r} is not found as {name!r}: hand over its dotted name instead.')
+    problems += fp32_registry.problems_of(tuple(names))
+    return tuple(dict.fromkeys(names))

@@ -17,9 +17,11 @@ FLOOR_OF = {
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',
+    'fp32_registry': 'words',
     'ops': 'ops',
     'fp32_ops': 'ops',
     'casting': 'owners',
+    'forward_hooks': 'owners',
     'loss_scaler': 'owners',
     'master_weights': 'owners',
     'gradients': 'owners',
@@ -31,9 +33,13 @@ FLOOR_OF = {
 # (importer, imported) on one floor; each has its reason
 SIBLINGS = {
     ('policy', 'errors'),
+    ('policy', 'fp32_registry'),
     ('policy', 'nested'),
     ('policy', 'scale_config'),
     ('scale_config', 'errors'),
+    ('fp32_registry', 'nested'),
+    # hooks and the plan that puts them on are two files of one idea
+    ('casting', 'forward_hooks'),
 }
 FRAMEWORKS = {'mmengine', 'mmcv'}
 

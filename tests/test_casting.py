@@ -19,23 +19,21 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.optim.swa_utils import AveragedModel
-from torch.overrides import _get_current_function_mode_stack
 
-from amp_wrapper import fp32_ops
+from amp_wrapper import forward_hooks, fp32_ops
 from amp_wrapper.casting import (
     CastHandle,
     CastInputs,
     CastPlan,
-    autocast_context,
     autocast_forward,
     fp32_twin,
     is_cast,
-    module_device,
     pair,
     restore_fp32_copy,
     strip_hooks,
 )
 from amp_wrapper.errors import AmpAttachError, AmpConfigError
+from amp_wrapper.forward_hooks import autocast_context, module_device
 from amp_wrapper.policy import resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -117,11 +115,11 @@ def images(device: torch.device) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def no_mode_is_left() -> Iterator[None]:
+def nothing_is_left_open() -> Iterator[None]:
     yield
-    left = fp32_ops.depth()
-    fp32_ops.unwind(0)
-    assert left == 0 and len(_get_current_function_mode_stack()) == 0
+    left = forward_hooks.open_contexts()
+    forward_hooks.unwind((0, 0, 0))
+    assert left == (0, 0, 0) and not fp32_ops.is_installed()
 
 
 @pytest.fixture
@@ -642,16 +640,16 @@ class Breaks(nn.Module):
         raise self.error('inside forward')
 
 
-def test_exception_in_forward_leaves_no_mode(device: torch.device) -> None:
+def test_exception_in_forward_leaves_nothing_open(device: torch.device) -> None:
     model = Breaks(RuntimeError).to(device)
     cast(model)
     for _ in range(3):
         with pytest.raises(RuntimeError, match='inside forward'):
             model(torch.ones(1, 1, device=device))
-        assert fp32_ops.depth() == 0 and len(_get_current_function_mode_stack()) == 0
+        assert fp32_ops.depth() == 0 and not fp32_ops.is_installed()
 
 
-def test_exception_in_a_later_hook_leaves_no_mode(device: torch.device) -> None:
+def test_exception_in_a_later_hook_leaves_nothing_open(device: torch.device) -> None:
     model = nn.Linear(1, 1).to(device)
     cast(model)
 
@@ -666,7 +664,7 @@ def test_exception_in_a_later_hook_leaves_no_mode(device: torch.device) -> None:
         hook.remove()
 
 
-def test_nested_cast_models_share_one_mode(device: torch.device) -> None:
+def test_nested_cast_models_nest(device: torch.device) -> None:
     inner = WithLoss(lambda x: F.mse_loss(x, x)).to(device)
     outer = nn.Sequential(nn.Linear(2, 2)).to(device)
     cast(inner)

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_wrapper import fp32_ops
+from amp_wrapper import forward_hooks, fp32_ops
 from amp_wrapper.engine import AmpEngine, Stage
 from amp_wrapper.errors import AmpAttachError, AmpCheckpointError, AmpUsageError, OverflowStreakError
 from amp_wrapper.gradients import GradientClip
@@ -134,11 +133,11 @@ def poisoned(parameter: Tensor, value: float = math.inf) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_mode_is_left() -> Iterator[None]:
+def nothing_is_left_open() -> Iterator[None]:
     yield
-    left = fp32_ops.depth()
-    fp32_ops.unwind(0)
-    assert left == 0 and len(_get_current_function_mode_stack()) == 0
+    left = forward_hooks.open_contexts()
+    forward_hooks.unwind((0, 0, 0))
+    assert left == (0, 0, 0) and not fp32_ops.is_installed()
 
 
 @pytest.fixture
@@ -1043,7 +1042,7 @@ def test_forward_context(level: str, fails: bool, device: torch.device) -> None:
         with run.engine.forward_context(run.model):
             assert torch.is_autocast_enabled(device.type) == (wanted is not None)
             assert wanted is None or torch.get_autocast_dtype(device.type) is wanted
-            fp32_ops.enter()
+            fp32_ops.enter(fp32_ops.OpSet())
             if fails:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
