@@ -51,6 +51,8 @@ class Case:
 _TINY_VIT = dict(_delete_=True, embed_dims=48, num_layers=2, num_heads=3, feedforward_channels=96)
 _RESNET18 = dict(depth=18, base_channels=16, init_cfg=None)
 _FPN = dict(in_channels=[16, 32, 64, 128], out_channels=32)
+# an untrained detector is sure of nothing
+_ANY_SCORE = dict(score_thr=0.0)
 _SEG_RESNET = dict(pretrained=None, backbone=dict(depth=18, stem_channels=16, base_channels=16))
 _SEG_AUX = dict(in_channels=64, channels=16, num_classes=CLASSES)
 
@@ -66,6 +68,7 @@ def _roi_head(**extra: Any) -> dict[str, Any]:
         rpn_head=dict(in_channels=32, feat_channels=32),
         roi_head=dict(head, **extra),
         train_cfg=dict(rpn_proposal=dict(max_per_img=60), rcnn=dict(sampler=dict(num=64))),
+        test_cfg=dict(rcnn=_ANY_SCORE),
     )
 
 
@@ -220,6 +223,7 @@ CASES: tuple[Case, ...] = (
             backbone=_RESNET18,
             neck=_FPN,
             bbox_head=dict(in_channels=32, feat_channels=32, stacked_convs=2, num_classes=CLASSES),
+            test_cfg=_ANY_SCORE,
         ),
     ),
     Case(
@@ -230,6 +234,7 @@ CASES: tuple[Case, ...] = (
             backbone=dict(_RESNET18, style='pytorch'),
             neck=_FPN,
             bbox_head=dict(in_channels=32, feat_channels=32, stacked_convs=2, num_classes=CLASSES),
+            test_cfg=_ANY_SCORE,
         ),
     ),
     Case('Faster R-CNN', 'mmdet', 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py', _roi_head()),
@@ -273,6 +278,7 @@ CASES: tuple[Case, ...] = (
             backbone=dict(deepen_factor=0.33, widen_factor=0.125),
             neck=dict(in_channels=[32, 64, 128], out_channels=32),
             bbox_head=dict(in_channels=32, feat_channels=32, num_classes=CLASSES),
+            test_cfg=_ANY_SCORE,
         ),
     ),
 )

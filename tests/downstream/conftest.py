@@ -1,0 +1,59 @@
+"""Runs in an environment of its own: see ``make test-downstream``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torchvision_cpu
+
+torchvision_cpu.declare()
+
+import torch
+import types_seen  # noqa: F401  (registers the evaluator)
+from zoo import CASES, Case
+
+import amp_wrapper  # noqa: F401
+
+LEVELS = ('O1', 'O2', 'O4', 'O5')
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption('--results', help='folder for what was measured, one JSON file a test')
+
+
+@pytest.fixture(autouse=True)
+def one_thread_and_quiet() -> None:
+    # two workers share two cores
+    torch.set_num_threads(1)
+    logging.getLogger('mmengine').setLevel(logging.ERROR)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.slug)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def keep(request: pytest.FixtureRequest) -> Any:
+    """A function that writes what a test measured, for the table in the docs."""
+    folder = request.config.getoption('--results')
+
+    def write(name: str, row: dict[str, Any]) -> None:
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / f'{name}.json').write_text(json.dumps(row))
+
+    return write

@@ -1,0 +1,143 @@
+"""Every model at every level against FP32: first loss, fall of the loss, predictions, memory, state dict."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from types_seen import narrow, tensors
+from zoo import BY_NAME, Case, build_model, make_batch
+
+from amp_wrapper import AmpOptimWrapper, fp32_ops
+from amp_wrapper.nested import HALF_TYPES
+
+STEPS = 36
+#: How far the first loss may be from FP32, as a part of it. One rounding is 2^-11 in float16, 2^-8 in bfloat16; these
+#: models add up some dozens of them, and detectors choose their samples by the rounded scores.
+BOUNDS = {'O1': 0.005, 'O2': 0.005, 'O4': 0.02, 'O5': 0.02}
+TYPES = {'O1': torch.float16, 'O2': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}
+
+
+def make(case: Case, level: str) -> tuple[nn.Module, AmpOptimWrapper]:
+    model = build_model(case).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=case.lr)
+    # the dynamic scale is searched for downwards from 2^16; a start below saves the skipped steps of the search
+    scale = dict(init_scale=2.0**10) if level in ('O1', 'O2') else None
+    return model, AmpOptimWrapper(opt_level=level, optimizer=optimizer, loss_scale=scale)
+
+
+def overfit(model: nn.Module, wrapper: AmpOptimWrapper, case: Case) -> list[float]:
+    """Losses of some dozens of steps on one batch, with the same random numbers in every step."""
+    losses = []
+    for _ in range(STEPS):
+        torch.manual_seed(1)
+        losses.append(float(model.train_step(make_batch(case), wrapper)['loss']))
+    return losses
+
+
+@functools.cache
+def fp32_losses(name: str) -> tuple[float, ...]:
+    case = BY_NAME[name]
+    return tuple(overfit(*make(case, 'O0'), case))
+
+
+@pytest.fixture
+def members(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Members of the FP32 registry that were at work."""
+    used: set[str] = set()
+    look = fp32_ops._look
+
+    def watch(op: Any, args: Any, kwargs: Any) -> Any:
+        seen = look(op, args, kwargs)
+        autocast = any(torch.is_autocast_enabled(device) for device in seen.devices)
+        if seen.narrow or autocast:
+            used.add(op.name)
+        return seen
+
+    monkeypatch.setattr(fp32_ops, '_look', watch)
+    return used
+
+
+def test_training(case: Case, level: str, members: set[str], keep: Any) -> None:
+    reference = fp32_losses(case.name)
+    model, wrapper = make(case, level)
+    began = time.perf_counter()
+    losses = overfit(model, wrapper, case)
+    seconds = time.perf_counter() - began
+    off = abs(losses[0] - reference[0]) / reference[0]
+    fall = sum(losses[-5:]) / 5 / losses[0]
+    fp32_fall = sum(reference[-5:]) / 5 / reference[0]
+    keep(
+        f'{case.slug}_{level}',
+        dict(
+            model=case.name,
+            level=level,
+            first=losses[0],
+            off=off,
+            fall=fall,
+            fp32_fall=fp32_fall,
+            seconds=seconds,
+            members=sorted(members),
+        ),
+    )
+    assert off <= BOUNDS[level], f'first loss {losses[0]} against {reference[0]}'
+    assert fp32_fall < 0.9, f'the FP32 loss itself falls to {fp32_fall:.2f} only'
+    assert 1 - fall >= 0.7 * (1 - fp32_fall), f'falls to {fall:.2f} of its start, FP32 to {fp32_fall:.2f}'
+
+
+def test_predictions(case: Case, level: str) -> None:
+    model, wrapper = make(case, level)
+    model.train_step(make_batch(case), wrapper)
+    model.eval()
+    batch = make_batch(case)
+    labels = {path: t.clone() for path, t in tensors(batch['data_samples']) if not t.is_floating_point()}
+    with torch.no_grad():
+        if case.name == 'MAE':  # has no predictions; its reconstruction is what comes out
+            output: Any = model.data_preprocessor(batch)
+            output = model(**output, mode='tensor')
+        else:
+            output = model.val_step(batch)
+    found = dict(tensors(output))
+    assert found and narrow(output) == []
+    if case.name == 'MAE':
+        return
+    assert any('pred' in path for path in found)
+    after = dict(tensors(output))
+    for path in labels.keys() & after.keys():
+        assert after[path].dtype is labels[path].dtype and after[path].equal(labels[path])
+    kinds = {path.rsplit('.', 1)[-1]: t.dtype for path, t in found.items() if 'pred' in path}
+    for key in ('labels', 'pred_label'):
+        assert kinds.get(key, torch.int64) is torch.int64
+
+
+def test_memory_is_what_the_level_promises(case: Case, level: str) -> None:
+    model, wrapper = make(case, level)
+    batch = model.data_preprocessor(make_batch(case), True)
+    with wrapper.optim_context(model):
+        loss, _ = model.parse_losses(model(**batch, mode='loss'))
+    wrapper.backward(loss)
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) for p in m.parameters()}
+    for name, parameter in model.named_parameters():
+        narrow_here = level in ('O2', 'O5') and id(parameter) not in norms
+        expected = TYPES[level] if narrow_here else torch.float32
+        assert parameter.dtype is expected, name
+        assert parameter.grad is None or parameter.grad.dtype is expected, name
+    if level in ('O2', 'O5'):
+        masters = {id(p) for group in wrapper.optimizer.param_groups for p in group['params']}
+        assert all(p.dtype is torch.float32 for group in wrapper.optimizer.param_groups for p in group['params'])
+        assert len(masters) == sum(1 for _ in model.parameters())
+
+
+def test_state_dict_is_fp32_and_loads(case: Case, level: str) -> None:
+    model, wrapper = make(case, level)
+    model.train_step(make_batch(case), wrapper)
+    state = model.state_dict()
+    assert not any(value.dtype in HALF_TYPES for value in state.values())
+    fresh = build_model(case, seed=1)
+    fresh.load_state_dict(state)
+    for left, right in zip(fresh.state_dict().values(), state.values()):
+        assert left.equal(right)
