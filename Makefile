@@ -9,17 +9,24 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# the environment of test-downstream, and its mmcv: full, or mmcv-lite==2.1.0 (mmdetection is skipped then). A wheel that
+# lies in WHEELS is taken; otherwise mmcv is built from source, which takes up to 40 minutes
+DOWNSTREAM ?= .venv-downstream
+MMCV ?= mmcv==2.1.0
+WHEELS ?= ../shared/wheels
+RESULTS ?= build/downstream
 
-.PHONY: help train test lint format type docs bench clean
+.PHONY: help train test test-downstream lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
 	@echo 'make test    set up, run the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
 	@echo 'make lint    ruff; make format applies it'
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
 	@echo 'make bench   measure, and print the tables'
-	@echo 'make clean   remove .venv and everything built'
+	@echo 'make clean   remove the environments and everything built'
 
 $(VENV)/pyvenv.cfg:
 	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 12); \
@@ -56,6 +63,23 @@ train: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+$(DOWNSTREAM)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/downstream.txt \
+		requirements/downstream-runtime.txt requirements/constraints.txt pyproject.toml setup.py
+	$(MAKE) --no-print-directory VENV=$(DOWNSTREAM) $(DOWNSTREAM)/.dev
+	@echo '== installing $(MMCV) in place of mmcv-lite (from $(WHEELS), if it is there)'
+	$(DOWNSTREAM)/bin/python -m pip uninstall --quiet --yes mmcv-lite mmcv
+	$(DOWNSTREAM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
+		$(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(MMCV)
+	@echo '== installing what the projects need, and mmpretrain, mmsegmentation, mmdetection, torchvision themselves'
+	$(DOWNSTREAM)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/downstream-runtime.txt
+	$(DOWNSTREAM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/downstream.txt
+	@touch $@
+
+test-downstream: $(DOWNSTREAM)/.done
+	rm -rf $(RESULTS)
+	$(DOWNSTREAM)/bin/python -m pytest tests/downstream -n $(WORKERS) --dist worksteal --results $(RESULTS) $(PYTEST_ARGS)
+	$(DOWNSTREAM)/bin/python tests/downstream/report.py $(RESULTS)
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,4 +98,4 @@ bench: $(VENV)/.runtime
 	$(BIN)/python -m benchmarks.hooks
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOWNSTREAM) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -393,15 +393,23 @@ class CastHandle:
                 unpair(tensor)
 
 
-def autocast_forward(module: nn.Module, dtype: torch.dtype) -> None:
+def autocast_forward(
+    module: nn.Module,
+    dtype: torch.dtype,
+    outputs: torch.dtype = torch.float32,
+    enter: EnterObject | None = None,
+) -> None:
     """Put :class:`torch.autocast` around every forward of ``module``; :func:`strip_hooks` takes it off.
 
     Args:
         module: An FP32 model.
         dtype: The 16-bit type.
+        outputs: The type of floating outputs.
+        enter: Casts tensors inside output objects of a framework's own kind.
     """
     module.register_forward_pre_hook(EnterAutocast(dtype), prepend=True)
     module.register_forward_hook(LeaveAutocast(), always_call=True)
+    module.register_forward_hook(CastOutputs(outputs, enter))
 
 
 def is_loss(module: nn.Module) -> bool:

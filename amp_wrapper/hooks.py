@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from mmengine.hooks import Hook
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 
@@ -19,7 +20,8 @@ from .registry import HOOKS
 class AmpInferenceHook(Hook):
     """Run testing at an opt level. ``Runner.test`` builds no optimizer wrapper, so without this it runs in FP32.
 
-    O1 and O4 autocast every forward of the model; the others cast it, as in training.
+    O1 and O4 autocast every forward of the model; the others cast it, as in training. Predictions are FP32 at every level,
+    unless ``cast_model_outputs`` says otherwise.
 
     Args:
         opt_level: 'O0' to 'O5'.
@@ -43,7 +45,8 @@ class AmpInferenceHook(Hook):
         self._engine = AmpEngine(self.policy, None)
         self._engine.attach(model, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), enter=cast_data_element)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
-            casting.autocast_forward(model, self.policy.autocast_dtype)
+            outputs = self.policy.cast_model_outputs or torch.float32
+            casting.autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
         runner.logger.info(f'amp: testing at {self.policy.describe()}')
 
 

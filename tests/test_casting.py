@@ -32,8 +32,7 @@ from amp_wrapper.casting import (
     restore_fp32_copy,
     strip_hooks,
 )
-from amp_wrapper.errors import AmpAttachError, AmpConfigError
-from amp_wrapper.forward_hooks import autocast_context, module_device
+from amp_wrapper.errors import AmpAttachError, AmpConfigError, AmpUsageError
 from amp_wrapper.policy import resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -907,20 +906,150 @@ def test_autocast_forward(fails: bool, device: torch.device) -> None:
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(1, 2, device=device))
     else:
-        assert model(torch.ones(1, 2, device=device)).dtype is BF16
+        seen = []
+        model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        assert model(torch.ones(1, 2, device=device)).dtype is F32 and seen == [BF16]
     assert not torch.is_autocast_enabled(device.type)
     strip_hooks(model)
-    assert hook_count(model) == (1 if fails else 0)
+    assert hook_count(model) == 1
 
 
-def test_autocast_context_of_nothing(device: torch.device) -> None:
-    with autocast_context(device.type, None):
-        assert not torch.is_autocast_enabled(device.type)
-    with autocast_context(device.type, F16):
-        assert torch.get_autocast_dtype(device.type) is F16 and torch.is_autocast_enabled(device.type)
+# -- FP32 at the levels that autocast ------------------------------------------------------------------------------
+
+AUTOCAST_LEVELS = {'O1': F16, 'O4': BF16}
 
 
-def test_module_device(device: torch.device) -> None:
-    assert module_device(nn.Linear(1, 1).to(device)).type == device.type
-    assert module_device(nn.BatchNorm1d(1, affine=False).to(device)).type == device.type
-    assert module_device(nn.ReLU()) == torch.device('cpu')
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.fc(x)
+        self.seen.append(out.dtype)
+        return out
+
+
+class Sum(nn.Module):
+    """A loss by its name alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+class SumLoss(Sum): ...
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head, self.plain, self.loss = nn.Linear(2, 4), Head(), Sum(), SumLoss()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        out = self.head(self.backbone(x))
+        return out, self.plain(out), self.loss(out)
+
+
+@pytest.mark.parametrize('level', AUTOCAST_LEVELS)
+@pytest.mark.parametrize('keep', [None, ['head'], ['Head'], ['he*'], [Head]], ids=str)
+def test_keep_fp32_inside_autocast(keep: Any, level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    handle = cast(model, level, keep_fp32=keep)
+    assert handle.parameters == {} and set(dtypes(model).values()) == {F32}
+    dtype = AUTOCAST_LEVELS[level]
+    with torch.autocast(device.type, dtype):
+        out, plain, loss = model(torch.ones(1, 2, device=device))
+    assert model.head.seen == [dtype if keep is None else F32]
+    assert out.dtype is dtype and plain.dtype is dtype and loss.dtype is F32
+    handle.remove()
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O4', 'O2'])
+def test_pattern_without_a_match_is_an_error_at_every_level(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    with pytest.raises(AmpConfigError, match=r"keep_fp32='headd'.*did you mean 'head'"):
+        cast(model, level, keep_fp32=['headd'])
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize('level', [*AUTOCAST_LEVELS, *CAST_LEVELS])
+def test_module_class_in_fp32_ops(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    cast(model, level, fp32_ops=[f'{__name__}.Head'])
+    with torch.autocast(device.type, AUTOCAST_LEVELS.get(level, F16), enabled=level in AUTOCAST_LEVELS):
+        out = model(torch.ones(1, 2, device=device))[0]
+    assert model.head.seen == [F32] and model.head.fc.weight.dtype is F32
+    assert out.dtype is AUTOCAST_LEVELS.get(level, F32)
+
+
+@pytest.mark.parametrize('level', AUTOCAST_LEVELS)
+def test_a_second_wrapper_finds_autocast_hooks_in_place(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    cast(model, level)
+    count = hook_count(model)
+    cast(model, level)
+    assert hook_count(model) == count
+    with pytest.raises(AmpAttachError, match='already carries'):
+        cast(model, 'O2')
+
+
+# -- modules that come later ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda model: setattr(model, 'late', nn.Linear(1, 1)),
+        lambda model: setattr(model, 'head', nn.Linear(4, 3)),
+        lambda model: model.add_module('late', nn.Sequential(nn.ReLU(), nn.Linear(1, 1))),
+        lambda model: model.parts.append(nn.Conv2d(1, 1, 1)),
+        lambda model: model.parts[0].register_module('late', nn.BatchNorm1d(1, affine=False)),
+    ],
+)
+@pytest.mark.parametrize('level', CAST_LEVELS)
+def test_module_list_that_changes_after_the_cast(change: Any, level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    model.parts = nn.ModuleList([nn.Linear(1, 1)])
+    handle = cast(model, level)
+    before = [(name, id(module)) for name, module in model.named_modules()]
+    with pytest.raises(AmpUsageError, match=r'cast already.*detach\(\)'):
+        change(model)
+    assert [(name, id(module)) for name, module in model.named_modules()] == before
+    handle.remove()
+    change(model)
+
+
+@pytest.mark.parametrize('level', CAST_LEVELS)
+def test_changes_that_are_harmless(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    cast(model, level)
+    model.act = nn.ReLU()
+    model.again = model.head
+    model.head = model.head
+    model.gone = None
+    nn.Sequential(model)
+    del model.act
+    copied = copy.deepcopy(model)
+    copied.late = nn.Linear(1, 1)
+
+
+def test_a_loss_that_is_switched_runs_in_fp32(device: torch.device) -> None:
+    """mmpretrain's SwitchRecipeHook puts another loss into the head in the middle of a training."""
+    model = Classifier().to(device)
+    handle = cast(model)
+
+    class LaterLoss(SumLoss): ...
+
+    model.loss = LaterLoss()
+    assert model.loss(torch.full((70_000,), 1.0, device=device, dtype=F16)).item() == 70_000
+    handle.remove()
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize('level', ['O0', *AUTOCAST_LEVELS])
+def test_uncast_models_may_change(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    cast(model, level)
+    model.late = nn.Linear(1, 1)

@@ -125,7 +125,13 @@ def test_mmcv_without_ops(name: str) -> None:
 
 
 def test_names_that_are_fine() -> None:
-    names = ('torch.nn.LayerNorm', 'torch.softmax', 'torch.Tensor.sum', f'{__name__}.Doubled', f'{__name__}.Plain.decode')
+    names = (
+        'torch.nn.LayerNorm',
+        'torch.softmax',
+        'torch.Tensor.sum',
+        f'{__name__}.Doubled',
+        f'{__name__}.Plain.decode',
+    )
     assert problems_of(names) == []
 
 

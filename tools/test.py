@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner
 from options import merge_options
+from projects import check
 
 import amp_wrapper
 from amp_wrapper.policy import LEVELS
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> dict:
     args = parse_args(argv)
     if not Path(args.checkpoint).is_file():
         raise SystemExit(f'checkpoint {args.checkpoint!r} does not exist')
+    check(args.config)
     cfg = Config.fromfile(args.config)
     merge_options(cfg, args.cfg_options)
     cfg.launcher = args.launcher

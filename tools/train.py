@@ -16,6 +16,7 @@ import torch
 from mmengine.config import Config, DictAction
 from mmengine.runner import Runner, find_latest_checkpoint
 from options import merge_options
+from projects import check
 
 import amp_wrapper
 from amp_wrapper.policy import LEVELS
@@ -72,6 +73,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def load_config(args: argparse.Namespace) -> Config:
     """The config with the command line's words in it."""
+    check(args.config)
     cfg = Config.fromfile(args.config)
     merge_options(cfg, args.cfg_options)
     cfg.launcher = args.launcher

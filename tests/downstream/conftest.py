@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / 'tools')]
 
-import torchvision_cpu
+from projects import declare_torchvision_ops
 
-torchvision_cpu.declare()
+declare_torchvision_ops()
 
 import torch
 import types_seen  # noqa: F401  (registers the evaluator)

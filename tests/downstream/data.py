@@ -72,9 +72,7 @@ def loaders(case: Case, folder: Path) -> dict[str, Any]:
         return dict(result, val_dataloader=None, val_evaluator=None, test_dataloader=None, test_evaluator=None)
     val = dict(common, sampler=dict(type='DefaultSampler', shuffle=False), dataset=data['val'])
     evaluators = [*data['evaluators'], dict(type='mmengine.TypeWatch')]
-    return dict(
-        result, val_dataloader=val, val_evaluator=evaluators, test_dataloader=val, test_evaluator=evaluators
-    )
+    return dict(result, val_dataloader=val, val_evaluator=evaluators, test_dataloader=val, test_evaluator=evaluators)
 
 
 def _classification(case: Case, folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import data
 import torch
 from mmengine.config import Config
-from mmengine.logging import MMLogger, MessageHub
+from mmengine.logging import MessageHub, MMLogger
 from mmengine.utils import ManagerMixin
 from mmengine.visualization import Visualizer
 from zoo import Case, configs_folder, load_config, register
@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 def small_config(case: Case, folder: Path, work_dir: Path) -> Config:
     """The project's config with a small model, the generated data, one short epoch, and a line that imports us.
 
-    ``optim_wrapper`` keeps what the project wrote, but for the schedule's learning rate; hooks and schedulers stay.
+    ``optim_wrapper`` keeps what the project wrote, but for the learning rate; its hooks stay, its schedulers do not.
     """
     cfg = load_config(case)
     for key in ('train_dataloader', 'val_dataloader', 'test_dataloader', 'val_evaluator', 'test_evaluator'):
@@ -44,6 +44,8 @@ def small_config(case: Case, folder: Path, work_dir: Path) -> Config:
         logger=dict(type='LoggerHook', interval=1), checkpoint=dict(type='CheckpointHook', interval=1, by_epoch=True)
     )
     cfg.log_processor = dict(by_epoch=True)
+    # without the schedule there is no warm-up
+    cfg.optim_wrapper.optimizer.lr = 1e-4
     cfg.custom_imports = dict(imports=['amp_wrapper'], allow_failed_imports=False)
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if hook['type'] != 'YOLOXModeSwitchHook']
     cfg.env_cfg = dict(cudnn_benchmark=False, dist_cfg=dict(backend='gloo'))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -62,11 +63,28 @@ def members(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return used
 
 
+def watch_outputs(model: nn.Module) -> tuple[dict[torch.dtype, set[str]], Callable[[], None]]:
+    """Which classes of innermost modules give out which type."""
+    found: dict[torch.dtype, set[str]] = {}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        for _, tensor in tensors(output):
+            if tensor.is_floating_point():
+                found.setdefault(tensor.dtype, set()).add(type(module).__name__)
+
+    leaves = [m for m in model.modules() if not any(True for _ in m.children())]
+    handles = [m.register_forward_hook(look) for m in leaves]
+    return found, lambda: [handle.remove() for handle in handles] and None
+
+
 def test_training(case: Case, level: str, members: set[str], keep: Any) -> None:
     reference = fp32_losses(case.name)
     model, wrapper = make(case, level)
+    wrapper.attach(model)
+    outputs, forget = watch_outputs(model)
     began = time.perf_counter()
     losses = overfit(model, wrapper, case)
+    forget()
     seconds = time.perf_counter() - began
     off = abs(losses[0] - reference[0]) / reference[0]
     fall = sum(losses[-5:]) / 5 / losses[0]
@@ -82,6 +100,7 @@ def test_training(case: Case, level: str, members: set[str], keep: Any) -> None:
             fp32_fall=fp32_fall,
             seconds=seconds,
             members=sorted(members),
+            outputs={str(dtype).removeprefix('torch.'): sorted(names) for dtype, names in outputs.items()},
         ),
     )
     assert off <= BOUNDS[level], f'first loss {losses[0]} against {reference[0]}'
@@ -114,7 +133,17 @@ def test_predictions(case: Case, level: str) -> None:
         assert kinds.get(key, torch.int64) is torch.int64
 
 
-def test_memory_is_what_the_level_promises(case: Case, level: str) -> None:
+def part(values: Iterable[torch.Tensor]) -> float:
+    """Bytes, as a part of what FP32 would take."""
+    values = list(values)
+    return sum(v.nbytes for v in values) / sum(4 * v.numel() for v in values)
+
+
+def gradients(model: nn.Module) -> Iterable[torch.Tensor]:
+    return (p.grad for p in model.parameters() if p.grad is not None)
+
+
+def test_memory_is_what_the_level_promises(case: Case, level: str, keep: Any) -> None:
     model, wrapper = make(case, level)
     batch = model.data_preprocessor(make_batch(case), True)
     with wrapper.optim_context(model):
@@ -126,6 +155,10 @@ def test_memory_is_what_the_level_promises(case: Case, level: str) -> None:
         expected = TYPES[level] if narrow_here else torch.float32
         assert parameter.dtype is expected, name
         assert parameter.grad is None or parameter.grad.dtype is expected, name
+    keep(
+        f'{case.slug}_{level}_memory',
+        dict(model=case.name, level=level, weights=part(model.parameters()), gradients=part(gradients(model))),
+    )
     if level in ('O2', 'O5'):
         masters = {id(p) for group in wrapper.optimizer.param_groups for p in group['params']}
         assert all(p.dtype is torch.float32 for group in wrapper.optimizer.param_groups for p in group['params'])
