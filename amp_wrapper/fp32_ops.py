@@ -116,21 +116,34 @@ def _without_autocast(op: Fp32Op, devices: list[str]) -> ExitStack:
 # -- stand-ins -------------------------------------------------------------------------------------------------------
 
 
-def _stand_in(op: Fp32Op, function: Callable[..., Any]) -> Callable[..., Any]:
+class _Member:
+    """An object that runs in FP32 while any of its names is active: 'mmcv.ops.nms' is 'mmcv.ops.nms.nms' too."""
+
+    def __init__(self, op: Fp32Op) -> None:
+        self.op = op
+        self.names = {op.name}
+
+    def is_active(self) -> bool:
+        """On this thread, or in a backward pass."""
+        return any(not self.names.isdisjoint(names) for names in (*_thread.passes, *_backward_passes))
+
+
+def _stand_in(member: _Member, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        return call(op, function, args, kwargs) if _is_active(op.name) else function(*args, **kwargs)
+        return call(member.op, function, args, kwargs) if member.is_active() else function(*args, **kwargs)
 
     return in_fp32
 
 
-def _forward_stand_in(op: Fp32Op, forward: Callable[..., Any], with_context: bool) -> Callable[..., Any]:
+def _forward_stand_in(member: _Member, forward: Callable[..., Any], with_context: bool) -> Callable[..., Any]:
     """For ``Function.forward``, inside which autograd records nothing: results are cast without a trace."""
 
     @functools.wraps(forward)
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        if not _is_active(op.name):
+        if not member.is_active():
             return forward(*args, **kwargs)
+        op = member.op
         seen = _look(op, args, kwargs)
         with _without_autocast(op, seen.devices):
             if not seen.narrow:
@@ -158,11 +171,11 @@ def _mark_again(context: Any, before: Any, after: Any) -> None:
         context.mark_non_differentiable(*(new for old, new in pairs if id(old) in marked))
 
 
-def _setup_stand_in(op: Fp32Op, setup: Callable[..., Any]) -> Callable[..., Any]:
+def _setup_stand_in(member: _Member, setup: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(setup)
     def in_fp32(ctx: Any, inputs: Any, output: Any) -> Any:
-        if _is_active(op.name):
-            seen = _look(op, inputs, {})
+        if member.is_active():
+            seen = _look(member.op, inputs, {})
             if seen.narrow:
                 setattr(ctx, _MARK, True)
                 inputs = cast_tensors(inputs, torch.float32, HALF_TYPES)
@@ -189,7 +202,8 @@ def _backward_stand_in(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Site:
     """One attribute that holds a member: of the class or module that owns it, or of a module that imported it."""
 
-    def __init__(self, holder: Any, name: str, stand_in: Any) -> None:
+    def __init__(self, holder: Any, name: str, stand_in: Any, member: _Member) -> None:
+        self.member = member
         self._holder, self._name, self._stand_in = holder, name, stand_in
         self._own = name in vars(holder)
         self._before = vars(holder).get(name)
@@ -216,9 +230,10 @@ class _Members:
         self.users = 0
         self.known: dict[str, Fp32Op] = dict(FP32_OPS)
         self._unresolved: set[str] = set(FP32_OPS)
-        self._sites: list[_Site] = []
-        # id of an original -> (original, stand-in); the original is kept, so that its id stays its own
-        self._stand_ins: dict[int, tuple[Any, Any]] = {}
+        # (id of the holder, attribute); sites keep their holders, so that an id stays its own
+        self._sites: dict[tuple[int, str], _Site] = {}
+        # id of an original -> original, stand-in, member
+        self._stand_ins: dict[int, tuple[Any, Any, _Member]] = {}
         self._scanned: set[str] = set()
         self._modules = 0
 
@@ -236,15 +251,15 @@ class _Members:
         with self.lock:
             self.known.setdefault(op.name, op)
             before = len(self._sites)
-            self._add_attribute(op, cls, name, getattr(cls, name))
-            for site in self._sites[before:] if self.users else ():
+            self._add_attribute(_Member(op), cls, name, getattr(cls, name))
+            for site in list(self._sites.values())[before:] if self.users else ():
                 site.install()
 
     def acquire(self) -> None:
         with self.lock:
             if self.users == 0 or len(sys.modules) != self._modules:
                 fresh = self._look_around()
-                for site in self._sites if self.users == 0 else fresh:
+                for site in self._sites.values() if self.users == 0 else fresh:
                     site.install()
             self.users += 1
 
@@ -252,7 +267,7 @@ class _Members:
         with self.lock:
             self.users -= 1
             if self.users == 0:
-                for site in self._sites:
+                for site in self._sites.values():
                     site.remove()
 
     def _look_around(self) -> list[_Site]:
@@ -273,42 +288,53 @@ class _Members:
                 self._scanned.add(name)
                 self._scan(module)
         self._modules = len(sys.modules)
-        return self._sites[before:]
+        return list(self._sites.values())[before:]
 
     def _resolve(self, op: Fp32Op, value: Any) -> None:
         if is_module_class(value):
             return  # the business of casting
+        known = self._stand_ins.get(id(value))
+        if known is not None:
+            known[2].names.add(op.name)
+            return
+        member = _Member(op)
         bound = getattr(value, '__self__', None)
         if is_function_class(bound) and getattr(value, '__name__', '') == 'apply':
             value = bound
         if is_function_class(value):
-            self._resolve_function_class(op, value)
+            self._resolve_function_class(member, value)
             return
         holder, name = owner(op.name)
-        stand_in = self._add_attribute(op, holder, name, value)
-        if not isinstance(holder, type):
-            self._stand_ins[id(value)] = (value, stand_in)
+        stand_in = self._add_attribute(member, holder, name, value)
+        if not isinstance(holder, type) and stand_in is not None:
+            self._stand_ins[id(value)] = (value, stand_in, member)
 
-    def _add_attribute(self, op: Fp32Op, holder: Any, name: str, value: Any) -> Any:
+    def _add_attribute(self, member: _Member, holder: Any, name: str, value: Any) -> Any:
         raw = next((vars(base)[name] for base in getattr(holder, '__mro__', ()) if name in vars(base)), value)
         if isinstance(raw, (staticmethod, classmethod)):
-            stand_in: Any = type(raw)(_stand_in(op, raw.__func__))
+            stand_in: Any = type(raw)(_stand_in(member, raw.__func__))
         else:
-            stand_in = _stand_in(op, value)
-        self._add_site(holder, name, stand_in)
-        return stand_in
+            stand_in = _stand_in(member, value)
+        return stand_in if self._add_site(holder, name, stand_in, member) else None
 
-    def _resolve_function_class(self, op: Fp32Op, cls: Any) -> None:
+    def _resolve_function_class(self, member: _Member, cls: Any) -> None:
         modern = cls.setup_context is not torch.autograd.Function.setup_context
-        self._add_site(cls, 'forward', staticmethod(_forward_stand_in(op, cls.forward, with_context=not modern)))
+        forward = staticmethod(_forward_stand_in(member, cls.forward, with_context=not modern))
+        if not self._add_site(cls, 'forward', forward, member):
+            return
         if modern:
-            self._add_site(cls, 'setup_context', staticmethod(_setup_stand_in(op, cls.setup_context)))
+            self._add_site(cls, 'setup_context', staticmethod(_setup_stand_in(member, cls.setup_context)), member)
         # for good: see the module's docstring
         cls.backward = staticmethod(_backward_stand_in(cls.backward))
 
-    def _add_site(self, holder: Any, name: str, stand_in: Any) -> None:
-        if not any(site._holder is holder and site._name == name for site in self._sites):
-            self._sites.append(_Site(holder, name, stand_in))
+    def _add_site(self, holder: Any, name: str, stand_in: Any, member: _Member) -> bool:
+        """Whether the site is new; the names of a known one are joined."""
+        known = self._sites.get((id(holder), name))
+        if known is not None:
+            known.member.names |= member.names
+            return False
+        self._sites[id(holder), name] = _Site(holder, name, stand_in, member)
+        return True
 
     def _scan(self, module: Any) -> None:
         space = getattr(module, '__dict__', None)
@@ -317,7 +343,7 @@ class _Members:
         for name, value in list(space.items()):
             known = self._stand_ins.get(id(value))
             if known is not None and known[0] is value:
-                self._add_site(module, name, known[1])
+                self._add_site(module, name, known[1], known[2])
 
 
 _members = _Members()
@@ -336,10 +362,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 # autograd runs backward passes on threads of its own
 _backward_passes: list[frozenset[str]] = []
-
-
-def _is_active(name: str) -> bool:
-    return any(name in names for names in _thread.passes) or any(name in names for names in _backward_passes)
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,7 +1,8 @@
 """What the casts cost on the host: ``python -m benchmarks.hooks [--write]``.
 
-A leaf hook that finds nothing to cast, the same as torch's own price for having any hook, and a whole forward pass at
-O2 with and without the function mode that keeps losses FP32. One run, one thread, medians.
+A leaf hook that finds nothing to cast, torch's own price for having any hook, whole forward passes of many small modules
+with and without the package, and the FP32 registry: beginning and ending a pass, and a member inside and outside of one.
+One run, one thread, medians.
 """
 
 from __future__ import annotations
@@ -74,22 +75,34 @@ def measure() -> list[tuple[str, float, str]]:
     x = torch.ones(4, 8)
     plain = layers()
     rows.append(('300 modules, FP32, no package', microseconds(lambda: plain(x), 20), ''))
-    for level in ('O0', 'O5'):
+    for level in ('O0', 'O4', 'O5'):
         model = layers()
         AmpEngine(resolve(level), None).attach(model)
-        rows.append((f'300 modules, {level}', microseconds(lambda model=model: model(x), 20), ''))
+        label = '300 modules, O4, no autocast around it' if level == 'O4' else f'300 modules, {level}'
+        rows.append((label, microseconds(lambda model=model: model(x), 20), ''))
     half_model = layers().bfloat16()
     wide = x.bfloat16()
     rows.append(('300 modules, bfloat16, no package', microseconds(lambda: half_model(wide), 20), ''))
 
-    def under_mode() -> None:
-        fp32_ops.enter()
-        half_model(wide)
+    members = fp32_ops.OpSet()
+
+    def whole_pass() -> None:
+        fp32_ops.enter(members)
         fp32_ops.leave()
 
+    whole_pass()
+    loss = torch.nn.functional.mse_loss
+    rows.append(('FP32 registry: begin and end a forward pass', microseconds(whole_pass), 'once a forward pass'))
+    rows.append(('mse_loss in FP32, no pass under way', microseconds(lambda: loss(x, x)), 'nothing of ours is called'))
+    fp32_ops.enter(members)
+    inside = torch.nn.functional.mse_loss
+    rows.append(('mse_loss in FP32 inside a pass', microseconds(lambda: inside(x, x)), 'a member'))
     rows.append(
-        ('the same under the function mode alone', microseconds(under_mode, 20), 'keeps functional losses FP32')
+        ('mse_loss of bfloat16 inside a pass', microseconds(lambda: inside(wide, wide)), 'a member, with casts')
     )
+    rows.append(('relu inside a pass', microseconds(lambda: torch.relu(x)), 'no member: not touched'))
+    fp32_ops.leave()
+    rows.append(('relu', microseconds(lambda: torch.relu(x)), ''))
     return rows
 
 

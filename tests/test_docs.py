@@ -23,7 +23,7 @@ from mmengine.registry import HOOKS
 from torch import nn
 
 import amp_wrapper
-from amp_wrapper import AmpConfigError, AmpOptimWrapper, policy
+from amp_wrapper import AmpConfigError, AmpOptimWrapper, fp32_registry, policy
 from amp_wrapper.policy import LEVELS, dtype_name, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,9 +68,20 @@ class TinyDetector(nn.Module):
         return self.bbox_head['norm'](self.bbox_head['fc'](x))
 
 
+def foreign_bases() -> set[str]:
+    """What the configs of this repository inherit from other projects; make test-downstream reads them all."""
+    texts = [path.read_text() for path in (ROOT / 'configs').glob('mm*/*.py')]
+    return {base for text in texts for base in re.findall(r"^_base_ = '(.+)'$", text, re.MULTILINE)}
+
+
 def run_config(code: str) -> None:
     """Parse as mmengine does, build what can be built, and train one step."""
-    cfg = Config.fromstring(code, '.py')
+    bases = re.findall(r"^_base_ = '(.+::.+)'$", code, re.MULTILINE)
+    assert set(bases) <= foreign_bases(), f'no config of this repository inherits from {bases}'
+    cfg = Config.fromstring(re.sub(r"^_base_ = '.+::.+'$", '', code, flags=re.MULTILINE), '.py')
+    if bases and 'optim_wrapper' in cfg:
+        # the project's own config, which is not installed here, brings the optimizer
+        cfg.optim_wrapper.setdefault('optimizer', dict(type='SGD', lr=0.01))
     for hook in cfg.get('custom_hooks', ()):
         HOOKS.build(dict(hook))
     if 'optim_wrapper' not in cfg:
@@ -240,6 +251,27 @@ def test_defaults_of_the_arguments() -> None:
             assert str(defaults[name]) == value, name
 
 
+def test_the_registry_is_documented() -> None:
+    """Every member, the types it avoids, its rule and its reason, grouped as the table of the code is."""
+
+    def types(avoided: frozenset[torch.dtype]) -> str:
+        return ' and '.join(sorted(dtype_name(dtype) for dtype in avoided)) or 'none'
+
+    rules = {'caller': "the caller's type", 'float32': 'float32'}
+    expected = {
+        name: [types(op.cpu), types(op.cuda), rules[op.output], op.reason]
+        for name, op in fp32_registry.FP32_OPS.items()
+    }
+    found = {
+        name: cells
+        for members, *cells in table((ROOT / 'docs/fp32_ops.md').read_text(), 'members')[1:]
+        for name in re.findall(r'`([\w.]+)`', members)
+    }
+    assert found == expected
+    for name in fp32_registry.FP32_METHODS:
+        assert f'`{name}`' in (ROOT / 'docs/fp32_ops.md').read_text()
+
+
 # -- links, paths, commands -------------------------------------------------------------------------------------------
 
 
@@ -289,7 +321,7 @@ def commands() -> list[list[str]]:
 
 def test_commands_name_what_exists() -> None:
     """Make targets, tools, configs and their options."""
-    targets = set(re.findall(r'^(\w+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
+    targets = set(re.findall(r'^([\w-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
     seen = set()
     for words in commands():
         if words[0] == 'make':

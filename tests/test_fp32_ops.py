@@ -608,3 +608,25 @@ def test_classes_without_a_dotted_name(device: torch.device) -> None:
         fp32_ops.enter(OpSet(classes=[type(head)]))
         assert head.loss_by_feat(x).item() == expected
         fp32_ops.leave()
+
+
+# -- several names for one object --------------------------------------------------------------------------------------
+
+
+def test_aliases_join(device: torch.device) -> None:
+    """mmcv.ops.nms and mmcv.ops.nms.nms: whichever name a wrapper gives, the other's stand-in must not hide it."""
+    alias = types.ModuleType('alias_module_of_this_test')
+    alias.product, alias.op = product, square  # type: ignore[attr-defined]
+    sys.modules[alias.__name__] = alias
+    x = torch.ones(2, 2, device=device, dtype=torch.float16)
+    try:
+        for names in ((f'{ME}.product', f'{ME}.Square'), (f'{alias.__name__}.product', f'{alias.__name__}.op')):
+            fp32_ops.enter(OpSet(names))
+            alias.product(x, x)
+            product(x, x)
+            assert alias.op(x)[0].dtype is torch.float16
+            fp32_ops.leave()
+            assert [types_[0] for types_ in seen] == [torch.float32] * 2
+            seen.clear()
+    finally:
+        del sys.modules[alias.__name__]
