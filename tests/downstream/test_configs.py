@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import skip_without_ops
 from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
@@ -33,6 +34,7 @@ def _base(path: Path) -> str:
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: f'{path.parent.name}/{path.stem}')
 def test_config(path: Path) -> None:
     project = path.parent.name
+    skip_without_ops(project)
     assert inherited(path) == [project] and problems(project) == []
     level = path.stem[-2:].upper()
     cfg = Config.fromfile(path)

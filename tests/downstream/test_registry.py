@@ -29,7 +29,7 @@ def test_every_entry_exists() -> None:
 def test_names_in_the_docs_exist() -> None:
     register('mmdet')
     text = (DOCS / 'fp32_ops.md').read_text() + (DOCS / 'openmmlab.md').read_text()
-    names = {name for name in re.findall(r'\bmm(?:cv\.ops|det\.models)\.[\w.]+\w', text)}
+    names = set(re.findall(r'\bmm(?:cv\.ops|det\.models)\.[\w.]+\w', text))
     assert len(names) > 50 and problems_of(tuple(sorted(names))) == []
 
 
