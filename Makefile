@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 WORKERS ?= 2
 PYTEST_ARGS ?=
-# the environment of test-downstream, and its mmcv: full, or mmcv-lite==2.1.0 (mmdetection is skipped then). A wheel that
+# the environment of test-downstream, and its mmcv: full, or mmcv-lite==2.1.0 (only mmpretrain is tried then). A wheel that
 # lies in WHEELS is taken; otherwise mmcv is built from source, which takes up to 40 minutes
 DOWNSTREAM ?= .venv-downstream
 MMCV ?= mmcv==2.1.0

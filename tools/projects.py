@@ -14,7 +14,7 @@ from packaging.version import Version
 # import name: (distribution, oldest release on mmengine, first mmcv that it refuses, whether it needs mmcv's ops)
 PROJECTS: dict[str, tuple[str, str, str, bool]] = {
     'mmpretrain': ('mmpretrain', '1.0.0', '2.4.0', False),
-    'mmseg': ('mmsegmentation', '1.0.0', '2.2.0', False),
+    'mmseg': ('mmsegmentation', '1.0.0', '2.2.0', True),
     'mmdet': ('mmdet', '3.0.0', '2.2.0', True),
 }
 _SCHEMAS = (

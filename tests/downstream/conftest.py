@@ -44,9 +44,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def skip_without_ops(project: str) -> None:
-    """mmdetection cannot even be imported beside mmcv-lite."""
-    if project == 'mmdet' and find_spec('mmcv._ext') is None:
-        pytest.skip('mmdetection needs the compiled ops of mmcv, and this is mmcv-lite')
+    """mmdetection and mmsegmentation cannot even be imported beside mmcv-lite."""
+    if project != 'mmpretrain' and find_spec('mmcv._ext') is None:
+        pytest.skip(f'{project} imports the compiled ops of mmcv, and this is mmcv-lite')
 
 
 @pytest.fixture(params=LEVELS)
