@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -184,6 +184,15 @@ class CastPlan:
             self._keep_sharers()
             self._collect()
 
+    def _hook_sets(self) -> dict[int, fp32_ops.OpSet]:
+        """What another wrapper that autocasts has put on the roots."""
+        return {
+            id(root): hook.ops
+            for _, root in self.roots
+            for hook in root._forward_pre_hooks.values()
+            if isinstance(hook, EnterForward)
+        }
+
     def _modules(self) -> Iterator[nn.Module]:
         for _, root in self.roots:
             yield from root.modules()
@@ -195,10 +204,9 @@ class CastPlan:
         return fp32_ops.module_classes(self.policy.fp32_ops, dtype, device)
 
     def _refuse(self, name: str, root: nn.Module) -> None:
-        # autocast puts nothing in the way of a second wrapper of its kind
-        kinds = AmpHook if self.policy.cast_model_type is not None else CastInputs
+        # what autocast levels put on is no cast, and makes way for one
         for module in root.modules():
-            if any(isinstance(hook, kinds) for hook in module._forward_pre_hooks.values()):
+            if any(isinstance(hook, CastInputs) for hook in module._forward_pre_hooks.values()):
                 raise AmpAttachError(
                     f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
                     f'attach a model once, or take the casts off with detach() first.'
@@ -317,7 +325,12 @@ class CastPlan:
             The handle that takes both back.
         """
         policy = self.policy
-        handle = CastHandle([root for _, root in self.roots], self.parameters, self._buffers)
+        before = self._hook_sets()
+        if policy.cast_model_type is not None:
+            for _, root in self.roots:
+                strip_hooks(root)
+        watched = [module for module in self._modules() if not isinstance(module, self._leave)]
+        handle = CastHandle([root for _, root in self.roots], self.parameters, self._buffers, watched)
         if policy.casts_model:
             assert policy.cast_model_type is not None
             self._apply_casts(policy.cast_model_type)
@@ -328,16 +341,20 @@ class CastPlan:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif policy.cast_model_outputs is not None:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
-            if policy.runs_16_bit and not _has_hook(root, EnterForward):
+            if policy.runs_16_bit:
+                autocast = not policy.casts_model
+                _drop_kind(root, (EnterForward, LeaveForward))
+                ops = self.ops if id(root) not in before else before[id(root)] | self.ops
                 # first of all, so that an exception in a later pre-hook finds the forward entered
-                root.register_forward_pre_hook(EnterForward(self.ops), prepend=True)
-                root.register_forward_hook(LeaveForward(), always_call=True)
-        if policy.casts_model:
-            _watch(self._modules(), self._leave)
-        elif policy.runs_16_bit:
-            for module, starts, gives_back in self._kept_modules:
-                if starts and not _has_hook(module, EnterFp32):
-                    _run_in_fp32(module, gives_back)
+                root.register_forward_pre_hook(EnterForward(ops, autocast), prepend=True)
+                root.register_forward_hook(LeaveForward(autocast), always_call=True)
+        if policy.runs_16_bit:
+            fp32_ops.attach(watched, self.ops)
+            _watch(watched, policy.casts_model)
+            if not policy.casts_model:
+                for module, starts, gives_back in self._kept_modules:
+                    if not _has_hook(module, EnterFp32):
+                        _run_in_fp32(module, starts and gives_back)
         return handle
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
@@ -367,8 +384,16 @@ class CastPlan:
 class CastHandle:
     """Takes a cast back. Made by :meth:`CastPlan.apply`."""
 
-    def __init__(self, roots: list[nn.Module], parameters: dict[str, nn.Parameter], buffers: list[Tensor]) -> None:
+    def __init__(
+        self,
+        roots: list[nn.Module],
+        parameters: dict[str, nn.Parameter],
+        buffers: list[Tensor],
+        watched: Sequence[nn.Module] = (),
+    ) -> None:
         self.roots = roots
+        # modules that leave the model before its casts do are let go with it
+        self._watched = WeakSet(watched)
         self.parameters = parameters
         self._buffers = buffers
 
@@ -379,8 +404,9 @@ class CastHandle:
 
     def remove(self) -> None:
         """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
+        fp32_ops.release(self._watched)
+        _unwatch(self._watched)
         for root in self.roots:
-            _unwatch(root)
             strip_hooks(root)
         for tensor in (*self.parameters.values(), *self._buffers):
             twin = fp32_twin(tensor)
@@ -422,22 +448,21 @@ def _run_in_fp32(module: nn.Module, gives_back: bool) -> None:
     module.register_forward_hook(LeaveFp32(gives_back), always_call=True)
 
 
-# modules of cast models -> nothing: a module that is put into one of them later would stay out of the cast
-_watched: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+# modules of attached models -> whether they are cast: what is put into one of them later finds no hooks of ours
+_watched: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 _guard: Any = None
 
 
-def _watch(modules: Iterator[nn.Module], leave: tuple[type, ...]) -> None:
+def _watch(modules: Iterable[nn.Module], casts: bool) -> None:
     global _guard
     if _guard is None:
         _guard = nn.modules.module.register_module_module_registration_hook(_check_new_module)
     for module in modules:
-        if not isinstance(module, leave):
-            _watched[module] = None
+        _watched[module] = casts
 
 
-def _unwatch(root: nn.Module) -> None:
-    for module in root.modules():
+def _unwatch(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
         _watched.pop(module, None)
 
 
@@ -445,23 +470,31 @@ def _check_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> No
     """Called by torch before a module becomes a child of another."""
     if parent not in _watched or new is None or new in _watched:
         return
-    losses = [module for module in new.modules() if is_loss(module)]
-    inside = {id(tensor) for loss in losses for tensor in (*loss.parameters(), *loss.buffers())}
-    foreign = [
-        key
-        for key, tensor in (*new.named_parameters(), *new.named_buffers())
-        if tensor.dtype in CASTABLE and id(tensor) not in inside
-    ]
-    if foreign:
-        raise AmpUsageError(
-            f'{type(parent).__name__}.{name} = {type(new).__name__}: the model was cast already, and a module that comes '
-            f'later ({_some(foreign)}) would stay out of the cast, the masters and the optimizer. Call '
-            f'optim_wrapper.detach(), change the model, give its parameters to the optimizer, and attach again.'
-        )
+    casts = _watched[parent]
+    fresh = [module for module in new.modules() if module not in _watched]
+    losses = [module for module in fresh if is_loss(module)]
+    if casts:
+        # a container of modules that are here already, or a converted layer with the same tensors, is no news
+        known = {id(t) for module in list(_watched) for _, t in _own_tensors(module)}
+        known |= {id(t) for loss in losses for t in (*loss.parameters(), *loss.buffers())}
+        foreign = [
+            key
+            for key, tensor in (*new.named_parameters(), *new.named_buffers())
+            if tensor.dtype in CASTABLE and id(tensor) not in known
+        ]
+        if foreign:
+            raise AmpUsageError(
+                f'{type(parent).__name__}.{name} = {type(new).__name__}: the model was cast already, and a module that '
+                f'comes later ({_some(foreign)}) would stay out of the cast, the masters and the optimizer. Call '
+                f'optim_wrapper.detach(), change the model, give its parameters to the optimizer, and attach again.'
+            )
     for loss in losses:
         # recipes switch losses in the middle of a training: the new one runs in FP32 like the old one
-        if not _has_hook(loss, CastInputs):
+        if casts and not _has_hook(loss, CastInputs):
             loss.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
+        elif not casts and not _has_hook(loss, EnterFp32):
+            _run_in_fp32(loss, gives_back=False)
+    _watch(fresh, casts)
 
 
 def strip_hooks(root: nn.Module) -> None:
@@ -533,6 +566,12 @@ def _has_hook(module: nn.Module, kind: type) -> bool:
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks)
         for hook in hooks.values()
     )
+
+
+def _drop_kind(module: nn.Module, kinds: tuple[type, ...]) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
+            del hooks[key]
 
 
 def _drop(hooks: dict[int, Any]) -> None:

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from . import casting, checkpoint, forward_hooks, fp32_ops, gradients, scope
-from .errors import AmpCheckpointError, AmpUsageError, OverflowStreakError
+from .errors import AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
 from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state
@@ -85,6 +85,7 @@ class AmpEngine:
         self.scalers = [self._new_scaler() for _ in range(policy.num_losses)]
         self._handle: casting.CastHandle | None = None
         self._ops: fp32_ops.OpSet | None = None
+        self._seen_ops: set[frozenset[str]] = set()
         self._masters: MasterWeights | None = None
         self._names: dict[int, str] = {}
         self._ddps: list[DistributedDataParallel] = []
@@ -216,6 +217,8 @@ class AmpEngine:
             raise AmpUsageError(
                 'detach() in the middle of an accumulation window would lose its gradients: step() first.'
             )
+        if not fp32_ops.in_forward():
+            forward_hooks.unwind()
         if self._masters is not None:
             self._masters.refresh()
             for _ in self._masters.release():
@@ -238,13 +241,39 @@ class AmpEngine:
         Args:
             model: Says on which device autocast works.
         """
-        before = forward_hooks.open_contexts()
         dtype = self.policy.autocast_dtype if self.policy.enabled else None
-        try:
-            with forward_hooks.autocast_context(forward_hooks.module_device(model).type, dtype):
+        context = forward_hooks.autocast_context(forward_hooks.module_device(model).type, dtype)
+        if torch.compiler.is_compiling():
+            with context:
                 yield
+            return
+        if not fp32_ops.in_forward():
+            # what an interrupted validation left open
+            forward_hooks.unwind()
+        before = forward_hooks.open_contexts()
+        try:
+            with fp32_ops.recording(self._seen_ops), context:
+                if self._ops is not None:
+                    # for models whose train_step does not call them
+                    fp32_ops.enter(self._ops)
+                yield
+        except RuntimeError as error:
+            self._explain(error, model)
+            raise
         finally:
             forward_hooks.unwind(before)
+
+    def _explain(self, error: RuntimeError, model: nn.Module) -> None:
+        """A module list that changed behind torch's registration hooks shows as an error about types."""
+        if isinstance(error, AmpError) or not self.casts:
+            return
+        new = [name for name, p in scope.unwrap(model).named_parameters() if id(p) not in self._names]
+        if new:
+            raise AmpUsageError(
+                f'the model has parameters that it did not have when it was cast ({", ".join(new[:5])}): they are in '
+                f'FP32, without masters, and the optimizer may not know them. Call optim_wrapper.detach(), change the '
+                f'model, give its parameters to the optimizer, and attach again.'
+            ) from error
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
@@ -271,7 +300,7 @@ class AmpEngine:
         if not self.attached:
             self.attach(None)
         # checkpointed segments are recomputed in there
-        with nullcontext() if self._ops is None else fp32_ops.in_backward(self._ops):
+        with nullcontext() if self._ops is None else fp32_ops.in_backward(self._ops, self._seen_ops):
             if self.policy.num_losses > 1 and self.policy.enabled:
                 self._backward_on_arrival(scaled, loss_id, kwargs)
             else:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from . import fp32_ops
 from .errors import AmpAttachError
+from .fp32_call import autocast_is_on
 from .nested import HALF_TYPES, EnterObject, cast_tensors, map_tensors
 
 
@@ -73,20 +74,32 @@ class EnterForward(AmpHook):
 
     Args:
         ops: Which ones.
+        autocast: Whether the model is autocast. Then ``torch.compile`` traces the model as if this hook were not there,
+            and autocast's own lists decide; a pass would break the graph.
     """
 
-    def __init__(self, ops: fp32_ops.OpSet) -> None:
+    def __init__(self, ops: fp32_ops.OpSet, autocast: bool = False) -> None:
         self.ops = ops
+        self.autocast = autocast
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        fp32_ops.enter(self.ops)
+        if not (self.autocast and torch.compiler.is_compiling()):
+            fp32_ops.enter(self.ops, id(module))
 
 
 class LeaveForward(AmpHook):
-    """Forward hook of a model, called after exceptions too: the counterpart of :class:`EnterForward`."""
+    """Forward hook of a model, called after exceptions too: the counterpart of :class:`EnterForward`.
+
+    Args:
+        autocast: As there.
+    """
+
+    def __init__(self, autocast: bool = False) -> None:
+        self.autocast = autocast
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        fp32_ops.leave()
+        if not (self.autocast and torch.compiler.is_compiling()):
+            fp32_ops.leave(id(module))
 
 
 class _AutocastStack(threading.local):
@@ -144,6 +157,8 @@ class EnterFp32(AmpHook):
     """Forward pre-hook of a module that runs in FP32 inside autocast: inputs are cast up, and autocast is off."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None  # autocast's own lists decide
         region = _Region(module)
         devices: set[str] = set()
 
@@ -155,7 +170,7 @@ class EnterFp32(AmpHook):
 
         map_tensors(look, (args, kwargs))
         for device in devices or {module_device(module).type}:
-            if torch.is_autocast_enabled(device):
+            if autocast_is_on(device):
                 region.contexts.enter_context(torch.autocast(device, enabled=False))
         _regions.open.append(region)
         if region.caller is None:
@@ -190,7 +205,10 @@ def open_contexts() -> tuple[int, int, int]:
     return fp32_ops.depth(), len(_autocasts.contexts), len(_regions.open)
 
 
-def unwind(to: tuple[int, int, int]) -> None:
+CLOSED = (0, 0, 0)
+
+
+def unwind(to: tuple[int, int, int] = CLOSED) -> None:
     """Close down to ``to``; for exceptions such as KeyboardInterrupt, after which torch runs no hooks."""
     while len(_regions.open) > to[2]:
         _regions.open.pop().contexts.close()

@@ -1,13 +1,14 @@
-"""Makes the functions of :mod:`amp_wrapper.fp32_registry` run in FP32 while a model of ours is at work.
+"""Makes the members of :mod:`amp_wrapper.fp32_registry` run in FP32 while a model of ours is at work.
 
-During a forward pass, and during the backward pass (where checkpointed segments are recomputed), each member is replaced
-by a stand-in in the module or class that owns it and in every module that imported it. The stand-in casts inputs up,
-switches autocast off, and gives results back as the registry says; on threads that run no model of ours it calls the
-original. Between passes nothing is replaced, so code that has nothing to do with us never meets a stand-in, and
-functions keep their identity (pickle, ``torch.jit.script``). Functions that are not members are never touched.
+A *pass* is a forward pass of a model of ours on one thread, or a backward pass, in which checkpointed segments run again on
+threads of autograd's own. During a pass each function of the registry is replaced by a stand-in, in the module or class
+that owns it and in every module that imported it; the stand-in acts where the pass's model names the function, and calls
+what it found there otherwise. When the last pass ends, everything is put back, so that functions keep their identity for
+pickle, ``torch.jit.script`` and other people's patches. Functions that are not members are never touched.
 
-An :class:`torch.autograd.Function` is caught at its ``forward`` method, which nobody keeps a reference to; its
-``backward`` is wrapped once and for all, because a graph may outlive the pass, and only acts on graphs made here.
+What nobody keeps a reference to is wrapped once and for all, and is the identity at rest: ``forward`` of autograd
+Functions, and the methods by which other code enters modules of an attached model (:data:`FP32_METHODS` and
+:data:`PASS_METHODS`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from .fp32_call import call, call_method, forward_stand_in, setup_stand_in
 from .fp32_registry import (
     CALLER,
     FLOAT32,
@@ -34,192 +38,95 @@ from .fp32_registry import (
     is_module_class,
     owner,
 )
-from .nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
 
-_MARK = '_amp_wrapper_fp32'
+#: Methods by which users and frameworks enter a model or a part of it without calling it: a pass begins there too.
+PASS_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference', *FP32_METHODS)
 
-
-# -- one call --------------------------------------------------------------------------------------------------------
-
-
-class _Inputs:
-    """What the tensors of one call are like."""
-
-    def __init__(self, op: Fp32Op) -> None:
-        self._op = op
-        self.first: torch.dtype | None = None
-        self.devices: list[str] = []
-        self.narrow = False
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        device = tensor.device.type
-        if device not in self.devices:
-            self.devices.append(device)
-        if tensor.dtype in CASTABLE:
-            self.first = self.first or tensor.dtype
-            self.narrow = self.narrow or tensor.dtype in self._op.avoids(device)
-        return tensor
+_METHOD_OP = Fp32Op('*', FLOAT32, reason=METHOD_REASON)
+_STAND_IN = '_amp_wrapper_stand_in'
+_VERB = '_amp_wrapper_verb'
 
 
-def _look(op: Fp32Op, args: Any, kwargs: Any) -> _Inputs:
-    seen = _Inputs(op)
-    map_tensors(seen, args)
-    if kwargs:
-        map_tensors(seen, kwargs)
-    return seen
-
-
-def _widen_types(values: Any, avoided: frozenset[torch.dtype]) -> Any:
-    """dtype arguments ask for tensors of that type: they widen like the tensors."""
-    if isinstance(values, dict):
-        return {k: torch.float32 if isinstance(v, torch.dtype) and v in avoided else v for k, v in values.items()}
-    return tuple(torch.float32 if isinstance(v, torch.dtype) and v in avoided else v for v in values)
-
-
-def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``function`` in FP32.
-
-    Args:
-        op: Says which types to avoid, and what becomes of the results.
-        function: The original.
-        args: Any nesting of tensors in them is cast; differentiable.
-        kwargs: The same.
-
-    Returns:
-        The result, floating tensors in the type that ``op.output`` asks for.
-    """
-    seen = _look(op, args, kwargs)
-    with _without_autocast(op, seen.devices):
-        avoided = op.avoids(seen.devices[0] if seen.devices else 'cpu')
-        if seen.narrow:
-            args, kwargs = (
-                cast_tensors(args, torch.float32, HALF_TYPES),
-                cast_tensors(kwargs, torch.float32, HALF_TYPES),
-            )
-        args, kwargs = _widen_types(args, avoided), _widen_types(kwargs, avoided)
-        result = function(*args, **kwargs)
-    if op.output == CALLER and seen.narrow and seen.first in HALF_TYPES:
-        assert seen.first is not None
-        result = cast_tensors(result, seen.first, frozenset({torch.float32}))
-    return result
-
-
-def _without_autocast(op: Fp32Op, devices: list[str]) -> ExitStack:
-    """Switches autocast off where it is on, with a type that ``op`` avoids."""
-    stack = ExitStack()
-    for device in devices:
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in op.avoids(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
-
-
-# -- stand-ins -------------------------------------------------------------------------------------------------------
+def _config_key(name: str) -> str:
+    """A name from a configuration may say more than the registry's entry of the same name."""
+    return f'config:{name}'
 
 
 class _Member:
     """An object that runs in FP32 while any of its names is active: 'mmcv.ops.nms' is 'mmcv.ops.nms.nms' too."""
 
-    def __init__(self, op: Fp32Op) -> None:
-        self.op = op
-        self.names = {op.name}
+    def __init__(self) -> None:
+        self.ops: dict[str, Fp32Op] = {}
 
-    def is_active(self) -> bool:
-        """On this thread, or in a backward pass."""
-        return any(not self.names.isdisjoint(names) for names in (*_thread.passes, *_backward_passes))
-
-
-def _stand_in(member: _Member, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        return call(member.op, function, args, kwargs) if member.is_active() else function(*args, **kwargs)
-
-    return in_fp32
+    def active(self) -> Fp32Op | None:
+        """What holds for this thread now."""
+        found: Fp32Op | None = None
+        for key, op in self.ops.items():
+            if any(key in names for names in _thread.passes.values()) or any(key in n for n in _backward_passes):
+                found = op if found is None else _joined(found, op)
+        return found
 
 
-def _forward_stand_in(member: _Member, forward: Callable[..., Any], with_context: bool) -> Callable[..., Any]:
-    """For ``Function.forward``, inside which autograd records nothing: results are cast without a trace."""
-
-    @functools.wraps(forward)
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        if not member.is_active():
-            return forward(*args, **kwargs)
-        op = member.op
-        seen = _look(op, args, kwargs)
-        with _without_autocast(op, seen.devices):
-            if not seen.narrow:
-                return forward(*args, **kwargs)
-            wide = cast_tensors(args, torch.float32, HALF_TYPES)
-            result = forward(*wide, **cast_tensors(kwargs, torch.float32, HALF_TYPES))
-        narrowed = result
-        if op.output == CALLER and seen.first in HALF_TYPES:
-            assert seen.first is not None
-            narrowed = cast_tensors(result, seen.first, frozenset({torch.float32}))
-        if with_context:
-            context = args[0]
-            setattr(context, _MARK, True)
-            _mark_again(context, result, narrowed)
-        return narrowed
-
-    return in_fp32
-
-
-def _mark_again(context: Any, before: Any, after: Any) -> None:
-    """``mark_non_differentiable`` was told of tensors that a cast has replaced since."""
-    marked = {id(tensor) for tensor in context.non_differentiable or ()}
-    if marked and before is not after:
-        pairs = zip(before, after) if isinstance(before, tuple) else [(before, after)]
-        context.mark_non_differentiable(*(new for old, new in pairs if id(old) in marked))
-
-
-def _setup_stand_in(member: _Member, setup: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(setup)
-    def in_fp32(ctx: Any, inputs: Any, output: Any) -> Any:
-        if member.is_active():
-            seen = _look(member.op, inputs, {})
-            if seen.narrow:
-                setattr(ctx, _MARK, True)
-                inputs = cast_tensors(inputs, torch.float32, HALF_TYPES)
-                output = cast_tensors(output, torch.float32, HALF_TYPES)
-        return setup(ctx, inputs, output)
-
-    return in_fp32
-
-
-def _backward_stand_in(backward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(backward)
-    def in_fp32(ctx: Any, *gradients: Any) -> Any:
-        if getattr(ctx, _MARK, False):
-            gradients = cast_tensors(gradients, torch.float32, HALF_TYPES)
-        # autograd casts what comes back to the types of the inputs
-        return backward(ctx, *gradients)
-
-    return in_fp32
-
-
-# -- where members live ----------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=1024)
+def _joined(left: Fp32Op, right: Fp32Op) -> Fp32Op:
+    output = FLOAT32 if FLOAT32 in (left.output, right.output) else CALLER
+    return Fp32Op(left.name, output, left.cpu | right.cpu, left.cuda | right.cuda, left.reason)
 
 
 class _Site:
     """One attribute that holds a member: of the class or module that owns it, or of a module that imported it."""
 
-    def __init__(self, holder: Any, name: str, stand_in: Any, member: _Member) -> None:
+    def __init__(self, member: _Member, holder: Any, name: str) -> None:
         self.member = member
-        self._holder, self._name, self._stand_in = holder, name, stand_in
-        self._own = name in vars(holder)
-        self._before = vars(holder).get(name)
+        self._holder, self._name = holder, name
+        self._own = True
+        self._before: Any = None
+        self._stand_in: Any = None
 
     def install(self) -> None:
-        if self._own:
-            self._before = vars(self._holder).get(self._name)
+        """Wrap what is there now: the original, or what somebody else put there."""
+        space = vars(self._holder)
+        if self._stand_in is not None and self._own and space.get(self._name) is self._before:
+            setattr(self._holder, self._name, self._stand_in)
+            return
+        self._own = self._name in space
+        current = space[self._name] if self._own else getattr(self._holder, self._name)
+        if getattr(_function(current), _STAND_IN, None) is not None:
+            # left there by somebody who saved it in the middle of a pass
+            current = getattr(_function(current), _STAND_IN)
+        if current is not self._before or self._stand_in is None:
+            self._before = current
+            self._stand_in = _stand_in(self.member, current, isinstance(self._holder, type))
         setattr(self._holder, self._name, self._stand_in)
 
     def remove(self) -> None:
+        """Put back what was there, unless somebody has replaced the stand-in."""
         if vars(self._holder).get(self._name) is not self._stand_in:
-            return  # somebody put something else there meanwhile: it is theirs now
+            return
         if self._own:
             setattr(self._holder, self._name, self._before)
         else:
             delattr(self._holder, self._name)
+
+
+def _function(value: Any) -> Any:
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _stand_in(member: _Member, original: Any, of_class: bool) -> Any:
+    function = _function(original)
+    run = call_method if of_class and isinstance(original, (FunctionType, classmethod)) else call
+
+    @functools.wraps(function)
+    def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        op = member.active()
+        if op is None:
+            return function(*args, **kwargs)
+        how = call if args and isinstance(args[0], torch.Tensor) else run
+        return how(op, function, args, kwargs)
+
+    setattr(in_fp32, _STAND_IN, original)
+    return type(original)(in_fp32) if isinstance(original, (staticmethod, classmethod)) else in_fp32
 
 
 class _Members:
@@ -228,152 +135,150 @@ class _Members:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.users = 0
-        self.known: dict[str, Fp32Op] = dict(FP32_OPS)
-        self._unresolved: set[str] = set(FP32_OPS)
+        self._keys: set[str] = set(FP32_OPS)
+        self._wanted: dict[str, Fp32Op] = dict(FP32_OPS)
         # (id of the holder, attribute); sites keep their holders, so that an id stays its own
         self._sites: dict[tuple[int, str], _Site] = {}
-        # id of an original -> original, stand-in, member
-        self._stand_ins: dict[int, tuple[Any, Any, _Member]] = {}
+        # id of an original -> itself, its member
+        self._originals: dict[int, tuple[Any, _Member]] = {}
+        self._function_classes: dict[int, tuple[Any, _Member]] = {}
         self._scanned: set[str] = set()
-        self._modules = 0
+        self._fingerprint: tuple[Any, ...] = ()
 
-    def add(self, ops: Iterable[Fp32Op]) -> None:
-        """Take further members in; known names keep their entry."""
+    def add(self, ops: Mapping[str, Fp32Op]) -> None:
+        """Take further members in, by key."""
         with self.lock:
-            for op in ops:
-                if op.name not in self.known:
-                    self.known[op.name] = op
-                    self._unresolved.add(op.name)
-                    self._modules = 0
-
-    def add_method(self, op: Fp32Op, cls: type, name: str) -> None:
-        """Take in a method of a class at hand, which may be a local one that no dotted name finds."""
-        with self.lock:
-            self.known.setdefault(op.name, op)
-            before = len(self._sites)
-            self._add_attribute(_Member(op), cls, name, getattr(cls, name))
-            for site in list(self._sites.values())[before:] if self.users else ():
-                site.install()
+            for key, op in ops.items():
+                if key not in self._keys:
+                    self._keys.add(key)
+                    self._wanted[key] = op
+                    self._fingerprint = ()
 
     def acquire(self) -> None:
+        """A pass begins."""
         with self.lock:
-            if self.users == 0 or len(sys.modules) != self._modules:
-                fresh = self._look_around()
+            fresh = self._look_around()
+            try:
                 for site in self._sites.values() if self.users == 0 else fresh:
                     site.install()
+            except BaseException:
+                if self.users == 0:
+                    self._remove()
+                raise
             self.users += 1
 
     def release(self) -> None:
+        """A pass ends."""
         with self.lock:
             self.users -= 1
             if self.users == 0:
-                for site in self._sites.values():
-                    site.remove()
+                self._remove()
+                if self._now() != self._fingerprint:
+                    self._clean_new_modules()
+
+    def _remove(self) -> None:
+        for site in self._sites.values():
+            site.remove()
+
+    @staticmethod
+    def _now() -> tuple[Any, ...]:
+        """Changes when modules come, and when names are bound in an interactive session."""
+        return len(sys.modules), next(reversed(sys.modules), ''), len(vars(sys.modules['__main__']))
 
     def _look_around(self) -> list[_Site]:
         """Find what became importable, and who imported it, since the last time."""
-        if len(sys.modules) == self._modules:
+        now = self._now()
+        if now == self._fingerprint:
             return []
-        before = len(self._sites)
-        known = len(self._stand_ins)
-        for name in sorted(self._unresolved):
-            value = find(name, load=False)
+        before, known = len(self._sites), len(self._originals)
+        for key in sorted(self._wanted):
+            value = find(self._wanted[key].name, load=False)
             if value is not None:
-                self._unresolved.discard(name)
-                self._resolve(self.known[name], value)
-        if len(self._stand_ins) != known:
+                self._resolve(key, self._wanted.pop(key), value)
+        if len(self._originals) != known:
             self._scanned.clear()
+        self._scanned.discard('__main__')
         for name, module in list(sys.modules.items()):
             if name not in self._scanned:
                 self._scanned.add(name)
                 self._scan(module)
-        self._modules = len(sys.modules)
+        self._fingerprint = now
         return list(self._sites.values())[before:]
 
-    def _resolve(self, op: Fp32Op, value: Any) -> None:
+    def _clean_new_modules(self) -> None:
+        """A module that was imported in the middle of a pass holds stand-ins: it gets the originals."""
+        for name, module in list(sys.modules.items()):
+            if name not in self._scanned and isinstance(getattr(module, '__dict__', None), dict):
+                for key, value in list(vars(module).items()):
+                    original = vars(value).get(_STAND_IN) if isinstance(value, FunctionType) else None
+                    if original is not None:
+                        setattr(module, key, original)
+
+    def _resolve(self, key: str, op: Fp32Op, value: Any) -> None:
         if is_module_class(value):
             return  # the business of casting
-        known = self._stand_ins.get(id(value))
-        if known is not None:
-            known[2].names.add(op.name)
-            return
-        member = _Member(op)
+        value = getattr(_function(value), _STAND_IN, value)
         bound = getattr(value, '__self__', None)
         if is_function_class(bound) and getattr(value, '__name__', '') == 'apply':
             value = bound
         if is_function_class(value):
-            self._resolve_function_class(member, value)
+            self._function_class(value).ops[key] = op
             return
+        known = self._originals.get(id(value))
         holder, name = owner(op.name)
-        stand_in = self._add_attribute(member, holder, name, value)
-        if not isinstance(holder, type) and stand_in is not None:
-            self._stand_ins[id(value)] = (value, stand_in, member)
-
-    def _add_attribute(self, member: _Member, holder: Any, name: str, value: Any) -> Any:
-        raw = next((vars(base)[name] for base in getattr(holder, '__mro__', ()) if name in vars(base)), value)
-        if isinstance(raw, (staticmethod, classmethod)):
-            stand_in: Any = type(raw)(_stand_in(member, raw.__func__))
+        if known is None:
+            site = self._sites.get((id(holder), name)) or self._add_site(_Member(), holder, name)
+            site.member.ops[key] = op
+            if not isinstance(holder, type):
+                self._originals[id(value)] = (value, site.member)
         else:
-            stand_in = _stand_in(member, value)
-        return stand_in if self._add_site(holder, name, stand_in, member) else None
+            known[1].ops[key] = op
+            self._sites.get((id(holder), name)) or self._add_site(known[1], holder, name)
 
-    def _resolve_function_class(self, member: _Member, cls: Any) -> None:
-        modern = cls.setup_context is not torch.autograd.Function.setup_context
-        forward = staticmethod(_forward_stand_in(member, cls.forward, with_context=not modern))
-        if not self._add_site(cls, 'forward', forward, member):
-            return
-        if modern:
-            self._add_site(cls, 'setup_context', staticmethod(_setup_stand_in(member, cls.setup_context)), member)
-        # for good: see the module's docstring
-        cls.backward = staticmethod(_backward_stand_in(cls.backward))
-
-    def _add_site(self, holder: Any, name: str, stand_in: Any, member: _Member) -> bool:
-        """Whether the site is new; the names of a known one are joined."""
-        known = self._sites.get((id(holder), name))
+    def _function_class(self, cls: Any) -> _Member:
+        known = self._function_classes.get(id(cls))
         if known is not None:
-            known.member.names |= member.names
-            return False
-        self._sites[id(holder), name] = _Site(holder, name, stand_in, member)
-        return True
+            return known[1]
+        member = _Member()
+        self._function_classes[id(cls)] = (cls, member)
+        modern = cls.setup_context is not torch.autograd.Function.setup_context
+        cls.forward = staticmethod(forward_stand_in(member.active, cls.forward, with_context=not modern))
+        if modern:
+            cls.setup_context = staticmethod(setup_stand_in(member.active, cls.setup_context))
+        return member
+
+    def _add_site(self, member: _Member, holder: Any, name: str) -> _Site:
+        site = self._sites[id(holder), name] = _Site(member, holder, name)
+        return site
 
     def _scan(self, module: Any) -> None:
         space = getattr(module, '__dict__', None)
         if not isinstance(space, dict):
             return
         for name, value in list(space.items()):
-            known = self._stand_ins.get(id(value))
-            if known is not None and known[0] is value:
-                self._add_site(module, name, known[1], known[2])
+            known = self._originals.get(id(value))
+            if known is not None and known[0] is value and (id(module), name) not in self._sites:
+                self._add_site(known[1], module, name)
 
 
 _members = _Members()
 
 
-# -- when they are active --------------------------------------------------------------------------------------------
+# -- passes ------------------------------------------------------------------------------------------------------------
 
 
 class _Thread(threading.local):
-    """The names that are active on this thread, one set for each model of ours in its forward pass."""
+    """The passes that are open on this thread, in order, with the keys that are active in them."""
 
     def __init__(self) -> None:
-        self.passes: list[frozenset[str]] = []
+        self.passes: dict[object, frozenset[str]] = {}
+        # what a backward pass will need to know: the keys of every pass inside the present forward context
+        self.recorders: list[set[frozenset[str]]] = []
 
 
 _thread = _Thread()
-# autograd runs backward passes on threads of its own
 _backward_passes: list[frozenset[str]] = []
-
-
-@functools.lru_cache(maxsize=64)
-def _extra(names: tuple[str, ...]) -> tuple[Fp32Op, ...]:
-    return tuple(FP32_OPS.get(name, Fp32Op(name)) for name in names)
-
-
-def _method(name: str) -> Fp32Op:
-    return Fp32Op(name, FLOAT32, reason=METHOD_REASON)
-
-
-_default_names = frozenset(FP32_OPS)
+_default_keys = frozenset(FP32_OPS)
 
 
 class OpSet:
@@ -381,49 +286,71 @@ class OpSet:
 
     Args:
         extra: Dotted names beyond the registry; checked by :func:`amp_wrapper.fp32_registry.problems_of` before.
-        classes: Classes of the model's modules; those that have one of ``FP32_METHODS`` run it in FP32.
+        classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``PASS_METHODS`` begin a pass.
     """
 
-    def __init__(self, extra: tuple[str, ...] = (), classes: Iterable[type] = ()) -> None:
-        self.extra = tuple(extra)
-        methods = set()
-        for cls in classes:
-            for name in FP32_METHODS:
-                if callable(getattr(cls, name, None)):
-                    op = _method(f'{cls.__module__}.{cls.__qualname__}.{name}')
-                    _members.add_method(op, cls, name)
-                    methods.add(op.name)
-        self.methods = frozenset(methods)
+    def __init__(self, extra: Iterable[str] = (), classes: Iterable[type] = ()) -> None:
+        self.extra = tuple(dict.fromkeys(extra))
+        self.classes = tuple(cls for cls in classes if any(hasattr(cls, name) for name in PASS_METHODS))
         self._join()
 
     def _join(self) -> None:
-        _members.add(_extra(self.extra))
-        _members.add(_method(name) for name in self.methods)
-        self.names = _default_names | frozenset(self.extra) | self.methods
+        _members.add({_config_key(name): Fp32Op(name) for name in self.extra})
+        self.keys = _default_keys | {_config_key(name) for name in self.extra}
+        for cls in self.classes:
+            for name in PASS_METHODS:
+                _wrap_verb(cls, name)
+
+    def __or__(self, other: OpSet) -> OpSet:
+        return OpSet((*self.extra, *other.extra), dict.fromkeys((*self.classes, *other.classes)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {'extra': self.extra, 'methods': self.methods}
+        return {'extra': self.extra, 'classes': self.classes}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.extra, self.methods = tuple(state['extra']), frozenset(state['methods'])
+        self.extra, self.classes = tuple(state['extra']), tuple(state['classes'])
         self._join()
 
 
-def enter(ops: OpSet) -> None:
-    """A model's forward pass begins on this thread."""
+def enter(ops: OpSet, token: object | None = None) -> object:
+    """A pass begins on this thread.
+
+    Args:
+        ops: What is active in it.
+        token: Names the pass for :func:`leave`; anything hashable.
+
+    Returns:
+        The token.
+    """
+    token = object() if token is None else token
+    while token in _thread.passes:
+        token = (token,)  # a model that calls itself
     _members.acquire()
-    _thread.passes.append(ops.names)
+    _thread.passes[token] = ops.keys
+    for recorder in _thread.recorders:
+        recorder.add(ops.keys)
+    return token
 
 
-def leave() -> None:
-    """A model's forward pass ends on this thread, by returning or by an exception."""
-    if _thread.passes:
-        _thread.passes.pop()
+def leave(token: object | None = None) -> None:
+    """A pass ends on this thread, by returning or by an exception.
+
+    Args:
+        token: As given to :func:`enter`. Does nothing where the innermost pass is another one, or there is none.
+    """
+    if not _thread.passes:
+        return
+    last = next(reversed(_thread.passes))
+    innermost = last
+    while token is not None and innermost != token and isinstance(innermost, tuple) and len(innermost) == 1:
+        (innermost,) = innermost
+    if token is None or innermost == token:
+        del _thread.passes[last]
         _members.release()
 
 
 def depth() -> int:
-    """The number of forward passes under way on this thread."""
+    """The number of passes under way on this thread."""
     return len(_thread.passes)
 
 
@@ -434,14 +361,37 @@ def unwind(to: int) -> None:
 
 
 @contextmanager
-def in_backward(ops: OpSet) -> Iterator[None]:
-    """Around a backward pass: what is recomputed in it sees the same types as in the forward pass, on any thread."""
-    _members.acquire()
-    _backward_passes.append(ops.names)
+def recording(seen: set[frozenset[str]]) -> Iterator[None]:
+    """Note in ``seen`` what the passes inside make active, for the backward pass that follows."""
+    _thread.recorders.append(seen)
     try:
         yield
     finally:
-        _backward_passes.remove(ops.names)
+        _thread.recorders.pop()
+
+
+def in_forward() -> bool:
+    """Whether a forward context is open on this thread."""
+    return bool(_thread.recorders)
+
+
+@contextmanager
+def in_backward(ops: OpSet, seen: Iterable[frozenset[str]] = ()) -> Iterator[None]:
+    """Around a backward pass: what is recomputed in it sees the same types as in the forward pass, on any thread.
+
+    While it lasts, members called on unrelated threads run in FP32, too.
+
+    Args:
+        ops: The set of the model.
+        seen: From :func:`recording`: the sets of other models in the same graph.
+    """
+    keys = ops.keys.union(*seen)
+    _members.acquire()
+    _backward_passes.append(keys)
+    try:
+        yield
+    finally:
+        _backward_passes.remove(keys)
         _members.release()
 
 
@@ -450,7 +400,51 @@ def is_installed() -> bool:
     return _members.users > 0
 
 
-def module_classes(extra: tuple[str, ...], dtype: torch.dtype, device_type: str) -> tuple[type[nn.Module], ...]:
+# -- methods of attached modules ---------------------------------------------------------------------------------------
+
+# module of an attached model -> its set. Copies are not in it: they begin passes at their root's hooks.
+_attached: WeakKeyDictionary[nn.Module, OpSet] = WeakKeyDictionary()
+
+
+def attach(modules: Iterable[nn.Module], ops: OpSet) -> None:
+    """Let the ``PASS_METHODS`` of these modules begin a pass, when they are called outside of one."""
+    for module in modules:
+        known = _attached.get(module)
+        _attached[module] = ops if known is None else known | ops
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """The counterpart of :func:`attach`."""
+    for module in modules:
+        _attached.pop(module, None)
+
+
+def _wrap_verb(cls: type, name: str) -> None:
+    owner_class = next((base for base in cls.__mro__ if name in vars(base)), None)
+    method = None if owner_class is None else vars(owner_class)[name]
+    # properties, static and class methods have no instance to ask
+    if not isinstance(method, FunctionType) or hasattr(method, _VERB):
+        return
+    in_fp32 = name in FP32_METHODS
+
+    @functools.wraps(method)
+    def verb(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _thread.passes:
+            return call_method(_METHOD_OP, method, (self, *args), kwargs) if in_fp32 else method(self, *args, **kwargs)
+        ops = _attached.get(self)
+        if ops is None:
+            return method(self, *args, **kwargs)
+        token = enter(ops)
+        try:
+            return verb(self, *args, **kwargs)
+        finally:
+            leave(token)
+
+    setattr(verb, _VERB, True)
+    setattr(owner_class, name, verb)
+
+
+def module_classes(extra: Iterable[str], dtype: torch.dtype, device_type: str) -> tuple[type[nn.Module], ...]:
     """The module classes among the members that avoid ``dtype`` there.
 
     Args:
@@ -458,6 +452,6 @@ def module_classes(extra: tuple[str, ...], dtype: torch.dtype, device_type: str)
         dtype: The 16-bit type of the model or of autocast.
         device_type: Such as 'cpu'.
     """
-    ops = {**FP32_OPS, **{op.name: op for op in _extra(extra)}}
-    found = (find(name, load=False) for name, op in ops.items() if dtype in op.avoids(device_type))
+    named = [op.name for op in FP32_OPS.values() if dtype in op.avoids(device_type)]
+    found = (find(name, load=False) for name in (*named, *extra))
     return tuple(value for value in found if is_module_class(value))

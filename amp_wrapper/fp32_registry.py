@@ -293,6 +293,8 @@ def owner(name: str) -> tuple[Any, str]:
 
 def _find(name: str, load: bool) -> tuple[Any, Any]:
     parts = name.split('.')
+    if not all(parts):
+        return None, None
     for cut in range(len(parts) - 1, 0, -1):
         value: Any = _module('.'.join(parts[:cut]), load)
         if value is None:
@@ -312,7 +314,7 @@ def _module(name: str, load: bool) -> ModuleType | None:
     if module is None and load:
         try:
             module = importlib.import_module(name)
-        except ImportError:
+        except Exception:  # a package may fail in any way; problems_of says which
             return None
     return module
 
@@ -332,47 +334,71 @@ def problems_of(names: tuple[str, ...]) -> list[str]:
     problems = []
     for name in names:
         label = f'fp32_ops={name!r}'
-        if '.' not in name:
+        if '.' not in name.strip('.'):
             problems.append(f"{label} must be a dotted name, such as 'mmcv.ops.nms' or 'torch.nn.functional.softmax'.")
             continue
         value = find(name, load=True)
         if value is None:
-            problems.append(f'{label} does not exist{_hint(name)}.')
+            problems.append(f'{label} {_why_missing(name)}.')
         elif isinstance(value, type) and not is_function_class(value) and not is_module_class(value):
             methods = [key for key in vars(value) if callable(getattr(value, key)) and not key.startswith('_')]
             example = f', such as {name}.{methods[0]!s}' if methods else ''
             problems.append(
                 f'{label} is a class but no nn.Module and no autograd Function: name one of its methods{example}.'
             )
+        elif value is nn.Module or value is torch.autograd.Function:
+            problems.append(f'{label} is the base of every class of its kind: name one of them.')
         elif not callable(value):
             problems.append(
                 f'{label} cannot be called: it is a {type(value).__name__}. Name a function, a method or a class.'
             )
-        elif name.endswith('_') and not name.endswith('__'):
+        elif not isinstance(value, type) and not _can_be_replaced(name):
             problems.append(
-                f'{label} works in place and would change an FP32 copy: name the function without underscore.'
+                f'{label} belongs to a built-in type and cannot be replaced: name the function that calls it.'
             )
     return problems
 
 
-def _hint(name: str) -> str:
-    """Why a name was not found, with a near miss where there is one."""
+def _can_be_replaced(name: str) -> bool:
+    holder, attribute = owner(name)
+    own = attribute in vars(holder)
+    try:
+        setattr(holder, attribute, vars(holder)[attribute] if own else getattr(holder, attribute))
+        if not own:
+            delattr(holder, attribute)
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def _why_missing(name: str) -> str:
+    """Why a name was not found, with near misses where there are some."""
     parts = name.split('.')
-    if importlib.util.find_spec(parts[0]) is None:
-        return f': {parts[0]} is not installed'
+    if not all(parts):
+        return 'has an empty part: write the name without double, leading or trailing dots'
+    if isinstance(_module(name, load=True), ModuleType):
+        return 'is a module: name a function or a class in it'
+    try:
+        installed = parts[0] in sys.modules or importlib.util.find_spec(parts[0]) is not None
+    except ValueError:
+        installed = True
+    if not installed:
+        return f'does not exist: {parts[0]} is not installed'
     for cut in range(len(parts) - 1, 0, -1):
         prefix = '.'.join(parts[:cut])
-        holder: Any = find(prefix, load=True) or _module(prefix, load=True)
+        holder: Any = _module(prefix, load=True) or find(prefix, load=True)
         if holder is not None:
             break
     else:
-        return _import_failure(parts[0])
+        return f'does not exist{_import_failure(parts[0])}'
     missing = parts[cut]
-    failure = _import_failure(f'{prefix}.{missing}') if isinstance(holder, ModuleType) else ''
+    failure = _import_failure(f'{prefix}.{missing}') if isinstance(holder, ModuleType) and cut < len(parts) - 1 else ''
     if parts[0] == 'mmcv' and missing == 'ops':
-        return f'{failure}: this mmcv comes without its compiled ops (mmcv-lite). Install mmcv (full) in its place'
+        remedy = 'this mmcv comes without its compiled ops (mmcv-lite). Install mmcv (full) in its place'
+        return f'does not exist{failure}: {remedy}'
     close = difflib.get_close_matches(missing, dir(holder), n=3, cutoff=0.5)
-    return failure or (f' (did you mean {" or ".join(repr(f"{prefix}.{key}") for key in close)}?)' if close else '')
+    hint = f' (did you mean {" or ".join(repr(f"{prefix}.{key}") for key in close)}?)' if close else ''
+    return f'does not exist{failure or hint}'
 
 
 def _import_failure(module: str) -> str:
@@ -380,6 +406,6 @@ def _import_failure(module: str) -> str:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         return '' if error.name == module else f': {error}'
-    except ImportError as error:
-        return f': {error}'
+    except Exception as error:
+        return f': {module} cannot be imported ({type(error).__name__}: {error})'
     return ''

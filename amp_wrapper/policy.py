@@ -425,10 +425,13 @@ def _resolve_fp32_ops(value: Any, problems: list[str]) -> tuple[str, ...]:
         if isinstance(item, str):
             names.append(item)
             continue
-        name = f'{getattr(item, "__module__", None)}.{getattr(item, "__qualname__", None)}'
-        if fp32_registry.find(name, load=False) is item:
+        # builtins of torch name a private class, or no module
+        places = [f'{getattr(item, "__module__", None)}.{getattr(item, "__qualname__", None)}']
+        places += [f'{place}.{getattr(item, "__name__", None)}' for place in ('torch', 'torch.nn.functional')]
+        name = next((place for place in places if fp32_registry.find(place, load=False) is item), '')
+        if name:
             names.append(name)
         else:
-            problems.append(f'fp32_ops={item!r} is not found as {name!r}: hand over its dotted name instead.')
+            problems.append(f'fp32_ops={item!r} is not found as {places[0]!r}: hand over its dotted name instead.')
     problems += fp32_registry.problems_of(tuple(names))
     return tuple(dict.fromkeys(names))

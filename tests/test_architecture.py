@@ -20,6 +20,7 @@ FLOOR_OF = {
     'fp32_registry': 'words',
     'ops': 'ops',
     'fp32_ops': 'ops',
+    'fp32_call': 'ops',
     'casting': 'owners',
     'forward_hooks': 'owners',
     'loss_scaler': 'owners',
@@ -38,6 +39,7 @@ SIBLINGS = {
     ('policy', 'scale_config'),
     ('scale_config', 'errors'),
     ('fp32_registry', 'nested'),
+    ('fp32_ops', 'fp32_call'),
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
 }

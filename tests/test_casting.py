@@ -991,8 +991,22 @@ def test_a_second_wrapper_finds_autocast_hooks_in_place(level: str, device: torc
     count = hook_count(model)
     cast(model, level)
     assert hook_count(model) == count
+    # a level that casts, for a test after an O1 training say, takes their place
+    handle = cast(model, 'O2')
+    assert set(dtypes(model).values()) == {F16}
     with pytest.raises(AmpAttachError, match='already carries'):
         cast(model, 'O2')
+    handle.remove()
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize('level', AUTOCAST_LEVELS)
+def test_names_of_a_second_wrapper_are_added(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    cast(model, level, fp32_ops=['torch.softmax'])
+    cast(model, level, fp32_ops=['torch.cumsum'])
+    (hook,) = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, forward_hooks.EnterForward)]
+    assert set(hook.ops.extra) == {'torch.softmax', 'torch.cumsum'}
 
 
 # -- modules that come later ---------------------------------------------------------------------------------------
@@ -1024,6 +1038,8 @@ def test_module_list_that_changes_after_the_cast(change: Any, level: str, device
 @pytest.mark.parametrize('level', CAST_LEVELS)
 def test_changes_that_are_harmless(level: str, device: torch.device) -> None:
     model = Classifier().to(device)
+    model.bn = nn.BatchNorm1d(4).to(device)
+    model.layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     cast(model, level)
     model.act = nn.ReLU()
     model.again = model.head
@@ -1031,21 +1047,75 @@ def test_changes_that_are_harmless(level: str, device: torch.device) -> None:
     model.gone = None
     nn.Sequential(model)
     del model.act
+    # containers of what is there already, and layers converted with their tensors
+    model.layers = model.layers[:1]
+    model.sequence = nn.Sequential(model.backbone, model.head)
+    model.backbone = torch.compile(model.backbone, backend='eager')
+    model.bn = nn.SyncBatchNorm.convert_sync_batchnorm(model.bn)
     copied = copy.deepcopy(model)
     copied.late = nn.Linear(1, 1)
+    # a container that came late is watched too
+    with pytest.raises(AmpUsageError, match='cast already'):
+        model.layers.append(nn.Linear(1, 1))
 
 
-def test_a_loss_that_is_switched_runs_in_fp32(device: torch.device) -> None:
-    """mmpretrain's SwitchRecipeHook puts another loss into the head in the middle of a training."""
+def test_modules_that_left_are_free_after_removal(device: torch.device) -> None:
     model = Classifier().to(device)
     handle = cast(model)
+    head = model.head
+    del model.head
+    handle.remove()
+    head.late = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize('level', [*CAST_LEVELS, *AUTOCAST_LEVELS])
+def test_a_loss_that_is_switched_runs_in_fp32(level: str, device: torch.device) -> None:
+    """mmpretrain's SwitchRecipeHook puts another loss into the head in the middle of a training."""
+    model = Classifier().to(device)
+    handle = cast(model, level)
 
     class LaterLoss(SumLoss): ...
 
     model.loss = LaterLoss()
-    assert model.loss(torch.full((70_000,), 1.0, device=device, dtype=F16)).item() == 70_000
+    dtype = {**CAST_LEVELS, **AUTOCAST_LEVELS}[level]
+    with torch.autocast(device.type, dtype, enabled=level in AUTOCAST_LEVELS):
+        assert model.loss(torch.full((70_000,), 1.0, device=device, dtype=dtype)).item() == 70_000
     handle.remove()
     assert hook_count(model) == 0
+
+
+class Pool(nn.Module):
+    """Like mmdetection's roi heads: entered by a method, never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 4)
+
+    def pool(self, x: Tensor) -> Tensor:
+        return self.fc(x)
+
+
+class TwoStage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.roi_head = Pool()
+        self.layers = nn.ModuleList([Head()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.roi_head.pool(x)
+        self.seen = x.dtype
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize('level', [*CAST_LEVELS, *AUTOCAST_LEVELS])
+def test_kept_modules_that_are_never_called_themselves(level: str, device: torch.device) -> None:
+    model = TwoStage().to(device)
+    cast(model, level, keep_fp32=['roi_head', 'layers'])
+    with torch.autocast(device.type, AUTOCAST_LEVELS.get(level, F16), enabled=level in AUTOCAST_LEVELS):
+        model(torch.ones(1, 2, device=device))
+    assert model.seen is F32 and model.layers[0].seen == [F32]
 
 
 @pytest.mark.parametrize('level', ['O0', *AUTOCAST_LEVELS])

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,11 +77,9 @@ def test_find(name: str, expected: object) -> None:
     assert find(name, load=True) is expected
 
 
-def test_a_function_shadows_its_module(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_shadows_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mmcv.ops.nms is a module and, as an attribute of its package, a function."""
-    from pathlib import Path
-
-    root = Path(str(tmp_path)) / 'shadowing'
+    root = tmp_path / 'shadowing'
     root.mkdir()
     (root / '__init__.py').write_text('from .nms import nms\n')
     (root / 'nms.py').write_text('class NMSop: pass\n\ndef nms(): pass\n')
@@ -109,7 +108,15 @@ def test_kinds() -> None:
         ('torch.Tensor.nowhere_near', ['does not exist']),
         (f'{__name__}.Plain', ['no nn.Module and no autograd Function', f'{__name__}.Plain.decode']),
         (f'{__name__}.Plain.value', ['cannot be called', 'int']),
-        ('torch.Tensor.add_', ['in place']),
+        ('torch.Size.numel', ['built-in type', 'cannot be replaced']),
+        ('torch.nn.functional', ['is a module']),
+        ('torch.nn.Module', ['base of every class']),
+        ('torch.autograd.Function', ['base of every class']),
+        ('.nms', ['empty part']),
+        ('torch..nms', ['empty part']),
+        ('nms.', ['dotted name']),
+        ('__main__.no_such_thing', ['does not exist']),
+        ('torch.nn.functional.softmax ', ['does not exist', "'torch.nn.functional.softmax'"]),
     ],
 )
 def test_problems(name: str, words: list[str]) -> None:
@@ -124,6 +131,16 @@ def test_mmcv_without_ops(name: str) -> None:
     assert 'comes without its compiled ops (mmcv-lite)' in problem and 'Install mmcv (full)' in problem
 
 
+@pytest.mark.parametrize('error', ['RuntimeError("no library")', 'SyntaxError("bad")', 'ImportError("gone")'])
+def test_packages_that_fail_to_import(error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision of another build raises RuntimeError when it is imported."""
+    (tmp_path / 'breaks').mkdir()
+    (tmp_path / 'breaks' / '__init__.py').write_text(f'raise {error}')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = problems_of(('breaks.ops.nms',))
+    assert 'does not exist' in problem and error.split('"')[1] in problem
+
+
 def test_names_that_are_fine() -> None:
     names = (
         'torch.nn.LayerNorm',
@@ -136,7 +153,7 @@ def test_names_that_are_fine() -> None:
 
 
 def test_policy_takes_names_and_objects() -> None:
-    policy = resolve('O2', fp32_ops=['torch.softmax', nn.LayerNorm, 'torch.softmax', Plain.decode])
+    policy = resolve('O2', fp32_ops=['torch.softmax', nn.LayerNorm, torch.softmax, Plain.decode])
     assert policy.fp32_ops == ('torch.softmax', 'torch.nn.modules.normalization.LayerNorm', f'{__name__}.Plain.decode')
     assert policy.to_dict()['fp32_ops'] == list(policy.fp32_ops)
     assert resolve('O2', fp32_ops='torch.softmax').fp32_ops == ('torch.softmax',)

@@ -50,7 +50,7 @@ def fp32_losses(name: str) -> tuple[float, ...]:
 def members(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Members of the FP32 registry that were at work."""
     used: set[str] = set()
-    look = fp32_ops._look
+    look = fp32_call.look
 
     def watch(op: Any, args: Any, kwargs: Any) -> Any:
         seen = look(op, args, kwargs)
