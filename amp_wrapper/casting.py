@@ -343,7 +343,9 @@ class CastPlan:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
             if policy.runs_16_bit:
                 autocast = not policy.casts_model
-                _drop_kind(root, (EnterForward, LeaveForward))
+                for hooks in (root._forward_pre_hooks, root._forward_hooks):
+                    _drop(hooks, (EnterForward, LeaveForward))
+                _forget_flags(root)
                 ops = self.ops if id(root) not in before else before[id(root)] | self.ops
                 # first of all, so that an exception in a later pre-hook finds the forward entered
                 root.register_forward_pre_hook(EnterForward(ops, autocast), prepend=True)
@@ -500,16 +502,32 @@ def _check_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> No
 def strip_hooks(root: nn.Module) -> None:
     """Take every hook of this package off ``root`` and its submodules; the tensors stay as they are."""
     for module in root.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks):
-            _drop(hooks)
-        for owner in (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
-            _drop(owner)
-        for flags, hooks in (
-            (module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks),
-            (module._forward_hooks_always_called, module._forward_hooks),
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._state_dict_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
         ):
-            for key in [key for key in flags if key not in hooks]:
-                del flags[key]
+            _drop(hooks)
+        _forget_flags(module)
+
+
+def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook,)) -> None:
+    for key, hook in list(hooks.items()):
+        # torch wraps load pre-hooks; ours are bound methods of LoadFp32
+        inner = getattr(hook, 'hook', hook)
+        if isinstance(inner, kinds) or isinstance(getattr(inner, '__self__', None), kinds):
+            del hooks[key]
+
+
+def _forget_flags(module: nn.Module) -> None:
+    for flags, hooks in (
+        (module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks),
+        (module._forward_hooks_always_called, module._forward_hooks),
+    ):
+        for key in [key for key in flags if key not in hooks]:
+            del flags[key]
 
 
 def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
@@ -566,20 +584,6 @@ def _has_hook(module: nn.Module, kind: type) -> bool:
         for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks)
         for hook in hooks.values()
     )
-
-
-def _drop_kind(module: nn.Module, kinds: tuple[type, ...]) -> None:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if isinstance(hook, kinds)]:
-            del hooks[key]
-
-
-def _drop(hooks: dict[int, Any]) -> None:
-    for key, hook in list(hooks.items()):
-        # torch wraps load pre-hooks; ours are bound methods of LoadFp32
-        inner = getattr(hook, 'hook', hook)
-        if isinstance(inner, AmpHook) or isinstance(getattr(inner, '__self__', None), AmpHook):
-            del hooks[key]
 
 
 def _class_name(cls: type) -> str:

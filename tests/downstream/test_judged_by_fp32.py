@@ -13,7 +13,7 @@ from torch import nn
 from types_seen import narrow, tensors
 from zoo import BY_NAME, Case, build_model, make_batch
 
-from amp_wrapper import AmpOptimWrapper, fp32_ops
+from amp_wrapper import AmpOptimWrapper, fp32_call, fp32_ops
 from amp_wrapper.nested import HALF_TYPES
 
 STEPS = 36
@@ -55,11 +55,18 @@ def members(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     def watch(op: Any, args: Any, kwargs: Any) -> Any:
         seen = look(op, args, kwargs)
         autocast = any(torch.is_autocast_enabled(device) for device in seen.devices)
-        if seen.narrow or autocast:
+        if op.name != '*' and (seen.narrow or autocast):
             used.add(op.name)
         return seen
 
-    monkeypatch.setattr(fp32_ops, '_look', watch)
+    monkeypatch.setattr(fp32_call, 'look', watch)
+    call_method = fp32_ops.call_method
+
+    def watch_method(op: Any, function: Any, args: Any, kwargs: Any) -> Any:
+        used.add(f'{type(args[0]).__name__}.{function.__name__}')
+        return call_method(op, function, args, kwargs)
+
+    monkeypatch.setattr(fp32_ops, 'call_method', watch_method)
     return used
 
 
