@@ -63,7 +63,7 @@ train: $(VENV)/.runtime
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-$(DOWNSTREAM)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/downstream.txt \
+$(DOWNSTREAM)/.done-$(notdir $(MMCV)): requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/downstream.txt \
 		requirements/downstream-runtime.txt requirements/constraints.txt pyproject.toml setup.py
 	$(MAKE) --no-print-directory VENV=$(DOWNSTREAM) $(DOWNSTREAM)/.dev
 	@echo '== installing $(MMCV) in place of mmcv-lite (from $(WHEELS), if it is there)'
@@ -73,9 +73,10 @@ $(DOWNSTREAM)/.done: requirements/build.txt requirements/runtime.txt requirement
 	@echo '== installing what the projects need, and mmpretrain, mmsegmentation, mmdetection, torchvision themselves'
 	$(DOWNSTREAM)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/downstream-runtime.txt
 	$(DOWNSTREAM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/downstream.txt
+	@rm -f $(DOWNSTREAM)/.done-*
 	@touch $@
 
-test-downstream: $(DOWNSTREAM)/.done
+test-downstream: $(DOWNSTREAM)/.done-$(notdir $(MMCV))
 	rm -rf $(RESULTS)
 	$(DOWNSTREAM)/bin/python -m pytest tests/downstream -n $(WORKERS) --dist worksteal --results $(RESULTS) $(PYTEST_ARGS)
 	$(DOWNSTREAM)/bin/python tests/downstream/report.py $(RESULTS)

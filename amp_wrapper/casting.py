@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import fp32_ops, ops
+from . import fp32_ops, fp32_registry, ops
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError, nearest
 from .forward_hooks import (
     AmpHook,
@@ -177,6 +177,7 @@ class CastPlan:
         self.ops = fp32_ops.OpSet(policy.fp32_ops, sorted({type(m) for m in self._modules()}, key=_class_name))
         self._named = self._match_patterns()
         if policy.runs_16_bit:
+            self._check_named_classes()
             self._classes = self._registered_classes()
             for name, root in self.roots:
                 self._visit(root, name, kept=False, is_root=True)
@@ -196,6 +197,20 @@ class CastPlan:
     def _modules(self) -> Iterator[nn.Module]:
         for _, root in self.roots:
             yield from root.modules()
+
+    def _check_named_classes(self) -> None:
+        """A module class that the configuration names and the model does not have is a mistake."""
+        problems = []
+        for op in self.policy.fp32_ops:
+            cls = fp32_registry.find(op.name, load=False)
+            if fp32_registry.is_module_class(cls) and not any(isinstance(module, cls) for module in self._modules()):
+                known = sorted({type(module).__name__ for module in self._modules()})
+                problems.append(
+                    f'fp32_ops={op.name!r} matches no module{nearest(op.name.rpartition(".")[2], known)}. '
+                    f'The model has {_some(known)}.'
+                )
+        if problems:
+            raise AmpConfigError(problems)
 
     def _registered_classes(self) -> tuple[type[nn.Module], ...]:
         dtype = self.policy.cast_model_type if self.policy.casts_model else self.policy.autocast_dtype
@@ -227,7 +242,7 @@ class CastPlan:
         if half:
             raise AmpAttachError(
                 f'the model is 16-bit already: {_some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()): '
-                f'mixed precision casts it, and FP32 masters can only be exact if they see unrounded weights.'
+                f'weights that are rounded once have lost what FP32 updates are for.'
             )
 
     def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
@@ -341,6 +356,9 @@ class CastPlan:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif policy.cast_model_outputs is not None:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
+            elif policy.runs_16_bit and not _has_hook(root, CastOutputs):
+                # a validation loop may autocast by itself
+                root.register_forward_hook(CastOutputs(torch.float32, self._enter, only_eval=True))
             if policy.runs_16_bit:
                 autocast = not policy.casts_model
                 for hooks in (root._forward_pre_hooks, root._forward_hooks):

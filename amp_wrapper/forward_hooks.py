@@ -58,13 +58,17 @@ class CastOutputs(AmpHook):
         dtype: The type of the outputs.
         enter: Casts what is inside objects that :func:`~amp_wrapper.nested.map_tensors` does not know; a function of a
             module, so that it can be pickled.
+        only_eval: Whether a module in training mode gives its outputs as they are.
     """
 
-    def __init__(self, dtype: torch.dtype, enter: EnterObject | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, enter: EnterObject | None = None, only_eval: bool = False) -> None:
         self.dtype = dtype
         self.enter = enter
+        self.only_eval = only_eval
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.only_eval and module.training:
+            return None
         result = cast_tensors(output, self.dtype, enter=self.enter)
         return None if result is output else result
 

@@ -47,9 +47,9 @@ _STAND_IN = '_amp_wrapper_stand_in'
 _VERB = '_amp_wrapper_verb'
 
 
-def _config_key(name: str) -> str:
+def _config_key(op: Fp32Op) -> str:
     """A name from a configuration may say more than the registry's entry of the same name."""
-    return f'config:{name}'
+    return f'config:{op.output}:{op.name}'
 
 
 class _Member:
@@ -91,9 +91,8 @@ class _Site:
             return
         self._own = self._name in space
         current = space[self._name] if self._own else getattr(self._holder, self._name)
-        if getattr(_function(current), _STAND_IN, None) is not None:
-            # left there by somebody who saved it in the middle of a pass
-            current = getattr(_function(current), _STAND_IN)
+        # a stand-in may be left there by somebody who saved it in the middle of a pass
+        current = _original(current)
         if current is not self._before or self._stand_in is None:
             self._before = current
             self._stand_in = _stand_in(self.member, current, isinstance(self._holder, type))
@@ -111,6 +110,13 @@ class _Site:
 
 def _function(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _original(value: Any) -> Any:
+    """What a stand-in stands for; anything else is its own."""
+    function = _function(value)
+    # by the dict, since mocks have every attribute
+    return vars(function).get(_STAND_IN, value) if isinstance(function, FunctionType) else value
 
 
 def _stand_in(member: _Member, original: Any, of_class: bool) -> Any:
@@ -210,14 +216,13 @@ class _Members:
         for name, module in list(sys.modules.items()):
             if name not in self._scanned and isinstance(getattr(module, '__dict__', None), dict):
                 for key, value in list(vars(module).items()):
-                    original = vars(value).get(_STAND_IN) if isinstance(value, FunctionType) else None
-                    if original is not None:
-                        setattr(module, key, original)
+                    if _original(value) is not value:
+                        setattr(module, key, _original(value))
 
     def _resolve(self, key: str, op: Fp32Op, value: Any) -> None:
         if is_module_class(value):
             return  # the business of casting
-        value = getattr(_function(value), _STAND_IN, value)
+        value = _original(value)
         bound = getattr(value, '__self__', None)
         if is_function_class(bound) and getattr(value, '__name__', '') == 'apply':
             value = bound
@@ -285,18 +290,19 @@ class OpSet:
     """The members for one model: the registry, the configuration's names, and the methods of the model's own classes.
 
     Args:
-        extra: Dotted names beyond the registry; checked by :func:`amp_wrapper.fp32_registry.problems_of` before.
+        extra: Members beyond the registry, or their dotted names; checked by
+            :func:`amp_wrapper.fp32_registry.problems_of` before.
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``PASS_METHODS`` begin a pass.
     """
 
-    def __init__(self, extra: Iterable[str] = (), classes: Iterable[type] = ()) -> None:
-        self.extra = tuple(dict.fromkeys(extra))
+    def __init__(self, extra: Iterable[Fp32Op | str] = (), classes: Iterable[type] = ()) -> None:
+        self.extra = tuple(dict.fromkeys(Fp32Op(op) if isinstance(op, str) else op for op in extra))
         self.classes = tuple(cls for cls in classes if any(hasattr(cls, name) for name in PASS_METHODS))
         self._join()
 
     def _join(self) -> None:
-        _members.add({_config_key(name): Fp32Op(name) for name in self.extra})
-        self.keys = _default_keys | {_config_key(name) for name in self.extra}
+        _members.add({_config_key(op): op for op in self.extra})
+        self.keys = _default_keys | {_config_key(op) for op in self.extra}
         for cls in self.classes:
             for name in PASS_METHODS:
                 _wrap_verb(cls, name)
@@ -444,14 +450,14 @@ def _wrap_verb(cls: type, name: str) -> None:
     setattr(owner_class, name, verb)
 
 
-def module_classes(extra: Iterable[str], dtype: torch.dtype, device_type: str) -> tuple[type[nn.Module], ...]:
+def module_classes(extra: Iterable[Fp32Op], dtype: torch.dtype, device_type: str) -> tuple[type[nn.Module], ...]:
     """The module classes among the members that avoid ``dtype`` there.
 
     Args:
-        extra: Dotted names beyond the registry.
+        extra: Members beyond the registry.
         dtype: The 16-bit type of the model or of autocast.
         device_type: Such as 'cpu'.
     """
     named = [op.name for op in FP32_OPS.values() if dtype in op.avoids(device_type)]
-    found = (find(name, load=False) for name in (*named, *extra))
+    found = (find(name, load=False) for name in (*named, *(op.name for op in extra)))
     return tuple(value for value in found if is_module_class(value))

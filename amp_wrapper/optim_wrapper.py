@@ -60,7 +60,8 @@ class AmpOptimWrapper(OptimWrapper):
         max_loss_scale: Ceiling of a dynamic scale, or None.
         keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32.
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the
-            registry (:data:`amp_wrapper.fp32_registry.FP32_OPS`), by dotted name: ``['mmcv.ops.nms', ...]``.
+            registry (:data:`amp_wrapper.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
+            ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
         skip_nonfinite: Whether a static scale checks gradients too; None for "at every level but O0".
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
@@ -98,7 +99,7 @@ class AmpOptimWrapper(OptimWrapper):
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
         keep_fp32: str | type | list[str | type] | tuple[str | type, ...] | None = None,
-        fp32_ops: str | list[str] | tuple[str, ...] | None = None,
+        fp32_ops: policy.Fp32Names | None = None,
         skip_nonfinite: bool | None = None,
         max_consecutive_skips: int | None = 50,
         **kwargs: Any,

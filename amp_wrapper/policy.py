@@ -24,8 +24,12 @@ import torch
 
 from . import fp32_registry
 from .errors import AmpConfigError
+from .fp32_registry import Fp32Op
 from .nested import HALF_TYPES
 from .scale_config import DEFAULT_MAX_LOSS_SCALE, LossScaleConfig, resolve_loss_scale
+
+#: What ``fp32_ops`` may be: dotted names, objects, dicts with name and output; one or several.
+Fp32Names = str | Callable[..., Any] | Mapping[str, str] | Sequence[str | Callable[..., Any] | Mapping[str, str]]
 
 _DTYPE_NAMES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -59,7 +63,7 @@ class Policy:
         loss_scale: Start and rule of the loss scale.
         cast_model_outputs: The type of the model's floating outputs, or None for FP32 at the levels that cast.
         keep_fp32: Module classes, class names and glob patterns over qualified names that stay FP32.
-        fp32_ops: Dotted names of functions, methods and classes that run in FP32 beside those of the registry.
+        fp32_ops: Functions, methods and classes that run in FP32 beside those of the registry.
         num_losses: Number of loss scalers.
         verbosity: 0 silent, 1 overflows and attachment, 2 adds one line a cast.
         skip_nonfinite: Whether gradients are checked under a static scale.
@@ -75,7 +79,7 @@ class Policy:
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     cast_model_outputs: torch.dtype | None = None
     keep_fp32: tuple[str | type, ...] = ()
-    fp32_ops: tuple[str, ...] = ()
+    fp32_ops: tuple[Fp32Op, ...] = ()
     num_losses: int = 1
     verbosity: int = 1
     skip_nonfinite: bool = True
@@ -108,7 +112,7 @@ class Policy:
             elif field.name == 'keep_fp32':
                 value = [item if isinstance(item, str) else item.__name__ for item in value]
             elif field.name == 'fp32_ops':
-                value = list(value)
+                value = [{'name': op.name, 'output': op.output} for op in value]
             result[field.name] = value
         return result
 
@@ -191,7 +195,7 @@ def resolve(
     loss_scale: float | str | Mapping[str, Any] | None = None,
     cast_model_outputs: str | torch.dtype | None = None,
     keep_fp32: str | type | Sequence[str | type] | None = None,
-    fp32_ops: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
+    fp32_ops: Fp32Names | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
@@ -216,7 +220,8 @@ def resolve(
         cast_model_outputs: The dtype of the model's floating outputs.
         keep_fp32: Module classes, class names, or glob patterns over qualified names that stay FP32.
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of
-            :data:`amp_wrapper.fp32_registry.FP32_OPS`: dotted names, or the objects themselves.
+            :data:`amp_wrapper.fp32_registry.FP32_OPS`: dotted names, or the objects themselves. Results return to the
+            caller's type, unless a dict says otherwise: ``dict(name='torch.Tensor.sum', output='float32')``.
         num_losses: Number of losses with a scale of their own.
         verbosity: 0, 1 or 2.
         min_loss_scale: Floor of a dynamic scale.
@@ -411,27 +416,38 @@ def _resolve_keep_fp32(value: Any, problems: list[str]) -> tuple[str | type, ...
     return tuple(items)
 
 
-def _resolve_fp32_ops(value: Any, problems: list[str]) -> tuple[str, ...]:
+def _resolve_fp32_ops(value: Any, problems: list[str]) -> tuple[Fp32Op, ...]:
     if value is None:
         return ()
-    items = [value] if isinstance(value, str) or callable(value) else value
-    if not isinstance(items, (list, tuple)) or not all((isinstance(i, str) and i) or callable(i) for i in items):
+    items = [value] if isinstance(value, (str, Mapping)) or callable(value) else value
+    if not isinstance(items, (list, tuple)) or not all(
+        (isinstance(item, (str, Mapping)) and item) or callable(item) for item in items
+    ):
         problems.append(
-            f"fp32_ops={value!r} must be a list of dotted names of functions, methods or classes, such as ['mmcv.ops.nms']."
+            f"fp32_ops={value!r} must be a list of dotted names of functions, methods or classes, such as ['mmcv.ops.nms'], "
+            f"or of dicts such as dict(name='torch.Tensor.sum', output='float32')."
         )
         return ()
-    names = []
+    found = []
     for item in items:
-        if isinstance(item, str):
-            names.append(item)
+        words = dict(item) if isinstance(item, Mapping) else {'name': item}
+        output = words.get('output', fp32_registry.CALLER)
+        if not words.keys() <= {'name', 'output'} or 'name' not in words or output not in ('caller', 'float32'):
+            problems.append(f"fp32_ops={dict(item)!r} must be dict(name=..., output='caller' or 'float32').")
             continue
-        # builtins of torch name a private class, or no module
-        places = [f'{getattr(item, "__module__", None)}.{getattr(item, "__qualname__", None)}']
-        places += [f'{place}.{getattr(item, "__name__", None)}' for place in ('torch', 'torch.nn.functional')]
-        name = next((place for place in places if fp32_registry.find(place, load=False) is item), '')
-        if name:
-            names.append(name)
-        else:
-            problems.append(f'fp32_ops={item!r} is not found as {places[0]!r}: hand over its dotted name instead.')
-    problems += fp32_registry.problems_of(tuple(names))
-    return tuple(dict.fromkeys(names))
+        name = words['name'] if isinstance(words['name'], str) else _dotted_name(words['name'], problems)
+        if name is not None:
+            found.append(Fp32Op(name, output))
+    problems += fp32_registry.problems_of(tuple(dict.fromkeys(op.name for op in found)))
+    return tuple(dict.fromkeys(found))
+
+
+def _dotted_name(item: Any, problems: list[str]) -> str | None:
+    # builtins of torch name a private class, or no module
+    places = [f'{getattr(item, "__module__", None)}.{getattr(item, "__qualname__", None)}']
+    places += [f'{place}.{getattr(item, "__name__", None)}' for place in ('torch', 'torch.nn.functional')]
+    for place in places:
+        if fp32_registry.find(place, load=False) is item:
+            return place
+    problems.append(f'fp32_ops={item!r} is not found as {places[0]!r}: hand over its dotted name instead.')
+    return None

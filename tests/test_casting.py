@@ -1006,7 +1006,7 @@ def test_names_of_a_second_wrapper_are_added(level: str, device: torch.device) -
     cast(model, level, fp32_ops=['torch.softmax'])
     cast(model, level, fp32_ops=['torch.cumsum'])
     (hook,) = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, forward_hooks.EnterForward)]
-    assert set(hook.ops.extra) == {'torch.softmax', 'torch.cumsum'}
+    assert {op.name for op in hook.ops.extra} == {'torch.softmax', 'torch.cumsum'}
 
 
 # -- modules that come later ---------------------------------------------------------------------------------------
@@ -1123,3 +1123,22 @@ def test_uncast_models_may_change(level: str, device: torch.device) -> None:
     model = Classifier().to(device)
     cast(model, level)
     model.late = nn.Linear(1, 1)
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_named_class_that_the_model_does_not_have(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    with pytest.raises(AmpConfigError, match=r"fp32_ops='torch.nn.GroupNorm' matches no module"):
+        cast(model, level, fp32_ops=['torch.nn.GroupNorm'])
+    assert hook_count(model) == 0
+
+
+@pytest.mark.parametrize('level', AUTOCAST_LEVELS)
+@pytest.mark.parametrize('training', [True, False])
+def test_predictions_under_somebody_elses_autocast(level: str, training: bool, device: torch.device) -> None:
+    """ValLoop(fp16=True) autocasts validation; what leaves the model is FP32 all the same."""
+    model = Classifier().to(device).train(training)
+    cast(model, level)
+    with torch.autocast(device.type, AUTOCAST_LEVELS[level]):
+        out = model(torch.ones(1, 2, device=device))[0]
+    assert out.dtype is (AUTOCAST_LEVELS[level] if training else F32)

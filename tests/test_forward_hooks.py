@@ -125,11 +125,67 @@ def test_unwind_closes_what_an_interrupt_left(device: torch.device) -> None:
         assert torch.is_autocast_enabled(device.type) and open_contexts() == CLOSED
 
 
+def test_a_pre_hook_of_somebody_else_that_fails_first(device: torch.device) -> None:
+    """The hook that closes runs all the same; it must not close what another module opened."""
+    inner = nn.Linear(2, 2).to(device)
+    outer = nn.Sequential(nn.Identity()).to(device)
+    seen: list[tuple[int, bool]] = []
+    for module in (inner, outer):
+        module.register_forward_pre_hook(EnterForward(OpSet()), prepend=True)
+        module.register_forward_hook(LeaveForward(), always_call=True)
+        module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
+        module.register_forward_hook(LeaveFp32(True), always_call=True)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError('on purpose')
+
+    inner.register_forward_pre_hook(fail, prepend=True)
+
+    def use_inner(*args: Any) -> None:
+        with pytest.raises(RuntimeError, match='on purpose'):
+            inner(torch.ones(1, 2, device=device))
+        seen.append((open_contexts()[0], torch.is_autocast_enabled(device.type)))
+
+    outer[0].register_forward_hook(use_inner)
+    with torch.autocast(device.type, torch.bfloat16):
+        outer(torch.ones(1, 2, device=device))
+    assert seen == [(1, False)] and open_contexts() == CLOSED
+
+
+@pytest.mark.parametrize('hook', ['region', 'pass'])
+def test_a_later_pre_hook_that_fails(hook: str, device: torch.device) -> None:
+    """Ours come first, so that the hook that closes finds what it expects."""
+    module = nn.Linear(2, 2).to(device)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError('on purpose')
+
+    module.register_forward_pre_hook(fail)
+    if hook == 'region':
+        module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
+        module.register_forward_hook(LeaveFp32(True), always_call=True)
+    else:
+        module.register_forward_pre_hook(EnterForward(OpSet()), prepend=True)
+        module.register_forward_hook(LeaveForward(), always_call=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        with pytest.raises(RuntimeError, match='on purpose'):
+            module(torch.ones(1, 2, device=device))
+        assert open_contexts() == CLOSED and torch.is_autocast_enabled(device.type)
+
+
+def test_tensors_without_autocast(device: torch.device) -> None:
+    """Shapes and FLOPs are counted on the meta device."""
+    module = nn.Linear(2, 2, device='meta')
+    module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
+    module.register_forward_hook(LeaveFp32(True), always_call=True)
+    assert module(torch.ones(1, 2, device='meta', dtype=torch.float16)).dtype is torch.float16
+
+
 def test_hooks_can_be_pickled() -> None:
     for hook in (EnterFp32(), LeaveFp32(True), EnterForward(OpSet(('torch.softmax',))), LeaveForward()):
         again = pickle.loads(pickle.dumps(hook))
         assert type(again) is type(hook)
-    assert pickle.loads(pickle.dumps(EnterForward(OpSet(('torch.softmax',))))).ops.extra == ('torch.softmax',)
+    assert pickle.loads(pickle.dumps(EnterForward(OpSet(('torch.softmax',))))).ops.extra[0].name == 'torch.softmax'
     assert pickle.loads(pickle.dumps(LeaveFp32(True))).gives_back is True
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 import pickle
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss as imported_by_name
 
-from amp_wrapper import fp32_ops
+from amp_wrapper import AmpUsageError, fp32_ops
 from amp_wrapper.fp32_ops import OpSet
 from amp_wrapper.fp32_registry import FP32_OPS, Fp32Op
 
@@ -630,3 +635,275 @@ def test_aliases_join(device: torch.device) -> None:
             seen.clear()
     finally:
         del sys.modules[alias.__name__]
+
+
+def test_rules_of_one_member_do_not_mix() -> None:
+    """A configuration widens a registry entry for its own model, and for no other."""
+    only = frozenset({torch.bfloat16})
+    narrow, wide = Fp32Op('a', 'float32', only, only), Fp32Op('a')
+    member = fp32_ops._Member()
+    member.ops = {'a': narrow, 'config:caller:a': wide}
+    assert member.active() is None
+    try:
+        fp32_ops._thread.passes[1] = frozenset({'a'})
+        assert member.active() is narrow
+        fp32_ops._thread.passes[2] = frozenset({'config:caller:a'})
+        both = member.active()
+        assert both is not None and both.avoids('cpu') == set(HALVES) and both.output == 'float32'
+    finally:
+        fp32_ops._thread.passes.clear()
+
+
+# -- what is written in place ------------------------------------------------------------------------------------------
+
+
+def test_in_place_results_reach_the_caller(device: torch.device) -> None:
+    x = torch.tensor([1.0, 2.0], device=device, dtype=torch.float16)
+    buffer = torch.zeros(2, device=device, dtype=torch.float16)
+    fp32_ops.enter(OpSet(('torch.Tensor.add_', 'torch.softmax')))
+    same = x.add_(1)
+    out = torch.softmax(x, 0, out=buffer)
+    fp32_ops.leave()
+    assert same is x and x.tolist() == [2.0, 3.0] and x.dtype is torch.float16
+    assert out is buffer and buffer.sum().item() == pytest.approx(1, abs=1e-3)
+
+
+def test_in_place_with_a_gradient(device: torch.device) -> None:
+    x = torch.tensor([1.0, 2.0], device=device, dtype=torch.bfloat16, requires_grad=True)
+    fp32_ops.enter(OpSet(('torch.Tensor.mul_',)))
+    y = (x * 1).mul_(3)
+    fp32_ops.leave()
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert x.dtype is torch.float32
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def test_autograd_function_that_works_in_place(device: torch.device) -> None:
+    leaf = torch.ones(2, device=device, dtype=torch.float16, requires_grad=True)
+    x = leaf * 1
+    result = run('InPlace', lambda: InPlace.apply(x))
+    assert result is x and x.tolist() == [2.0, 2.0] and x.dtype is torch.float16
+    result.sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [2.0, 2.0]
+
+
+def test_one_argument_twice_stays_one(device: torch.device) -> None:
+    x = torch.ones(2, device=device, dtype=torch.float16)
+    assert fp32_ops.call(Fp32Op('x'), lambda a, b: a is b, (x, x), {}) is True
+
+
+@dataclasses.dataclass
+class Counter:
+    weight: Tensor
+    calls: int = 0
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 2
+
+
+def test_self_is_not_replaced_by_a_copy(device: torch.device) -> None:
+    x = torch.ones(2, device=device, dtype=torch.float16)
+    counter = Counter(x)
+    run('Counter.scaled', lambda: counter.scaled(x))
+    assert counter.calls == 1
+
+
+# -- derivatives -------------------------------------------------------------------------------------------------------
+
+
+def test_second_derivative_is_refused(device: torch.device) -> None:
+    """Copies made inside forward carry no graph: terms would be lost without a word."""
+    x = torch.tensor([3.0], device=device, dtype=torch.bfloat16, requires_grad=True)
+    result = run('Square', lambda: square(x)[0])
+    with pytest.raises(AmpUsageError, match=r'create_graph=True.*Square.*second derivative'):
+        torch.autograd.grad(result.sum(), x, create_graph=True)
+    wide = torch.tensor([3.0], device=device, requires_grad=True)
+    torch.autograd.grad(run('Square', lambda: square(wide)[0]).sum(), wide, create_graph=True)
+
+
+class ModernPair(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, x.sum()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Tensor:
+        return gradient * 2
+
+
+class OtherBackward(Square):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        assert gradient.dtype is torch.float32
+        return gradient * 5, None
+
+
+def test_marks_in_the_newer_style(device: torch.device) -> None:
+    x = torch.ones(3, device=device, dtype=torch.float16, requires_grad=True)
+    doubled, total = run('ModernPair', lambda: ModernPair.apply(x))
+    assert doubled.requires_grad and not total.requires_grad
+
+
+def test_subclass_with_a_backward_of_its_own(device: torch.device) -> None:
+    x = torch.ones(3, device=device, dtype=torch.float16, requires_grad=True)
+    run('Square', lambda: OtherBackward.apply(x))[0].sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [5.0] * 3
+
+
+# -- other people's hands ----------------------------------------------------------------------------------------------
+
+
+def test_a_patch_that_is_there_when_a_pass_begins(device: torch.device) -> None:
+    x = torch.ones(3, device=device, dtype=torch.float16)
+    original = F.huber_loss
+    for _ in range(2):
+        with mock.patch.object(F, 'huber_loss', return_value=-1):
+            fp32_ops.enter(OpSet())
+            assert F.huber_loss(x, x) == -1
+            fp32_ops.leave()
+            assert F.huber_loss(x, x) == -1
+        fp32_ops.enter(OpSet())
+        assert F.huber_loss(x, x).dtype is torch.float32
+        fp32_ops.leave()
+        assert F.huber_loss is original
+
+
+def test_a_patch_that_outlives_the_pass_it_began_in(device: torch.device) -> None:
+    x = torch.ones(3, device=device, dtype=torch.float16)
+    original = F.soft_margin_loss
+    patch = mock.patch.object(F, 'soft_margin_loss', return_value=-1)
+    fp32_ops.enter(OpSet())
+    patch.start()
+    assert F.soft_margin_loss(x, x) == -1
+    fp32_ops.leave()
+    assert F.soft_margin_loss(x, x) == -1
+    patch.stop()
+    # the patch gave our stand-in back, which rests; the next pass puts the original in its place
+    assert F.soft_margin_loss(x, x).dtype is torch.float16
+    fp32_ops.enter(OpSet())
+    assert F.soft_margin_loss(x, x).dtype is torch.float32
+    fp32_ops.leave()
+    assert F.soft_margin_loss is original
+
+
+def test_modules_that_are_imported_in_a_pass_get_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / 'imported_in_a_pass.py').write_text('from torch.nn.functional import l1_loss\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fp32_ops.enter(OpSet())
+    import imported_in_a_pass  # type: ignore[import-not-found]
+
+    x = torch.ones(3, dtype=torch.float16)
+    assert imported_in_a_pass.l1_loss(x, x).dtype is torch.float32
+    fp32_ops.leave()
+    assert imported_in_a_pass.l1_loss is F.l1_loss
+    fp32_ops.enter(OpSet())
+    assert imported_in_a_pass.l1_loss(x, x).dtype is torch.float32
+    fp32_ops.leave()
+    del sys.modules['imported_in_a_pass']
+
+
+def test_a_module_that_comes_inside_a_nested_pass_is_seen(device: torch.device) -> None:
+    late = types.ModuleType('nested_module_of_this_test')
+    x = torch.ones(3, device=device, dtype=torch.float16)
+    original = F.l1_loss
+    fp32_ops.enter(OpSet())
+    late.loss = original  # type: ignore[attr-defined]
+    sys.modules[late.__name__] = late
+    try:
+        fp32_ops.enter(OpSet())
+        assert late.loss is not original and late.loss(x, x).dtype is torch.float32
+        fp32_ops.leave()
+        fp32_ops.leave()
+        assert late.loss is original
+    finally:
+        del sys.modules[late.__name__]
+
+
+def test_a_failed_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = F.l1_loss
+    site = next(reversed(fp32_ops._members._sites.values()))
+
+    def fail() -> None:
+        raise TypeError('cannot set')
+
+    monkeypatch.setattr(site, 'install', fail)
+    with pytest.raises(TypeError, match='cannot set'):
+        fp32_ops.enter(OpSet())
+    assert F.l1_loss is before and fp32_ops.depth() == 0 and not fp32_ops.is_installed()
+
+
+@pytest.mark.parametrize('dtype', HALVES, ids=str)
+def test_meta_tensors(dtype: torch.dtype) -> None:
+    """Shapes and FLOPs are counted on the meta device, which has no autocast."""
+    x = torch.ones(3, 3, device='meta', dtype=dtype)
+    fp32_ops.enter(OpSet(('torch.matmul',)))
+    assert torch.matmul(x, x).dtype is dtype and F.mse_loss(x, x).dtype is torch.float32
+    fp32_ops.leave()
+
+
+def test_classes_are_not_kept_alive(device: torch.device) -> None:
+    def attach() -> weakref.ref[type]:
+        class Local(nn.Module):
+            def loss_by_feat(self, x: Tensor) -> Tensor:
+                return x
+
+        module = Local()
+        ops = OpSet(classes=[Local])
+        fp32_ops.attach([module], ops)
+        assert module.loss_by_feat(torch.ones(1, device=device, dtype=torch.float16)).dtype is torch.float32
+        return weakref.ref(Local)
+
+    sites = len(fp32_ops._members._sites)
+    references = [attach() for _ in range(3)]
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 3 and len(fp32_ops._members._sites) == sites
+
+
+def test_autocast_to_a_type_that_is_fine_stays_on(device: torch.device) -> None:
+    only = frozenset({torch.bfloat16})
+    op = Fp32Op('x', cpu=only, cuda=only)
+    x = torch.ones(2, 2, device=device)
+    for dtype, expected in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
+        with torch.autocast(device.type, dtype):
+            assert fp32_ops.call(op, lambda a: a @ a, (x,), {}).dtype is expected
+
+
+# -- methods that begin a pass -----------------------------------------------------------------------------------------
+
+
+class Verbs(nn.Module):
+    def predict(self, x: Tensor) -> torch.dtype:
+        return F.l1_loss(x, x).dtype
+
+    def other(self, x: Tensor) -> torch.dtype:
+        return F.l1_loss(x, x).dtype
+
+
+def test_methods_of_attached_modules_begin_a_pass(device: torch.device) -> None:
+    module, stranger = Verbs(), Verbs()
+    ops = OpSet(classes=[Verbs])
+    fp32_ops.attach([module], ops)
+    x = torch.ones(3, device=device, dtype=torch.float16)
+    assert module.predict(x) is torch.float32 and fp32_ops.depth() == 0
+    assert stranger.predict(x) is torch.float16 and module.other(x) is torch.float16
+    with pytest.raises(AttributeError):
+        module.predict(None)
+    assert fp32_ops.depth() == 0
+    fp32_ops.release([module])
+    assert module.predict(x) is torch.float16

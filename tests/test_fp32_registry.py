@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from amp_wrapper import AmpConfigError
-from amp_wrapper.fp32_registry import FP32_OPS, find, is_function_class, is_module_class, owner, problems_of
+from amp_wrapper.fp32_registry import FP32_OPS, Fp32Op, find, is_function_class, is_module_class, owner, problems_of
 from amp_wrapper.policy import resolve
 
 FULL_MMCV = importlib.util.find_spec('mmcv._ext') is not None
@@ -155,10 +155,19 @@ def test_names_that_are_fine() -> None:
 
 def test_policy_takes_names_and_objects() -> None:
     policy = resolve('O2', fp32_ops=['torch.softmax', nn.LayerNorm, torch.softmax, Plain.decode])
-    assert policy.fp32_ops == ('torch.softmax', 'torch.nn.modules.normalization.LayerNorm', f'{__name__}.Plain.decode')
-    assert policy.to_dict()['fp32_ops'] == list(policy.fp32_ops)
-    assert resolve('O2', fp32_ops='torch.softmax').fp32_ops == ('torch.softmax',)
+    names = ['torch.softmax', 'torch.nn.modules.normalization.LayerNorm', f'{__name__}.Plain.decode']
+    assert [op.name for op in policy.fp32_ops] == names
+    assert policy.to_dict()['fp32_ops'] == [{'name': name, 'output': 'caller'} for name in names]
+    assert resolve('O2', fp32_ops='torch.softmax').fp32_ops == (Fp32Op('torch.softmax'),)
     assert resolve('O2').fp32_ops == ()
+    wide = resolve('O2', fp32_ops=[dict(name='torch.softmax', output='float32'), {'name': 'torch.cumsum'}]).fp32_ops
+    assert [op.output for op in wide] == ['float32', 'caller']
+
+
+def test_a_name_in_a_configuration_means_both_types() -> None:
+    """CARAFE avoids bfloat16 by itself; a user who names it wants it in FP32."""
+    name = 'mmcv.ops.carafe.CARAFEFunction'
+    assert Fp32Op(name).avoids('cpu') == {torch.float16, torch.bfloat16} != FP32_OPS[name].avoids('cpu')
 
 
 @pytest.mark.parametrize(
@@ -168,6 +177,9 @@ def test_policy_takes_names_and_objects() -> None:
         ([3], 'list of dotted names'),
         ([''], 'list of dotted names'),
         ([lambda x: x], 'hand over its dotted name'),
+        ([{'output': 'float32'}], 'must be dict'),
+        ([{'name': 'torch.softmax', 'output': 'float64'}], 'must be dict'),
+        ([{'name': 'torch.softmax', 'type': 'x'}], 'must be dict'),
     ],
 )
 def test_policy_refuses_other_things(value: object, words: str) -> None:

@@ -15,7 +15,7 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpOptimWrapper
+from amp_wrapper import AmpOptimWrapper, AmpUsageError
 
 LEVELS = ('O1', 'O2', 'O4', 'O5')
 TYPES = {'O1': torch.float16, 'O2': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}
@@ -359,3 +359,149 @@ def test_recomputed_losses_see_the_same_types(level: str, device: torch.device) 
         model, _ = train(CheckpointedHead(recompute), level, device)
         weights.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights))
+
+
+# -- ways into a model that are not a call -----------------------------------------------------------------------------
+
+
+class OwnTrainStep(Detector):
+    """DETR-like wrappers and GANs: ``train_step`` calls parts of the model, never the model itself."""
+
+    def train_step(self, data: dict[str, Any], optim_wrapper: AmpOptimWrapper) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            losses = self.bbox_head.loss(self.backbone(data['inputs']))
+        self.loss_type = losses['loss'].dtype
+        optim_wrapper.update_params(losses['loss'])
+        return losses
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_train_step_that_never_calls_the_model(level: str, device: torch.device) -> None:
+    model = OwnTrainStep(FcnHead()).to(device)
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    model.train_step(dict(inputs=images(device)), wrapper)
+    assert model.loss_type is torch.float32
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_model_whose_optimizer_owns_a_part(level: str, device: torch.device) -> None:
+    """At O1 the parts that a wrapper owns are roots, and the head's methods are called by the model."""
+    model = OwnTrainStep(FcnHead()).to(device)
+    model.extra = nn.Parameter(torch.ones(1, device=device))
+    parts = [*model.backbone.parameters(), *model.bbox_head.parameters()]
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(parts, lr=0.01))
+    model.train_step(dict(inputs=images(device)), wrapper)
+    assert model.loss_type is torch.float32
+
+
+class DirectDetector(Detector):
+    def predict(self, inputs: Tensor) -> Any:
+        return self.bbox_head.predict(self.backbone(inputs))
+
+
+class NmsHead(Head):
+    def predict_by_feat(self, scores: Tensor, boxes: Tensor) -> Any:
+        return NMSop.apply(boxes.flatten(2), scores.mean((1, 2, 3)))
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_predict_called_directly(level: str, device: torch.device) -> None:
+    """mmdetection's ``model.predict(...)`` and ``model.bbox_head.predict(...)`` from a script."""
+    model = DirectDetector(NmsHead()).to(device)
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    wrapper.attach(model)
+    model.eval()
+    with torch.no_grad():
+        assert model.predict(images(device)).dtype is torch.int64
+        features = model.backbone(images(device))
+        assert model.bbox_head.predict(features).dtype is torch.int64
+    wrapper.detach()
+
+
+def test_a_module_that_was_inserted_is_explained(device: torch.device) -> None:
+    """``ModuleList.insert`` goes past torch's registration hooks; the error of types that follows says what happened."""
+    model = Detector(Head()).to(device)
+    wrapper = AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    wrapper.attach(model)
+    model.backbone.insert(1, nn.Conv2d(8, 8, 1).to(device))
+    with pytest.raises(AmpUsageError, match=r'did not have when it was cast \(backbone.1.weight.*detach\(\)'):
+        model.train_step(dict(inputs=images(device)), wrapper)
+
+
+def test_an_interrupt_outside_of_training_is_forgotten(device: torch.device) -> None:
+    """torch runs no hooks after KeyboardInterrupt; the next step must not inherit what a validation left open."""
+    from amp_wrapper import forward_hooks
+
+    model = Detector(Head()).to(device)
+    wrapper = AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    wrapper.attach(model)
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.bbox_head.cls.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(images(device))
+    handle.remove()
+    assert forward_hooks.open_contexts() != forward_hooks.CLOSED
+    model.train_step(dict(inputs=images(device)), wrapper)
+    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    handle = model.bbox_head.cls.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(images(device))
+    wrapper.detach()
+    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+
+
+class Recomputing(nn.Module):
+    """A discriminator with a checkpointed segment, whose wrapper names an op that the generator's does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def segment(self, x: Tensor) -> Tensor:
+        return named_op(self.fc(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.segment, x, use_reentrant=False).sum()
+
+
+op_types: list[torch.dtype] = []
+
+
+def named_op(x: Tensor) -> Tensor:
+    op_types.append(x.dtype)
+    return x * x
+
+
+def test_backward_through_another_wrappers_model(device: torch.device) -> None:
+    """CycleGAN-like: the generator's loss runs back through the discriminator's recomputed segment."""
+    op_types.clear()
+    generator, discriminator = nn.Linear(4, 4).to(device), Recomputing().to(device)
+    first = AmpOptimWrapper(opt_level='O5', optimizer=torch.optim.SGD(generator.parameters(), lr=0.1))
+    second = AmpOptimWrapper(
+        opt_level='O5', optimizer=torch.optim.SGD(discriminator.parameters(), lr=0.1), fp32_ops=[f'{ME}.named_op']
+    )
+    first.attach(generator)
+    second.attach(discriminator)
+    with first.optim_context(generator):
+        loss = discriminator(generator(torch.ones(2, 4, device=device)))
+    first.update_params(loss)
+    assert op_types == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize('level', ['O1', 'O4'])
+def test_compiled_whole_at_the_autocast_levels(level: str, device: torch.device) -> None:
+    """mmengine's ``compile=True``: hooks of ours must not break the graph."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.MSELoss()).to(device)
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
+    wrapper.attach(model)
+    model[2].forward = lambda x: x.square().mean()  # type: ignore[method-assign]
+
+    @torch.compile(backend='eager', fullgraph=True)
+    def step(x: Tensor) -> Tensor:
+        with wrapper.optim_context(model):
+            return model(x)
+
+    assert step(torch.ones(2, 4, device=device)).isfinite()

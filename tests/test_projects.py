@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / 'tools'))
 
 import projects
 
+MMDET = ('mmdet', 'pycocotools', 'scipy', 'shapely', 'terminaltables')
 CONFIGS = sorted((ROOT / 'configs').glob('mm*/*.py'))
 
 
@@ -73,12 +74,18 @@ def pretend(
     ('present', 'options', 'words'),
     [
         ((), {}, ['mmdet is not installed', 'compiled ops']),
-        (('mmdet', 'mmcv', 'mmcv._ext'), {}, []),
-        (('mmdet', 'mmcv', 'mmcv._ext'), {'version': ''}, []),
-        (('mmdet', 'mmcv', 'mmcv._ext'), {'version': '2.28.2'}, ['mmdet 2.28.2 is too old', '"mmdet>=3.0.0"']),
-        (('mmdet', 'mmcv'), {}, ['this is mmcv-lite', 'pip uninstall mmcv-lite', '"mmcv<2.2.0"']),
-        (('mmdet', 'mmcv', 'mmcv._ext'), {'mmcv': '2.2.0'}, ['refuses mmcv 2.2.0', '"mmcv<2.2.0"']),
-        (('mmdet',), {}, ['needs mmcv, which is not installed']),
+        ((*MMDET, 'mmcv', 'mmcv._ext'), {}, []),
+        ((*MMDET, 'mmcv', 'mmcv._ext'), {'version': ''}, []),
+        ((*MMDET, 'mmcv', 'mmcv._ext'), {'version': '2.28.2'}, ['mmdet 2.28.2 is too old', '"mmdet>=3.0.0"']),
+        ((*MMDET, 'mmcv'), {}, ['this is mmcv-lite', 'pip uninstall mmcv-lite', '"mmcv>=2.0.0rc4,<2.2.0"']),
+        (
+            (*MMDET, 'mmcv', 'mmcv._ext'),
+            {'mmcv': '2.2.0'},
+            ['does not work with mmcv 2.2.0', '"mmcv>=2.0.0rc4,<2.2.0"'],
+        ),
+        ((*MMDET, 'mmcv', 'mmcv._ext'), {'mmcv': '1.7.2'}, ['does not work with mmcv 1.7.2']),
+        (('mmdet', 'mmcv', 'mmcv._ext', 'scipy'), {}, ['pip install pycocotools shapely terminaltables']),
+        (MMDET, {}, ['needs mmcv, which is not installed']),
     ],
 )
 def test_problems(
@@ -90,7 +97,8 @@ def test_problems(
 
 
 def test_projects_that_need_no_ops_take_mmcv_lite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, ('mmseg', 'mmpretrain', 'mmcv'), version='1.2.2')
+    others = [name for project in ('mmseg', 'mmpretrain') for name, _ in projects.PROJECTS[project].imports]
+    pretend(monkeypatch, tmp_path, ('mmseg', 'mmpretrain', 'mmcv', *others), version='1.2.2')
     assert projects.problems('mmpretrain') == []
     # mmsegmentation 1.2.2 imports mmcv.ops when it is imported itself
     assert 'mmcv-lite' in projects.problems('mmseg')[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from importlib import metadata
 from importlib.util import find_spec
@@ -11,11 +12,58 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-# import name: (distribution, oldest release on mmengine, first mmcv that it refuses, whether it needs mmcv's ops)
-PROJECTS: dict[str, tuple[str, str, str, bool]] = {
-    'mmpretrain': ('mmpretrain', '1.0.0', '2.4.0', False),
-    'mmseg': ('mmsegmentation', '1.0.0', '2.2.0', True),
-    'mmdet': ('mmdet', '3.0.0', '2.2.0', True),
+
+@dataclasses.dataclass(frozen=True)
+class Project:
+    """What one project needs.
+
+    Attributes:
+        distribution: Its name for pip.
+        oldest: The first release with mmengine models.
+        newest_mmcv: The first mmcv that it refuses.
+        needs_ops: Whether it imports mmcv's compiled ops.
+        imports: Packages that it imports beside those of mmengine: import name to the name for pip.
+    """
+
+    distribution: str
+    oldest: str = '0'
+    newest_mmcv: str = ''
+    needs_ops: bool = False
+    imports: tuple[tuple[str, str], ...] = ()
+
+
+OLDEST_MMCV = '2.0.0rc4'
+PROJECTS: dict[str, Project] = {
+    'mmpretrain': Project(
+        'mmpretrain',
+        '1.0.0',
+        '2.4.0',
+        imports=(
+            ('torchvision', 'torchvision'),
+            ('einops', 'einops'),
+            ('mat4py', 'mat4py'),
+            ('modelindex', 'modelindex'),
+        ),
+    ),
+    'mmseg': Project(
+        'mmsegmentation',
+        '1.0.0',
+        '2.2.0',
+        True,
+        (('ftfy', 'ftfy'), ('regex', 'regex'), ('prettytable', 'prettytable'), ('scipy', 'scipy')),
+    ),
+    'mmdet': Project(
+        'mmdet',
+        '3.0.0',
+        '2.2.0',
+        True,
+        (
+            ('pycocotools', 'pycocotools'),
+            ('scipy', 'scipy'),
+            ('shapely', 'shapely'),
+            ('terminaltables', 'terminaltables'),
+        ),
+    ),
 }
 _SCHEMAS = (
     'nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor',
@@ -63,37 +111,41 @@ def problems(project: str) -> list[str]:
     Args:
         project: Import name; unknown ones are only looked for.
     """
-    distribution, oldest, newest_mmcv, needs_ops = PROJECTS.get(project, (project, '0', '', False))
+    needs = PROJECTS.get(project, Project(project))
     if find_spec(project) is None:
-        ops = ', and mmcv with its compiled ops in place of mmcv-lite' if needs_ops else ''
-        return [f'{distribution} is not installed: pip install {distribution}{ops}.']
+        ops = ', and mmcv with its compiled ops in place of mmcv-lite' if needs.needs_ops else ''
+        return [f'{needs.distribution} is not installed: pip install {needs.distribution}{ops}.']
     rows = []
     try:
-        version = metadata.version(distribution)
+        version = metadata.version(needs.distribution)
     except metadata.PackageNotFoundError:
         version = ''  # run from a checkout: its own import checks speak then
-    if version and Version(version) < Version(oldest):
+    if version and Version(version) < Version(needs.oldest):
         rows.append(
-            f'{distribution} {version} is too old, its models are not mmengine models: pip install "{distribution}>={oldest}".'
+            f'{needs.distribution} {version} is too old, its models are not mmengine models: '
+            f'pip install "{needs.distribution}>={needs.oldest}".'
         )
-    rows += _mmcv_problems(distribution, newest_mmcv, needs_ops)
-    return rows
+    missing = [pip_name for name, pip_name in needs.imports if find_spec(name) is None]
+    if missing:
+        rows.append(f'{needs.distribution} imports what is not installed: pip install {" ".join(missing)}.')
+    return rows + (_mmcv_problems(needs) if needs.newest_mmcv else [])
 
 
-def _mmcv_problems(distribution: str, newest: str, needs_ops: bool) -> list[str]:
-    if find_spec('mmcv') is None:
-        return [f'{distribution} needs mmcv, which is not installed: pip install "mmcv<{newest}".'] if newest else []
-    source = (Path(find_spec('mmcv').origin or '').parent / 'version.py').read_text(encoding='utf-8')  # type: ignore[union-attr]
+def _mmcv_problems(needs: Project) -> list[str]:
+    wanted = f'"mmcv>={OLDEST_MMCV},<{needs.newest_mmcv}"'
+    spec = find_spec('mmcv')
+    if spec is None or spec.origin is None:
+        return [f'{needs.distribution} needs mmcv, which is not installed: pip install {wanted}.']
+    source = (Path(spec.origin).parent / 'version.py').read_text(encoding='utf-8')
     match = re.search(r"__version__ = '([^']+)'", source)
-    rows = []
-    if newest and match and Version(match[1]) >= Version(newest):
-        rows.append(f'{distribution} refuses mmcv {match[1]}: pip install "mmcv<{newest}".')
-    if needs_ops and find_spec('mmcv._ext') is None:
-        rows.append(
-            f'{distribution} needs the compiled ops of mmcv, and this is mmcv-lite: pip uninstall mmcv-lite, then '
-            f'pip install --no-build-isolation "mmcv<{newest}" (built from source, unless there is a wheel for your torch).'
-        )
-    return rows
+    if match and not Version(OLDEST_MMCV) <= Version(match[1]) < Version(needs.newest_mmcv):
+        return [f'{needs.distribution} does not work with mmcv {match[1]}: pip install {wanted}.']
+    if needs.needs_ops and find_spec('mmcv._ext') is None:
+        return [
+            f'{needs.distribution} needs the compiled ops of mmcv, and this is mmcv-lite: pip uninstall mmcv-lite, then '
+            f'pip install --no-build-isolation {wanted} (built from source, unless there is a wheel for your torch).'
+        ]
+    return []
 
 
 def check(config: str | Path) -> None:
