@@ -28,9 +28,11 @@ HERE = Path(__file__).parent
 def small_config(case: Case, folder: Path, work_dir: Path) -> Config:
     """The project's config with a small model, the generated data, one short epoch, and a line that imports us.
 
+    Mixup, CutMix and YOLOX's random sizes, which a run on one batch does without, are on here.
+
     ``optim_wrapper`` keeps what the project wrote, but for the learning rate; its hooks stay, its schedulers do not.
     """
-    cfg = load_config(case)
+    cfg = load_config(case, augment=True)
     for key in ('train_dataloader', 'val_dataloader', 'test_dataloader', 'val_evaluator', 'test_evaluator'):
         cfg.pop(key, None)
     for key in ('val_cfg', 'test_cfg', 'param_scheduler', 'resume', 'load_from', 'train_pipeline', 'test_pipeline'):

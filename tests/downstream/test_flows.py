@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,15 +12,17 @@ from typing import Any
 import data
 import pytest
 import torch
+from conftest import skip_without_ops
 from flows import Original, run_tool, small_config, tool, write_config
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from zoo import Case, register
+from zoo import BY_NAME, Case, register
 
 from amp_wrapper.nested import HALF_TYPES
 
+ROOT = Path(__file__).resolve().parents[2]
 CAST = {'O2': torch.float16, 'O5': torch.bfloat16}
 
 
@@ -48,6 +53,7 @@ class Witness(Hook):
         self.seen['types'] = types
         self.seen['wrapper'] = type(runner.optim_wrapper).__module__
         self.seen['level'] = runner.optim_wrapper.opt_level
+        self.seen['dynamic'] = runner.optim_wrapper.loss_scaler.is_dynamic
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         self.seen['val'] = dict(metrics or {})
@@ -132,13 +138,104 @@ def test_projects_own_tools(
         assert {key: float(value) for key, value in witness['test'].items()} == answer['metrics']
 
 
-def test_amp_flag(case: Case, pictures: Path, tmp_path: Path, witness: dict[str, Any]) -> None:
-    """``--amp`` alone is O1 with a dynamic scale, by this package, on a CPU."""
+@pytest.mark.parametrize('opt_level', [None, 'O2', 'O4'])
+def test_amp_flag(case: Case, opt_level: str | None, pictures: Path, tmp_path: Path, witness: dict[str, Any]) -> None:
+    """``--amp`` alone is O1 with a dynamic scale, by this package, on a CPU; with a level beside it, that level."""
     path = write_config(prepare(case, pictures, tmp_path), tmp_path / f'{case.slug}.py')
-    run_tool(tool(case.project, 'train.py'), str(path), *extra(case.project), '--amp')
-    assert witness['wrapper'] == 'amp_wrapper.optim_wrapper' and witness['level'] == 'O1'
+    words = [] if opt_level is None else ['--cfg-options', f'optim_wrapper.opt_level={opt_level}']
+    run_tool(tool(case.project, 'train.py'), str(path), *extra(case.project), '--amp', *words)
+    assert witness['wrapper'] == 'amp_wrapper.optim_wrapper' and witness['level'] == (opt_level or 'O1')
+    assert witness['dynamic']
     state = load(tmp_path / 'run' / 'epoch_1.pth')['optimizer']
-    assert state['loss_scaler']['scale'] > 0
+    assert 1 <= state['loss_scaler']['scale'] <= 2.0**16
+
+
+OURS = [BY_NAME[name] for name in ('ResNet-18', 'FCN', 'Faster R-CNN')]
+
+
+@pytest.mark.parametrize('ours', OURS, ids=lambda case: case.slug)
+def test_our_own_tools(ours: Case, pictures: Path, tmp_path: Path, original: Original) -> None:
+    """``tools/train.py`` and ``tools/test.py`` of this repository in processes of their own, ``data_root`` moved."""
+    skip_without_ops(ours.project)
+    cfg = small_config(ours, data.write(pictures, ours.size), tmp_path / 'run')
+    # as the projects' configs are: no seed, and a folder that is not there
+    cfg.pop('randomness')
+    cfg.pop('custom_imports')
+    cfg.optim_wrapper.update(type='amp_wrapper.AmpOptimWrapper', opt_level='O5')
+    folder = str(data.write(pictures, ours.size))
+    text = cfg.pretty_text.replace(folder, 'data/somewhere').replace("dict(type='mmengine.TypeWatch'),", '')
+    text = f"_base_ = '{ours.project}::{ours.config}'\n" + _replacing(text)
+    if ours.project != 'mmpretrain':
+        text += "data_root = 'data/somewhere'\n"
+    path = tmp_path / 'ours.py'
+    path.write_text(text)
+    words = ['--work-dir', str(tmp_path / 'run'), '--cfg-options', f'data_root={folder}', 'log_level=ERROR']
+    said = _run('tools/train.py', str(path), *words)
+    assert 'Finished: epoch 1, iteration 2' in said
+    said = _run('tools/train.py', str(path), '--resume', *words, 'train_cfg.max_epochs=2')
+    assert 'Finished: epoch 2, iteration 4' in said
+    checkpoint = str(tmp_path / 'run' / 'epoch_2.pth')
+    assert 'Tested at O2: ' in _run('tools/test.py', str(path), checkpoint, '--opt-level', 'O2', *words)
+
+
+def _replacing(text: str) -> str:
+    """Every dict of a whole config replaces that of its base."""
+    names = ('model', 'train_dataloader', 'val_dataloader', 'test_dataloader', 'optim_wrapper', 'train_cfg', 'env_cfg')
+    for name in names:
+        text = text.replace(f'\n{name} = dict(', f'\n{name} = dict(_delete_=True, ').replace(
+            f'\n{name} = dict(_delete_=True, )', f'\n{name} = dict(_delete_=True)'
+        )
+    return text + 'param_scheduler = []\ncustom_hooks = []\n'
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, 'OMP_NUM_THREADS': '1'},
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_iteration_based_loop(level: str, pictures: Path, tmp_path: Path, witness: dict[str, Any]) -> None:
+    """mmsegmentation's own loop: iterations, an endless sampler, checkpoints by iteration."""
+    case = BY_NAME['FCN']
+    skip_without_ops(case.project)
+    cfg = prepare(case, pictures, tmp_path)
+    cfg.train_cfg = dict(type='IterBasedTrainLoop', max_iters=2, val_interval=2)
+    cfg.train_dataloader.sampler = dict(type='InfiniteSampler', shuffle=True)
+    cfg.default_hooks.checkpoint = dict(type='CheckpointHook', interval=2, by_epoch=False)
+    cfg.log_processor = dict(by_epoch=False)
+    cfg.optim_wrapper.update(type='AmpOptimWrapper', opt_level=level)
+    path = write_config(cfg, tmp_path / 'iterations.py')
+    run_tool(tool('mmseg', 'train.py'), str(path))
+    check_run(witness, level, validates=True)
+    first = load(tmp_path / 'run' / 'iter_2.pth')
+    witness.clear()
+    run_tool(tool('mmseg', 'train.py'), str(path), '--resume', '--cfg-options', 'train_cfg.max_iters=4')
+    assert witness['start'] == 2
+    assert all(witness['resumed'][key].equal(value) for key, value in first['state_dict'].items())
+
+
+def test_switch_recipe(level: str, pictures: Path, tmp_path: Path, witness: dict[str, Any]) -> None:
+    """mmpretrain's SwitchRecipeHook puts another loss into the model in the middle of a training."""
+    case = BY_NAME['ResNet-18']
+    cfg = prepare(case, pictures, tmp_path)
+    recipe = dict(action_epoch=1, loss=dict(type='LabelSmoothLoss', label_smooth_val=0.1))
+    cfg.custom_hooks = [*cfg.custom_hooks, dict(type='SwitchRecipeHook', schedule=[recipe])]
+    cfg.train_cfg.max_epochs = 2
+    cfg.optim_wrapper.update(type='AmpOptimWrapper', opt_level=level)
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    loss = runner.model.head.loss_module
+    assert type(loss).__name__ == 'LabelSmoothLoss'
+    narrow = torch.ones(2, data.CLASSES, dtype=torch.float16 if level in ('O1', 'O2') else torch.bfloat16)
+    with torch.autocast('cpu', narrow.dtype, enabled=level in ('O1', 'O4')):
+        assert loss(narrow, torch.tensor([0, 1])).dtype is torch.float32
 
 
 def test_runner_and_inference_at_the_level(

@@ -34,12 +34,17 @@ def narrow(value: Any) -> list[str]:
 
 @METRICS.register_module()
 class TypeWatch(BaseMetric):
-    """Counts the predictions that are 16-bit, and all tensors seen."""
+    """Counts the predictions that are 16-bit and all tensors seen, and adds the numbers up: metrics of models that have
+    learned nothing are the same whatever the weights are, sums are not."""
 
     default_prefix = 'types'
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        self.results.append((len(narrow(data_samples)), len(list(tensors(data_samples)))))
+        predicted = [t for path, t in tensors(data_samples) if 'gt_' not in path and 'ignored' not in path]
+        digest = sum(float((t.double() * (1 + torch.arange(t.numel()).view(t.shape) % 7)).sum()) for t in predicted)
+        self.results.append((len(narrow(data_samples)), len(list(tensors(data_samples))), digest))
 
-    def compute_metrics(self, results: list[tuple[int, int]]) -> dict[str, float]:
-        return dict(narrow=sum(r[0] for r in results), seen=sum(r[1] for r in results))
+    def compute_metrics(self, results: list[tuple[int, int, float]]) -> dict[str, float]:
+        return dict(
+            narrow=sum(r[0] for r in results), seen=sum(r[1] for r in results), digest=sum(r[2] for r in results)
+        )

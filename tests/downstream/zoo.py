@@ -33,6 +33,8 @@ class Case:
         model: What is merged into the config's ``model`` to make it small.
         lr: Learning rate of the overfitting run, with AdamW.
         size: Edge of the square images, in pixels.
+        draws: Whether its loss draws samples at random among candidates that rounded scores choose: one candidate more or
+            less changes them all.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Case:
     model: dict[str, Any]
     lr: float = 2e-3
     size: int = 64
+    draws: bool = False
 
     @property
     def slug(self) -> str:
@@ -114,7 +117,6 @@ CASES: tuple[Case, ...] = (
                 drop_path_rate=0.0,
             ),
             head=dict(in_channels=128, num_classes=CLASSES),
-            train_cfg=None,
         ),
     ),
     Case(
@@ -124,7 +126,6 @@ CASES: tuple[Case, ...] = (
         dict(
             backbone=dict(arch=_TINY_VIT, img_size=32, patch_size=8, drop_rate=0.0),
             head=dict(in_channels=48, hidden_dim=64, num_classes=CLASSES),
-            train_cfg=None,
         ),
         size=32,
     ),
@@ -135,7 +136,6 @@ CASES: tuple[Case, ...] = (
         dict(
             backbone=dict(arch=dict(_delete_=True, depths=[1, 1, 2, 1], channels=[16, 32, 48, 64]), drop_path_rate=0.0),
             head=dict(in_channels=64, num_classes=CLASSES),
-            train_cfg=None,
         ),
     ),
     Case(
@@ -237,7 +237,7 @@ CASES: tuple[Case, ...] = (
             test_cfg=_ANY_SCORE,
         ),
     ),
-    Case('Faster R-CNN', 'mmdet', 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py', _roi_head()),
+    Case('Faster R-CNN', 'mmdet', 'faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py', _roi_head(), draws=True),
     Case(
         'Mask R-CNN',
         'mmdet',
@@ -246,6 +246,7 @@ CASES: tuple[Case, ...] = (
             mask_roi_extractor=dict(out_channels=32),
             mask_head=dict(num_convs=2, in_channels=32, conv_out_channels=32, num_classes=CLASSES),
         ),
+        draws=True,
     ),
     Case(
         'DETR',
@@ -274,7 +275,6 @@ CASES: tuple[Case, ...] = (
         'mmdet',
         'yolox/yolox_tiny_8xb8-300e_coco.py',
         dict(
-            data_preprocessor=dict(batch_augments=None),
             backbone=dict(deepen_factor=0.33, widen_factor=0.125),
             neck=dict(in_channels=[32, 64, 128], out_channels=32),
             bbox_head=dict(in_channels=32, feat_channels=32, num_classes=CLASSES),
@@ -292,9 +292,26 @@ def configs_folder(project: str) -> Path:
     return Path(spec.origin).parent / '.mim' / 'configs'
 
 
-def load_config(case: Case) -> Config:
-    """The project's config with the model made small."""
+def load_config(case: Case, augment: bool = False) -> Config:
+    """The project's config with the model made small.
+
+    Args:
+        case: The model.
+        augment: Whether batches are mixed and resized at random, where the config says so.
+    """
     cfg = Config.fromfile(configs_folder(case.project) / case.config)
+    if case.project == 'mmpretrain':
+        if not augment:
+            cfg.model.pop('train_cfg', None)
+        if 'data_preprocessor' in cfg and 'num_classes' in cfg.data_preprocessor:
+            # Mixup makes vectors of class scores
+            cfg.data_preprocessor.num_classes = CLASSES
+    if case.name == 'YOLOX':
+        preprocessor = cfg.model.data_preprocessor
+        if augment:
+            preprocessor.batch_augments[0].update(random_size_range=(64, 96), interval=1)
+        else:
+            preprocessor.batch_augments = None
     cfg.merge_from_dict(dict(model=copy.deepcopy(case.model)))
     _sync_bn_to_bn(cfg.model)
     if case.project == 'mmseg':
