@@ -61,7 +61,8 @@ class Policy:
         keep_batchnorm_fp32: Whether BatchNorm stays FP32 under a cast.
         master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights.
         loss_scale: Start and rule of the loss scale.
-        cast_model_outputs: The type of the model's floating outputs, or None for FP32 at the levels that cast.
+        cast_model_outputs: The type of the model's floating outputs, or None: FP32, but as they are in training under
+            autocast.
         keep_fp32: Module classes, class names and glob patterns over qualified names that stay FP32.
         fp32_ops: Functions, methods and classes that run in FP32 beside those of the registry.
         num_losses: Number of loss scalers.

@@ -143,3 +143,36 @@ def test_one_data_path_moves_every_data_set(name: str, script: str, tmp_path: Pa
         ok=False,
     )
     assert str(root) in said[said.rindex('FileNotFoundError') :]
+
+
+def test_data_path_moves_nested_data_sets_and_annotations() -> None:
+    """mmdetection keeps data sets inside others and annotations in evaluators; mmpretrain names no root at the top."""
+    sys.path.insert(0, str(ROOT / 'tools'))
+    from mmengine.config import Config
+    from options import merge_options
+
+    inner = dict(type='CocoDataset', data_root='data/coco/', ann_file='annotations/a.json')
+    cfg = Config(
+        dict(
+            data_root='data/coco/',
+            train_dataloader=dict(dataset=dict(type='MultiImageMixDataset', dataset=inner)),
+            val_dataloader=None,
+            val_evaluator=[dict(type='CocoMetric', ann_file='data/coco/annotations/v.json'), dict(name='data/cocoa')],
+        )
+    )
+    merge_options(cfg, dict(data_root='/new/'))
+    assert cfg.train_dataloader.dataset.dataset.data_root == '/new/'
+    assert cfg.val_evaluator[0].ann_file == '/new/annotations/v.json' and cfg.val_evaluator[1].name == 'data/cocoa'
+    cfg = Config(dict(train_dataloader=dict(dataset=inner), test_dataloader=dict(dataset=dict(data_root='data/coco'))))
+    merge_options(cfg, dict(data_root='/new'))
+    assert cfg.train_dataloader.dataset.data_root == '/new/' and cfg.test_dataloader.dataset.data_root == '/new'
+    with pytest.raises(SystemExit, match='names no data_root'):
+        merge_options(Config(dict(train_dataloader=dict(dataset=dict(type='X')))), dict(data_root='/new'))
+
+
+def test_a_config_without_randomness(tmp_path: Path) -> None:
+    """The configs of mmdetection and mmsegmentation have none."""
+    text = (ROOT / 'configs/digits/cnn_o2.py').read_text().replace("'../", f"'{ROOT}/configs/")
+    (tmp_path / 'config.py').write_text(text + "\nrandomness = dict(_delete_=True)\n")
+    said = tool('tools/train.py', str(tmp_path / 'config.py'), '--work-dir', str(tmp_path / 'work'), *SHORT)
+    assert 'Finished: epoch 2' in said

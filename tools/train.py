@@ -125,8 +125,9 @@ def _choose_seed(cfg: Config, args: argparse.Namespace) -> None:
                 print(f'--seed {args.seed}: the checkpoint was trained with seed {seed}, which a resumed run keeps')
             if seed is not None:
                 randomness['seed'] = seed
+    # mmengine takes an empty dict for a call without its seed
+    cfg.pop('randomness', None)
     if randomness:
-        # mmengine takes an empty dict for a call without its seed
         cfg.randomness = randomness
 
 

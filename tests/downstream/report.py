@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 from collections.abc import Callable, Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 from zoo import CASES
 
 LEVELS = ('O1', 'O2', 'O4', 'O5')
 PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'openmmlab.md'
 BEGIN, END = '<!-- measured: written by tests/downstream/report.py -->', '<!-- end of measured -->'
-PACKAGES = ('mmengine', 'mmcv', 'mmpretrain', 'mmsegmentation', 'mmdet')
 
 
 Rows = dict[str, dict[str, dict[str, Any]]]
@@ -34,14 +28,14 @@ def read(folder: Path) -> Rows:
     return found
 
 
-def version(name: str) -> str:
-    """Of a distribution; mmcv may be mmcv-lite."""
-    for candidate in (name, f'{name}-lite'):
-        try:
-            return f'{candidate} {metadata.version(candidate)}'
-        except metadata.PackageNotFoundError:
-            continue
-    return f'no {name}'
+def missing(found: Rows) -> list[str]:
+    """What a complete run has and this one has not."""
+    return [
+        f'{case.name} at {level}'
+        for case in CASES
+        for level in LEVELS
+        if not {'off', 'weights'} <= found.get(case.name, {}).get(level, {}).keys()
+    ]
 
 
 def short(name: str) -> str:
@@ -51,19 +45,18 @@ def short(name: str) -> str:
 
 def tables(found: Rows) -> str:
     """Markdown."""
-    versions = ', '.join([f'torch {torch.__version__}', *map(version, PACKAGES)])
+    where = sorted({row['where'] for levels in found.values() for row in levels.values() if 'where' in row})
     lines = [
-        f'Measured on {datetime.date.today()}, {platform.machine()} CPU with {os.cpu_count()} cores, Python '
-        f'{platform.python_version()}, {versions}.',
+        *(f'Measured: {place}.' for place in where),
         '',
-        '**Against FP32**: distance of the first loss from that of FP32, then what 36 steps on one batch make of the loss '
-        '(mean of the last five, as a part of the first).',
+        '**Against FP32**: distance of the first loss from that of FP32; the same for weights that were trained in FP32 for a '
+        'dozen steps; and what 36 steps on one batch make of the loss (mean of the last five, as a part of the first).',
         '',
         '| model | FP32 | O1 | O2 | O4 | O5 |',
         '| --- | --- | --- | --- | --- | --- |',
     ]
     for model, levels in found.items():
-        cells = [_cell(levels, level, lambda row: f'{100 * row["off"]:.3f} %, {row["fall"]:.3f}') for level in LEVELS]
+        cells = [_cell(levels, level, _judged) for level in LEVELS]
         fp32 = next((row['fp32_fall'] for row in levels.values() if 'fp32_fall' in row), None)
         lines.append(f'| {model} | {"" if fp32 is None else f"{fp32:.3f}"} | {" | ".join(cells)} |')
     lines += [
@@ -78,16 +71,21 @@ def tables(found: Rows) -> str:
         lines.append(f'| {model} | {" | ".join(cells)} |')
     lines += [
         '',
-        '**Types**: the module classes whose outputs were FP32 (all others gave out 16-bit numbers), and the members of the '
-        'FP32 registry that were at work in training.',
+        '**Types**: the module classes whose outputs were FP32 in training (with a star: some of them), and the functions and '
+        'methods that the FP32 registry cast up or took out of autocast. What is not named gave out 16-bit numbers.',
         '',
-        '| model | FP32 modules at O1 | at O2 | at O4 | at O5 | FP32 functions at every level |',
-        '| --- | --- | --- | --- | --- | --- |',
+        '| model | level | FP32 modules | FP32 functions and methods |',
+        '| --- | --- | --- | --- |',
     ]
     for model, levels in found.items():
-        cells = [_cell(levels, level, _wide) for level in LEVELS]
-        members = sorted({short(n) for row in levels.values() for n in row.get('members', ()) if not _inner(n)})
-        lines.append(f'| {model} | {" | ".join(cells)} | {_code(members)} |')
+        groups: dict[tuple[str, str], list[str]] = {}
+        for level in LEVELS:
+            if 'outputs' in levels.get(level, {}):
+                row = levels[level]
+                members = sorted({short(name) for name in row['members'] if not _inner(name)})
+                groups.setdefault((_wide(row), _code(members)), []).append(level)
+        for (modules, functions), names in groups.items():
+            lines.append(f'| {model} | {", ".join(names)} | {modules} | {functions} |')
     return '\n'.join(lines) + '\n'
 
 
@@ -105,11 +103,14 @@ def _memory(levels: dict[str, dict[str, Any]], pair: tuple[str, str]) -> str:
     return '; '.join(sorted(values))
 
 
+def _judged(row: dict[str, Any]) -> str:
+    return f'{100 * row["off"]:.3f} %, {100 * row["warm_off"]:.3f} %, {row["fall"]:.3f}'
+
+
 def _wide(row: dict[str, Any]) -> str:
     narrow = {name for dtype, names in row['outputs'].items() if dtype != 'float32' for name in names}
-    return _code(
-        name for name in row['outputs'].get('float32', ()) if name not in narrow and 'reprocessor' not in name.lower()
-    )
+    wide = [name for name in row['outputs'].get('float32', ()) if 'reprocessor' not in name.lower()]
+    return _code(f'{name}*' if name in narrow else name for name in wide)
 
 
 def _code(names: Iterable[str]) -> str:
@@ -117,7 +118,7 @@ def _code(names: Iterable[str]) -> str:
 
 
 def _inner(name: str) -> bool:
-    """Torch's losses run inside loss modules."""
+    """torch's losses, which run inside loss modules and heads' methods, would fill the column."""
     return name.startswith('torch.') and 'loss' in name.rpartition('.')[2]
 
 
@@ -133,6 +134,9 @@ def main() -> None:
     text = tables(found)
     print(text)
     if args.write:
+        gaps = missing(found)
+        if gaps:
+            raise SystemExit(f'not written: the run was not complete or not green. Missing: {", ".join(gaps)}')
         page = PAGE.read_text(encoding='utf-8')
         before, rest = page.split(BEGIN)
         PAGE.write_text(before + BEGIN + '\n' + text + END + rest.split(END)[1], encoding='utf-8')
