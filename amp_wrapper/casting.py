@@ -365,7 +365,7 @@ class CastPlan:
                     _drop(hooks, (EnterForward, LeaveForward))
                 _forget_flags(root)
                 ops = self.ops if id(root) not in before else before[id(root)] | self.ops
-                # first of all, so that an exception in a later pre-hook finds the forward entered
+                # first of all, so that other people's pre-hooks run inside the pass
                 root.register_forward_pre_hook(EnterForward(ops, autocast), prepend=True)
                 root.register_forward_hook(LeaveForward(autocast), always_call=True)
         if policy.runs_16_bit:

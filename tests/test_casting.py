@@ -1142,3 +1142,15 @@ def test_predictions_under_somebody_elses_autocast(level: str, training: bool, d
     with torch.autocast(device.type, AUTOCAST_LEVELS[level]):
         out = model(torch.ones(1, 2, device=device))[0]
     assert out.dtype is (AUTOCAST_LEVELS[level] if training else F32)
+
+
+@pytest.mark.parametrize('level', [*AUTOCAST_LEVELS, 'O2'])
+def test_other_peoples_pre_hooks_run_inside_the_pass(level: str, device: torch.device) -> None:
+    model = Classifier().to(device)
+    seen = []
+    model.register_forward_pre_hook(lambda *args: seen.append(fp32_ops.depth()))
+    model.head.register_forward_pre_hook(lambda *args: seen.append(torch.is_autocast_enabled(device.type)))
+    cast(model, level, keep_fp32=['head'])
+    with torch.autocast(device.type, AUTOCAST_LEVELS.get(level, F16), enabled=level in AUTOCAST_LEVELS):
+        model(torch.ones(1, 2, device=device))
+    assert seen == [1, False]

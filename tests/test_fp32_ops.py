@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import os
 import pickle
+import subprocess
 import sys
 import threading
 import types
@@ -907,3 +909,47 @@ def test_methods_of_attached_modules_begin_a_pass(device: torch.device) -> None:
     assert fp32_ops.depth() == 0
     fp32_ops.release([module])
     assert module.predict(x) is torch.float16
+
+
+def test_a_name_that_comes_late_is_found_where_it_was_imported_before(device: torch.device) -> None:
+    """The second wrapper of a process names a function that modules scanned long ago have imported."""
+    home, user = types.ModuleType('home_of_this_test'), types.ModuleType('user_of_this_test')
+    ran: list[torch.dtype] = []
+    home.op = lambda x: ran.append(x.dtype)  # type: ignore[attr-defined]
+    user.op = home.op  # type: ignore[attr-defined]
+    sys.modules.update({home.__name__: home, user.__name__: user})
+    x = torch.ones(2, device=device, dtype=torch.float16)
+    try:
+        for names in ((), (f'{home.__name__}.op',)):
+            fp32_ops.enter(OpSet(names))
+            user.op(x)
+            fp32_ops.leave()
+    finally:
+        del sys.modules[home.__name__], sys.modules[user.__name__]
+    assert ran == [torch.float16, torch.float32]
+
+
+def test_op_sets_bring_their_methods_to_another_process(tmp_path: Path) -> None:
+    (tmp_path / 'heads_of_this_test.py').write_text(
+        'from torch import nn\n\n\nclass Head(nn.Module):\n    def loss_by_feat(self, x):\n        return x\n'
+    )
+    dump = (
+        'import pickle, heads_of_this_test as h; from amp_wrapper.fp32_ops import OpSet;'
+        'pickle.dump(OpSet(classes=[h.Head]), open("set.pkl", "wb"))'
+    )
+    load = (
+        'import pickle, torch, heads_of_this_test as h; from amp_wrapper import fp32_ops;'
+        'ops = pickle.load(open("set.pkl", "rb")); fp32_ops.enter(ops);'
+        'print(h.Head().loss_by_feat(torch.ones(1).half()).dtype)'
+    )
+    root = str(Path(fp32_ops.__file__).parents[1])
+    for code in (dump, load):
+        done = subprocess.run(
+            [sys.executable, '-c', code],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, 'PYTHONPATH': root},
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == 'torch.float32'

@@ -383,6 +383,26 @@ def test_train_step_that_never_calls_the_model(level: str, device: torch.device)
     assert model.loss_type is torch.float32
 
 
+class LossInTrainStep(Detector):
+    """GAN-like: the loss is written out in ``train_step``."""
+
+    def train_step(self, data: dict[str, Any], optim_wrapper: AmpOptimWrapper) -> dict[str, Tensor]:
+        with optim_wrapper.optim_context(self):
+            features = self.backbone(data['inputs'])
+            loss = F.l1_loss(features, features * 0)
+        self.loss_type = loss.dtype
+        optim_wrapper.update_params(loss)
+        return dict(loss=loss)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_loss_that_is_written_out_in_train_step(level: str, device: torch.device) -> None:
+    model = LossInTrainStep(Head()).to(device)
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
+    model.train_step(dict(inputs=images(device)), wrapper)
+    assert model.loss_type is torch.float32
+
+
 @pytest.mark.parametrize('level', LEVELS)
 def test_model_whose_optimizer_owns_a_part(level: str, device: torch.device) -> None:
     """At O1 the parts that a wrapper owns are roots, and the head's methods are called by the model."""

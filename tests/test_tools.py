@@ -173,6 +173,6 @@ def test_data_path_moves_nested_data_sets_and_annotations() -> None:
 def test_a_config_without_randomness(tmp_path: Path) -> None:
     """The configs of mmdetection and mmsegmentation have none."""
     text = (ROOT / 'configs/digits/cnn_o2.py').read_text().replace("'../", f"'{ROOT}/configs/")
-    (tmp_path / 'config.py').write_text(text + "\nrandomness = dict(_delete_=True)\n")
+    (tmp_path / 'config.py').write_text(text + '\nrandomness = dict(_delete_=True)\n')
     said = tool('tools/train.py', str(tmp_path / 'config.py'), '--work-dir', str(tmp_path / 'work'), *SHORT)
     assert 'Finished: epoch 2' in said
