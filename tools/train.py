@@ -197,6 +197,10 @@ def main(argv: list[str] | None = None) -> None:
             error if os.environ.get('AMP_WRAPPER_DEBUG') else None
         )
     report(runner, args)
+    if torch.distributed.is_initialized():
+        # gloo's threads abort a process that ends under them
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == '__main__':
