@@ -1066,6 +1066,7 @@ def test_modules_that_left_are_free_after_removal(device: torch.device) -> None:
     del model.head
     handle.remove()
     head.late = nn.Linear(1, 1)
+    assert 'late' in dict(head.named_children())
 
 
 @pytest.mark.parametrize('level', [*CAST_LEVELS, *AUTOCAST_LEVELS])
@@ -1123,6 +1124,7 @@ def test_uncast_models_may_change(level: str, device: torch.device) -> None:
     model = Classifier().to(device)
     cast(model, level)
     model.late = nn.Linear(1, 1)
+    assert model.late.weight.dtype is F32
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2'])
