@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.loss import _Loss
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import fp32_ops, fp32_registry, ops
-from .errors import AmpAttachError, AmpConfigError, AmpUsageError, nearest
+from . import fp32_ops, fp32_registry, module_guard, ops
+from .errors import AmpAttachError, AmpConfigError, nearest
 from .forward_hooks import (
     AmpHook,
     CastInputs,
@@ -31,9 +30,12 @@ from .forward_hooks import (
     EnterFp32,
     LeaveAutocast,
     LeaveForward,
-    LeaveFp32,
+    has_hook,
+    is_loss,
     module_device,
+    run_in_fp32,
 )
+from .module_guard import own_tensors, some
 from .nested import CASTABLE, HALF_TYPES, EnterObject
 from .policy import Policy, dtype_name
 
@@ -76,7 +78,7 @@ class Fp32StateDict(AmpHook):
     """
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-        for name, tensor in _own_tensors(module):
+        for name, tensor in own_tensors(module):
             key = prefix + name
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
@@ -104,7 +106,7 @@ class LoadFp32(AmpHook):
         self.values: dict[str, Tensor] = {}
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
-        self.parameters = dict(_own_tensors(module))
+        self.parameters = dict(own_tensors(module))
         found = {name: state_dict.get(prefix + name) for name in self.parameters}
         self.values = {name: value for name, value in found.items() if isinstance(value, Tensor) and not value.is_meta}
 
@@ -112,7 +114,7 @@ class LoadFp32(AmpHook):
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         before, self.parameters = self.parameters, {}
         values, self.values = self.values, {}
-        for name, now in list(_own_tensors(module)):
+        for name, now in list(own_tensors(module)):
             old, value = before.get(name, now), values.get(name)
             if now is not old:
                 owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
@@ -174,7 +176,7 @@ class CastPlan:
         self._buffers: list[Tensor] = []
         for name, root in self.roots:
             self._refuse(name, root)
-        self.ops = fp32_ops.OpSet(policy.fp32_ops, sorted({type(m) for m in self._modules()}, key=_class_name))
+        self.ops: fp32_ops.OpSet | None = None
         self._named = self._match_patterns()
         if policy.runs_16_bit:
             self._check_named_classes()
@@ -184,6 +186,9 @@ class CastPlan:
         if policy.casts_model:
             self._keep_sharers()
             self._collect()
+        if policy.runs_16_bit:
+            # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
+            self.ops = fp32_ops.OpSet(policy.fp32_ops, sorted({type(m) for m in self._modules()}, key=_class_name))
 
     def _hook_sets(self) -> dict[int, fp32_ops.OpSet]:
         """What another wrapper that autocasts has put on the roots."""
@@ -207,7 +212,7 @@ class CastPlan:
                 known = sorted({type(module).__name__ for module in self._modules()})
                 problems.append(
                     f'fp32_ops={op.name!r} matches no module{nearest(op.name.rpartition(".")[2], known)}. '
-                    f'The model has {_some(known)}.'
+                    f'The model has {some(known)}.'
                 )
         if problems:
             raise AmpConfigError(problems)
@@ -237,11 +242,11 @@ class CastPlan:
                 half.append(f'{key} ({dtype_name(parameter.dtype)})')
         if lazy:
             raise AmpAttachError(
-                f'parameters without a shape yet: {_some(lazy)}. Run one forward pass through the lazy modules first.'
+                f'parameters without a shape yet: {some(lazy)}. Run one forward pass through the lazy modules first.'
             )
         if half:
             raise AmpAttachError(
-                f'the model is 16-bit already: {_some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()): '
+                f'the model is 16-bit already: {some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()): '
                 f'weights that are rounded once have lost what FP32 updates are for.'
             )
 
@@ -294,7 +299,7 @@ class CastPlan:
             known = [name for name in names if name]
             problems.append(
                 f'keep_fp32={label!r} matches no module{nearest(label, [*known, *classes])}. '
-                f'The model has {_some(known or sorted(classes))}.'
+                f'The model has {some(known or sorted(classes))}.'
             )
         if problems:
             raise AmpConfigError(problems)
@@ -351,15 +356,15 @@ class CastPlan:
             self._apply_casts(policy.cast_model_type)
         for _, root in self.roots:
             if policy.cast_model_type is not None:
-                if not _has_hook(root, CastInputs):
+                if not has_hook(root, CastInputs):
                     root.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif policy.cast_model_outputs is not None:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
-            elif policy.runs_16_bit and not _has_hook(root, CastOutputs):
+            elif policy.runs_16_bit and not has_hook(root, CastOutputs):
                 # a validation loop may autocast by itself
                 root.register_forward_hook(CastOutputs(torch.float32, self._enter, only_eval=True))
-            if policy.runs_16_bit:
+            if self.ops is not None:
                 autocast = not policy.casts_model
                 for hooks in (root._forward_pre_hooks, root._forward_hooks):
                     _drop(hooks, (EnterForward, LeaveForward))
@@ -368,13 +373,13 @@ class CastPlan:
                 # first of all, so that other people's pre-hooks run inside the pass
                 root.register_forward_pre_hook(EnterForward(ops, autocast), prepend=True)
                 root.register_forward_hook(LeaveForward(autocast), always_call=True)
-        if policy.runs_16_bit:
+        if self.ops is not None:
             fp32_ops.attach(watched, self.ops)
-            _watch(watched, policy.casts_model)
+            module_guard.watch(watched, policy.casts_model)
             if not policy.casts_model:
                 for module, starts, gives_back in self._kept_modules:
-                    if not _has_hook(module, EnterFp32):
-                        _run_in_fp32(module, starts and gives_back)
+                    if not has_hook(module, EnterFp32):
+                        run_in_fp32(module, starts and gives_back)
         return handle
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
@@ -393,7 +398,7 @@ class CastPlan:
         for _, root in self.roots:
             left = {id(inside) for m in root.modules() if isinstance(m, self._leave) for inside in m.modules()}
             for module in root.modules():
-                if id(module) not in left and any(True for _ in _own_tensors(module)):
+                if id(module) not in left and any(True for _ in own_tensors(module)):
                     if module in cast_modules:
                         module._register_state_dict_hook(Fp32StateDict())  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
@@ -425,7 +430,7 @@ class CastHandle:
     def remove(self) -> None:
         """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
         fp32_ops.release(self._watched)
-        _unwatch(self._watched)
+        module_guard.unwatch(self._watched)
         for root in self.roots:
             strip_hooks(root)
         for tensor in (*self.parameters.values(), *self._buffers):
@@ -456,65 +461,6 @@ def autocast_forward(
     module.register_forward_pre_hook(EnterAutocast(dtype), prepend=True)
     module.register_forward_hook(LeaveAutocast(), always_call=True)
     module.register_forward_hook(CastOutputs(outputs, enter))
-
-
-def is_loss(module: nn.Module) -> bool:
-    """Whether ``module`` is a loss, by its class or by its name."""
-    return isinstance(module, _Loss) or type(module).__name__.endswith('Loss')
-
-
-def _run_in_fp32(module: nn.Module, gives_back: bool) -> None:
-    module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
-    module.register_forward_hook(LeaveFp32(gives_back), always_call=True)
-
-
-# modules of attached models -> whether they are cast: what is put into one of them later finds no hooks of ours
-_watched: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-_guard: Any = None
-
-
-def _watch(modules: Iterable[nn.Module], casts: bool) -> None:
-    global _guard
-    if _guard is None:
-        _guard = nn.modules.module.register_module_module_registration_hook(_check_new_module)
-    for module in modules:
-        _watched[module] = casts
-
-
-def _unwatch(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        _watched.pop(module, None)
-
-
-def _check_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
-    """Called by torch before a module becomes a child of another."""
-    if parent not in _watched or new is None or new in _watched:
-        return
-    casts = _watched[parent]
-    fresh = [module for module in new.modules() if module not in _watched]
-    losses = [module for module in fresh if is_loss(module)]
-    if casts:
-        # a container of modules that are here already, or a converted layer with the same tensors, is no news
-        known = {id(t) for module in list(_watched) for _, t in _own_tensors(module)}
-        known |= {id(t) for loss in losses for t in (*loss.parameters(), *loss.buffers())}
-        foreign = [
-            key
-            for key, tensor in (*new.named_parameters(), *new.named_buffers())
-            if tensor.dtype in CASTABLE and id(tensor) not in known
-        ]
-        if foreign:
-            raise AmpUsageError(
-                f'{type(parent).__name__}.{name} = {type(new).__name__}: the model was cast already, and a module that '
-                f'comes later ({_some(foreign)}) would stay out of the cast, the masters and the optimizer. Call '
-                f'optim_wrapper.detach(), change the model, give its parameters to the optimizer, and attach again.'
-            )
-    for loss in losses:
-        # recipes switch losses in the middle of a training: the new one runs in FP32 like the old one
-        if casts and not _has_hook(loss, CastInputs):
-            loss.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
-        elif not casts and not _has_hook(loss, EnterFp32):
-            _run_in_fp32(loss, gives_back=False)
-    _watch(fresh, casts)
 
 
 def strip_hooks(root: nn.Module) -> None:
@@ -562,9 +508,9 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
         (mine, theirs)
         for module, source in zip(copied.modules(), original.modules())
         if any(isinstance(hook, Fp32StateDict) for hook in source._state_dict_hooks.values())
-        for (_, mine), (_, theirs) in zip(_own_tensors(module), _own_tensors(source))
+        for (_, mine), (_, theirs) in zip(own_tensors(module), own_tensors(source))
     ]
-    had_hooks = any(_has_hook(module, AmpHook) for module in copied.modules())
+    had_hooks = any(has_hook(module, AmpHook) for module in copied.modules())
     strip_hooks(copied)
     for mine, theirs in pairs:
         if mine.dtype in HALF_TYPES:
@@ -577,7 +523,7 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
 
 def is_cast(module: nn.Module) -> bool:
     """Whether any module below carries casts of this package."""
-    return any(_has_hook(child, AmpHook) for child in module.modules())
+    return any(has_hook(child, AmpHook) for child in module.modules())
 
 
 def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
@@ -587,23 +533,6 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     tensor.grad = None if grad is None else grad.to(dtype)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield name, buffer
-
-
-def _has_hook(module: nn.Module, kind: type) -> bool:
-    return any(
-        isinstance(hook, kind)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks)
-        for hook in hooks.values()
-    )
-
-
 def _class_name(cls: type) -> str:
     return f'{cls.__module__}.{cls.__qualname__}'
 
@@ -611,8 +540,3 @@ def _class_name(cls: type) -> str:
 def _is_batchnorm(module: nn.Module) -> bool:
     # mmcv's SyncBatchNorm is no subclass of torch's
     return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ', '.join(names[:5])
-    return f'{shown} and {len(names) - 5} more' if len(names) > 5 else shown

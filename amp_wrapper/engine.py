@@ -158,7 +158,7 @@ class AmpEngine:
             if self.optimizer is not None and self.policy.master_weights:
                 self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair)
             self._handle = plan.apply()
-            self._ops = plan.ops if self.policy.runs_16_bit else None
+            self._ops = plan.ops
             if self._masters is not None:
                 # the cast rounded each weight; copying again settles the version counters
                 self._masters.copy_to_weights()

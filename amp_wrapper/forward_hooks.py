@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from . import fp32_ops
 from .errors import AmpAttachError
@@ -239,3 +240,23 @@ def module_device(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device('cpu')
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether ``module`` is a loss, by its class or by its name."""
+    return isinstance(module, _Loss) or type(module).__name__.endswith('Loss')
+
+
+def run_in_fp32(module: nn.Module, gives_back: bool) -> None:
+    """Put an FP32 region around ``module``, for autocast levels; ``gives_back`` as in :class:`LeaveFp32`."""
+    module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
+    module.register_forward_hook(LeaveFp32(gives_back), always_call=True)
+
+
+def has_hook(module: nn.Module, kind: type) -> bool:
+    """Whether a hook of this kind is on ``module``."""
+    return any(
+        isinstance(hook, kind)
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._state_dict_hooks)
+        for hook in hooks.values()
+    )

@@ -23,6 +23,7 @@ FLOOR_OF = {
     'fp32_call': 'ops',
     'casting': 'owners',
     'forward_hooks': 'owners',
+    'module_guard': 'owners',
     'loss_scaler': 'owners',
     'master_weights': 'owners',
     'gradients': 'owners',
@@ -42,6 +43,8 @@ SIBLINGS = {
     ('fp32_ops', 'fp32_call'),
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
+    ('casting', 'module_guard'),
+    ('module_guard', 'forward_hooks'),
 }
 FRAMEWORKS = {'mmengine', 'mmcv'}
 

@@ -1156,3 +1156,24 @@ def test_other_peoples_pre_hooks_run_inside_the_pass(level: str, device: torch.d
     with torch.autocast(device.type, AUTOCAST_LEVELS.get(level, F16), enabled=level in AUTOCAST_LEVELS):
         model(torch.ones(1, 2, device=device))
     assert seen == [1, False]
+
+
+@pytest.mark.parametrize('how', ['O0', 'refused'])
+def test_methods_are_wrapped_only_where_something_runs_in_16_bit(how: str, device: torch.device) -> None:
+    class Untouched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def loss_by_feat(self, x: Tensor) -> Tensor:
+            return x
+
+    before = Untouched.loss_by_feat
+    if how == 'O0':
+        cast(Untouched().to(device), 'O0')
+    else:
+        with pytest.raises(AmpConfigError):
+            cast(Untouched().to(device), 'O2', keep_fp32=['nowhere'])
+    assert Untouched.loss_by_feat is before
+    cast(Untouched().to(device), 'O2')
+    assert Untouched.loss_by_feat is not before

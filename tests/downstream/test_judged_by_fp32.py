@@ -14,7 +14,7 @@ from types_seen import narrow, tensors
 from zoo import BY_NAME, Case, build_model, make_batch
 
 from amp_wrapper import AmpOptimWrapper, fp32_call, fp32_ops
-from amp_wrapper.casting import is_loss
+from amp_wrapper.forward_hooks import is_loss
 from amp_wrapper.nested import HALF_TYPES
 
 STEPS = 36
