@@ -17,6 +17,7 @@ from .errors import (
     AmpConfigError,
     AmpError,
     AmpUsageError,
+    CheckpointWriteError,
     NonfiniteError,
     OverflowStreakError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     'AmpOptimWrapper',
     'AmpUsageError',
     'ApexOptimWrapper',
+    'CheckpointWriteError',
     'NonfiniteError',
     'NonfiniteWatch',
     'OverflowStreakError',

@@ -46,6 +46,10 @@ class AmpCheckpointError(AmpError, RuntimeError):
     """A checkpoint that is damaged, from the future or of another kind. Nothing of it has been applied."""
 
 
+class CheckpointWriteError(AmpError, OSError):
+    """A checkpoint could not be written. The file of that name, and all others, are what they were."""
+
+
 class OverflowStreakError(AmpError, RuntimeError):
     """Too many optimizer steps in a row were skipped. Weights, masters and optimizer state are those of the last clean
     step; the loss scale has followed its rule."""

@@ -28,6 +28,9 @@ FLOOR_OF = {
     'master_weights': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
+    'checkpoint_file': 'owners',
+    'convert': 'owners',
+    'random_state': 'owners',
     'scope': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
@@ -45,6 +48,8 @@ SIBLINGS = {
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
     ('module_guard', 'forward_hooks'),
+    # whole files are made of the optimizer parts that checkpoint reads and writes
+    ('convert', 'checkpoint'),
 }
 FRAMEWORKS = {'mmengine', 'mmcv'}
 
