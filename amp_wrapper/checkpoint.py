@@ -22,8 +22,8 @@ from .errors import AmpCheckpointError
 from .scale_config import check_scaler_state, is_number
 
 FORMAT_VERSION = 1
-# the state of torch's element-wise optimizers; others keep tensors of any shape (Adafactor's factors, say)
-_PARAMETER_SHAPED = frozenset(
+#: The state of torch's element-wise optimizers; others keep tensors of any shape (Adafactor's factors, say)
+PARAMETER_SHAPED = frozenset(
     (
         'momentum_buffer',
         'exp_avg',
@@ -211,7 +211,7 @@ def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
             raise AmpCheckpointError(f"'state'[{key}] must be a dict, but is {type(state).__name__}.")
         for name, value in state.items():
             wrong = isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape
-            if wrong and name in _PARAMETER_SHAPED:
+            if wrong and name in PARAMETER_SHAPED:
                 raise AmpCheckpointError(
                     f"'state'[{key}][{name!r}] has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}."
                 )

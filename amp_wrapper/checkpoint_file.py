@@ -77,6 +77,26 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         raise CheckpointWriteError(_explain_write(error, target)) from error
 
 
+def check_writable(folder: str | os.PathLike[str]) -> None:
+    """Find out before the work begins whether checkpoints can be written at all.
+
+    Args:
+        folder: A local folder; made if it is missing.
+
+    Raises:
+        CheckpointWriteError: Says why not and what to do.
+    """
+    target = Path(folder) / 'probe.pth'
+    part = target.with_name(target.name + PART_SUFFIX)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b'\0' * 4096)
+    except OSError as error:
+        raise CheckpointWriteError(_explain_write(error, target)) from error
+    finally:
+        _remove_quietly(part)
+
+
 def _sync_folder(folder: Path) -> None:
     """The rename itself is on the disk only when the folder is; not every file system can be asked for that."""
     try:
@@ -148,12 +168,7 @@ def verify(path: str | os.PathLike[str]) -> None:
         AmpCheckpointError: Missing, truncated or changed; names the file and the record.
     """
     path = _existing(path)
-    if not zipfile.is_zipfile(path):
-        with open(path, 'rb') as file:
-            start = file.read(4)
-        # a truncated archive has lost its directory, which lies at the end, but not its beginning
-        if start[:2] == b'PK' or not start:
-            raise AmpCheckpointError(f'{path} is truncated ({path.stat().st_size} bytes): use an earlier checkpoint.')
+    if not _is_archive(path):
         return
     try:
         with zipfile.ZipFile(path) as archive:
@@ -166,6 +181,18 @@ def verify(path: str | os.PathLike[str]) -> None:
         raise AmpCheckpointError(
             f'{path} is damaged: its record {bad!r} does not have the checksum it was written with. Use an earlier checkpoint.'
         )
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a file is a whole zip archive; False for the older format."""
+    if zipfile.is_zipfile(path):
+        return True
+    with open(path, 'rb') as file:
+        start = file.read(2)
+    # a truncated archive has lost its directory, which lies at the end, but not its beginning
+    if start in (b'PK', b'P', b''):
+        raise AmpCheckpointError(f'{path} is truncated ({path.stat().st_size} bytes): use an earlier checkpoint.')
+    return False
 
 
 def _is_whole(archive: zipfile.ZipFile, name: str) -> bool:
@@ -196,7 +223,7 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
     path = _existing(path)
     if check:
         verify(path)
-    mapped = not check and zipfile.is_zipfile(path)
+    mapped = _is_archive(path) and not check
     try:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from . import casting, checkpoint, forward_hooks, fp32_ops, gradients, scope
+from . import casting, checkpoint, checkpoint_judge, forward_hooks, fp32_ops, gradients, scope
 from .errors import AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
@@ -565,6 +565,21 @@ class AmpEngine:
         found = [0.0 if flag is None else float(flag) for flag in self._found]
         return checkpoint.Window(saved, unscaled, list(self._used), found)
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
+        """Judge whether a state dict can be taken over, applying nothing.
+
+        Args:
+            state: As for :meth:`load_state_dict`.
+
+        Raises:
+            AmpCheckpointError: Names the key and what was expected.
+        """
+        assert self.optimizer is not None
+        saved = checkpoint.read(state)
+        checkpoint.check_optimizer_state(saved, self.optimizer)
+        checkpoint_judge.check_optimizer(saved.optimizer, self.optimizer, checkpoint.PARAMETER_SHAPED)
+        return saved
+
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Take over a state dict; before or after :meth:`attach`.
 
@@ -579,8 +594,7 @@ class AmpEngine:
             AmpCheckpointError: Nothing has been applied.
         """
         assert self.optimizer is not None
-        saved = checkpoint.read(state)
-        checkpoint.check_optimizer_state(saved, self.optimizer)
+        saved = self.check_state_dict(state)
         try:
             # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
             self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))

@@ -8,6 +8,7 @@
 * ``OptimWrapperDict.__init__``: remembers its members' siblings, for those who attach without a runner.
 * ``torch.serialization.add_safe_globals``: the classes that mmengine's own checkpoints need under
   ``torch.load(weights_only=True)``, and no more.
+* Saving and resuming: :mod:`amp_wrapper.mmengine_saving` and :mod:`amp_wrapper.mmengine_resuming`, put in place from here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting, ops
+from . import casting, mmengine_resuming, mmengine_saving, ops
 from .nested import HALF_TYPES, map_tensors
 
 #: The versions these patches were read against.
@@ -308,5 +309,7 @@ def apply() -> None:
     _patch_ema_swap()
     _patch_ema_order()
     _patch_wrapper_dict()
+    mmengine_saving.patch()
+    mmengine_resuming.patch()
     _allow_checkpoint_classes()
     _forward_log_lines()

@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import mmengine_patches, model_wrappers, ops, policy
 from .checkpoint import amp_part
+from .checkpoint_judge import same_form
 from .deferred_log import DeferredLog
-from .engine import AmpEngine
+from .engine import AmpEngine, Stage
 from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
@@ -175,6 +176,11 @@ class AmpOptimWrapper(OptimWrapper):
     def loss_scalers(self) -> list[LossScaler]:
         """One scaler per loss."""
         return list(self._engine.scalers)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether gradients of an open accumulation window are waiting for their step."""
+        return self._engine.stage is Stage.ACCUMULATING
 
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own."""
@@ -346,6 +352,33 @@ class AmpOptimWrapper(OptimWrapper):
             state['base_param_settings'] = self.base_param_settings
         return state
 
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Judge whether :meth:`load_state_dict` would take a state dict, and apply nothing.
+
+        Args:
+            state_dict: Not changed.
+
+        Raises:
+            AmpCheckpointError: Names the key and what was expected.
+        """
+        self._engine.check_state_dict(self._take_apart(state_dict)[0])
+
+    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, int]:
+        """The engine's state, mmengine's base settings and the number of iterations."""
+        if not isinstance(state_dict, Mapping):
+            raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state_dict).__name__}.')
+        state = dict(state_dict)
+        base = state.pop('base_param_settings', None)
+        if base is not None and not isinstance(base, Mapping):
+            raise AmpCheckpointError(f"'base_param_settings' must be a dict, but is {type(base).__name__}.")
+        for key, value in (self.base_param_settings or {}).items():
+            if base is not None and key != 'params' and (key not in base or not same_form(value, base[key])):
+                raise AmpCheckpointError(f"'base_param_settings' must hold {key!r} as a setting like {value!r}.")
+        count: Any = amp_part(state).get('inner_count', self.inner_count)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")
+        return state, base, count
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume, before or after attachment, from our own checkpoints, stock AmpOptimWrapper's or plain ones.
 
@@ -357,11 +390,7 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
         """
-        state = dict(state_dict)
-        base = state.pop('base_param_settings', None)
-        count: Any = amp_part(state).get('inner_count', self.inner_count)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")
+        state, base, count = self._take_apart(state_dict)
         notes = self._engine.load_state_dict(state)
         self._inner_count = count
         if base is not None:

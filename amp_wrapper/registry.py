@@ -10,4 +10,9 @@ from mmengine.registry import Registry
 OPTIM_WRAPPERS = Registry(
     'optim wrapper', parent=MMENGINE_OPTIM_WRAPPERS, scope='amp_wrapper', locations=['amp_wrapper.optim_wrapper']
 )
-HOOKS = Registry('hook', parent=MMENGINE_HOOKS, scope='amp_wrapper', locations=['amp_wrapper.hooks'])
+HOOKS = Registry(
+    'hook',
+    parent=MMENGINE_HOOKS,
+    scope='amp_wrapper',
+    locations=['amp_wrapper.hooks', 'amp_wrapper.exact_resume', 'amp_wrapper.preemption'],
+)

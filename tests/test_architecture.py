@@ -29,6 +29,7 @@ FLOOR_OF = {
     'gradients': 'owners',
     'checkpoint': 'owners',
     'checkpoint_file': 'owners',
+    'checkpoint_judge': 'owners',
     'convert': 'owners',
     'random_state': 'owners',
     'scope': 'owners',

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from mmengine.config import Config
@@ -44,8 +46,11 @@ class ToyPreprocessor(BaseDataPreprocessor):
 class ToyModel(BaseModel):
     """Convolution, BatchNorm, LayerNorm, a linear layer, an FP32 tensor made on the fly; the loss inside forward."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width: int = 4, dropout: float = 0.0, ballast: int = 0) -> None:
         super().__init__(data_preprocessor=dict(type='ToyPreprocessor'))
+        self.dropout = dropout
+        # makes a checkpoint large enough to be caught in the middle of being written
+        self.register_buffer('ballast', torch.zeros(ballast) if ballast else None)
         self.conv = nn.Conv2d(1, width, 3, padding=1)
         self.bn = nn.BatchNorm2d(width)
         self.norm = nn.LayerNorm(width)
@@ -54,6 +59,7 @@ class ToyModel(BaseModel):
 
     def extract_feat(self, inputs: Tensor) -> Tensor:
         x = F.relu(self.bn(self.conv(inputs)))
+        x = F.dropout(x, self.dropout, self.training)
         return self.norm(x.mean((2, 3)) + torch.linspace(0, 0.1, x.shape[1], device=x.device))
 
     def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
@@ -72,7 +78,8 @@ class ToyData(Dataset):
 
     METAINFO = dict(classes=('a', 'b', 'c'))
 
-    def __init__(self, length: int = 28) -> None:
+    def __init__(self, length: int = 28, augment: bool = False) -> None:
+        self.augment = augment
         generator = torch.Generator().manual_seed(1)
         self.labels = torch.arange(length) % 3
         self.images = torch.randn(length, 1, 6, 6, generator=generator) + self.labels.view(-1, 1, 1, 1) * 0.5
@@ -82,7 +89,11 @@ class ToyData(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return dict(inputs=self.images[index], labels=self.labels[index])
+        image = self.images[index]
+        if self.augment:
+            # each of the generators that data pipelines draw from
+            image = image + 0.1 * random.random() + 0.1 * float(np.random.rand()) + 0.1 * torch.randn(())
+        return dict(inputs=image, labels=self.labels[index])
 
 
 @METRICS.register_module()
@@ -104,12 +115,19 @@ class ToyScore(BaseMetric):
         return dict(score=sum(results) / len(results))
 
 
-def loader(batch_size: int = 4, shuffle: bool = True, length: int = 28) -> dict[str, Any]:
+def loader(
+    batch_size: int = 4,
+    shuffle: bool = True,
+    length: int = 28,
+    augment: bool = False,
+    num_workers: int = 0,
+    sampler: str = 'DefaultSampler',
+) -> dict[str, Any]:
     return dict(
         batch_size=batch_size,
-        num_workers=0,
-        dataset=dict(type='ToyData', length=length),
-        sampler=dict(type='DefaultSampler', shuffle=shuffle),
+        num_workers=num_workers,
+        dataset=dict(type='ToyData', length=length, augment=augment),
+        sampler=dict(type=sampler, shuffle=shuffle),
         collate_fn=dict(type='default_collate'),
     )
 
@@ -133,6 +151,67 @@ def toy_config(work_dir: Path | str, optim_wrapper: dict[str, Any], **overrides:
     )
     config.update(overrides)
     return Config(config)
+
+
+def everything(
+    level: str,
+    by_epoch: bool = True,
+    num_workers: int = 0,
+    save_each: int | None = None,
+    ballast: int = 0,
+    max_epochs: int = 4,
+) -> dict[str, Any]:
+    """``optim_wrapper`` and overrides of a training with all that draws random numbers, counts, averages or decides.
+
+    Args:
+        level: The opt level.
+        by_epoch: Whether the loop counts epochs (7 iterations each) or iterations.
+        num_workers: Of the train dataloader.
+        save_each: Save each so many iterations, within epochs too; None for each epoch, or each 3 iterations.
+        ballast: Numbers of float32 that make the checkpoint larger.
+        max_epochs: Length of the training.
+    """
+    end = 7 * max_epochs
+    saving = (
+        dict(interval=1) if by_epoch and save_each is None else dict(interval=save_each or 3, by_epoch=False)
+    )
+    train_cfg = (
+        dict(by_epoch=True, max_epochs=max_epochs, val_interval=1)
+        if by_epoch
+        else dict(by_epoch=False, max_iters=end, val_interval=5)
+    )
+    return dict(
+        optim_wrapper=dict(
+            type='AmpOptimWrapper',
+            opt_level=level,
+            # grows and backs off within the run
+            loss_scale=dict(init_scale=2.0**18, growth_interval=3) if level in ('O1', 'O2') else None,
+            optimizer=dict(type='SGD', lr=0.2, momentum=0.9, weight_decay=1e-3),
+            accumulative_counts=2,
+            clip_grad=dict(max_norm=0.5),
+            paramwise_cfg=dict(bias_decay_mult=0.0, custom_keys=dict(fc=dict(lr_mult=0.5))),
+        ),
+        model=dict(type='ToyModel', dropout=0.3, ballast=ballast),
+        train_dataloader=loader(
+            augment=True, num_workers=num_workers, sampler='DefaultSampler' if by_epoch else 'InfiniteSampler'
+        ),
+        # validation draws as many random numbers as it likes
+        val_dataloader=loader(shuffle=False, augment=True),
+        train_cfg=train_cfg,
+        param_scheduler=[
+            dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=9),
+            dict(type='CosineAnnealingLR', T_max=end, by_epoch=False),
+        ],
+        default_hooks=dict(
+            logger=dict(type='LoggerHook', interval=3),
+            checkpoint=dict(type='CheckpointHook', max_keep_ckpts=2, save_best='toy/score', rule='greater', **saving),
+        ),
+        custom_hooks=[
+            dict(type='EMAHook', momentum=0.1, begin_iter=4),
+            dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=3, min_delta=0.01),
+            dict(type='amp_wrapper.ExactResumeHook'),
+        ],
+    )
 
 
 def run(work_dir: Path | str, optim_wrapper: dict[str, Any], **overrides: Any) -> Runner:

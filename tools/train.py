@@ -14,11 +14,12 @@ sys.path.insert(0, str(REPOSITORY))
 
 import torch
 from mmengine.config import Config, DictAction
-from mmengine.runner import Runner, find_latest_checkpoint
+from mmengine.runner import Runner
 from options import merge_options
 from projects import check
 
 import amp_wrapper
+from amp_wrapper import checkpoint_file
 from amp_wrapper.policy import LEVELS
 
 
@@ -35,7 +36,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs='?',
         const='auto',
         metavar='auto|PATH',
-        help='go on from a checkpoint, bit for bit: a path, or "auto" (also without a value) for the newest in the work dir',
+        help='go on from a checkpoint, bit for bit: a path, or "auto" (also without a value) for the newest complete one in '
+        'the work dir',
+    )
+    parser.add_argument(
+        '--save-on-sigterm',
+        action='store_true',
+        help='on SIGTERM (preemption), save at the next step boundary and exit with code 0',
     )
     parser.add_argument(
         '--amp',
@@ -88,7 +95,18 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg.resume = True
         cfg.load_from = None if args.resume == 'auto' else args.resume
     _choose_seed(cfg, args)
+    _add_hook(cfg, 'ExactResumeHook')
+    if args.save_on_sigterm:
+        _add_hook(cfg, 'PreemptionHook')
     return cfg
+
+
+def _add_hook(cfg: Config, name: str) -> None:
+    """Add a hook of ours, unless the config has one with settings of its own."""
+    hooks = list(cfg.get('custom_hooks') or [])
+    types = [hook.get('type') if isinstance(hook, dict) else type(hook) for hook in hooks]
+    if not any((kind if isinstance(kind, str) else kind.__name__).split('.')[-1] == name for kind in types):
+        cfg.custom_hooks = [*hooks, dict(type=f'amp_wrapper.{name}')]
 
 
 def _choose_wrapper(cfg: Config, args: argparse.Namespace) -> None:
@@ -118,17 +136,25 @@ def _choose_seed(cfg: Config, args: argparse.Namespace) -> None:
     if args.seed is not None:
         randomness['seed'] = args.seed
     if cfg.get('resume'):
-        path = cfg.get('load_from') or find_latest_checkpoint(cfg.work_dir)
-        if path and Path(path).is_file():
-            seed = torch.load(path, map_location='cpu', weights_only=True, mmap=True).get('meta', {}).get('seed')
-            if seed is not None and args.seed not in (None, seed):
-                print(f'--seed {args.seed}: the checkpoint was trained with seed {seed}, which a resumed run keeps')
-            if seed is not None:
-                randomness['seed'] = seed
+        seed = _saved_seed(cfg)
+        if seed is not None and args.seed not in (None, seed):
+            print(f'--seed {args.seed}: the checkpoint was trained with seed {seed}, which a resumed run keeps')
+        if seed is not None:
+            randomness['seed'] = seed
     # mmengine takes an empty dict for a call without its seed
     cfg.pop('randomness', None)
     if randomness:
         cfg.randomness = randomness
+
+
+def _saved_seed(cfg: Config) -> int | None:
+    path = cfg.get('load_from') or checkpoint_file.find_newest(cfg.work_dir).path
+    if path is None or '://' in str(path):
+        return None
+    file = checkpoint_file.load(path, check=False)
+    meta = file.get('meta') if isinstance(file, dict) else None
+    seed = meta.get('seed') if isinstance(meta, dict) else None
+    return seed if isinstance(seed, int) else None
 
 
 def start_processes_on_cpu(cfg: Config) -> None:
@@ -169,6 +195,8 @@ def report(runner: Runner, args: argparse.Namespace) -> None:
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path('python')
     command = [str(python), 'tools/train.py', args.config, '--resume', str(checkpoint)]
+    if args.save_on_sigterm:
+        command.append('--save-on-sigterm')
     for flag, value in (('--work-dir', args.work_dir), ('--opt-level', args.opt_level), ('--seed', args.seed)):
         if value is not None:
             command += [flag, str(value)]

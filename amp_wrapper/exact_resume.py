@@ -1,0 +1,460 @@
+"""The hook that makes a resumed run draw the random numbers, see the data and stop where the uninterrupted one would.
+
+What mmengine leaves out of a checkpoint, and this puts in (``checkpoint['exact_resume']``):
+
+* the states of the random generators of every rank, now and at the start of the epoch,
+* how many batches of the epoch are done: mmengine's epoch loop would begin the epoch again,
+* whether the validation that is due here has run: mmengine saves first and validates then,
+* the state of ``EarlyStoppingHook``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from mmengine.dataset import worker_init_fn
+from mmengine.dist import all_gather_object, get_rank, get_world_size
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
+from mmengine.logging import print_log
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner.loops import _InfiniteDataloaderIterator
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from . import random_state
+from .errors import AmpCheckpointError, AmpConfigError
+from .registry import HOOKS
+
+KEY = 'exact_resume'
+VERSION = 1
+
+
+def _log(text: str, level: int = logging.INFO) -> None:
+    print_log(f'amp: {text}', logger='current', level=level)
+
+
+@HOOKS.register_module()
+class ExactResumeHook(Hook):
+    """A resumed run equals the uninterrupted one: random numbers, order of the data, validations, early stopping.
+
+    ``custom_hooks=[dict(type='amp_wrapper.ExactResumeHook')]``; ``tools/train.py`` adds it by itself. What cannot be exact
+    in a configuration is said once, when the training starts. Costs a copy of the random states (8 KB) per checkpoint, and
+    per validation; on a GPU, reading its generator waits for the device.
+
+    Args:
+        revalidate: Whether a run that died between a checkpoint and its validation validates when it is resumed. Without
+            it, ``save_best`` and early stopping miss that validation.
+
+    Raises:
+        AmpConfigError: ``revalidate`` is neither True nor False.
+    """
+
+    priority = 'HIGHEST'
+
+    def __init__(self, revalidate: bool = True) -> None:
+        if not isinstance(revalidate, bool):
+            raise AmpConfigError([f'revalidate={revalidate!r} must be True or False.'])
+        self.revalidate = revalidate
+        self._batches = 0
+        self._validated = -1
+        self._start: dict[str, Any] | None = None
+        self._before_val: dict[str, Any] | None = None
+        self._collected: list[dict[str, Any]] | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._seed: int | None = None
+        self._own_seed = True
+        self._last: _LastWord | None = None
+
+    # -- the course of a training ------------------------------------------------------------------------------------
+
+    def before_run(self, runner: Any) -> None:
+        """Take the last place among the hooks, too."""
+        if self._last is None:
+            # this hook is called first: appending behind the running iteration is safe
+            self._last = _LastWord(self)
+            runner.register_hook(self._last, priority='LOWEST')
+
+    def before_train(self, runner: Any) -> None:
+        """Say what cannot be exact, and put back what belongs to no particular moment."""
+        _early_stopping_first(runner)
+        loop = runner.train_loop
+        if self._resumed is not None:
+            self._follow_seed(loop)
+            _restore_early_stopping(runner, self._resumed['early_stopping'])
+        for reason in _inexact(runner, loop):
+            _log(f'a resume of this run will not be exact: {reason}', logging.WARNING)
+
+    def resume_training(self, runner: Any) -> None:
+        """After every other hook's ``before_train``: get ready to go on in mid-epoch, and validate what is due."""
+        saved, loop = self._resumed, runner.train_loop
+        if saved is None:
+            return
+        self._validated = saved['validated']
+        self._start = self._own(saved, 'start')
+        if type(loop).run_epoch is EpochBasedTrainLoop.run_epoch if isinstance(loop, EpochBasedTrainLoop) else False:
+            self._batches = saved['batches']
+            if self._batches:
+                go_on = functools.partial(self._go_on, runner)
+                loop.run_epoch = functools.partial(_rest_of_epoch, loop, self._batches, go_on)
+        if self._is_validation_due(runner, loop):
+            _log('the checkpoint was saved before its validation, which runs now')
+            self._set_random_states(runner, 'now')
+            runner.val_loop.run()
+        self._stop_if_stopped(runner, loop, saved)
+
+    def _is_validation_due(self, runner: Any, loop: Any) -> bool:
+        if not self.revalidate or runner.val_loop is None or self._batches:
+            return False
+        if isinstance(loop, EpochBasedTrainLoop):
+            done, end = loop.epoch, loop.max_epochs
+        elif isinstance(loop, IterBasedTrainLoop):
+            done, end = loop.iter, loop.max_iters
+        else:
+            return False
+        loop._decide_current_val_interval()
+        due = done > 0 and done >= loop.val_begin and (done % loop.val_interval == 0 or done == end)
+        return due and self._validated != loop.iter
+
+    def _stop_if_stopped(self, runner: Any, loop: Any, saved: Mapping[str, Any]) -> None:
+        if not saved['stop_training'] or not hasattr(loop, 'stop_training'):
+            return
+        if [state['settings'] for state in saved['early_stopping']] == [_settings(h) for h in _early_stopping(runner)]:
+            loop.stop_training = True
+            _log('this run was ended by early stopping already')
+        else:
+            _log('early stopping had ended this run; its settings were changed since, so the run goes on')
+
+    def begin_epoch(self, runner: Any) -> None:
+        """After every other hook's ``before_train_epoch``: the generators are set to the point to go on from."""
+        loop = runner.train_loop
+        if self._resumed is None:
+            self._start = self._capture(runner)
+            self._batches = 0
+            return
+        by_iter = isinstance(loop, IterBasedTrainLoop)
+        if self._batches or (by_iter and loop.iter):
+            # data that was seen is passed over as it was seen, from the same start
+            self._set_random_states(runner, 'start')
+            if by_iter:
+                loop.dataloader_iterator = _FastForward(loop, functools.partial(self._go_on, runner))
+            return
+        self._go_on(runner)
+        self._start = self._capture(runner)
+
+    def _go_on(self, runner: Any) -> None:
+        """From here on, everything is as it was in the run that saved the checkpoint."""
+        self._set_random_states(runner, 'now')
+        self._resumed = None
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Count the batches of the epoch."""
+        self._batches = 0 if isinstance(runner.train_loop, IterBasedTrainLoop) else batch_idx + 1
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """The epoch is done: a checkpoint of now begins the next."""
+        self._batches = 0
+
+    # -- validation draws no random numbers of the training ----------------------------------------------------------
+
+    def before_val(self, runner: Any) -> None:
+        """Remember the states of the training."""
+        self._before_val = self._capture(runner)
+
+    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+        """Put them back before ``save_best`` saves."""
+        if self._before_val is not None:
+            random_state.restore(self._before_val, self._generators(runner))
+            self._validated = runner.iter
+
+    def end_validation(self, runner: Any) -> None:
+        """After every other hook's ``after_val``: whatever those drew is undone, too."""
+        if self._before_val is not None:
+            random_state.restore(self._before_val, self._generators(runner))
+            self._before_val = None
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def collect_states(self, runner: Any) -> None:
+        """Gather the states of all ranks, for :meth:`before_save_checkpoint`, which runs on rank 0 alone.
+
+        Args:
+            runner: On every rank, right before saving.
+        """
+        now = self._before_val if self._before_val is not None else self._capture(runner)
+        own = {'now': now, 'start': self._start}
+        self._collected = all_gather_object(own) if get_world_size() > 1 else [own]
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the part of this hook to checkpoints that can be resumed from."""
+        if 'optimizer' not in checkpoint:
+            return
+        ranks, self._collected = self._collected, None
+        if ranks is None:
+            # somebody saves by himself, on rank 0 alone
+            ranks = [{'now': self._capture(runner), 'start': self._start}]
+            if get_world_size() > 1:
+                _log('the random states of the other ranks are not in this checkpoint: let CheckpointHook save', logging.WARNING)
+        checkpoint[KEY] = {
+            'version': VERSION,
+            'ranks': ranks,
+            'batches': self._batches,
+            'validated': self._validated,
+            'stop_training': bool(getattr(runner.train_loop, 'stop_training', False)),
+            'early_stopping': [
+                {'wait_count': int(h.wait_count), 'best_score': float(h.best_score), 'settings': _settings(h)}
+                for h in _early_stopping(runner)
+            ],
+        }
+
+    def check_states(self, checkpoint: Mapping[str, Any]) -> None:
+        """Judge the part of this hook in a file that is about to be resumed from.
+
+        Args:
+            checkpoint: The whole file.
+
+        Raises:
+            AmpCheckpointError: Names the key and what was expected.
+        """
+        if KEY in checkpoint:
+            _check(checkpoint[KEY])
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Keep the part of this hook until the training starts."""
+        if not runner._resume:
+            return
+        saved = checkpoint.get(KEY)
+        if saved is None:
+            _log('the checkpoint holds no random states: dropout, augmentation and shuffling will differ', logging.WARNING)
+            return
+        _check(saved)
+        self._resumed = saved
+        self._seed = checkpoint['meta'].get('seed')
+        ranks = len(saved['ranks'])
+        if ranks != get_world_size():
+            _log(
+                f'saved by {ranks} processes and resumed by {get_world_size()}: data and random numbers will differ',
+                logging.WARNING,
+            )
+
+    # -- details -----------------------------------------------------------------------------------------------------
+
+    def _generators(self, runner: Any) -> list[torch.Generator]:
+        loader = getattr(runner.train_loop, 'dataloader', None) if _has_train_loop(runner) else None
+        found = [getattr(loader, 'generator', None), getattr(_sampler(loader), 'generator', None)]
+        return [generator for generator in dict.fromkeys(found) if isinstance(generator, torch.Generator)]
+
+    def _capture(self, runner: Any) -> dict[str, Any]:
+        return random_state.capture(self._generators(runner), all_devices=get_world_size() == 1)
+
+    def _own(self, saved: Mapping[str, Any], moment: str) -> dict[str, Any] | None:
+        """The states of this rank; None where they were not saved."""
+        return saved['ranks'][get_rank()][moment] if get_rank() < len(saved['ranks']) else None
+
+    def _set_random_states(self, runner: Any, moment: str) -> None:
+        states = None if self._resumed is None else self._own(self._resumed, moment)
+        if states is not None:
+            for note in random_state.restore(states, self._generators(runner)):
+                _log(note, logging.WARNING)
+
+    def _follow_seed(self, loop: Any) -> None:
+        """Samplers and workers are built before a checkpoint is read: give them the seed they had."""
+        loader, seed = loop.dataloader, self._seed
+        sampler = _sampler(loader)
+        if seed is None or getattr(sampler, 'seed', seed) == seed:
+            return
+        sampler.seed = seed
+        if hasattr(sampler, '_indices_of_rank'):
+            sampler.indices = sampler._indices_of_rank()
+        init = loader.worker_init_fn
+        if isinstance(init, functools.partial) and init.func is worker_init_fn:
+            loader.worker_init_fn = functools.partial(init.func, *init.args, **{**init.keywords, 'seed': seed})
+        if isinstance(loop, IterBasedTrainLoop):
+            loop.dataloader_iterator = _InfiniteDataloaderIterator(loader)
+        _log(f"the order of the data follows the checkpoint's seed, {seed}")
+
+
+class _LastWord(Hook):
+    """What :class:`ExactResumeHook` does after all other hooks: mmengine gives a hook one place in all stages."""
+
+    priority = 'LOWEST'
+
+    def __init__(self, hook: ExactResumeHook) -> None:
+        self._hook = hook
+
+    def before_train(self, runner: Any) -> None:
+        self._hook.resume_training(runner)
+
+    def before_train_epoch(self, runner: Any) -> None:
+        self._hook.begin_epoch(runner)
+
+    def after_val(self, runner: Any) -> None:
+        self._hook.end_validation(runner)
+
+
+class _FastForward:
+    """The iterator of an iteration-based loop that is resumed: mmengine passes over what was seen, then training goes on."""
+
+    def __init__(self, loop: Any, go_on: Any) -> None:
+        self._loop = loop
+        self._iterator = loop.dataloader_iterator
+        self._left = loop.iter
+        self._go_on = go_on
+        self._progress = _Progress(loop.iter)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._left:
+            self._left -= 1
+            self._progress.step()
+        else:
+            self._go_on()
+            self._loop.dataloader_iterator = self._iterator
+        return next(self._iterator)
+
+
+class _Progress:
+    """A line every ten seconds."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._begin = self._said = time.monotonic()
+
+    def step(self) -> None:
+        self._done += 1
+        now = time.monotonic()
+        if now - self._said >= 10:
+            self._said = now
+            left = (now - self._begin) / self._done * (self._total - self._done)
+            _log(f'passing over data seen already: {self._done} of {self._total} batches, about {left:.0f} s left')
+
+
+def _rest_of_epoch(loop: Any, done: int, go_on: Any) -> None:
+    """In place of ``EpochBasedTrainLoop.run_epoch``, once: the epoch from the batch after the last one that was trained."""
+    del loop.run_epoch
+    runner = loop.runner
+    runner.call_hook('before_train_epoch')
+    runner.model.train()
+    if done >= len(loop.dataloader):
+        go_on()
+    else:
+        iterator = iter(loop.dataloader)
+        progress = _Progress(done)
+        for _ in range(done):
+            next(iterator)
+            progress.step()
+        go_on()
+        for index, data_batch in enumerate(iterator, done):
+            loop.run_iter(index, data_batch)
+    runner.call_hook('after_train_epoch')
+    loop._epoch += 1
+
+
+def _has_train_loop(runner: Any) -> bool:
+    return not isinstance(getattr(runner, '_train_loop', None), (dict, type(None)))
+
+
+def _sampler(loader: Any) -> Any:
+    batches = getattr(loader, 'batch_sampler', None)
+    return getattr(batches, 'sampler', None) if batches is not None else getattr(loader, 'sampler', None)
+
+
+def _early_stopping(runner: Any) -> list[Any]:
+    return [hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)]
+
+
+def _early_stopping_first(runner: Any) -> None:
+    """``save_best`` saves the file again: early stopping must have counted this validation by then."""
+    hooks = runner._hooks
+    for hook in _early_stopping(runner):
+        savers = [index for index, other in enumerate(hooks) if isinstance(other, CheckpointHook)]
+        if savers and hooks.index(hook) > savers[0]:
+            hooks.remove(hook)
+            hooks.insert(savers[0], hook)
+
+
+def _settings(hook: Any) -> str:
+    names = ('monitor', 'rule', 'min_delta', 'check_finite', 'patience', 'stopping_threshold')
+    return ', '.join(f'{name}={getattr(hook, name, None)!r}' for name in names)
+
+
+def _restore_early_stopping(runner: Any, states: list[Mapping[str, Any]]) -> None:
+    hooks = _early_stopping(runner)
+    if len(hooks) != len(states):
+        _log(f'{len(states)} early stopping hooks were saved and {len(hooks)} are configured: they start anew', logging.WARNING)
+        return
+    for hook, state in zip(hooks, states):
+        hook.wait_count, hook.best_score = state['wait_count'], state['best_score']
+
+
+def _inexact(runner: Any, loop: Any) -> list[str]:
+    """Why a resume of this configuration cannot be exact."""
+    loader = getattr(loop, 'dataloader', None)
+    reasons = []
+    by_epoch = isinstance(loop, EpochBasedTrainLoop)
+    if not by_epoch and not isinstance(loop, IterBasedTrainLoop):
+        reasons.append(f'the train loop {type(loop).__name__} is unknown, so data already seen in an epoch is not passed over.')
+    elif by_epoch and type(loop).run_epoch is not EpochBasedTrainLoop.run_epoch:
+        reasons.append(f'{type(loop).__name__} has a run_epoch of its own: an epoch that was begun is begun again.')
+    if not isinstance(loader, DataLoader):
+        return [*reasons, f'the train dataloader is a {type(loader).__name__}, whose state nobody saves.']
+    sampler = _sampler(loader)
+    endless = hasattr(sampler, '_infinite_indices') or hasattr(sampler, 'indices')
+    if loader.num_workers and loader.persistent_workers and (by_epoch or not endless):
+        reasons.append(
+            'persistent_workers=True keeps the random states of the workers from epoch to epoch, where nobody can save them. '
+            'Write persistent_workers=False.'
+        )
+    if (runner.cfg.get('randomness') or {}).get('seed') is None:
+        reasons.append(
+            'the config has no seed, and data sets are built before a checkpoint is read. tools/train.py --resume takes the '
+            'seed from the checkpoint; for other scripts write randomness=dict(seed=0).'
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        reasons.append('an IterableDataset has a position of its own, which nobody saves.')
+    elif not by_epoch and isinstance(sampler, RandomSampler):
+        reasons.append("torch's RandomSampler draws a new order at each pass over the data. Use mmengine's InfiniteSampler.")
+    elif not hasattr(sampler, 'seed') and not isinstance(sampler, (RandomSampler, SequentialSampler)):
+        reasons.append(f'{type(sampler).__name__} has no seed.')
+    if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
+        reasons.append('some GPU kernels add in any order. Write randomness=dict(seed=0, deterministic=True).')
+    return reasons
+
+
+def _check(saved: Any) -> None:
+    def need(good: bool, name: str, expected: str) -> None:
+        if not good:
+            raise AmpCheckpointError(f'{KEY}{name} must be {expected}: the file is damaged.')
+
+    need(isinstance(saved, Mapping), '', 'a dict')
+    version = saved.get('version')
+    need(isinstance(version, int) and not isinstance(version, bool) and version >= 1, "['version']", 'a whole number')
+    if version > VERSION:
+        raise AmpCheckpointError(
+            f"{KEY}['version']={version} comes from a newer amp_wrapper; this one reads up to {VERSION}: upgrade it."
+        )
+    for key, low in (('batches', 0), ('validated', -1)):
+        value = saved.get(key)
+        need(isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63, f'[{key!r}]', f'a whole number from {low}')
+    need(isinstance(saved.get('stop_training'), bool), "['stop_training']", 'True or False')
+    need(isinstance(saved.get('early_stopping'), (list, tuple)), "['early_stopping']", 'a list')
+    for index, state in enumerate(saved['early_stopping']):
+        label = f"['early_stopping'][{index}]"
+        need(isinstance(state, Mapping) and isinstance(state.get('settings'), str), label, 'a dict of wait_count, best_score, settings')
+        count = state.get('wait_count')
+        need(isinstance(count, int) and not isinstance(count, bool) and count >= 0, f"{label}['wait_count']", 'a whole number')
+        need(isinstance(state.get('best_score'), float), f"{label}['best_score']", 'a number')
+    need(isinstance(saved.get('ranks'), (list, tuple)) and len(saved['ranks']) > 0, "['ranks']", 'a list of one entry per process')
+    for index, rank in enumerate(saved['ranks']):
+        label = f"['ranks'][{index}]"
+        need(isinstance(rank, Mapping) and 'now' in rank and 'start' in rank, label, 'a dict of now and start')
+        random_state.check(rank['now'], f"{KEY}{label}['now']")
+        if rank['start'] is not None:
+            random_state.check(rank['start'], f"{KEY}{label}['start']")

@@ -1,0 +1,202 @@
+"""Resuming through mmengine: from the newest complete file, judged as a whole before any of it is applied.
+
+* ``load_or_resume``: mmengine takes what ``last_checkpoint`` names, complete or not, there or not.
+* ``resume``: mmengine applies the weights, then the counters, the optimizer and the schedulers, and fails somewhere in
+  between; unknown and missing weights are a line in the log. Here the whole file is judged first.
+* ``load_checkpoint``: checksums are compared, and nothing in the file is executed, whatever the environment allows.
+
+Each patch is the identity where no wrapper of ours is attached.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmengine.dist import broadcast_object_list, get_rank
+from mmengine.hooks import EMAHook
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner import FlexibleRunner, Runner
+
+from . import checkpoint_file, checkpoint_judge
+from .errors import AmpCheckpointError
+from .mmengine_saving import WAITING, is_local, wrappers_of
+
+
+def choose_newest(work_dir: str, log: Any) -> str | None:
+    """The newest complete checkpoint of a work folder, the same on every rank.
+
+    Args:
+        work_dir: A local folder.
+        log: Takes one line per file that was passed over.
+
+    Returns:
+        Its path; None where no checkpoint was written yet.
+
+    Raises:
+        AmpCheckpointError: There are checkpoints, and none is complete.
+    """
+    found: list[Any] = [None]
+    if get_rank() == 0:
+        newest = checkpoint_file.find_newest(work_dir)
+        for reason in newest.passed_over:
+            log(f'amp: passed over: {reason}')
+        if newest.path is not None:
+            found = [str(newest.path)]
+        elif newest.passed_over:
+            found = [AmpCheckpointError(
+                f'no checkpoint in {work_dir} is complete ({"; ".join(newest.passed_over)}). To start anew, remove them or '
+                f'choose another work_dir.'
+            )]  # fmt: skip
+    broadcast_object_list(found)
+    if isinstance(found[0], AmpCheckpointError):
+        raise found[0]
+    chosen: str | None = found[0]
+    return chosen
+
+
+def _is_local_file(filename: Any) -> bool:
+    return isinstance(filename, str) and '://' not in filename and is_local(filename)
+
+
+def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True) -> None:
+    """Judge every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
+
+    Args:
+        runner: Whose model, wrappers, schedulers and hooks are built.
+        filename: A local file.
+        resume_optimizer: As of ``resume``.
+        resume_param_scheduler: As of ``resume``.
+
+    Raises:
+        AmpCheckpointError: Names file, key and expectation.
+    """
+    checkpoint_file.verify(filename)
+    file = checkpoint_file.load(filename, check=False)
+    try:
+        _judge_parts(runner, file, resume_optimizer, resume_param_scheduler)
+    except AmpCheckpointError as error:
+        raise AmpCheckpointError(f'{filename} cannot be resumed from: {error}') from error
+
+
+def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
+    checkpoint_judge.check_parts(file)
+    checkpoint_judge.check_meta(file['meta'])
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    checkpoint_judge.check_model(file['state_dict'], model)
+    if 'ema_state_dict' in file and any(isinstance(hook, EMAHook) for hook in runner.hooks):
+        _judge_average(file, model)
+    _judge_message_hub(file['message_hub'])
+    if resume_optimizer:
+        _judge_optimizer(runner, file['optimizer'])
+    schedulers = getattr(runner, 'param_schedulers', None)
+    if resume_param_scheduler and 'param_schedulers' in file and isinstance(schedulers, (list, dict)):
+        built = schedulers if isinstance(schedulers, dict) else {'': schedulers}
+        if all(hasattr(scheduler, 'state_dict') for items in built.values() for scheduler in items):
+            for note in checkpoint_judge.check_schedulers(file['param_schedulers'], schedulers):
+                runner.logger.warning(f'amp: {note}')
+    for hook in runner.hooks:
+        check = getattr(hook, 'check_states', None)
+        if check is not None:
+            check(file)
+
+
+def _judge_average(file: Mapping[str, Any], model: Any) -> None:
+    average = file['ema_state_dict']
+    if isinstance(average, Mapping):
+        rest = {key: value for key, value in average.items() if isinstance(key, str) and key.startswith('module.')}
+        # the hook swaps the two by name
+        checkpoint_judge.check_model(rest, model, 'ema_state_dict', 'module.')
+    else:
+        checkpoint_judge.check_model(average, model, 'ema_state_dict')
+
+
+def _judge_message_hub(hub: Any) -> None:
+    if not isinstance(hub, Mapping):
+        raise AmpCheckpointError(f'message_hub must be a dict, but is {type(hub).__name__}: the file is damaged.')
+    for key in ('log_scalars', 'runtime_info', 'resumed_keys'):
+        if not isinstance(hub.get(key), Mapping):
+            raise AmpCheckpointError(f'message_hub[{key!r}] must be a dict: the file is damaged.')
+    for name, buffer in hub['log_scalars'].items():
+        values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
+        if values is not None and (counts is None or getattr(values, 'shape', 0) != getattr(counts, 'shape', 1)):
+            raise AmpCheckpointError(f"message_hub['log_scalars'][{name!r}] is damaged: values and counts do not match.")
+    for key, value in hub['runtime_info'].items():
+        label = f"message_hub['runtime_info'][{key!r}]={value!r}"
+        if str(key).startswith('best_score') and not (hasattr(value, '__float__') and not isinstance(value, str)):
+            raise AmpCheckpointError(f'{label} must be a number.')
+        if str(key).startswith(('best_ckpt', 'last_ckpt')) and not isinstance(value, (str, type(None))):
+            raise AmpCheckpointError(f'{label} must be a path.')
+        kind = {'keep_ckpt_ids': int, WAITING: str}.get(key)
+        if kind and not (isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)):
+            raise AmpCheckpointError(f'{label} must be a list of {kind.__name__}.')
+
+
+def _judge_optimizer(runner: Any, state: Any) -> None:
+    wrappers = wrappers_of(runner)
+    if not isinstance(runner.optim_wrapper, OptimWrapperDict):
+        for wrapper in wrappers.values():
+            wrapper.check_state_dict(state)
+        return
+    names = list(runner.optim_wrapper.keys())
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        found = ', '.join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise AmpCheckpointError(
+            f'optimizer must hold one state for each of {", ".join(names)}, but holds {found}: resume with the wrappers it '
+            f'was saved with.'
+        )
+    for name, wrapper in wrappers.items():
+        try:
+            wrapper.check_state_dict(state[name])
+        except AmpCheckpointError as error:
+            raise AmpCheckpointError(f'optimizer[{name!r}]: {error}') from error
+
+
+def _patch_runner(cls: Any) -> None:
+    original_start = cls.load_or_resume
+    original_resume = cls.resume
+
+    @functools.wraps(original_start)
+    def load_or_resume(self: Any) -> None:
+        auto = self._resume is True and self._load_from is None and not self._has_loaded
+        if auto and wrappers_of(self) and is_local(self.work_dir):
+            path = choose_newest(self.work_dir, self.logger.warning)
+            if path is None:
+                self.logger.info(f'amp: nothing to resume from in {self.work_dir} yet: the training starts anew')
+                return
+            self.logger.info(f'amp: resuming from {path}, the newest complete checkpoint')
+            self._load_from = path
+        original_start(self)
+
+    @functools.wraps(original_resume)
+    def resume(self: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True, **kwargs: Any) -> None:
+        if wrappers_of(self) and _is_local_file(filename):
+            judge(self, filename, resume_optimizer, resume_param_scheduler)
+        original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
+
+    cls.load_or_resume = load_or_resume
+    cls.resume = resume
+
+
+def _patch_load() -> None:
+    original = Runner.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+        if wrappers_of(self) and _is_local_file(filename):
+            # also where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let a file run code
+            checkpoint_file.verify(filename)
+            checkpoint_file.load(filename, check=False)
+        return original(self, filename, *args, **kwargs)
+
+    Runner.load_checkpoint = load_checkpoint
+
+
+def patch() -> None:
+    """Put the patches in place; called once, by :func:`amp_wrapper.mmengine_patches.apply`."""
+    _patch_runner(Runner)
+    _patch_runner(FlexibleRunner)
+    _patch_load()

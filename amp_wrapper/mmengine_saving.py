@@ -1,0 +1,212 @@
+"""Saving through mmengine, so that a crash at any moment loses nothing. Only where a wrapper of ours trains.
+
+* ``save_checkpoint``: files are written whole or not at all (:mod:`amp_wrapper.checkpoint_file`); mmengine overwrites.
+* ``CheckpointHook``: deletes the old before it writes the new; here the old goes when the new one stands. What was due to
+  be deleted is written into the new file, so that a run that died in between is tidied up when it is resumed.
+* ``CheckpointHook.before_train``: forgets which file was the last, so that ``save_best`` did not update it after a resume.
+
+Each patch is the identity where no wrapper of ours is attached, and where files do not lie on a local disk.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import mmengine.runner
+import mmengine.runner.checkpoint
+import mmengine.runner.runner
+from mmengine.dist import is_main_process
+from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.hooks import CheckpointHook
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner import FlexibleRunner, Runner
+
+from . import checkpoint_file
+from .policy import Policy
+
+#: Where a checkpoint keeps the paths that were due to be deleted when it was written.
+WAITING = 'amp_waiting_removals'
+
+# the runner whose files are being written, where they are ours
+_saving: ContextVar[Any] = ContextVar('_saving', default=None)
+
+
+def wrappers_of(runner: Any) -> dict[str, Any]:
+    """The wrappers of ours that a runner trains with, by their names in an ``OptimWrapperDict`` ('' for a single one)."""
+    wrapper = getattr(runner, 'optim_wrapper', None)
+    members = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {'': wrapper}
+    return {name: member for name, member in members.items() if isinstance(getattr(member, 'policy', None), Policy)}
+
+
+def is_local(path: str, backend_args: Any = None) -> bool:
+    """Whether mmengine would write ``path`` to a local disk."""
+    return isinstance(get_file_backend(path, backend_args=backend_args), LocalBackend)
+
+
+@contextmanager
+def _saved_by(runner: Any) -> Iterator[None]:
+    token = _saving.set(runner if wrappers_of(runner) else _saving.get())
+    try:
+        yield
+    finally:
+        _saving.reset(token)
+
+
+class _LaterRemovals:
+    """A file backend that writes and reads as its original, and only remembers what it was told to remove."""
+
+    def __init__(self, backend: Any, runner: Any) -> None:
+        self._backend = backend
+        self._runner = runner
+        self.waiting: list[str] = []
+
+    def remove(self, path: str) -> None:
+        self.waiting.append(str(path))
+        # the file about to be written tells a resumed run what its predecessor had no time for
+        self._runner.message_hub.update_info(WAITING, list(self.waiting))
+
+    rmtree = remove
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@contextmanager
+def _removals_after(hook: Any, runner: Any) -> Iterator[None]:
+    """Inside, what the hook deletes is only remembered; it goes when everything was written."""
+    backend = hook.file_backend
+    if isinstance(backend, _LaterRemovals) or not isinstance(backend, LocalBackend):
+        yield
+        return
+    later = hook.file_backend = _LaterRemovals(backend, runner)
+    try:
+        yield
+    finally:
+        hook.file_backend = backend
+    kept = {Path(path).resolve() for path in _kept(hook)}
+    for path in later.waiting:
+        if Path(path).resolve() not in kept:
+            backend.remove(path)
+    runner.message_hub.update_info(WAITING, [])
+
+
+def _kept(hook: Any) -> list[str]:
+    """The files the hook counts as present: one of them may have the name of one that was due to go."""
+    paths = [hook.last_ckpt, getattr(hook, 'best_ckpt_path', None), *getattr(hook, 'best_ckpt_path_dict', {}).values()]
+    names = [hook.filename_tmpl.format(step) for step in getattr(hook, 'keep_ckpt_ids', ())]
+    return [str(path) for path in paths if path] + [str(Path(hook.out_dir) / name) for name in names]
+
+
+def _patch_files() -> None:
+    original = mmengine.runner.checkpoint.save_checkpoint
+
+    @functools.wraps(original)
+    def save_checkpoint(
+        checkpoint: dict[str, Any], filename: str, file_client_args: Any = None, backend_args: Any = None
+    ) -> None:
+        if _saving.get() is None or file_client_args is not None or not is_local(filename, backend_args):
+            original(checkpoint, filename, file_client_args, backend_args)
+            return
+        path = filename[len('file://') :] if filename.startswith('file://') else filename
+        checkpoint_file.save(checkpoint, path)
+
+    for module in (mmengine.runner.checkpoint, mmengine.runner.runner, mmengine.runner):
+        module.save_checkpoint = save_checkpoint
+
+    for cls in (Runner, FlexibleRunner):
+        cls.save_checkpoint = _inside(cls.save_checkpoint)
+
+
+def _inside(save: Any) -> Any:
+    @functools.wraps(save)
+    def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _saved_by(self):
+            return save(self, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def _patch_hook() -> None:
+    before_train = CheckpointHook.before_train
+    with_step = CheckpointHook._save_checkpoint_with_step
+    best = CheckpointHook._save_best_checkpoint
+    publish = CheckpointHook._publish_model
+
+    @functools.wraps(before_train)
+    def hook_before_train(self: Any, runner: Any) -> None:
+        before_train(self, runner)
+        if not wrappers_of(runner) or not is_local(self.out_dir, self.backend_args):
+            return
+        _remember_last(self, runner)
+        if is_main_process():
+            _tidy_up(self, runner)
+            checkpoint_file.check_writable(self.out_dir)
+
+    @functools.wraps(with_step)
+    def save_with_step(self: Any, runner: Any, step: int, meta: dict[str, Any]) -> None:
+        if not wrappers_of(runner):
+            with_step(self, runner, step, meta)
+            return
+        collect_states(runner)
+        with _removals_after(self, runner), _saved_by(runner):
+            with_step(self, runner, step, meta)
+
+    @functools.wraps(best)
+    def save_best(self: Any, runner: Any, metrics: dict[str, Any]) -> None:
+        if not wrappers_of(runner):
+            best(self, runner, metrics)
+            return
+        with _removals_after(self, runner), _saved_by(runner):
+            best(self, runner, metrics)
+
+    @functools.wraps(publish)
+    def publish_model(self: Any, runner: Any, ckpt_path: str) -> None:
+        with _saved_by(runner):
+            publish(self, runner, ckpt_path)
+
+    CheckpointHook.before_train = hook_before_train
+    CheckpointHook._save_checkpoint_with_step = save_with_step
+    CheckpointHook._save_best_checkpoint = save_best
+    CheckpointHook._publish_model = publish_model
+
+
+def collect_states(runner: Any) -> None:
+    """Let every hook that has something to gather from all ranks do so: saving itself runs on rank 0 alone.
+
+    Args:
+        runner: On every rank, right before a checkpoint is saved.
+    """
+    for hook in runner.hooks:
+        collect = getattr(hook, 'collect_states', None)
+        if collect is not None:
+            collect(runner)
+
+
+def _remember_last(hook: Any, runner: Any) -> None:
+    last = runner.message_hub.runtime_info.get('last_ckpt')
+    if hook.last_ckpt is None and isinstance(last, str) and Path(last).is_file():
+        hook.last_ckpt = last
+
+
+def _tidy_up(hook: Any, runner: Any) -> None:
+    names = checkpoint_file.remove_leftovers(hook.out_dir)
+    kept = {Path(path).resolve() for path in _kept(hook)}
+    for waiting in runner.message_hub.runtime_info.get(WAITING) or ():
+        # whatever a file says, nothing but checkpoints of this very folder is removed
+        path = Path(hook.out_dir) / Path(waiting).name
+        if path.suffix == '.pth' and path.is_file() and path.resolve() not in kept:
+            path.unlink()
+            names.append(path.name)
+    if names:
+        runner.logger.info(f'amp: removed what an interrupted run left behind: {", ".join(names)}')
+
+
+def patch() -> None:
+    """Put the patches in place; called once, by :func:`amp_wrapper.mmengine_patches.apply`."""
+    _patch_files()
+    _patch_hook()
