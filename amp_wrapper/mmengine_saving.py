@@ -29,6 +29,8 @@ from mmengine.runner import FlexibleRunner, Runner
 from . import checkpoint_file
 from .policy import Policy
 
+#: The checkpoint of a run that was told to stop; the next regular one takes its place.
+PREEMPTED = 'preempted.pth'
 #: Where a checkpoint keeps the paths that were due to be deleted when it was written.
 WAITING = 'amp_waiting_removals'
 
@@ -155,6 +157,8 @@ def _patch_hook() -> None:
         collect_states(runner)
         with _removals_after(self, runner), _saved_by(runner):
             with_step(self, runner, step, meta)
+        if is_main_process() and isinstance(self.file_backend, LocalBackend):
+            (Path(self.out_dir) / PREEMPTED).unlink(missing_ok=True)
 
     @functools.wraps(best)
     def save_best(self: Any, runner: Any, metrics: dict[str, Any]) -> None:

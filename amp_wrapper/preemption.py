@@ -16,11 +16,8 @@ from mmengine.hooks import CheckpointHook, Hook
 
 from . import checkpoint_file
 from .errors import AmpConfigError
-from .mmengine_saving import collect_states, is_local, wrappers_of
+from .mmengine_saving import PREEMPTED, collect_states, is_local, wrappers_of
 from .registry import HOOKS
-
-#: The checkpoint of an interrupted run; the next interruption overwrites it.
-FILENAME = 'preempted.pth'
 
 
 @HOOKS.register_module()
@@ -30,7 +27,8 @@ class PreemptionHook(Hook):
     ``custom_hooks=[dict(type='amp_wrapper.PreemptionHook')]``, or ``tools/train.py --save-on-sigterm``. The step boundary
     is the end of the running iteration, or of its accumulation window; during a validation, the end of the iteration after
     it. With several processes a signal to any of them counts for all: they ask each other once an iteration, on the CPU
-    (about 0.2 ms over gloo on one machine). The checkpoint is ``preempted.pth``; a resume without a path finds it.
+    (about 0.2 ms over gloo on one machine). The checkpoint is ``preempted.pth``: a resume without a path
+    finds it, and it goes when the next regular checkpoint stands.
 
     Args:
         signals: Names of the signals.
@@ -96,10 +94,10 @@ class PreemptionHook(Hook):
     def _save(self, runner: Any) -> str:
         savers = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
         folder = savers[0].out_dir if savers and is_local(savers[0].out_dir, savers[0].backend_args) else runner.work_dir
-        path = str(Path(folder) / FILENAME)
+        path = str(Path(folder) / PREEMPTED)
         collect_states(runner)
         runner.save_checkpoint(
-            folder, FILENAME, meta=dict(epoch=runner.epoch, iter=runner.iter + 1), by_epoch=False, save_optimizer=True
+            folder, PREEMPTED, meta=dict(epoch=runner.epoch, iter=runner.iter + 1), by_epoch=False, save_optimizer=True
         )
         if is_main_process():
             checkpoint_file.write_text(path, Path(runner.work_dir) / 'last_checkpoint')

@@ -31,13 +31,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import toy
 
+from amp_wrapper import checkpoint_file
+
 # nothing of what a process finds out about its machine takes part, and it takes a second
 mmengine.runner.runner.collect_env = dict
 BALLAST = 200_000
 KINDS = {
     'epochs': dict(by_epoch=True),
     'epochs, saved within': dict(by_epoch=True, save_each=3),
-    'iterations': dict(by_epoch=False),
+    'iterations, one file kept': dict(by_epoch=False, max_keep_ckpts=1),
     'epochs, 2 workers': dict(by_epoch=True, num_workers=2),
 }
 
@@ -134,6 +136,12 @@ def result(work_dir: Path) -> dict[str, Any]:
     return kept
 
 
+def progress(work_dir: Path) -> int:
+    """The iteration that a resume would go on from."""
+    newest = checkpoint_file.find_newest(work_dir).path
+    return 0 if newest is None else int(checkpoint_file.load(newest)['meta']['iter'])
+
+
 def torture(
     folder: Path, level: str, kind: str, kills: int, dice: random.Random, tally: Tally, reference: dict[str, Any], whole: float
 ) -> None:
@@ -141,9 +149,14 @@ def torture(
     case = toy.everything(level, ballast=BALLAST, **KINDS[kind])
     work_dir = folder / f'{level}-{kind}-{tally.runs}'.replace(', ', '-').replace(' ', '-')
     work_dir.mkdir(parents=True)
-    done = 0
+    done = best = 0
     while done < kills:
         in_write = dice.random() < 0.5
+        place = progress(work_dir)
+        if place < best:
+            tally.failures.append(f'{work_dir.name}: iteration {best} had been saved, but {place} is all that is left')
+        best = max(best, place)
+        tally.resumed += place > 0
         pid = start(work_dir, case)
         if in_write:
             # wait for the n-th write of this attempt, then a moment into it
@@ -166,7 +179,6 @@ def torture(
             break
     finish(work_dir, case)
     tally.runs += 1
-    tally.resumed += (work_dir.parent / f'{work_dir.name}.log').read_text().count('Load checkpoint from') or 0
     rows = toy.differences(reference, result(work_dir))
     tally.failures += [f'{work_dir.name}: {row}' for row in rows]
     if not rows:
@@ -238,7 +250,8 @@ def report(tally: Tally, seed: int, seconds: float) -> str:
         f'mmengine {mmengine.__version__}.',
         '',
         f'- {tally.kills} processes killed with SIGKILL, {tally.writing} of them with a half-written checkpoint on the disk.',
-        f'- {tally.resumed} attempts went on from a checkpoint; the others had died before the first one.',
+        f'- {tally.resumed} of the killed processes had gone on from a checkpoint; after each kill, the newest complete checkpoint '
+        'was at least as far as before.',
         f'- {tally.runs} trainings brought to their end and compared with the uninterrupted run: weights, average, optimizer, '
         'loss scale, schedulers, random states, logged losses and scores, best score and file, names of the files.',
         f'- {len(tally.failures)} differences.',

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import crash_harness
 import pytest
 import toy
 
@@ -73,6 +74,64 @@ def _cases() -> dict[str, dict[str, Any]]:
     return cases
 
 
+def _split(case: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return dict(optim_wrapper=case.pop('optim_wrapper'), overrides=case, **more)
+
+
+def _exact_cases() -> dict[str, dict[str, Any]]:
+    """Trainings with everything that draws random numbers, counts or decides, interrupted where it hurts."""
+    cases: dict[str, dict[str, Any]] = {}
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        # between a checkpoint and the validation after it
+        'epochs': (dict(by_epoch=True), dict(stop_val=14)),
+        # in the middle of the third epoch, after a checkpoint at iteration 15
+        'epochs-within': (dict(by_epoch=True, save_each=5), dict(stop_iter=16)),
+        'iterations': (dict(by_epoch=False), dict(stop_iter=17)),
+        'workers-within': (dict(by_epoch=True, save_each=5, num_workers=2), dict(stop_iter=16)),
+    }
+    for level in toy.LEVELS:
+        for kind, (arguments, stop) in kinds.items():
+            if kind == 'workers-within' and level not in ('O2', 'O5'):
+                continue  # workers know nothing of levels
+            cases[f'{level}-{kind}'] = _split(toy.everything(level, **arguments), **stop)
+    cases['O5-workers-iterations'] = _split(toy.everything('O5', by_epoch=False, num_workers=2), stop_iter=17)
+    cases['O5-random-sampler'] = _split(
+        toy.everything('O5', save_each=5, sampler='ToyRandomSampler'), stop_iter=16
+    )
+    cases['O5-iterations-val'] = _split(toy.everything('O5', by_epoch=False), stop_val=15)
+    cases['O5-early-stopping'] = _split(toy.everything('O5', max_epochs=12, patience=2), stop_val=7 * _EARLY)
+    # resumed by a script that knows no seed before it reads the checkpoint
+    no_seed = dict(randomness=dict(seed=None, deterministic=True))
+    cases['O5-no-seed'] = _split(toy.everything('O5'), stop=2, second=no_seed)
+    cases['O5-no-seed-iterations'] = _split(toy.everything('O5', by_epoch=False), stop_iter=17, second=no_seed)
+    return cases
+
+
+# the epoch after which early stopping ends the training with patience=2
+_EARLY = 10
+
+#: protection -> the case that must be red without it
+PROTECTED_BY = {
+    'the random states': ('O5-epochs', 'O5-epochs-within', 'O5-iterations'),
+    'the isolation of validations': ('O5-epochs', 'O5-iterations'),
+    'the place in the epoch': ('O5-epochs-within', 'O5-workers-within'),
+    'the moment after passing over data': ('O5-iterations',),
+    'the states at the start of the epoch': ('O5-random-sampler',),
+    'the validation that is due': ('O5-epochs', 'O5-iterations-val', 'O5-early-stopping'),
+    'the state of early stopping': ('O5-early-stopping',),
+    'the seed': ('O5-no-seed', 'O5-no-seed-iterations'),
+}
+
+
+def _broken_cases() -> dict[str, dict[str, Any]]:
+    whole = _exact_cases()
+    return {
+        f'{name}-without-{protection}'.replace(' ', '-'): dict(whole[name], without=protection, reference=name)
+        for protection, names in PROTECTED_BY.items()
+        for name in names
+    }
+
+
 def _run(folder: Path, phase: str) -> None:
     environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
     done = subprocess.run(
@@ -88,6 +147,38 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for phase in ('whole', 'first', 'second'):
         _run(folder, phase)
     return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_resumed_equals_uninterrupted_with_everything_on(tmp_path: Path) -> None:
+    """Dropout, augmentation, accumulation, EMA, save_best, early stopping: in a process that never saw the first part.
+
+    Without any one of the protections, the same comparison is red.
+    """
+    (tmp_path / 'cases.json').write_text(json.dumps({**_exact_cases(), **_broken_cases()}))
+    for phase in ('whole', 'first', 'second'):
+        _run(tmp_path, phase)
+    whole = {name: crash_harness.result(tmp_path / name / 'whole') for name in _exact_cases()}
+    rows = []
+    for name, expected in whole.items():
+        rows += [f'{name}: {row}' for row in toy.differences(expected, crash_harness.result(tmp_path / name / 'parts'))]
+    assert rows == []
+    green = [
+        name
+        for name, case in _broken_cases().items()
+        # the worker removes what could not even come to its end
+        if (parts := tmp_path / name / 'parts').exists()
+        and not toy.differences(whole[case['reference']], crash_harness.result(parts))
+    ]
+    assert green == [], 'these protections protect nothing'
+    # the runs were interesting: stopped early, interrupted in mid-epoch, with a scale that moved and steps that were skipped
+    assert whole['O5-early-stopping']['place'][0] == _EARLY < 12
+    within = toy.checkpoint(tmp_path / 'O2-epochs-within' / 'first', 'iter_15.pth')
+    assert within['exact_resume']['batches'] == 1
+    assert within['optimizer']['amp']['window']['used'] == [True]
+    scales = whole['O2-epochs']['scalars']
+    assert len(set(scales['train/amp_scale'])) > 2 and scales['train/amp_skipped'][-1] > 0
 
 
 def _comparable(work_dir: Path, name: str | None = None) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import MMLogger
 from mmengine.model import BaseDataPreprocessor, BaseModel
-from mmengine.registry import DATASETS, METRICS, MODELS
+from mmengine.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
 from mmengine.runner import Runner
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler
 
 import amp_wrapper  # noqa: F401  (takes over the registry names)
 
@@ -96,6 +96,14 @@ class ToyData(Dataset):
         return dict(inputs=image, labels=self.labels[index])
 
 
+@DATA_SAMPLERS.register_module()
+class ToyRandomSampler(RandomSampler):
+    """torch's own sampler under mmengine: its order comes from the global generator."""
+
+    def __init__(self, dataset: Any, shuffle: bool = True, seed: int | None = None) -> None:
+        super().__init__(dataset)
+
+
 @METRICS.register_module()
 class ToyScore(BaseMetric):
     """Mean log-probability of the right class: differs with every bit of the weights."""
@@ -160,6 +168,9 @@ def everything(
     save_each: int | None = None,
     ballast: int = 0,
     max_epochs: int = 4,
+    max_keep_ckpts: int = 2,
+    patience: int = 3,
+    sampler: str | None = None,
 ) -> dict[str, Any]:
     """``optim_wrapper`` and overrides of a training with all that draws random numbers, counts, averages or decides.
 
@@ -170,6 +181,9 @@ def everything(
         save_each: Save each so many iterations, within epochs too; None for each epoch, or each 3 iterations.
         ballast: Numbers of float32 that make the checkpoint larger.
         max_epochs: Length of the training.
+        max_keep_ckpts: How many checkpoints stay.
+        patience: Of early stopping.
+        sampler: Type of the train sampler.
     """
     end = 7 * max_epochs
     saving = (
@@ -193,7 +207,9 @@ def everything(
         ),
         model=dict(type='ToyModel', dropout=0.3, ballast=ballast),
         train_dataloader=loader(
-            augment=True, num_workers=num_workers, sampler='DefaultSampler' if by_epoch else 'InfiniteSampler'
+            augment=True,
+            num_workers=num_workers,
+            sampler=sampler or ('DefaultSampler' if by_epoch else 'InfiniteSampler'),
         ),
         # validation draws as many random numbers as it likes
         val_dataloader=loader(shuffle=False, augment=True),
@@ -204,11 +220,13 @@ def everything(
         ],
         default_hooks=dict(
             logger=dict(type='LoggerHook', interval=3),
-            checkpoint=dict(type='CheckpointHook', max_keep_ckpts=2, save_best='toy/score', rule='greater', **saving),
+            checkpoint=dict(
+                type='CheckpointHook', max_keep_ckpts=max_keep_ckpts, save_best='toy/score', rule='greater', **saving
+            ),
         ),
         custom_hooks=[
             dict(type='EMAHook', momentum=0.1, begin_iter=4),
-            dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=3, min_delta=0.01),
+            dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=patience, min_delta=0.01),
             dict(type='amp_wrapper.ExactResumeHook'),
         ],
     )
