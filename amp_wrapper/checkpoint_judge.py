@@ -122,6 +122,34 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
             raise AmpCheckpointError(f'{label} is {other.dtype}, but the model has {value.dtype}: the file is damaged.')
 
 
+def check_average(saved: Any, model: nn.Module, average: nn.Module | None) -> None:
+    """Whether a saved average (``module.`` and the model's names, and the average's own numbers) is that of a model.
+
+    Args:
+        saved: By qualified names.
+        model: The model that is averaged.
+        average: The averaged model; None where it is not built yet.
+
+    Raises:
+        AmpCheckpointError: Names the key and what was expected.
+    """
+    name = 'ema_state_dict'
+    check_model({} if isinstance(saved, Mapping) else saved, nn.Module(), name)
+    wrong = [key for key in saved if not isinstance(key, str)]
+    if wrong:
+        raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
+    check_model({key: value for key, value in saved.items() if key.startswith('module.')}, model, name, 'module.')
+    if average is None:
+        return
+    own = {key: value for key, value in average.state_dict().items() if not key.startswith('module.')}
+    for key in {key for key in saved if not key.startswith('module.')} ^ set(own):
+        raise AmpCheckpointError(f'{name} {"lacks" if key in own else "has an unknown"} {key!r}: it is damaged, or another average.')
+    for key, value in own.items():
+        other = saved[key]
+        if not isinstance(other, Tensor) or other.shape != value.shape or _kind(other) != _kind(value):
+            raise AmpCheckpointError(f'{name}[{key!r}]={other!r} must be like {value!r}: the file is damaged.')
+
+
 def _kind(tensor: Tensor) -> str:
     if tensor.is_complex():
         return 'complex'
@@ -177,10 +205,12 @@ def _check_list(saved: Any, now: Sequence[Any], name: str) -> list[str]:
         if not isinstance(state, Mapping):
             raise AmpCheckpointError(f'{label} must be a dict, but is {type(state).__name__}: the file is damaged.')
         mine = scheduler.state_dict()
-        if any(key not in state for key in mine):
-            lost = [str(key) for key in mine if key not in state]
+        odd = {key for key in set(mine) ^ set(state)}
+        if odd:
+            verb = 'lacks' if odd & set(mine) else 'has an unknown'
             raise AmpCheckpointError(
-                f'{label} lacks {_some(lost)}: it was saved by another scheduler than {type(scheduler).__name__}.'
+                f'{label} {verb} {_some(sorted(map(str, odd)))}: it was saved by another scheduler than '
+                f'{type(scheduler).__name__}, or the file is damaged.'
             )
         for key in ('last_step', '_global_step'):
             value = state.get(key, 0)
@@ -201,12 +231,18 @@ def same_form(here: Any, there: Any) -> bool:
         here: The present setting.
         there: The saved one.
     """
-    if isinstance(here, bool) or here is None or isinstance(here, str):
-        # settings that may be off (None) or on, of any form
-        return there is None or isinstance(there, (bool, str, int, float, Tensor, list, tuple, Mapping))
+    if isinstance(here, bool):
+        # None is how torch writes "whichever is faster"
+        return there is None or isinstance(there, bool)
+    if here is None:
+        return there is None or isinstance(there, (bool, str)) or (is_number(there) and math.isfinite(there))
+    if isinstance(here, str):
+        return isinstance(there, str)
     if isinstance(here, Tensor) or is_number(here):
         if isinstance(there, Tensor):
-            return there.numel() == 1 and not math.isnan(float(there))
+            return there.numel() == 1 and not there.is_complex() and math.isfinite(float(there))
+        if isinstance(there, int) and not -(2**31) < there < 2**31:
+            return False
         return is_number(there) and (math.isfinite(there) or not math.isfinite(float(here)))
     if isinstance(here, (list, tuple)):
         return (
@@ -273,14 +309,28 @@ def _check_settings(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -
     except Exception as error:  # whatever an optimizer of any make says about settings that are not its own
         raise AmpCheckpointError(f"'param_groups' do not fit {type(optimizer).__name__}: {error}") from error
     for index, (filled, mine) in enumerate(zip(probe.param_groups, optimizer.param_groups)):
-        for key in optimizer.defaults:
-            label = f"'param_groups'[{index}]"
-            if key not in filled:
-                raise AmpCheckpointError(
-                    f'{label} lacks {key!r} (found: {", ".join(map(str, groups[index]))}): it was saved by another optimizer '
-                    f'than {type(optimizer).__name__}, or the file is damaged.'
-                )
-            value = filled[key]
-            negative = key in _NOT_NEGATIVE and (is_number(value) or isinstance(value, Tensor)) and float(value) < 0
-            if not same_form(mine[key], value) or negative:
-                raise AmpCheckpointError(f'{label}[{key!r}]={value!r} must be of the form of {mine[key]!r}.')
+        expected = {key: mine[key] for key in optimizer.defaults}
+        check_settings(filled, expected, f"'param_groups'[{index}]", f'by another optimizer than {type(optimizer).__name__}')
+
+
+def check_settings(saved: Mapping[str, Any], here: Mapping[str, Any], label: str, otherwise: str) -> None:
+    """Whether saved hyper-parameters can stand where the present ones stand.
+
+    Args:
+        saved: By name; further names are allowed.
+        here: The present ones.
+        label: How messages call ``saved``.
+        otherwise: What it may have been saved by, for the message about a missing one.
+
+    Raises:
+        AmpCheckpointError: Names the hyper-parameter, its value and what was expected.
+    """
+    for key, value in here.items():
+        if key not in saved:
+            found = ', '.join(map(str, saved))
+            raise AmpCheckpointError(f'{label} lacks {key!r} (found: {found}): it was saved {otherwise}, or is damaged.')
+        there = saved[key]
+        # torch's switches that choose by themselves: foreach, fused
+        odd_switch = value is None and not isinstance(there, (bool, type(None)))
+        if odd_switch or not same_form(value, there) or (key in _NOT_NEGATIVE and float(there) < 0):
+            raise AmpCheckpointError(f'{label}[{key!r}]={there!r} must be of the form of {value!r}.')

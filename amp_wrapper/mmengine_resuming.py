@@ -87,8 +87,9 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     checkpoint_judge.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     checkpoint_judge.check_model(file['state_dict'], model)
-    if 'ema_state_dict' in file and any(isinstance(hook, EMAHook) for hook in runner.hooks):
-        _judge_average(file, model)
+    for hook in runner.hooks:
+        if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
+            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None))
     _judge_message_hub(file['message_hub'])
     if resume_optimizer:
         _judge_optimizer(runner, file['optimizer'])
@@ -104,22 +105,15 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
             check(file)
 
 
-def _judge_average(file: Mapping[str, Any], model: Any) -> None:
-    average = file['ema_state_dict']
-    if isinstance(average, Mapping):
-        rest = {key: value for key, value in average.items() if isinstance(key, str) and key.startswith('module.')}
-        # the hook swaps the two by name
-        checkpoint_judge.check_model(rest, model, 'ema_state_dict', 'module.')
-    else:
-        checkpoint_judge.check_model(average, model, 'ema_state_dict')
-
-
 def _judge_message_hub(hub: Any) -> None:
     if not isinstance(hub, Mapping):
         raise AmpCheckpointError(f'message_hub must be a dict, but is {type(hub).__name__}: the file is damaged.')
     for key in ('log_scalars', 'runtime_info', 'resumed_keys'):
         if not isinstance(hub.get(key), Mapping):
             raise AmpCheckpointError(f'message_hub[{key!r}] must be a dict: the file is damaged.')
+    for name, kept in hub['resumed_keys'].items():
+        if not isinstance(kept, bool):
+            raise AmpCheckpointError(f"message_hub['resumed_keys'][{name!r}]={kept!r} must be True or False.")
     for name, buffer in hub['log_scalars'].items():
         values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
         if values is not None and (counts is None or getattr(values, 'shape', 0) != getattr(counts, 'shape', 1)):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import mmengine_patches, model_wrappers, ops, policy
 from .checkpoint import amp_part
-from .checkpoint_judge import same_form
+from .checkpoint_judge import check_settings
 from .deferred_log import DeferredLog
 from .engine import AmpEngine, Stage
 from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
@@ -371,9 +371,9 @@ class AmpOptimWrapper(OptimWrapper):
         base = state.pop('base_param_settings', None)
         if base is not None and not isinstance(base, Mapping):
             raise AmpCheckpointError(f"'base_param_settings' must be a dict, but is {type(base).__name__}.")
-        for key, value in (self.base_param_settings or {}).items():
-            if base is not None and key != 'params' and (key not in base or not same_form(value, base[key])):
-                raise AmpCheckpointError(f"'base_param_settings' must hold {key!r} as a setting like {value!r}.")
+        if base is not None and self.base_param_settings:
+            here = {key: value for key, value in self.base_param_settings.items() if key in self.optimizer.defaults}
+            check_settings(base, here, "'base_param_settings'", 'by another optimizer')
         count: Any = amp_part(state).get('inner_count', self.inner_count)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")

@@ -92,12 +92,14 @@ def check(states: Any, name: str) -> None:
     for key in ('python', 'numpy'):
         _need(isinstance(states.get(key), Mapping), f'{name}[{key!r}]', 'a dict')
     python, legacy = states['python'], states['numpy']
-    _need(python.get('version') == random.getstate()[0], f"{name}['python']['version']", f'{random.getstate()[0]}')
+    version = python.get('version')
+    good = isinstance(version, int) and version == random.getstate()[0]
+    _need(good, f"{name}['python']['version']", f'{random.getstate()[0]}')
     _need_words(python.get('state'), _PYTHON_LENGTH, f"{name}['python']['state']")
     _need(0 <= int(python['state'][-1]) <= _NUMPY_LENGTH, f"{name}['python']['state'][-1]", f'0 to {_NUMPY_LENGTH}')
     gauss = python.get('gauss')
     _need(gauss is None or isinstance(gauss, float), f"{name}['python']['gauss']", 'a number or None')
-    _need(legacy.get('kind') == 'MT19937', f"{name}['numpy']['kind']", "'MT19937'")
+    _need(isinstance(legacy.get('kind'), str) and legacy['kind'] == 'MT19937', f"{name}['numpy']['kind']", "'MT19937'")
     _need_words(legacy.get('state'), _NUMPY_LENGTH, f"{name}['numpy']['state']")
     for key, high in (('position', _NUMPY_LENGTH), ('has_gauss', 1)):
         value = legacy.get(key)
