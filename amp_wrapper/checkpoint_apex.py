@@ -71,7 +71,9 @@ def _read_one(state: Any, label: str) -> dict[str, Any]:
     except AmpCheckpointError as error:
         # the words of the file, not ours
         text = str(error).replace("loss_scaler['scale']", f"{label}['loss_scale']")
-        raise AmpCheckpointError(text.replace("loss_scaler['_growth_tracker']", f"{label}['unskipped']")) from None
+        text = text.replace("loss_scaler['_growth_tracker']", f"{label}['unskipped']")
+        # apex's scale could fall to 0, where its training ended
+        raise AmpCheckpointError(f'{text} To go on with the configured scale, write it there.') from None
     return {**ours, 'scale': float(scale), 'dynamic': scale != 1.0 and unskipped < GROWTH_INTERVAL}
 
 

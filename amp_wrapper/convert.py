@@ -68,10 +68,9 @@ def identify(file: Any) -> Content:
     Raises:
         AmpCheckpointError: None of the six kinds, or damaged; names the key.
     """
-    if not isinstance(file, Mapping):
-        raise AmpCheckpointError(f'a checkpoint must be a dict, but this is {type(file).__name__}.')
     state_dict = _weights_in(file)
-    if state_dict is file or 'optimizer' not in file:
+    # old tools write None for "no optimizer"
+    if state_dict is file or file.get('optimizer') is None:
         return Content('weights', state_dict, {})
     state = file['optimizer']
     if not isinstance(state, Mapping):
@@ -92,7 +91,9 @@ def identify(file: Any) -> Content:
     return Content(next(kind for kind in _KIND_OF_PART.values() if kind in kinds), state_dict, parts)
 
 
-def _weights_in(file: Mapping[str, Any]) -> Mapping[str, Any]:
+def _weights_in(file: Any) -> Mapping[str, Any]:
+    if not isinstance(file, Mapping):
+        raise AmpCheckpointError(f'a checkpoint must be a dict, but this is {type(file).__name__}.')
     if file and all(isinstance(value, Tensor) for value in file.values()):
         return file
     key = next((key for key in ('state_dict', 'model') if key in file), None)
@@ -123,7 +124,7 @@ def to_weights(
     hold.
 
     Args:
-        file: Of any kind; not changed.
+        file: A dict of any kind; not changed.
         dtype: torch.float32, torch.float16 or torch.bfloat16.
         weights: 'average' or 'trained'; makes a difference where the file has ``ema_state_dict``.
 
@@ -131,12 +132,13 @@ def to_weights(
         ``{'meta', 'state_dict'}``, and notes.
 
     Raises:
-        AmpCheckpointError: As :func:`identify`.
+        AmpCheckpointError: No weights; the optimizer's part is not looked at.
         AmpUsageError: Another type, or another word for ``weights``.
     """
     if dtype not in _CASTABLE:
         raise AmpUsageError(f'dtype={dtype!r} must be torch.float32, torch.float16 or torch.bfloat16.')
-    content = identify(file)
+    # whatever happened to the optimizer's part, the weights may be all that is left to save
+    state_dict = _weights_in(file)
     notes: list[str] = []
     result: dict[str, Tensor] = {}
     # tied weights are one tensor under several names; cast one by one they would be several
@@ -144,7 +146,7 @@ def to_weights(
     kept: set[Any] = set()
     too_large: list[str] = []
     vanished = 0
-    for name, value in _choose_weights(file, content, weights, notes).items():
+    for name, value in _choose_weights(file, state_dict, weights, notes).items():
         if not isinstance(value, Tensor) or value.dtype not in _CASTABLE or value.dtype == dtype:
             result[name] = value
             continue
@@ -170,26 +172,24 @@ def to_weights(
         notes.append(f'too large for {_short(dtype)}, kept in float32: {", ".join(too_large)}')
     if vanished:
         notes.append(f'{vanished} elements were too small for {_short(dtype)} and are 0 now')
-    left_out = (
-        [str(key) for key in file if key not in ('meta', 'state_dict', 'model')]
-        if content.state_dict is not file
-        else []
-    )
-    if left_out:
+    left_out = [str(key) for key in file if key not in ('meta', 'state_dict', 'model')]
+    if left_out and state_dict is not file:
         notes.append(f'weights alone; left out: {", ".join(left_out)}')
     meta = file.get('meta')
     return {'meta': dict(meta) if isinstance(meta, Mapping) else {}, 'state_dict': result}, notes
 
 
-def _choose_weights(file: Mapping[str, Any], content: Content, weights: str, notes: list[str]) -> dict[str, Any]:
+def _choose_weights(
+    file: Mapping[str, Any], state_dict: Mapping[str, Any], weights: str, notes: list[str]
+) -> dict[str, Any]:
     """The state dict without the prefix of a wrapped model, of the average or of the trained weights."""
     if weights not in WEIGHTS:
         raise AmpUsageError(f"weights={weights!r} must be 'average' or 'trained'.")
-    state = dict(content.state_dict)
+    state = dict(state_dict)
     if state and all(str(name).startswith('module.') for name in state):
         state = {str(name)[len('module.') :]: value for name, value in state.items()}
         notes.append("the prefix 'module.' of a wrapped model is left out")
-    average = file.get('ema_state_dict') if content.state_dict is not file else None
+    average = file.get('ema_state_dict') if state_dict is not file else None
     if average is None:
         if weights == 'trained':
             notes.append("no average is in the file: 'state_dict' holds the trained weights")
@@ -326,13 +326,17 @@ def _training_file(
             'epoch': _position(file, meta, 'epoch', epoch),
             'iter': _position(file, meta, 'iter', iteration),
         },
-        'state_dict': _choose_weights(file, content, weights, notes),
+        'state_dict': _choose_weights(file, content.state_dict, weights, notes),
         'message_hub': hub if 'message_hub' in file else {key: {} for key in _EMPTY_HUB},
     }
     # raw scripts keep more beside; whoever reads the new file finds it where it was
     result.update({key: value for key, value in file.items() if key not in (*result, 'model', 'amp', *_OWN_KEYS)})
     if weights == 'trained':
         result.pop('ema_state_dict', None)
+    elif 'ema_state_dict' in file:
+        notes.append(
+            "resume with mmengine's EMAHook, which swaps the two: without it, training goes on from the average"
+        )
     if 'message_hub' not in file:
         notes.append('the log of a mmengine run is not in the file: it starts empty')
     if 'param_schedulers' not in file:

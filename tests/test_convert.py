@@ -559,10 +559,22 @@ def test_average_or_trained() -> None:
         assert any('average' in note for note in notes)
     stock, _ = convert.to_stock(file)
     assert same(stock['state_dict'], file['state_dict']) and same(stock['ema_state_dict'], file['ema_state_dict'])
+    assert any('EMAHook, which swaps' in note for note in convert.to_apex(file)[1])
     stock, notes = convert.to_stock(file, weights='trained')
+    assert not any('EMAHook' in note for note in notes)
     assert 'ema_state_dict' not in stock and same(stock['state_dict']['stem.weight'], trained['stem.weight'])
     result, notes = convert.to_weights(read('plain_sgd'), torch.float32, 'trained')
     assert same(result['state_dict'], read('plain_sgd')['state_dict']) and 'no average' in notes[0]
+
+
+def test_weights_are_saved_from_a_file_whose_optimizer_is_lost() -> None:
+    """apex's scale could fall to 0, which nothing resumes from."""
+    for lost in (dict(amp={'loss_scaler0': {'loss_scale': 0.0, 'unskipped': 0}}), dict(optimizer={'state': 3})):
+        file = {**read('raw_apex'), **lost}
+        with pytest.raises(AmpCheckpointError):
+            convert.to_stock(file, 1, 1)
+        assert same(convert.to_weights(file, torch.float32)[0]['state_dict'], weights_of(file))
+    assert convert.identify({**read('weights'), 'optimizer': None}).kind == 'weights'
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
