@@ -337,12 +337,21 @@ def _training_file(
         notes.append(
             "resume with mmengine's EMAHook, which swaps the two: without it, training goes on from the average"
         )
+    if 'state_dict' in file and 'model' in file and not _same_weights(file['model'], content.state_dict):
+        notes.append("left out: 'model', which is not the same as 'state_dict'")
     if 'message_hub' not in file:
         notes.append('the log of a mmengine run is not in the file: it starts empty')
     if 'param_schedulers' not in file:
         notes.append("the file has no 'param_schedulers': mmengine's schedules start at their beginning")
     notes += [f'left out: {what} ({key!r})' for key, what in _OWN_KEYS.items() if key in file]
     return result, notes
+
+
+def _same_weights(left: Any, right: Mapping[str, Any]) -> bool:
+    if not isinstance(left, Mapping) or left.keys() != right.keys():
+        return False
+    pairs = ((left[name], right[name]) for name in right)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b for a, b in pairs)
 
 
 def _position(file: Mapping[str, Any], meta: Mapping[str, Any], name: str, given: int | None) -> int:

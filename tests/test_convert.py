@@ -463,6 +463,15 @@ def test_a_static_scale_of_apex_is_told_by_its_counter() -> None:
     assert any('5000' in note for note in notes) and any('static' in note for note in notes)
 
 
+def test_a_second_model_is_told() -> None:
+    file = convert.to_apex(read('stock_sgd'))[0]
+    assert not any("'model'" in note for note in convert.to_stock(file)[1])
+    file['model'] = {**file['model'], 'stem.bias': torch.zeros(4)}
+    stock, notes = convert.to_stock(file)
+    assert "left out: 'model', which is not the same as 'state_dict'" in notes
+    assert same(stock['state_dict'], read('stock_sgd')['state_dict']) and 'model' not in stock
+
+
 def test_empty_scaler_and_no_scaler() -> None:
     stock, notes = unchanged(convert.to_stock, read('stock_bf16'))
     assert 'loss_scaler' not in stock['optimizer'] and any('disabled' in note for note in notes)
@@ -653,7 +662,7 @@ def test_inspect(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows = inspected(capsys, path)
     assert list(tmp_path.iterdir()) == [path]
     assert rows['kind'].startswith(f'{KINDS[name]} (')
-    assert rows['model'] == 'tensors: 8 of float32 (42 elements, 168 bytes), 1 of int64 (1 elements, 8 bytes)'
+    assert rows['model'] == 'tensors: 8 of float32 (42 elements, 168 bytes), 1 of int64 (1 element, 8 bytes)'
     assert rows['non-finite'] == 'none' and rows['random'] == 'no states of random generators'
     assert ('no checksums' in rows['file']) == (name == 'bare_legacy')
     assert rows['EMA'].startswith('yes, 6 updates' if name == 'ema' else 'none')
@@ -664,7 +673,7 @@ def test_inspect(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         'plain_sgd': ('loss scale', 'none'),
         'plain_adamw': ('base group', 'base_param_settings of mmengine'),
         'plain_pair': ('head: groups', '1, 2 parameters, lr 0.125'),
-        'ema': ('schedules', '1 states'),
+        'ema': ('schedules', '1 state'),
         'stock_sgd': ('loss scale', '2048 (dynamic), 2 clean steps of 4 to the next growth'),
         'stock_adamw': ('optimizer', 'state of 6 parameters; tensors: 18 of float32 (74 elements, 296 bytes)'),
         'stock_bf16': ('loss scale', 'disabled'),
@@ -725,6 +734,16 @@ def test_tool_converts_every_file(name: str, target: str, tmp_path: Path, capsys
     assert convert.identify(checkpoint_file.load(out)).kind == kinds.get(target, 'weights')
 
 
+def test_a_converted_file_is_not_the_newest_of_its_folder(own: dict[str, Path], tmp_path: Path) -> None:
+    """``--resume auto`` takes the original, which has the random states."""
+    source = tmp_path / 'epoch_2.pth'
+    shutil.copy(own['O2'], source)
+    for target in ('stock', 'apex'):
+        TOOL.main([str(source), '--to', target])
+    assert len(list(tmp_path.glob('*.pth'))) == 3
+    assert checkpoint_file.find_newest(tmp_path).path == source.resolve()
+
+
 @pytest.mark.parametrize('words, stem', [([], 'epoch_2'), (['--to', 'fp16'], 'epoch_2_fp16')])
 def test_publish(words: list[str], stem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / 'epoch_2.pth'
@@ -760,7 +779,13 @@ def test_tool_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match='is a folder'):
         TOOL.main([str(source), str(tmp_path), '--to', 'fp16'])
     assert source.read_bytes() == before
-    for words in ([], ['x.pth', '--inspect'], ['--publish', '--to', 'stock'], ['--to', 'fp8']):
+    for words in (
+        [],
+        ['x.pth', '--inspect'],
+        ['--publish', '--to', 'stock'],
+        ['--to', 'fp8'],
+        ['--publish', '--iter', '1'],
+    ):
         with pytest.raises(SystemExit) as caught:
             TOOL.main([str(source), *words])
         assert caught.value.code == 2

@@ -77,6 +77,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         args.to = args.to or 'fp32'
         if args.to not in convert.WEIGHT_TYPES:
             parser.error(f'--publish is for weights, not for --to {args.to}')
+    if args.to not in ('stock', 'apex') and (args.epoch, args.iter) != (None, None):
+        parser.error('--epoch and --iter are for --to stock and --to apex')
     if args.to is None and not args.inspect:
         parser.error('nothing to do: give --inspect, --to or --publish')
     if args.out and not args.to:
@@ -158,6 +160,10 @@ def _saved(file: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     return ', '.join(words) or 'the file does not tell'
 
 
+def _count(number: int, word: str) -> str:
+    return f'{number} {word}' if number == 1 else f'{number} {word}s'
+
+
 def _tensors(values: Iterable[Any]) -> str:
     """How many tensors, elements and bytes of each type."""
     kinds: dict[str, list[int]] = {}
@@ -167,7 +173,7 @@ def _tensors(values: Iterable[Any]) -> str:
             for index, count in enumerate((1, value.numel(), value.numel() * value.element_size())):
                 row[index] += count
     texts = [
-        f'{tensors} of {kind} ({elements} elements, {_bytes(size)})'
+        f'{tensors} of {kind} ({_count(elements, "element")}, {_bytes(size)})'
         for kind, (tensors, elements, size) in sorted(kinds.items())
     ]
     return 'tensors: ' + (', '.join(texts) or 'none')
@@ -180,10 +186,10 @@ def _optimizer(saved: SavedAmp) -> list[tuple[str, str]]:
         dict.fromkeys(f'{group["lr"]:g}' for group in groups if isinstance(group.get('lr'), (int, float)))
     )
     rows = [
-        ('optimizer', f'state of {len(state)} parameters; {_tensors(parts)}'),
+        ('optimizer', f'state of {_count(len(state), "parameter")}; {_tensors(parts)}'),
         (
             'groups',
-            f'{len(groups)}, {sum(len(group["params"]) for group in groups)} parameters, lr {rates or "unknown"}',
+            f'{len(groups)}, {_count(sum(len(group["params"]) for group in groups), "parameter")}, lr {rates or "unknown"}',
         ),
     ]
     if 'base_param_settings' in saved.optimizer:
@@ -235,7 +241,7 @@ def _schedules(schedules: Any) -> str:
     if not schedules:
         return 'none'
     count = sum(map(len, schedules.values())) if isinstance(schedules, Mapping) else len(schedules)
-    return f'{count} states'
+    return _count(count, 'state')
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -266,6 +272,9 @@ def write(args: argparse.Namespace, source: Path, file: Any) -> tuple[Path, list
         result, notes = change(file, args.epoch, args.iter, args.weights)
     if not args.publish:
         checkpoint_file.save(result, out)
+        # both are resumable and of one time and iteration: the newest file of a folder stays the original
+        moment = min(out.stat().st_mtime, source.stat().st_mtime) - 1
+        os.utime(out, (moment, moment))
         return out, notes
     # the name depends on the content, so it is known only now; torch.hub's check_hash reads it from there
     unnamed = out.with_name(f'{out.stem}.unnamed{out.suffix}')
