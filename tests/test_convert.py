@@ -244,20 +244,32 @@ def _close(new: Any, old: Any, path: str) -> None:
 
 
 @pytest.fixture(scope='module')
-def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A file of our wrapper at each level, scale and tracker on their way where they move."""
+def own_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """A run of our wrapper at each level: its last file, and what it had in memory when that was written."""
     folder = tmp_path_factory.mktemp('own')
-    files = {}
+    runs = {}
     for level in toy.LEVELS:
         torch.manual_seed(0)
         scale = dict(loss_scale=make_foreign.SCALER) if level in ('O1', 'O2') else {}
         wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=make_foreign.SGD, **scale)
-        Runner.from_cfg(make_foreign.config(folder / level, wrapper)).train()
-        files[level] = folder / level / 'epoch_2.pth'
-    return files
+        runner = Runner.from_cfg(make_foreign.config(folder / level, wrapper))
+        runner.train()
+        masters = [tensor.detach().clone() for tensor in runner.optim_wrapper.master_params()]
+        state = copy.deepcopy(runner.optim_wrapper.optimizer.state_dict()['state'])
+        scaler = runner.optim_wrapper.loss_scaler.state_dict()
+        runs[level] = (folder / level / 'epoch_2.pth', dict(masters=masters, state=state, scaler=scaler))
+    return runs
 
 
-def test_mmengine_without_this_package_goes_on(own: dict[str, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope='module')
+def own(own_runs: dict[str, tuple[Path, dict[str, Any]]]) -> dict[str, Path]:
+    """The files of these runs: scale and tracker on their way where they move."""
+    return {level: path for level, (path, _) in own_runs.items()}
+
+
+def test_mmengine_without_this_package_goes_on(
+    own: dict[str, Path], own_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
     """Our files as they are, and every conversion to stock; with OptimWrapper, and with AmpOptimWrapper."""
     files = {f'{level}_direct': path for level, path in own.items()}
     for name in [*own, *(name for name in TRAINING if name not in (*ADAMW, 'plain_pair', 'ema'))]:
@@ -290,6 +302,20 @@ def test_mmengine_without_this_package_goes_on(own: dict[str, Path], tmp_path: P
         file = checkpoint_file.load(path)
         for kind in wrappers:
             _check_stock_run(results[f'{name}_{kind}'], file, kind, f'{name}_{kind}')
+    for level, (_, memory) in own_runs.items():
+        for how in ('direct', 'stock'):
+            for kind in wrappers:
+                start = results[f'{level}_{how}_{kind}']['start']
+                names = [name for name in start['weights'] if 'running' not in name and 'num_batches' not in name]
+                assert len(memory['masters']) == len(memory['state']) == len(names) == 6
+                # at O3 weights and optimizer state are 16-bit, which FP32 holds
+                for name, master in zip(names, memory['masters']):
+                    assert toy.differences(start['weights'][name], master.float()) == [], (level, how, kind, name)
+                for index, entry in memory['state'].items():
+                    momentum = start['optimizer']['state'][index]['momentum_buffer']
+                    assert toy.differences(momentum, entry['momentum_buffer'].float()) == [], (level, how, kind, index)
+                if kind == 'amp':
+                    assert start['scaler'] == {key: memory['scaler'][key] for key in STOCK_KEYS}
     # what the scales were: a file without one starts as stock does
     scales = {name: results[f'{name}_amp']['start']['scaler'] for name in files}
     assert {name: (s['scale'], s['_growth_tracker']) for name, s in scales.items()} == {
