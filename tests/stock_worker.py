@@ -1,6 +1,7 @@
 """mmengine without this package goes on from checkpoint files: ``python stock_worker.py FOLDER``.
 
-FOLDER/cases.json maps names to {file, optim_wrapper}; FOLDER/results.pth gets what each run started from and ended with.
+FOLDER/cases.json maps names to {file, optim_wrapper, hooks, overrides}; FOLDER/results.pth gets what each run started from
+and ended with.
 """
 
 from __future__ import annotations
@@ -33,14 +34,19 @@ class KeepStart(Hook):
 
 def state_of(runner: Any) -> dict[str, Any]:
     wrapper = runner.optim_wrapper
-    scaler = getattr(wrapper, 'loss_scaler', None)
+    parts = dict(wrapper.items()) if hasattr(wrapper, 'optim_wrappers') else {'': wrapper}
+    averages = [hook.ema_model.state_dict() for hook in runner.hooks if type(hook).__name__ == 'EMAHook']
     return copy.deepcopy(
         dict(
             iter=runner.iter,
             epoch=runner.epoch,
             weights=runner.model.state_dict(),
-            optimizer=wrapper.optimizer.state_dict(),
-            scaler=None if scaler is None else scaler.state_dict(),
+            average=averages[0] if averages else None,
+            optimizer={name: part.optimizer.state_dict() for name, part in parts.items()},
+            scaler={
+                name: part.loss_scaler.state_dict() for name, part in parts.items() if hasattr(part, 'loss_scaler')
+            },
+            base={name: part.base_param_settings for name, part in parts.items()},
         )
     )
 
@@ -48,6 +54,7 @@ def state_of(runner: Any) -> dict[str, Any]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     make_foreign.allow_stock_amp_on_cpu()
+    make_foreign.register_pair()
     results = {}
     for name, case in json.loads((folder / 'cases.json').read_text()).items():
         torch.manual_seed(0)
@@ -57,12 +64,13 @@ def main(folder: Path) -> None:
             epochs=EPOCHS,
             resume=True,
             load_from=case['file'],
-            custom_hooks=[dict(type='KeepStart')],
+            custom_hooks=[*case.get('hooks', []), dict(type='KeepStart')],
+            **case.get('overrides', {}),
         )
         runner = Runner.from_cfg(cfg)
         runner.train()
-        kind = f'{type(runner.optim_wrapper).__module__}.{type(runner.optim_wrapper).__name__}'
-        results[name] = dict(start=runner.start, end=state_of(runner), wrapper=kind)
+        kind = type(getattr(runner.optim_wrapper, 'optim_wrappers', {}).get('stem', runner.optim_wrapper))
+        results[name] = dict(start=runner.start, end=state_of(runner), wrapper=f'{kind.__module__}.{kind.__name__}')
     assert 'amp_wrapper' not in sys.modules, 'this is to show what mmengine does without the package'
     torch.save(results, folder / 'results.pth')
 

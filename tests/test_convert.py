@@ -267,6 +267,22 @@ def own(own_runs: dict[str, tuple[Path, dict[str, Any]]]) -> dict[str, Path]:
     return {level: path for level, (path, _) in own_runs.items()}
 
 
+def run_stock_worker(folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
+    """Resume each case in one process that never imports this package."""
+    (folder / 'cases.json').write_text(json.dumps(cases))
+    # mmengine's own files hold its HistoryBuffer, which torch refuses without this variable
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / 'tests' / 'stock_worker.py'), str(folder)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / 'results.pth', weights_only=True)
+
+
 def test_mmengine_without_this_package_goes_on(
     own: dict[str, Path], own_runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -285,18 +301,7 @@ def test_mmengine_without_this_package_goes_on(
         for name, path in files.items()
         for kind, wrapper in wrappers.items()
     }
-    (tmp_path / 'cases.json').write_text(json.dumps(cases))
-    # mmengine's own files hold its HistoryBuffer, which torch refuses without this variable
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / 'tests' / 'stock_worker.py'), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results = torch.load(tmp_path / 'results.pth', weights_only=True)
+    results = run_stock_worker(tmp_path, cases)
     assert results.keys() == cases.keys() and len(cases) == 2 * (2 * 6 + 6)
     for name, path in files.items():
         file = checkpoint_file.load(path)
@@ -312,12 +317,12 @@ def test_mmengine_without_this_package_goes_on(
                 for name, master in zip(names, memory['masters']):
                     assert toy.differences(start['weights'][name], master.float()) == [], (level, how, kind, name)
                 for index, entry in memory['state'].items():
-                    momentum = start['optimizer']['state'][index]['momentum_buffer']
+                    momentum = start['optimizer']['']['state'][index]['momentum_buffer']
                     assert toy.differences(momentum, entry['momentum_buffer'].float()) == [], (level, how, kind, index)
                 if kind == 'amp':
-                    assert start['scaler'] == {key: memory['scaler'][key] for key in STOCK_KEYS}
+                    assert start['scaler'][''] == {key: memory['scaler'][key] for key in STOCK_KEYS}
     # what the scales were: a file without one starts as stock does
-    scales = {name: results[f'{name}_amp']['start']['scaler'] for name in files}
+    scales = {name: results[f'{name}_amp']['start']['scaler'][''] for name in files}
     assert {name: (s['scale'], s['_growth_tracker']) for name, s in scales.items()} == {
         **{f'{level}_{how}': (1.0, 0) for level in ('O0', 'O3', 'O4', 'O5') for how in ('direct', 'stock')},
         **{f'{level}_{how}': (2048.0, 2) for level in ('O1', 'O2') for how in ('direct', 'stock')},
@@ -339,16 +344,69 @@ def _check_stock_run(result: dict[str, Any], file: Any, kind: str, name: str) ->
     # at O3 the optimizer's state is 16-bit; torch casts it to the type of the weights, which loses nothing
     for index, entry in file['optimizer']['state'].items():
         theirs = {key: value.float() for key, value in entry.items()}
-        assert theirs and toy.differences(start['optimizer']['state'][index], theirs) == [], name
-    assert start['optimizer']['param_groups'] == file['optimizer']['param_groups'], name
-    assert (start['scaler'] is None) == (kind == 'plain')
+        assert theirs and toy.differences(start['optimizer']['']['state'][index], theirs) == [], name
+    assert start['optimizer']['']['param_groups'] == file['optimizer']['param_groups'], name
+    assert (start['scaler'] == {}) == (kind == 'plain')
     if kind == 'amp' and 'loss_scaler' in file['optimizer']:
-        saved = file['optimizer']['loss_scaler']
-        assert start['scaler'] == {key: saved[key] for key in start['scaler']}, name
-        assert start['scaler'].keys() == STOCK_KEYS
+        saved, there = file['optimizer']['loss_scaler'], start['scaler']['']
+        assert there == {key: saved[key] for key in there}, name
+        assert there.keys() == STOCK_KEYS
     changed = toy.differences(dict(start['weights']), dict(end['weights']))
     assert len(changed) == 9, name
     assert all(value.isfinite().all() for value in end['weights'].values()), name
+
+
+def test_mmengine_goes_on_with_ema_groups_and_several_optimizers(tmp_path: Path) -> None:
+    """What mmengine keeps beside one plain optimizer: averages, base_param_settings, OptimWrapperDict."""
+    ema = dict(type='EMAHook', momentum=0.1)
+    scale = dict(loss_scale=make_foreign.SCALER)
+    trained = {
+        'groups': (wrapper_for('plain_adamw', 'O2', **scale), dict(custom_hooks=[ema])),
+        'pair': (
+            wrapper_for('plain_pair', 'O2', **scale),
+            dict(model=dict(type='ForeignPair'), param_scheduler=None),
+        ),
+    }
+    files, cases = {}, {}
+    for name, (wrapper, overrides) in trained.items():
+        torch.manual_seed(0)
+        Runner.from_cfg(make_foreign.config(tmp_path / name, copy.deepcopy(wrapper), **overrides)).train()
+        stock = copy.deepcopy(wrapper)
+        for part in (stock, stock.get('stem'), stock.get('head')):
+            if part and 'opt_level' in part:
+                part.update(dtype='bfloat16', loss_scale='dynamic')
+                del part['opt_level']
+        direct, converted = tmp_path / name / 'epoch_2.pth', tmp_path / f'{name}_stock.pth'
+        checkpoint_file.save(convert.to_stock(checkpoint_file.load(direct))[0], converted)
+        overrides = {key: value for key, value in overrides.items() if key != 'custom_hooks'}
+        for how, path in (('direct', direct), ('stock', converted)):
+            files[f'{name}_{how}'] = direct
+            cases[f'{name}_{how}'] = dict(
+                file=str(path), optim_wrapper=stock, overrides=overrides, hooks=[ema] if name == 'groups' else []
+            )
+    results = run_stock_worker(tmp_path, cases)
+    for name, direct in files.items():
+        file, start, end = checkpoint_file.load(direct), results[name]['start'], results[name]['end']
+        assert results[name]['wrapper'] == 'mmengine.optim.optimizer.amp_optimizer_wrapper.AmpOptimWrapper'
+        assert (start['iter'], end['iter']) == (6, 12)
+        weights = dict(file['state_dict'])
+        if 'groups' in name:
+            theirs = {
+                key[len('module.') :]: v for key, v in file['ema_state_dict'].items() if key.startswith('module.')
+            }
+            average = {f'module.{key}': value for key, value in weights.items()}
+            assert toy.differences(dict(start['average']), {**average, 'steps': file['ema_state_dict']['steps']}) == []
+            assert toy.differences(weights, theirs)
+            weights = theirs
+        assert toy.differences(dict(start['weights']), weights) == [], name
+        parts = file['optimizer'] if 'pair' in name else {'': file['optimizer']}
+        for part, state in parts.items():
+            assert state['state'] and toy.differences(start['optimizer'][part]['state'], state['state']) == [], name
+            assert start['optimizer'][part]['param_groups'] == state['param_groups']
+            assert start['scaler'][part] == {key: state['loss_scaler'][key] for key in STOCK_KEYS}
+            assert start['scaler'][part]['scale'] != 2.0**16
+            assert start['base'][part] == state.get('base_param_settings')
+            assert (start['base'][part] is None) == ('pair' in name)
 
 
 # -- to and fro -------------------------------------------------------------------------------------------------------
@@ -823,6 +881,19 @@ def test_tool_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     source.write_bytes(bytes(damaged))
     with pytest.raises(SystemExit, match='checksum'):
         TOOL.main([str(source), '--inspect'])
+
+
+def test_the_page_shows_what_the_tool_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / 'docs' / 'converting.md').read_text()
+    source, out = FOREIGN / 'raw_apex_imagenet.pth', tmp_path / 'epoch_2.pth'
+    with pytest.raises(SystemExit) as caught:
+        TOOL.main([str(source), str(out), '--to', 'stock'])
+    assert f'```text\n{caught.value}\n```' in page
+    TOOL.main([str(source), str(out), '--to', 'stock', '--iter', '10010'])
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith('  note: ')]
+    assert len(notes) == 3 and '\n'.join(notes) + '\n```' in page
+    # every kind has its row
+    assert set(re.findall(r'^\| `(\w+)` \|', page, re.MULTILINE)) == set(TOOL.KINDS)
 
 
 def test_errors_are_one_line_and_exit_1(tmp_path: Path) -> None:
