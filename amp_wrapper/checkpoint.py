@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from . import checkpoint_apex
 from .errors import AmpCheckpointError
 from .scale_config import check_scaler_state, is_number
 
@@ -62,11 +63,12 @@ class SavedAmp:
     """What a state dict says about mixed precision.
 
     Attributes:
-        kind: 'own', 'torch' (mmengine's stock AmpOptimWrapper) or 'plain' (no mixed precision).
+        kind: 'own', 'torch' (mmengine's stock AmpOptimWrapper), 'apex' (its ApexOptimWrapper, or apex's own state
+            merged into the optimizer's) or 'plain' (no mixed precision).
         optimizer: The rest: the optimizer's own keys.
-        opt_level: The level it was saved at, or None.
+        opt_level: The level it was saved at, or None where the file does not tell.
         properties: The resolved policy as plain values, or None.
-        loss_scalers: One ``LossScaler`` state per loss.
+        loss_scalers: One ``LossScaler`` state per loss; an empty one for a disabled ``GradScaler``.
         window: The open accumulation window, or None.
     """
 
@@ -131,19 +133,14 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
     """Take a state dict apart and judge every part of ours, applying nothing.
 
     Args:
-        state: From :func:`write`, from mmengine's stock wrappers, or from a bare optimizer; not changed.
+        state: From :func:`write`, from mmengine's stock wrappers, from apex, or from a bare optimizer; not changed.
 
     Raises:
-        AmpCheckpointError: Damage, a format from the future, or a kind that cannot be read; names key and expectation.
+        AmpCheckpointError: Damage, or a format from the future; names key and expectation.
     """
     if not isinstance(state, Mapping):
         raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state).__name__}.')
     rest = dict(state)
-    if 'apex_amp' in rest or ('amp' in rest and _is_apex(rest['amp'])):
-        raise AmpCheckpointError(
-            "this checkpoint was written by apex.amp (key 'apex_amp' or an 'amp' without a version), which cannot be "
-            'resumed from: load its weights only (load_from=..., resume=False).'
-        )
     for key in ('state', 'param_groups'):
         if key not in rest:
             if rest and all(isinstance(value, Mapping) and 'param_groups' in value for value in rest.values()):
@@ -155,6 +152,9 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
                 f'the optimizer state has no key {key!r} (found: {", ".join(map(str, rest)) or "nothing"}).'
             )
     _check_groups(rest)
+    label = 'apex_amp' if 'apex_amp' in rest else 'amp'
+    if label == 'apex_amp' or checkpoint_apex.is_apex(rest.get('amp')):
+        return _read_apex(rest, label)
     scaler = rest.pop('loss_scaler', None)
     amp = rest.pop('amp', None)
     if scaler is not None:
@@ -164,7 +164,8 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
     if amp is None:
         if scaler is None:
             return SavedAmp('plain', rest)
-        return SavedAmp('torch', rest, opt_level='O1', loss_scalers=[scaler])
+        # a scaler is disabled where nothing is scaled (bfloat16), and then the file does not tell the type
+        return SavedAmp('torch', rest, opt_level='O1' if scaler else None, loss_scalers=[scaler])
     return _read_own(rest, amp)
 
 
@@ -224,8 +225,13 @@ def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
                 )
 
 
-def _is_apex(amp: Any) -> bool:
-    return isinstance(amp, Mapping) and 'version' not in amp and any(str(key).startswith('loss_scaler') for key in amp)
+def _read_apex(rest: dict[str, Any], label: str) -> SavedAmp:
+    both = [key for key in ('apex_amp', 'loss_scaler', 'amp') if key in rest]
+    if len(both) > 1:
+        raise AmpCheckpointError(
+            f"the optimizer state holds apex's loss scale and another one ({', '.join(both)}): remove the keys of all but one."
+        )
+    return SavedAmp('apex', rest, loss_scalers=checkpoint_apex.read(rest.pop(label), label))
 
 
 def _read_own(rest: dict[str, Any], amp: Any) -> SavedAmp:

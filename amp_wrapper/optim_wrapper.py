@@ -380,7 +380,7 @@ class AmpOptimWrapper(OptimWrapper):
         return state, base, count
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume, before or after attachment, from our own checkpoints, stock AmpOptimWrapper's or plain ones.
+        """Resume, before or after attachment, from our own checkpoints, those of mmengine's stock wrappers or apex's.
 
         What cannot be kept is logged, one line each.
 

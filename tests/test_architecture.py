@@ -28,6 +28,7 @@ FLOOR_OF = {
     'master_weights': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
+    'checkpoint_apex': 'owners',
     'checkpoint_file': 'owners',
     'checkpoint_judge': 'owners',
     'convert': 'owners',
@@ -51,6 +52,9 @@ SIBLINGS = {
     ('module_guard', 'forward_hooks'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('convert', 'checkpoint'),
+    # apex's words for the loss scale, which both hand over in ours
+    ('checkpoint', 'checkpoint_apex'),
+    ('convert', 'checkpoint_apex'),
 }
 FRAMEWORKS = {'mmengine', 'mmcv'}
 

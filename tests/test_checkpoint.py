@@ -259,17 +259,98 @@ def test_empty_state() -> None:
         checkpoint.read({})
 
 
+def test_disabled_grad_scaler(device: torch.device) -> None:
+    """As mmengine's stock wrapper saves it for bfloat16, or without a GPU."""
+    read = checkpoint.read({**optimizer_state(device), 'loss_scaler': torch.amp.GradScaler(enabled=False).state_dict()})
+    assert (read.kind, read.opt_level, list(read.loss_scalers)) == ('torch', None, [{}])
+    assert LossScaler(LossScaleConfig(init_scale=32.0)).load_state_dict(read.loss_scalers[0]) == [
+        'the saved loss scaler was disabled: the scale starts as configured'
+    ]
+
+
+# -- apex ---------------------------------------------------------------------------------------------------------
+
+APEX = {'loss_scaler0': {'loss_scale': 4096.0, 'unskipped': 3}, 'loss_scaler1': {'loss_scale': 0.5, 'unskipped': 1999}}
+
+
+@pytest.mark.parametrize('saved', [False, True])
+@pytest.mark.parametrize('key', ['apex_amp', 'amp'])
+def test_apex(key: str, saved: bool, device: torch.device) -> None:
+    state = {**optimizer_state(device), 'base_param_settings': {'lr': 1.0}, key: copy.deepcopy(APEX)}
+    before = copy.deepcopy(state)
+    read = checkpoint.read(reload(state) if saved else state)
+    assert (read.kind, read.opt_level, read.properties, read.window) == ('apex', None, None, None)
+    assert [(s['scale'], s['_growth_tracker'], s['dynamic']) for s in read.loss_scalers] == [
+        (4096.0, 3, True),
+        (0.5, 1999, True),
+    ]
+    assert equal(read.optimizer, {**optimizer_state(device), 'base_param_settings': {'lr': 1.0}})
+    assert equal(state, before)
+    for part, scale, tracker in zip(read.loss_scalers, (4096.0, 0.5), (3, 1999)):
+        scaler = LossScaler(LossScaleConfig())
+        assert scaler.load_state_dict(part) == []
+        assert (scaler.get_scale(), scaler.state_dict()['_growth_tracker']) == (scale, tracker)
+    scaler = LossScaler(LossScaleConfig())
+    scaler.load_state_dict(read.loss_scalers[1])
+    scaler.update(torch.tensor(0.0))
+    assert scaler.get_scale() == 1.0, 'the 2000th clean step doubles, as it would have under apex'
+
+
 @pytest.mark.parametrize(
-    'foreign',
-    [
-        {'apex_amp': {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 3}}},
-        {'amp': {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 3}}},
-    ],
-    ids=['ApexOptimWrapper', 'raw apex'],
+    ('scale', 'unskipped', 'dynamic'), [(1.0, 3, False), (128.0, 2000, False), (128.0, 1999, True), (65536, 0, True)]
 )
-def test_apex_files_are_refused(foreign: dict[str, Any], device: torch.device) -> None:
-    with pytest.raises(AmpCheckpointError, match='apex'):
-        checkpoint.read({**optimizer_state(device), **foreign})
+def test_apex_scales_that_cannot_have_moved_are_static(
+    scale: float, unskipped: int, dynamic: bool, device: torch.device
+) -> None:
+    amp = {'loss_scaler0': {'loss_scale': scale, 'unskipped': unskipped}}
+    state = checkpoint.read({**optimizer_state(device), 'apex_amp': amp}).loss_scalers[0]
+    assert state['dynamic'] is dynamic
+    scaler = LossScaler(LossScaleConfig(init_scale=32.0))
+    notes = scaler.load_state_dict(state)
+    assert scaler.get_scale() == (scale if dynamic else 32.0)
+    assert any('was static' in note for note in notes) != dynamic
+
+
+APEX_DAMAGE: list[tuple[Damage, list[str]]] = [
+    (put('loss_scaler0', 'loss_scale', math.nan), ["['loss_scaler0']['loss_scale']=nan"]),
+    (put('loss_scaler1', 'loss_scale', math.inf), ["['loss_scaler1']['loss_scale']=inf"]),
+    (put('loss_scaler0', 'loss_scale', 0.0), ["['loss_scaler0']['loss_scale']=0.0", 'positive']),
+    (put('loss_scaler0', 'loss_scale', -8.0), ["['loss_scaler0']['loss_scale']=-8.0"]),
+    (put('loss_scaler0', 'loss_scale', 1e300), ["['loss_scaler0']['loss_scale']=1e+300"]),
+    (put('loss_scaler0', 'loss_scale', '128'), ["['loss_scaler0']['loss_scale']='128'"]),
+    (put('loss_scaler0', 'loss_scale', True), ["['loss_scaler0']['loss_scale']=True"]),
+    (put('loss_scaler0', 'loss_scale', None), ["['loss_scaler0']['loss_scale']=None"]),
+    (drop('loss_scaler0', 'loss_scale'), ["['loss_scaler0']['loss_scale'] is missing", 'unskipped']),
+    (put('loss_scaler1', 'unskipped', -1), ["['loss_scaler1']['unskipped']=-1", 'at least 0']),
+    (put('loss_scaler1', 'unskipped', 1.5), ["['loss_scaler1']['unskipped']=1.5"]),
+    (put('loss_scaler1', 'unskipped', 2**31), ["['loss_scaler1']['unskipped']=2147483648"]),
+    (drop('loss_scaler1', 'unskipped'), ["['loss_scaler1']['unskipped'] is missing"]),
+    (put('loss_scaler1', 7), ["['loss_scaler1']", 'int']),
+    (drop('loss_scaler0'), ["['loss_scaler0'] is missing", 'without a hole', 'found: loss_scaler1']),
+    (put('loss_scaler3', {'loss_scale': 1.0, 'unskipped': 0}), ["['loss_scaler2'] is missing", 'without a hole']),
+]
+
+
+@pytest.mark.parametrize(('damage', 'words'), APEX_DAMAGE, ids=lambda v: ' '.join(v) if isinstance(v, list) else '')
+@pytest.mark.parametrize('key', ['apex_amp', 'amp'])
+def test_damage_of_apex_is_named(key: str, damage: Damage, words: list[str], device: torch.device) -> None:
+    state = {**optimizer_state(device), key: copy.deepcopy(APEX)}
+    checkpoint.read(state)
+    damage(state[key])
+    with pytest.raises(AmpCheckpointError) as caught:
+        checkpoint.read(state)
+    for word in (key + words[0], *words[1:]):
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_apex_beside_another_scale_is_refused(device: torch.device) -> None:
+    """Two scales in one file: which of them was the last is not ours to guess."""
+    for other in ({'loss_scaler': scaler_state()}, {'amp': written(device)['amp']}):
+        with pytest.raises(AmpCheckpointError, match='remove the keys'):
+            checkpoint.read({**optimizer_state(device), 'apex_amp': APEX, **other})
+    for amp, words in (({}, 'is missing'), (3, 'must be a dict')):
+        with pytest.raises(AmpCheckpointError, match=f'apex_amp.*{words}'):
+            checkpoint.read({**optimizer_state(device), 'apex_amp': amp})
 
 
 @pytest.mark.parametrize('names', [('generator', 'discriminator'), ('a', 'b')], ids=str)
