@@ -180,6 +180,9 @@ def _check_groups(rest: Mapping[str, Any]) -> None:
             raise AmpCheckpointError(
                 f"'param_groups'[{index}] must be a dict with a list 'params': the file is damaged."
             )
+    keys = [key for group in groups for key in group['params']]
+    if any(not isinstance(key, int) or isinstance(key, bool) for key in keys) or len(set(keys)) != len(keys):
+        raise AmpCheckpointError("'param_groups' must number every parameter once: the file is damaged.")
 
 
 def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ the new one. torch writes zip archives with a checksum per record but does not v
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -112,10 +113,8 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_quietly(path: Path) -> None:
-    try:
+    with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
-    except OSError:
-        pass
 
 
 def _is_write_failure(error: RuntimeError) -> bool:
@@ -185,8 +184,11 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 def _is_archive(path: Path) -> bool:
     """Whether a file is a whole zip archive; False for the older format."""
-    if zipfile.is_zipfile(path):
-        return True
+    try:
+        if zipfile.is_zipfile(path):
+            return True
+    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        raise AmpCheckpointError(f'{path} is damaged ({error}): use an earlier checkpoint.') from error
     with open(path, 'rb') as file:
         start = file.read(2)
     # a truncated archive has lost its directory, which lies at the end, but not its beginning
@@ -227,18 +229,26 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
     try:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
-        reason = str(error)
-        if 'GLOBAL' in reason or 'getattr' in reason or 'Unsupported class' in reason or 'Unsupported operand' in reason:
-            asks = next((line for line in reason.splitlines() if 'GLOBAL' in line or 'getattr' in line), reason).strip()
+        reason = _reason(error)
+        if 'GLOBAL' in reason or 'getattr' in reason or 'Unsupported class' in reason:
             raise AmpCheckpointError(
-                f'{path} is refused: it asks for code to run while it is read ({asks[:300]}). If you trust the file, allow '
+                f'{path} is refused: it asks for code to run while it is read ({reason}). If you trust the file, allow '
                 f'the class by torch.serialization.add_safe_globals([...]) and read it again.'
             ) from error
-        raise AmpCheckpointError(f'{path} is no checkpoint, or a damaged one: {reason.splitlines()[0][:300]}') from error
+        raise AmpCheckpointError(f'{path} is no checkpoint, or a damaged one ({reason}).') from error
     except Exception as error:  # the many ways in which a damaged pickle fails
-        raise AmpCheckpointError(
-            f'{path} is no checkpoint, or a damaged one ({type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ""}).'
-        ) from error
+        reason = f'{type(error).__name__}: {_reason(error)}'
+        raise AmpCheckpointError(f'{path} is no checkpoint, or a damaged one ({reason}).') from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of torch's advice that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for word in ('GLOBAL', 'getattr', 'Unsupported', 'WeightsUnpickler error'):
+        for line in lines:
+            if word in line:
+                return line[:300]
+    return lines[0][:300] if lines else 'no reason given'
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:
@@ -265,14 +275,14 @@ def find_newest(folder: str | os.PathLike[str]) -> Newest:
     """The newest checkpoint of a folder that is complete and can be resumed from.
 
     The newest is the one saved last, by the time inside the file and then by its iteration. The file that
-    ``last_checkpoint`` points to is looked at as well, wherever it lies.
+    ``last_checkpoint`` points to, and its neighbours, are looked at as well, wherever they lie.
 
     Args:
         folder: The work folder.
     """
     folder = Path(folder)
     passed: list[str] = []
-    candidates = {path.resolve() for path in folder.glob('*.pth')}
+    folders = {folder}
     pointer = folder / 'last_checkpoint'
     if pointer.is_file():
         named = pointer.read_text(errors='replace').strip()
@@ -280,11 +290,12 @@ def find_newest(folder: str | os.PathLike[str]) -> Newest:
         if not named:
             passed.append(f'{pointer} is empty')
         elif not target.is_file():
-            moved = folder / target.name
-            if not moved.is_file():
+            # the whole folder may have been moved
+            if not (folder / target.name).is_file():
                 passed.append(f'{target}, which {pointer} points to, is not there')
-        else:
-            candidates.add(target.resolve())
+        if named:
+            folders.add(target.parent)
+    candidates = {path.resolve() for place in folders for path in place.glob('*.pth')}
     ordered: list[tuple[tuple[str, int, float], Path]] = []
     for path in sorted(candidates):
         try:

@@ -111,7 +111,7 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
         label = f'{name}[{theirs[key]!r}]'
         if not isinstance(other, Tensor):
             raise AmpCheckpointError(f'{label} must be a tensor, but is {type(other).__name__}: the file is damaged.')
-        if isinstance(value, nn.parameter.UninitializedTensorMixin):
+        if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             continue
         if other.shape != value.shape:
             raise AmpCheckpointError(
@@ -143,7 +143,9 @@ def check_average(saved: Any, model: nn.Module, average: nn.Module | None) -> No
         return
     own = {key: value for key, value in average.state_dict().items() if not key.startswith('module.')}
     for key in {key for key in saved if not key.startswith('module.')} ^ set(own):
-        raise AmpCheckpointError(f'{name} {"lacks" if key in own else "has an unknown"} {key!r}: it is damaged, or another average.')
+        raise AmpCheckpointError(
+            f'{name} {"lacks" if key in own else "has an unknown"} {key!r}: it is damaged, or another average.'
+        )
     for key, value in own.items():
         other = saved[key]
         if not isinstance(other, Tensor) or other.shape != value.shape or _kind(other) != _kind(value):
@@ -163,7 +165,9 @@ def _own_ways(model: nn.Module) -> list[str]:
     for key, module in model.named_modules():
         loader = type(module)._load_from_state_dict
         hooks = [getattr(hook, 'hook', hook) for hook in module._load_state_dict_pre_hooks.values()]
-        foreign = [hook for hook in hooks if not type(getattr(hook, '__self__', hook)).__module__.startswith('amp_wrapper')]
+        foreign = [
+            hook for hook in hooks if not type(getattr(hook, '__self__', hook)).__module__.startswith('amp_wrapper')
+        ]
         if not loader.__module__.startswith('torch.') or foreign:
             found.append(f'{key}.' if key else '')
     return found
@@ -174,15 +178,12 @@ def _some(keys: Sequence[str]) -> str:
     return shown + (f' and {len(keys) - 4} more' if len(keys) > 4 else '')
 
 
-def check_schedulers(saved: Any, now: Any) -> list[str]:
+def check_schedulers(saved: Any, now: Any) -> None:
     """Whether the saved states of parameter schedulers can be taken over.
 
     Args:
         saved: A list of states, or a dict of such lists.
         now: The schedulers, in the same form.
-
-    Returns:
-        One sentence where the numbers of schedulers differ.
 
     Raises:
         AmpCheckpointError: Names the entry.
@@ -193,19 +194,26 @@ def check_schedulers(saved: Any, now: Any) -> list[str]:
             raise AmpCheckpointError(
                 f'param_schedulers must be a dict with the keys {", ".join(map(str, now))}, but has {found}.'
             )
-        return [note for key in now for note in _check_list(saved[key], now[key], f'param_schedulers[{key!r}]')]
-    return _check_list(saved, now, 'param_schedulers')
+        for key in now:
+            _check_list(saved[key], now[key], f'param_schedulers[{key!r}]')
+        return
+    _check_list(saved, now, 'param_schedulers')
 
 
-def _check_list(saved: Any, now: Sequence[Any], name: str) -> list[str]:
+def _check_list(saved: Any, now: Sequence[Any], name: str) -> None:
     if not isinstance(saved, (list, tuple)):
         raise AmpCheckpointError(f'{name} must be a list, but is {type(saved).__name__}: the file is damaged.')
+    if len(saved) != len(now):
+        raise AmpCheckpointError(
+            f'{name} has {len(saved)} entries, but {len(now)} schedulers are configured: resume with the schedule it was saved '
+            f'with, or {_WEIGHTS_ONLY}.'
+        )
     for index, (state, scheduler) in enumerate(zip(saved, now)):
         label = f'{name}[{index}]'
         if not isinstance(state, Mapping):
             raise AmpCheckpointError(f'{label} must be a dict, but is {type(state).__name__}: the file is damaged.')
         mine = scheduler.state_dict()
-        odd = {key for key in set(mine) ^ set(state)}
+        odd = set(mine) ^ set(state)
         if odd:
             verb = 'lacks' if odd & set(mine) else 'has an unknown'
             raise AmpCheckpointError(
@@ -217,11 +225,12 @@ def _check_list(saved: Any, now: Sequence[Any], name: str) -> list[str]:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise AmpCheckpointError(f'{label}[{key!r}]={value!r} must be a whole number of at least 0.')
         for key, value in mine.items():
-            if not same_form(value, state[key]):
+            there = state[key]
+            # what a scheduler steps, and how, is no matter of form; numbers may be left open
+            other = isinstance(there, str) != isinstance(value, str) or (isinstance(value, str) and there != value)
+            one_open = (there is None and is_number(value)) or (value is None and is_number(there))
+            if other or not (one_open or same_form(value, there)):
                 raise AmpCheckpointError(f'{label}[{key!r}]={state[key]!r} must be of the form of {value!r}.')
-    if len(saved) != len(now):
-        return [f'{len(saved)} parameter schedulers were saved in {name} and {len(now)} are configured: matched in order']
-    return []
 
 
 def same_form(here: Any, there: Any) -> bool:
@@ -272,8 +281,6 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Coll
         AmpCheckpointError: Names group or parameter, key, value and what was expected.
     """
     keys = [key for group in saved['param_groups'] for key in group['params']]
-    if any(not isinstance(key, int) or isinstance(key, bool) for key in keys) or len(set(keys)) != len(keys):
-        raise AmpCheckpointError("'param_groups' must number every parameter once: the file is damaged.")
     unknown = [key for key in saved['state'] if key not in set(keys)]
     if unknown:
         raise AmpCheckpointError(f"'state' has {_some(unknown)}, which no parameter group has: the file is damaged.")
@@ -295,10 +302,11 @@ def _check_state_value(name: Any, value: Any, label: str, shaped: Collection[str
         counted = is_number(value) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
         if not counted or not 0 <= float(value) < math.inf:
             raise AmpCheckpointError(f'{label}={value!r} must be a number of at least 0.')
-    elif name in shaped and value is not None:
-        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-            found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
-            raise AmpCheckpointError(f'{label} must be a floating tensor, but is {found}: the file is damaged.')
+        return
+    floating = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    if name in shaped and value is not None and not floating:
+        found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise AmpCheckpointError(f'{label} must be a floating tensor, but is {found}: the file is damaged.')
 
 
 def _check_settings(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
@@ -310,7 +318,9 @@ def _check_settings(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -
         raise AmpCheckpointError(f"'param_groups' do not fit {type(optimizer).__name__}: {error}") from error
     for index, (filled, mine) in enumerate(zip(probe.param_groups, optimizer.param_groups)):
         expected = {key: mine[key] for key in optimizer.defaults}
-        check_settings(filled, expected, f"'param_groups'[{index}]", f'by another optimizer than {type(optimizer).__name__}')
+        check_settings(
+            filled, expected, f"'param_groups'[{index}]", f'by another optimizer than {type(optimizer).__name__}'
+        )
 
 
 def check_settings(saved: Mapping[str, Any], here: Mapping[str, Any], label: str, otherwise: str) -> None:
@@ -328,7 +338,9 @@ def check_settings(saved: Mapping[str, Any], here: Mapping[str, Any], label: str
     for key, value in here.items():
         if key not in saved:
             found = ', '.join(map(str, saved))
-            raise AmpCheckpointError(f'{label} lacks {key!r} (found: {found}): it was saved {otherwise}, or is damaged.')
+            raise AmpCheckpointError(
+                f'{label} lacks {key!r} (found: {found}): it was saved {otherwise}, or is damaged.'
+            )
         there = saved[key]
         # torch's switches that choose by themselves: foreach, fused
         odd_switch = value is None and not isinstance(there, (bool, type(None)))

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from . import casting, checkpoint, checkpoint_judge, forward_hooks, fp32_ops, gradients, scope
+from . import casting, checkpoint, checkpoint_judge, checkpoint_transfer, forward_hooks, fp32_ops, gradients, scope
 from .errors import AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
@@ -588,7 +588,7 @@ class AmpEngine:
                 not aliased.
 
         Returns:
-            One sentence for each thing that could not be kept.
+            At most one line each for what was kept, converted, dropped, and begun anew.
 
         Raises:
             AmpCheckpointError: Nothing has been applied.
@@ -603,52 +603,39 @@ class AmpEngine:
                 f'the optimizer state does not fit {type(self.optimizer).__name__}: {error}'
             ) from error
         if not self.policy.enabled:
-            return [] if saved.kind == 'plain' else ['mixed precision is off: the saved loss scale is not used']
+            dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
+            return checkpoint_transfer.describe(saved, self.policy, [], dropped)
         keep_scalar_state(self.optimizer, saved.optimizer)
         self._pending = None
         if self.attached:
             self.zero_grad()
-        notes = self._load_scalers(saved)
-        if saved.opt_level is not None and saved.opt_level != self.policy.opt_level:
-            notes.insert(
-                0,
-                f'saved at {saved.opt_level}, resumed at {self.policy.opt_level}: weights and optimizer state are kept',
-            )
+        scales, dropped = self._load_scalers(saved)
         if saved.window is not None:
-            if not self._window_fits(saved):
-                notes.append(
-                    'the gradients of the open accumulation window belong to another configuration and are dropped'
-                )
+            if not checkpoint_transfer.window_fits(saved, self.policy):
+                dropped.append('the gradients of the open accumulation window, which belong to another configuration')
             elif self.attached:
                 self._restore_window(saved)
             else:
                 # the window alone: a second copy of the optimizer state would wait in memory for nothing
                 self._pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
-        return notes
+        new = [scaler.get_scale() for scaler in self.scalers if saved.kind == 'plain' and scaler.is_dynamic]
+        return checkpoint_transfer.describe(saved, self.policy, scales, dropped, new)
 
-    def _load_scalers(self, saved: checkpoint.SavedAmp) -> list[str]:
-        notes: list[str] = []
-        for index, (scaler, scaler_state) in enumerate(zip(self.scalers, saved.loss_scalers)):
+    def _load_scalers(self, saved: checkpoint.SavedAmp) -> tuple[list[float], list[str]]:
+        """Returns the scales that were taken over, and a phrase for each thing that was not."""
+        dropped: list[str] = []
+        scales: list[float] = []
+        for index, (scaler, state) in enumerate(zip(self.scalers, saved.loss_scalers)):
             label = f'loss {index}: ' if len(self.scalers) > 1 else ''
-            notes += [label + note for note in scaler.load_state_dict(scaler_state)]
-        if saved.kind == 'plain':
-            if self.scalers[0].is_dynamic:
-                notes.append('the checkpoint holds no loss scale: it starts as configured')
-        elif len(saved.loss_scalers) != len(self.scalers):
-            notes.append(
+            dropped += [label + note for note in scaler.load_state_dict(state)]
+            if scaler.is_dynamic and state.get('dynamic', True) and state:
+                scales.append(scaler.get_scale())
+        if saved.kind != 'plain' and len(saved.loss_scalers) != len(self.scalers):
+            dropped.append(
                 f'{len(saved.loss_scalers)} loss scales were saved and {len(self.scalers)} are configured: '
                 f'the first {min(len(saved.loss_scalers), len(self.scalers))} are kept'
             )
-        return notes
-
-    def _window_fits(self, saved: checkpoint.SavedAmp) -> bool:
-        mine = self.policy.to_dict()
-        theirs = saved.properties or {}
-        keys = ('cast_model_type', 'autocast_dtype', 'num_losses', 'master_weights')
-        same_scale = theirs.get('loss_scale', {}).get('dynamic') == mine['loss_scale']['dynamic'] and (
-            mine['loss_scale']['dynamic'] or theirs['loss_scale'].get('init_scale') == mine['loss_scale']['init_scale']
-        )
-        return same_scale and all(theirs.get(key) == mine[key] for key in keys)
+        return scales, dropped
 
     def _restore_window(self, saved: checkpoint.SavedAmp) -> None:
         window = saved.window

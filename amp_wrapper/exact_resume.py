@@ -150,9 +150,7 @@ class ExactResumeHook(Hook):
         self._set_random_states(runner, 'now')
         self._resumed = None
 
-    def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Count the batches of the epoch."""
         self._batches = 0 if isinstance(runner.train_loop, IterBasedTrainLoop) else batch_idx + 1
 
@@ -199,7 +197,10 @@ class ExactResumeHook(Hook):
             # somebody saves by himself, on rank 0 alone
             ranks = [{'now': self._capture(runner), 'start': self._start}]
             if get_world_size() > 1:
-                _log('the random states of the other ranks are not in this checkpoint: let CheckpointHook save', logging.WARNING)
+                _log(
+                    'the random states of the other ranks are not in this checkpoint: let CheckpointHook save',
+                    logging.WARNING,
+                )
         checkpoint[KEY] = {
             'version': VERSION,
             'ranks': ranks,
@@ -230,7 +231,10 @@ class ExactResumeHook(Hook):
             return
         saved = checkpoint.get(KEY)
         if saved is None:
-            _log('the checkpoint holds no random states: dropout, augmentation and shuffling will differ', logging.WARNING)
+            _log(
+                'the checkpoint holds no random states: dropout, augmentation and shuffling will differ',
+                logging.WARNING,
+            )
             return
         _check(saved)
         self._resumed = saved
@@ -388,7 +392,10 @@ def _settings(hook: Any) -> str:
 def _restore_early_stopping(runner: Any, states: list[Mapping[str, Any]]) -> None:
     hooks = _early_stopping(runner)
     if len(hooks) != len(states):
-        _log(f'{len(states)} early stopping hooks were saved and {len(hooks)} are configured: they start anew', logging.WARNING)
+        _log(
+            f'{len(states)} early stopping hooks were saved and {len(hooks)} are configured: they start anew',
+            logging.WARNING,
+        )
         return
     for hook, state in zip(hooks, states):
         hook.wait_count, hook.best_score = state['wait_count'], state['best_score']
@@ -400,7 +407,9 @@ def _inexact(runner: Any, loop: Any) -> list[str]:
     reasons = []
     by_epoch = isinstance(loop, EpochBasedTrainLoop)
     if not by_epoch and not isinstance(loop, IterBasedTrainLoop):
-        reasons.append(f'the train loop {type(loop).__name__} is unknown, so data already seen in an epoch is not passed over.')
+        reasons.append(
+            f'the train loop {type(loop).__name__} is unknown, so data already seen in an epoch is not passed over.'
+        )
     elif by_epoch and type(loop).run_epoch is not EpochBasedTrainLoop.run_epoch:
         reasons.append(f'{type(loop).__name__} has a run_epoch of its own: an epoch that was begun is begun again.')
     if not isinstance(loader, DataLoader):
@@ -420,7 +429,9 @@ def _inexact(runner: Any, loop: Any) -> list[str]:
     if isinstance(loader.dataset, IterableDataset):
         reasons.append('an IterableDataset has a position of its own, which nobody saves.')
     elif not by_epoch and isinstance(sampler, RandomSampler):
-        reasons.append("torch's RandomSampler draws a new order at each pass over the data. Use mmengine's InfiniteSampler.")
+        reasons.append(
+            "torch's RandomSampler draws a new order at each pass over the data. Use mmengine's InfiniteSampler."
+        )
     elif not hasattr(sampler, 'seed') and not isinstance(sampler, (RandomSampler, SequentialSampler)):
         reasons.append(f'{type(sampler).__name__} has no seed.')
     if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
@@ -442,16 +453,32 @@ def _check(saved: Any) -> None:
         )
     for key, low in (('batches', 0), ('validated', -1)):
         value = saved.get(key)
-        need(isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63, f'[{key!r}]', f'a whole number from {low}')
+        need(
+            isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63,
+            f'[{key!r}]',
+            f'a whole number from {low}',
+        )
     need(isinstance(saved.get('stop_training'), bool), "['stop_training']", 'True or False')
     need(isinstance(saved.get('early_stopping'), (list, tuple)), "['early_stopping']", 'a list')
     for index, state in enumerate(saved['early_stopping']):
         label = f"['early_stopping'][{index}]"
-        need(isinstance(state, Mapping) and isinstance(state.get('settings'), str), label, 'a dict of wait_count, best_score, settings')
+        need(
+            isinstance(state, Mapping) and isinstance(state.get('settings'), str),
+            label,
+            'a dict of wait_count, best_score, settings',
+        )
         count = state.get('wait_count')
-        need(isinstance(count, int) and not isinstance(count, bool) and count >= 0, f"{label}['wait_count']", 'a whole number')
+        need(
+            isinstance(count, int) and not isinstance(count, bool) and count >= 0,
+            f"{label}['wait_count']",
+            'a whole number',
+        )
         need(isinstance(state.get('best_score'), float), f"{label}['best_score']", 'a number')
-    need(isinstance(saved.get('ranks'), (list, tuple)) and len(saved['ranks']) > 0, "['ranks']", 'a list of one entry per process')
+    need(
+        isinstance(saved.get('ranks'), (list, tuple)) and len(saved['ranks']) > 0,
+        "['ranks']",
+        'a list of one entry per process',
+    )
     for index, rank in enumerate(saved['ranks']):
         label = f"['ranks'][{index}]"
         need(isinstance(rank, Mapping) and 'now' in rank and 'start' in rank, label, 'a dict of now and start')

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from mmengine.dist import broadcast_object_list, get_rank
@@ -97,8 +96,7 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     if resume_param_scheduler and 'param_schedulers' in file and isinstance(schedulers, (list, dict)):
         built = schedulers if isinstance(schedulers, dict) else {'': schedulers}
         if all(hasattr(scheduler, 'state_dict') for items in built.values() for scheduler in items):
-            for note in checkpoint_judge.check_schedulers(file['param_schedulers'], schedulers):
-                runner.logger.warning(f'amp: {note}')
+            checkpoint_judge.check_schedulers(file['param_schedulers'], schedulers)
     for hook in runner.hooks:
         check = getattr(hook, 'check_states', None)
         if check is not None:
@@ -117,7 +115,9 @@ def _judge_message_hub(hub: Any) -> None:
     for name, buffer in hub['log_scalars'].items():
         values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
         if values is not None and (counts is None or getattr(values, 'shape', 0) != getattr(counts, 'shape', 1)):
-            raise AmpCheckpointError(f"message_hub['log_scalars'][{name!r}] is damaged: values and counts do not match.")
+            raise AmpCheckpointError(
+                f"message_hub['log_scalars'][{name!r}] is damaged: values and counts do not match."
+            )
     for key, value in hub['runtime_info'].items():
         label = f"message_hub['runtime_info'][{key!r}]={value!r}"
         if str(key).startswith('best_score') and not (hasattr(value, '__float__') and not isinstance(value, str)):
@@ -166,7 +166,9 @@ def _patch_runner(cls: Any) -> None:
         original_start(self)
 
     @functools.wraps(original_resume)
-    def resume(self: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True, **kwargs: Any) -> None:
+    def resume(
+        self: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True, **kwargs: Any
+    ) -> None:
         if wrappers_of(self) and _is_local_file(filename):
             judge(self, filename, resume_optimizer, resume_param_scheduler)
         original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)

@@ -59,7 +59,9 @@ class PreemptionHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Begin to listen."""
         if threading.current_thread() is not threading.main_thread():
-            runner.logger.warning('amp: PreemptionHook does nothing outside the main thread: signals do not arrive there')
+            runner.logger.warning(
+                'amp: PreemptionHook does nothing outside the main thread: signals do not arrive there'
+            )
             return
         if get_world_size() > 1:
             self._group = torch.distributed.new_group(backend='gloo')
@@ -70,9 +72,7 @@ class PreemptionHook(Hook):
         # nothing but a note: whatever runs now must come to its end
         self._received = signal.Signals(number).name
 
-    def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
-    ) -> None:
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save and end, if a signal has arrived anywhere and the step is complete."""
         if not self._before or not self._is_time() or any(w.in_window for w in wrappers_of(runner).values()):
             return
@@ -93,7 +93,9 @@ class PreemptionHook(Hook):
 
     def _save(self, runner: Any) -> str:
         savers = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
-        folder = savers[0].out_dir if savers and is_local(savers[0].out_dir, savers[0].backend_args) else runner.work_dir
+        folder = (
+            savers[0].out_dir if savers and is_local(savers[0].out_dir, savers[0].backend_args) else runner.work_dir
+        )
         path = str(Path(folder) / PREEMPTED)
         collect_states(runner)
         runner.save_checkpoint(

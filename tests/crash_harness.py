@@ -143,7 +143,14 @@ def progress(work_dir: Path) -> int:
 
 
 def torture(
-    folder: Path, level: str, kind: str, kills: int, dice: random.Random, tally: Tally, reference: dict[str, Any], whole: float
+    folder: Path,
+    level: str,
+    kind: str,
+    kills: int,
+    dice: random.Random,
+    tally: Tally,
+    reference: dict[str, Any],
+    whole: float,
 ) -> None:
     """Bring one training to its end through a number of kills, and compare."""
     case = toy.everything(level, ballast=BALLAST, **KINDS[kind])
@@ -202,7 +209,9 @@ def _wait_for_write(pid: int, work_dir: Path, number: int, pause: float) -> int 
     return code
 
 
-def run(kills: int, seed: int, folder: Path, levels: tuple[str, ...] = toy.LEVELS, kinds: tuple[str, ...] = tuple(KINDS)) -> Tally:
+def run(
+    kills: int, seed: int, folder: Path, levels: tuple[str, ...] = toy.LEVELS, kinds: tuple[str, ...] = tuple(KINDS)
+) -> Tally:
     """Kill so many trainings, spread over levels and kinds.
 
     Args:
@@ -250,8 +259,8 @@ def report(tally: Tally, seed: int, seconds: float) -> str:
         f'mmengine {mmengine.__version__}.',
         '',
         f'- {tally.kills} processes killed with SIGKILL, {tally.writing} of them with a half-written checkpoint on the disk.',
-        f'- {tally.resumed} of the killed processes had gone on from a checkpoint; after each kill, the newest complete checkpoint '
-        'was at least as far as before.',
+        f'- {tally.resumed} of the killed processes had gone on from a checkpoint; after each kill, the newest complete '
+        'checkpoint was at least as far as before.',
         f'- {tally.runs} trainings brought to their end and compared with the uninterrupted run: weights, average, optimizer, '
         'loss scale, schedulers, random states, logged losses and scores, best score and file, names of the files.',
         f'- {len(tally.failures)} differences.',

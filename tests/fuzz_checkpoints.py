@@ -8,6 +8,7 @@ state still, or be wholly at the other one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import io
 import logging
@@ -76,10 +77,8 @@ class Target:
         case = dict(copy.deepcopy(self.case), resume=True, load_from=str(self.names['here']))
         case['custom_hooks'] = [*case['custom_hooks'], dict(type='StopWhenBuilt')]
         self.runner = Runner.from_cfg(toy.toy_config(first / 'target', **case))
-        try:
+        with contextlib.suppress(Built):
             self.runner.train()
-        except Built:
-            pass
         if attached:
             self.runner.optim_wrapper.initialize_count_status(self.runner.model, 0, 28)
         self.bytes = self.names['there'].read_bytes()
@@ -154,7 +153,11 @@ def _cut(data: bytes, dice: random.Random) -> bytes:
 def _swap(data: bytes, dice: random.Random) -> bytes:
     size = 512
     a, b = sorted(dice.sample(range(0, len(data) - size), 2))
-    return data if b - a < size else data[:a] + data[b : b + size] + data[a + size : b] + data[a : a + size] + data[b + size :]
+    return (
+        data
+        if b - a < size
+        else data[:a] + data[b : b + size] + data[a + size : b] + data[a : a + size] + data[b + size :]
+    )
 
 
 BYTES: tuple[Callable[[bytes, random.Random], bytes], ...] = (_truncate, _flip, _flip, _zero, _insert, _cut, _swap)
@@ -236,7 +239,9 @@ def damage_content(content: dict[str, Any], dice: random.Random) -> tuple[dict[s
             container[key] = dice.choice((value.reshape(-1)[:-1], value.unsqueeze(0), value.reshape(-1).repeat(2)))
         elif what == 'retype' and isinstance(value, torch.Tensor):
             dtypes = (torch.int64, torch.float64, torch.float16, torch.bool, torch.complex64, torch.uint8)
-            container[key] = value.nan_to_num().to(dice.choice(dtypes)) if value.dtype.is_floating_point else value.float()
+            container[key] = (
+                value.nan_to_num().to(dice.choice(dtypes)) if value.dtype.is_floating_point else value.float()
+            )
         else:
             container[key] = dice.choice(WRONG)
 
@@ -383,7 +388,7 @@ def report(outcome: Outcome, seed: int, seconds: float) -> str:
         'code': 'code that wants to run',
     }
     rows = [
-        f'| {text} | {outcome.counts[kind, "refused"]} | {outcome.counts[kind, "harmless"]} | {outcome.counts[kind, "untyped"]} |'
+        f'| {text} | ' + ' | '.join(str(outcome.counts[kind, end]) for end in ('refused', 'harmless', 'untyped')) + ' |'
         for kind, text in kinds.items()
     ]
     lines = [

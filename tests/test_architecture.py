@@ -31,6 +31,7 @@ FLOOR_OF = {
     'checkpoint_apex': 'owners',
     'checkpoint_file': 'owners',
     'checkpoint_judge': 'owners',
+    'checkpoint_transfer': 'owners',
     'convert': 'owners',
     'random_state': 'owners',
     'scope': 'owners',
@@ -51,6 +52,7 @@ SIBLINGS = {
     ('casting', 'module_guard'),
     ('module_guard', 'forward_hooks'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
+    ('checkpoint_transfer', 'checkpoint'),
     ('convert', 'checkpoint'),
     # apex's words for the loss scale, which both hand over in ours
     ('checkpoint', 'checkpoint_apex'),

@@ -95,9 +95,7 @@ def _exact_cases() -> dict[str, dict[str, Any]]:
                 continue  # workers know nothing of levels
             cases[f'{level}-{kind}'] = _split(toy.everything(level, **arguments), **stop)
     cases['O5-workers-iterations'] = _split(toy.everything('O5', by_epoch=False, num_workers=2), stop_iter=17)
-    cases['O5-random-sampler'] = _split(
-        toy.everything('O5', save_each=5, sampler='ToyRandomSampler'), stop_iter=16
-    )
+    cases['O5-random-sampler'] = _split(toy.everything('O5', save_each=5, sampler='ToyRandomSampler'), stop_iter=16)
     cases['O5-iterations-val'] = _split(toy.everything('O5', by_epoch=False), stop_val=15)
     cases['O5-early-stopping'] = _split(toy.everything('O5', max_epochs=12, patience=2), stop_val=7 * _EARLY)
     # resumed by a script that knows no seed before it reads the checkpoint

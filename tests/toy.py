@@ -186,9 +186,7 @@ def everything(
         sampler: Type of the train sampler.
     """
     end = 7 * max_epochs
-    saving = (
-        dict(interval=1) if by_epoch and save_each is None else dict(interval=save_each or 3, by_epoch=False)
-    )
+    saving = dict(interval=1) if by_epoch and save_each is None else dict(interval=save_each or 3, by_epoch=False)
     train_cfg = (
         dict(by_epoch=True, max_epochs=max_epochs, val_interval=1)
         if by_epoch
