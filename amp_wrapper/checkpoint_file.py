@@ -207,14 +207,14 @@ def _is_whole(archive: zipfile.ZipFile, name: str) -> bool:
     return True
 
 
-def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = True) -> Any:
+def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = True, mmap: bool = False) -> Any:
     """Read a file under ``weights_only=True``, whatever the environment says.
 
     Args:
         path: A local file.
         map_location: As in :func:`torch.load`.
-        check: Whether to :func:`verify` the checksums first (reads the file once more). Without it, tensors are mapped
-            from the file and read when they are used.
+        check: Whether to :func:`verify` the checksums first (reads the file once more).
+        mmap: Whether tensors are mapped from the file, and read when they are used.
 
     Returns:
         What was saved.
@@ -225,7 +225,7 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
     path = _existing(path)
     if check:
         verify(path)
-    mapped = _is_archive(path) and not check
+    mapped = _is_archive(path) and mmap
     try:
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -299,7 +299,7 @@ def find_newest(folder: str | os.PathLike[str]) -> Newest:
     ordered: list[tuple[tuple[str, int, float], Path]] = []
     for path in sorted(candidates):
         try:
-            found = load(path, check=False)
+            found = load(path, check=False, mmap=True)
         except AmpCheckpointError as error:
             passed.append(str(error))
             continue

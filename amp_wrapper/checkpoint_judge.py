@@ -266,6 +266,8 @@ def same_form(here: Any, there: Any) -> bool:
 
 # optimizers of torch whose state has the same keys for every parameter of a group
 _UNIFORM = ('SGD', 'Adam', 'AdamW', 'Adamax', 'NAdam', 'RAdam', 'RMSprop', 'Adagrad', 'Adadelta', 'ASGD', 'Rprop')
+# settings that decide which states there are
+_STATEFUL = ('momentum', 'amsgrad', 'centered')
 _NOT_NEGATIVE = ('lr', 'weight_decay', 'momentum', 'eps')
 
 
@@ -286,11 +288,16 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Coll
         raise AmpCheckpointError(f"'state' has {_some(unknown)}, which no parameter group has: the file is damaged.")
     _check_settings(saved['param_groups'], optimizer)
     uniform = type(optimizer).__module__.startswith('torch.optim') and type(optimizer).__name__ in _UNIFORM
+    expected: dict[tuple[bool, ...], set[Any]] = {}
     for group in saved['param_groups']:
-        states = {key: saved['state'][key] for key in group['params'] if key in saved['state']}
-        expected = {name for state in states.values() for name in state} if uniform else set()
-        for key, state in states.items():
-            lost = expected - set(state)
+        kind = tuple(bool(group.get(name)) for name in _STATEFUL)
+        for key in group['params']:
+            expected.setdefault(kind, set()).update(saved['state'].get(key, ()))
+    for group in saved['param_groups']:
+        names = expected[tuple(bool(group.get(name)) for name in _STATEFUL)] if uniform else set()
+        for key in group['params']:
+            state = saved['state'].get(key, {})
+            lost = names - set(state)
             if state and lost:
                 raise AmpCheckpointError(f"'state'[{key}] lacks {_some(sorted(map(str, lost)))}: the file is damaged.")
             for name, value in state.items():

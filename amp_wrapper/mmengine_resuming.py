@@ -11,18 +11,33 @@ Each patch is the identity where no wrapper of ours is attached.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from mmengine.dist import broadcast_object_list, get_rank
 from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import CheckpointLoader, FlexibleRunner, Runner
 
 from . import checkpoint_file, checkpoint_judge
 from .errors import AmpCheckpointError
 from .mmengine_saving import WAITING, is_local, wrappers_of
+
+# whether the runner that is loading trains with a wrapper of ours
+_ours: ContextVar[bool] = ContextVar('_ours', default=False)
+
+
+@contextmanager
+def _loaded_for(runner: Any) -> Iterator[None]:
+    token = _ours.set(bool(wrappers_of(runner)) or _ours.get())
+    try:
+        yield
+    finally:
+        _ours.reset(token)
 
 
 def choose_newest(work_dir: str, log: Any) -> str | None:
@@ -74,7 +89,7 @@ def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_para
         AmpCheckpointError: Names file, key and expectation.
     """
     checkpoint_file.verify(filename)
-    file = checkpoint_file.load(filename, check=False)
+    file = checkpoint_file.load(filename, check=False, mmap=True)
     try:
         _judge_parts(runner, file, resume_optimizer, resume_param_scheduler)
     except AmpCheckpointError as error:
@@ -171,7 +186,8 @@ def _patch_runner(cls: Any) -> None:
     ) -> None:
         if wrappers_of(self) and _is_local_file(filename):
             judge(self, filename, resume_optimizer, resume_param_scheduler)
-        original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
+        with _loaded_for(self):
+            original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
 
     cls.load_or_resume = load_or_resume
     cls.resume = resume
@@ -183,12 +199,24 @@ def _patch_load() -> None:
     @functools.wraps(original)
     def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
         if wrappers_of(self) and _is_local_file(filename):
-            # also where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let a file run code
             checkpoint_file.verify(filename)
-            checkpoint_file.load(filename, check=False)
-        return original(self, filename, *args, **kwargs)
+        with _loaded_for(self):
+            return original(self, filename, *args, **kwargs)
 
     Runner.load_checkpoint = load_checkpoint
+
+
+def _patch_loader() -> None:
+    original = CheckpointLoader._get_checkpoint_loader('/')
+
+    @functools.wraps(original)
+    def load_from_local(filename: str, map_location: Any) -> Any:
+        if _ours.get():
+            # typed errors, and no code is run even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let it
+            return checkpoint_file.load(Path(filename).expanduser(), map_location, check=False)
+        return original(filename, map_location)
+
+    CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
 
 
 def patch() -> None:
@@ -196,3 +224,4 @@ def patch() -> None:
     _patch_runner(Runner)
     _patch_runner(FlexibleRunner)
     _patch_load()
+    _patch_loader()

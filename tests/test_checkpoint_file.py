@@ -92,7 +92,9 @@ def test_unwritable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise PermissionError(13, 'Permission denied')
 
     monkeypatch.setattr('builtins.open', refused)
-    with pytest.raises(CheckpointWriteError, match=r'cannot be written to \(Permission denied\): change its permissions'):
+    with pytest.raises(
+        CheckpointWriteError, match=r'cannot be written to \(Permission denied\): change its permissions'
+    ):
         checkpoint_file.save({}, tmp_path / 'a.pth')
 
 

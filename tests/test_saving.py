@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toy
 import torch
+import toy
 from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
@@ -200,8 +200,8 @@ def test_checkpoints_elsewhere(tmp_path: Path) -> None:
     toy.run(work, OURS, **hooks(out_dir=str(tmp_path / 'out')))
     assert files(tmp_path / 'out' / 'work') == ['epoch_1.pth', 'epoch_2.pth']
     (tmp_path / 'out' / 'work' / 'epoch_2.pth').write_bytes(b'PK')
-    with toy.captured_log() as lines:
-        toy.run(work, OURS, resume=True, **hooks(out_dir=str(tmp_path / 'out')))
+    with toy.run_log() as lines:
+        toy.run(work, OURS, resume=True, log_level='INFO', **hooks(out_dir=str(tmp_path / 'out')))
     text = '\n'.join(lines)
     assert 'passed over' in text and 'epoch_2.pth is truncated' in text
     assert f'resuming from {tmp_path / "out" / "work" / "epoch_1.pth"}' in text

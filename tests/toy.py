@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -290,3 +291,17 @@ def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
     finally:
         logger.removeHandler(keep)
         logger.setLevel(before)
+
+
+@contextmanager
+def run_log() -> Iterator[list[str]]:
+    """What the loggers of runners made inside say; give them ``log_level='INFO'``."""
+    lines: list[str] = []
+    original = MMLogger.callHandlers
+
+    def keep(self: MMLogger, record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        original(self, record)
+
+    with mock.patch.object(MMLogger, 'callHandlers', keep):
+        yield lines

@@ -151,7 +151,7 @@ def _saved_seed(cfg: Config) -> int | None:
     path = cfg.get('load_from') or checkpoint_file.find_newest(cfg.work_dir).path
     if path is None or '://' in str(path):
         return None
-    file = checkpoint_file.load(path, check=False)
+    file = checkpoint_file.load(path, check=False, mmap=True)
     meta = file.get('meta') if isinstance(file, dict) else None
     seed = meta.get('seed') if isinstance(meta, dict) else None
     return seed if isinstance(seed, int) else None

@@ -1,0 +1,247 @@
+"""The pieces of ExactResumeHook; that they add up to an exact resume is shown in test_resume.py."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
+from mmengine.registry import HOOKS
+
+from amp_wrapper import AmpCheckpointError, AmpConfigError, exact_resume
+from amp_wrapper.exact_resume import ExactResumeHook
+
+OURS = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
+HOOK = dict(type='amp_wrapper.ExactResumeHook')
+
+
+def run(folder: Path, *hooks: dict[str, Any], **more: Any) -> tuple[Any, list[str]]:
+    with toy.run_log() as lines:
+        runner = toy.run(folder, copy.deepcopy(OURS), custom_hooks=[HOOK, *hooks], log_level='INFO', **more)
+    return runner, [line for line in lines if line.startswith('amp: ')]
+
+
+def test_file_is_plain_and_small(tmp_path: Path) -> None:
+    run(tmp_path)
+    part = toy.checkpoint(tmp_path)['exact_resume']
+    assert part['version'] == 1 and len(part['ranks']) == 1
+    assert part['batches'] == 0 and part['validated'] == 7
+    torch.save(part, tmp_path / 'part.pth')
+    # three states of 5056, 5000 and 4992 bytes, twice
+    assert (tmp_path / 'part.pth').stat().st_size < 50_000
+
+
+def test_files_without_optimizer_stay_small(tmp_path: Path) -> None:
+    run(tmp_path, default_hooks=dict(checkpoint=dict(type='CheckpointHook', save_best='toy/score', rule='greater')))
+    best = next(tmp_path.glob('best*.pth'))
+    assert 'exact_resume' not in torch.load(best, weights_only=True)
+
+
+@HOOKS.register_module()
+class Dice(Hook):
+    """Notes what each generator would give at the beginning of each epoch, and wastes numbers around validations."""
+
+    priority = 'LOW'
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, ...]] = []
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        self.seen.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+
+    def after_val_epoch(self, runner: Any, metrics: Any = None) -> None:
+        if runner.cfg.get('waste'):
+            _waste()
+
+    def after_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        if runner.cfg.get('waste'):
+            _waste()
+
+
+def _waste() -> None:
+    torch.rand(5)
+    np.random.rand(5)
+    random.random()
+
+
+def test_validation_draws_nothing_from_the_training(tmp_path: Path) -> None:
+    seen = {}
+    for waste in (False, True):
+        runner, _ = run(tmp_path / str(waste), dict(type='Dice'), waste=waste)
+        seen[waste] = next(hook for hook in runner.hooks if isinstance(hook, Dice)).seen
+    assert seen[False] == seen[True] and len(seen[True]) == 14
+    # without the hook, they do
+    for waste in (False, True):
+        config = toy.toy_config(tmp_path / f'plain{waste}', copy.deepcopy(OURS), custom_hooks=[dict(type='Dice')])
+        config.waste = waste
+        from mmengine.runner import Runner
+
+        torch.manual_seed(0)
+        runner = Runner.from_cfg(config)
+        runner.train()
+        seen[waste] = next(hook for hook in runner.hooks if isinstance(hook, Dice)).seen
+    assert seen[False] != seen[True]
+
+
+# -- early stopping ----------------------------------------------------------------------------------------------------
+
+STOPPING = dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=1, min_delta=1000.0)
+LONG = dict(train_cfg=dict(by_epoch=True, max_epochs=6, val_interval=1))
+
+
+def test_early_stopping_counts_before_the_file_is_saved_again(tmp_path: Path) -> None:
+    saving = dict(checkpoint=dict(type='CheckpointHook', save_best='toy/score', rule='greater'))
+    runner, _ = run(tmp_path, dict(STOPPING, patience=9, min_delta=0.0), default_hooks=saving)
+    kinds = [type(hook) for hook in runner.hooks]
+    assert kinds.index(EarlyStoppingHook) < kinds.index(CheckpointHook)
+    file = toy.checkpoint(tmp_path)
+    assert file['exact_resume']['validated'] == 14
+    saved = file['exact_resume']['early_stopping'][0]
+    assert saved['best_score'] == file['message_hub']['runtime_info']['best_score'] and saved['wait_count'] == 0
+
+
+def test_a_run_that_was_stopped_stays_stopped_until_the_settings_change(tmp_path: Path) -> None:
+    first, _ = run(tmp_path, STOPPING, **LONG)
+    assert first.epoch == 2
+    again, lines = run(tmp_path, STOPPING, resume=True, **LONG)
+    assert again.epoch == 2 and any('validation, which runs now' in line for line in lines)
+    more, lines = run(tmp_path, dict(STOPPING, patience=2), resume=True, **LONG)
+    # the due validation is the second without improvement, then a third
+    assert more.epoch == 3
+
+
+def test_the_stop_itself_is_saved(tmp_path: Path) -> None:
+    run(tmp_path, STOPPING, **LONG)
+    path = tmp_path / 'epoch_2.pth'
+    file = torch.load(path, weights_only=True)
+    file['exact_resume'].update(stop_training=True, validated=14)
+    torch.save(file, path)
+    runner, lines = run(tmp_path, STOPPING, resume=True, **LONG)
+    assert runner.epoch == 2 and 'amp: this run was ended by early stopping already' in lines
+    torch.save(file, path)
+    runner, lines = run(tmp_path, dict(STOPPING, patience=3), resume=True, **LONG)
+    assert runner.epoch > 2 and any('its settings were changed since' in line for line in lines)
+
+
+def test_another_number_of_early_stopping_hooks_is_told(tmp_path: Path) -> None:
+    run(tmp_path, STOPPING, **LONG)
+    _, lines = run(tmp_path, resume=True, **LONG)
+    assert any('1 early stopping hooks were saved and 0 are configured' in line for line in lines)
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def _loader(**words: Any) -> dict[str, Any]:
+    loader = toy.loader()
+    loader.update(words)
+    return dict(train_dataloader=loader)
+
+
+ITERATIONS = dict(train_cfg=dict(by_epoch=False, max_iters=3, val_interval=10))
+
+
+@pytest.mark.parametrize(
+    ('more', 'words'),
+    [
+        (_loader(num_workers=1, persistent_workers=True), 'Write persistent_workers=False'),
+        (dict(_loader(sampler=dict(type='ToyRandomSampler')), **ITERATIONS), "Use mmengine's InfiniteSampler"),
+        (dict(randomness=dict(seed=None)), 'the config has no seed'),
+        ({}, None),
+        (ITERATIONS, None),
+        (_loader(sampler=dict(type='ToyRandomSampler')), None),
+    ],
+)
+def test_what_cannot_be_exact_is_said_once_at_the_start(
+    tmp_path: Path, more: dict[str, Any], words: str | None
+) -> None:
+    more.setdefault('train_cfg', dict(by_epoch=True, max_epochs=2, val_interval=1))
+    _, lines = run(tmp_path, **copy.deepcopy(more))
+    said = [line for line in lines if 'will not be exact' in line]
+    assert len(said) == (words is not None)
+    if words is not None:
+        assert words in said[0]
+
+
+def test_checkpoints_of_others_are_told(tmp_path: Path) -> None:
+    toy.run(tmp_path, copy.deepcopy(OURS))
+    _, lines = run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1))
+    assert any('holds no random states' in line for line in lines)
+
+
+def test_another_number_of_processes_is_told(tmp_path: Path) -> None:
+    run(tmp_path)
+    path = tmp_path / 'epoch_2.pth'
+    file = torch.load(path, weights_only=True)
+    file['exact_resume']['ranks'] *= 2
+    torch.save(file, path)
+    _, lines = run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1))
+    assert any('saved by 2 processes and resumed by 1' in line for line in lines)
+
+
+def test_passing_over_data_shows_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = dict(train_cfg=dict(by_epoch=False, max_iters=6, val_interval=100), **_loader())
+    case['default_hooks'] = dict(checkpoint=dict(type='CheckpointHook', interval=5, by_epoch=False))
+    run(tmp_path, **copy.deepcopy(case))
+    (tmp_path / 'iter_6.pth').unlink()
+    clock = iter(range(0, 10_000, 11))
+    monkeypatch.setattr(exact_resume.time, 'monotonic', lambda: float(next(clock)))
+    _, lines = run(tmp_path, resume=True, **copy.deepcopy(case))
+    said = [line for line in lines if 'passing over data' in line]
+    assert said[0] == 'amp: passing over data seen already: 1 of 5 batches, about 44 s left' and len(said) == 5
+
+
+def test_revalidate_can_be_turned_off(tmp_path: Path) -> None:
+    with pytest.raises(AmpConfigError, match=r"revalidate='no' must be True or False"):
+        ExactResumeHook(revalidate='no')  # type: ignore[arg-type]
+    run(tmp_path)
+    case = dict(resume=True, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1))
+    with toy.run_log() as lines:
+        hook = dict(HOOK, revalidate=False)
+        toy.run(tmp_path, copy.deepcopy(OURS), custom_hooks=[hook], log_level='INFO', **case)
+    assert not any('validation, which runs now' in line for line in lines)
+
+
+WRONG: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda s: 5, 'exact_resume must be a dict'),
+    (lambda s: s.update(version='1') or s, r"\['version'\] must be a whole number"),
+    (lambda s: s.update(version=2) or s, r"\['version'\]=2 comes from a newer"),
+    (lambda s: s.update(batches=-1) or s, r"\['batches'\]"),
+    (lambda s: s.update(validated=None) or s, r"\['validated'\]"),
+    (lambda s: s.update(stop_training=1) or s, r"\['stop_training'\] must be True or False"),
+    (lambda s: s.update(early_stopping=[{}]) or s, r"\['early_stopping'\]\[0\]"),
+    (lambda s: s.update(ranks=[]) or s, r"\['ranks'\] must be a list"),
+    (lambda s: s.update(ranks=[{}]) or s, r"\['ranks'\]\[0\] must be a dict"),
+    (lambda s: s['ranks'][0].update(now=None) or s, r"\['ranks'\]\[0\]\['now'\] must be a dict"),
+]
+
+
+@pytest.mark.parametrize(('change', 'words'), WRONG)
+def test_damage_is_named(tmp_path: Path, change: Callable[[Any], Any], words: str) -> None:
+    from amp_wrapper import random_state
+
+    states = random_state.capture()
+    good = dict(
+        version=1,
+        batches=0,
+        validated=-1,
+        stop_training=False,
+        early_stopping=[],
+        ranks=[dict(now=states, start=None)],
+    )
+    hook = ExactResumeHook()
+    hook.check_states({'exact_resume': good})
+    hook.check_states({})
+    with pytest.raises(AmpCheckpointError, match=words):
+        hook.check_states({'exact_resume': change(copy.deepcopy(good))})
