@@ -16,12 +16,19 @@ MMCV ?= mmcv==2.1.0
 WHEELS ?= ../shared/wheels
 RESULTS ?= build/downstream
 
-.PHONY: help train test test-downstream lint format type docs bench clean
+# how many processes crash-test kills and how many files fuzz-test damages; SEED chooses the moments and the damage
+KILLS ?= 200
+FILES ?= 10000
+SEED ?= 0
+
+.PHONY: help train test test-downstream crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
 	@echo 'make test    set up, run the tests (PYTEST_ARGS="-k name" for some of them)'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
+	@echo 'make crash-test  kill 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
+	@echo 'make fuzz-test   resume from 10,000 damaged checkpoints (FILES=, SEED=)'
 	@echo 'make lint    ruff; make format applies it'
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
@@ -62,6 +69,12 @@ train: $(VENV)/.runtime
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+crash-test: $(VENV)/.dev
+	$(BIN)/python tests/crash_harness.py --kills $(KILLS) --seed $(SEED) --report benchmarks/results/crash_test.md
+
+fuzz-test: $(VENV)/.dev
+	$(BIN)/python tests/fuzz_checkpoints.py --files $(FILES) --seed $(SEED) --report benchmarks/results/fuzz_test.md
 
 $(DOWNSTREAM)/.done-$(notdir $(MMCV)): requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/downstream.txt \
 		requirements/downstream-runtime.txt requirements/constraints.txt pyproject.toml setup.py

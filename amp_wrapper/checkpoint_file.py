@@ -289,10 +289,9 @@ def find_newest(folder: str | os.PathLike[str]) -> Newest:
         target = Path(named)
         if not named:
             passed.append(f'{pointer} is empty')
-        elif not target.is_file():
-            # the whole folder may have been moved
-            if not (folder / target.name).is_file():
-                passed.append(f'{target}, which {pointer} points to, is not there')
+        # the whole folder may have been moved
+        elif not target.is_file() and not (folder / target.name).is_file():
+            passed.append(f'{target}, which {pointer} points to, is not there')
         if named:
             folders.add(target.parent)
     candidates = {path.resolve() for place in folders for path in place.glob('*.pth')}

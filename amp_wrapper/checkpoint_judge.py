@@ -226,9 +226,9 @@ def _check_list(saved: Any, now: Sequence[Any], name: str) -> None:
                 raise AmpCheckpointError(f'{label}[{key!r}]={value!r} must be a whole number of at least 0.')
         for key, value in mine.items():
             there = state[key]
-            # what a scheduler steps, and how, is no matter of form; numbers may be left open
+            # what a scheduler steps, and how, is no matter of form; one of eta_min and eta_min_ratio is left open
             other = isinstance(there, str) != isinstance(value, str) or (isinstance(value, str) and there != value)
-            one_open = (there is None and is_number(value)) or (value is None and is_number(there))
+            one_open = key.startswith('eta_min') and there is None
             if other or not (one_open or same_form(value, there)):
                 raise AmpCheckpointError(f'{label}[{key!r}]={state[key]!r} must be of the form of {value!r}.')
 

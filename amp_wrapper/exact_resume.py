@@ -5,7 +5,8 @@ What mmengine leaves out of a checkpoint, and this puts in (``checkpoint['exact_
 * the states of the random generators of every rank, now and at the start of the epoch,
 * how many batches of the epoch are done: mmengine's epoch loop would begin the epoch again,
 * whether the validation that is due here has run: mmengine saves first and validates then,
-* the state of ``EarlyStoppingHook``.
+* the state of ``EarlyStoppingHook``,
+* the running statistics of BatchNorm on every rank but the first, whose own are in the model.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mmengine.dataset import worker_init_fn
 from mmengine.dist import all_gather_object, get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.logging import print_log
+from mmengine.model import is_model_wrapper
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -65,8 +67,6 @@ class ExactResumeHook(Hook):
         self._before_val: dict[str, Any] | None = None
         self._collected: list[dict[str, Any]] | None = None
         self._resumed: Mapping[str, Any] | None = None
-        self._seed: int | None = None
-        self._own_seed = True
         self._last: _LastWord | None = None
 
     # -- the course of a training ------------------------------------------------------------------------------------
@@ -83,7 +83,8 @@ class ExactResumeHook(Hook):
         _early_stopping_first(runner)
         loop = runner.train_loop
         if self._resumed is not None:
-            self._follow_seed(loop)
+            self._follow_seeds(loop)
+            self._restore_statistics(runner, self._resumed)
             _restore_early_stopping(runner, self._resumed['early_stopping'])
         for reason in _inexact(runner, loop):
             _log(f'a resume of this run will not be exact: {reason}', logging.WARNING)
@@ -185,7 +186,7 @@ class ExactResumeHook(Hook):
             runner: On every rank, right before saving.
         """
         now = self._before_val if self._before_val is not None else self._capture(runner)
-        own = {'now': now, 'start': self._start}
+        own = self._own_part(runner, now)
         self._collected = all_gather_object(own) if get_world_size() > 1 else [own]
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
@@ -195,7 +196,7 @@ class ExactResumeHook(Hook):
         ranks, self._collected = self._collected, None
         if ranks is None:
             # somebody saves by himself, on rank 0 alone
-            ranks = [{'now': self._capture(runner), 'start': self._start}]
+            ranks = [self._own_part(runner, self._capture(runner))]
             if get_world_size() > 1:
                 _log(
                     'the random states of the other ranks are not in this checkpoint: let CheckpointHook save',
@@ -238,7 +239,6 @@ class ExactResumeHook(Hook):
             return
         _check(saved)
         self._resumed = saved
-        self._seed = checkpoint['meta'].get('seed')
         ranks = len(saved['ranks'])
         if ranks != get_world_size():
             _log(
@@ -266,21 +266,39 @@ class ExactResumeHook(Hook):
             for note in random_state.restore(states, self._generators(runner)):
                 _log(note, logging.WARNING)
 
-    def _follow_seed(self, loop: Any) -> None:
-        """Samplers and workers are built before a checkpoint is read: give them the seed they had."""
-        loader, seed = loop.dataloader, self._seed
-        sampler = _sampler(loader)
-        if seed is None or getattr(sampler, 'seed', seed) == seed:
+    def _own_part(self, runner: Any, now: dict[str, Any]) -> dict[str, Any]:
+        loop = runner.train_loop if _has_train_loop(runner) else None
+        part = {'now': now, 'start': self._start, 'seeds': _seeds(getattr(loop, 'dataloader', None)), 'statistics': {}}
+        if get_rank() > 0:
+            part['statistics'] = {name: value.detach().cpu().clone() for name, value in _statistics(runner)}
+        return part
+
+    def _restore_statistics(self, runner: Any, saved: Mapping[str, Any]) -> None:
+        """The model part of a file holds those of rank 0; without SyncBN each rank has its own."""
+        mine = self._own(saved, 'statistics') if get_world_size() == len(saved['ranks']) else None
+        for name, value in _statistics(runner):
+            if mine and name in mine and mine[name].shape == value.shape:
+                value.copy_(mine[name])
+
+    def _follow_seeds(self, loop: Any) -> None:
+        """Samplers and workers are built before a checkpoint is read: give them the seeds they had."""
+        loader = loop.dataloader
+        saved = None if self._resumed is None else self._own(self._resumed, 'seeds')
+        here = _seeds(loader)
+        if saved is None or here == saved:
             return
-        sampler.seed = seed
-        if hasattr(sampler, '_indices_of_rank'):
-            sampler.indices = sampler._indices_of_rank()
-        init = loader.worker_init_fn
-        if isinstance(init, functools.partial) and init.func is worker_init_fn:
-            loader.worker_init_fn = functools.partial(init.func, *init.args, **{**init.keywords, 'seed': seed})
+        sampler = _sampler(loader)
+        if None not in (saved['sampler'], here['sampler']):
+            sampler.seed = saved['sampler']
+            if hasattr(sampler, '_indices_of_rank'):
+                sampler.indices = sampler._indices_of_rank()
+        if None not in (saved['workers'], here['workers']):
+            init = loader.worker_init_fn
+            words = {**init.keywords, 'seed': saved['workers']}
+            loader.worker_init_fn = functools.partial(init.func, *init.args, **words)
         if isinstance(loop, IterBasedTrainLoop):
             loop.dataloader_iterator = _InfiniteDataloaderIterator(loader)
-        _log(f"the order of the data follows the checkpoint's seed, {seed}")
+        _log('the order of the data follows the seed of the checkpoint')
 
 
 class _LastWord(Hook):
@@ -370,6 +388,25 @@ def _sampler(loader: Any) -> Any:
     return getattr(batches, 'sampler', None) if batches is not None else getattr(loader, 'sampler', None)
 
 
+def _seeds(loader: Any) -> dict[str, int | None]:
+    """What the sampler and the workers of a data loader were seeded with; None where nobody knows."""
+    seed = getattr(_sampler(loader), 'seed', None)
+    init = getattr(loader, 'worker_init_fn', None)
+    ours = isinstance(init, functools.partial) and init.func is worker_init_fn
+    return {
+        'sampler': seed if isinstance(seed, int) else None,
+        'workers': init.keywords.get('seed') if ours and init else None,
+    }
+
+
+def _statistics(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The running statistics of BatchNorm and its kin, by qualified name."""
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    for name, buffer in model.named_buffers():
+        if name.rpartition('.')[2] in ('running_mean', 'running_var', 'num_batches_tracked'):
+            yield name, buffer
+
+
 def _early_stopping(runner: Any) -> list[Any]:
     return [hook for hook in runner.hooks if isinstance(hook, EarlyStoppingHook)]
 
@@ -439,6 +476,10 @@ def _inexact(runner: Any, loop: Any) -> list[str]:
     return reasons
 
 
+def _is_seed(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63)
+
+
 def _check(saved: Any) -> None:
     def need(good: bool, name: str, expected: str) -> None:
         if not good:
@@ -481,7 +522,21 @@ def _check(saved: Any) -> None:
     )
     for index, rank in enumerate(saved['ranks']):
         label = f"['ranks'][{index}]"
-        need(isinstance(rank, Mapping) and 'now' in rank and 'start' in rank, label, 'a dict of now and start')
+        need(
+            isinstance(rank, Mapping) and {'now', 'start', 'seeds', 'statistics'} <= set(rank),
+            label,
+            'a dict of now, start, seeds and statistics',
+        )
+        seeds = rank['seeds']
+        good = isinstance(seeds, Mapping) and set(seeds) == {'sampler', 'workers'}
+        need(
+            good and all(_is_seed(seed) for seed in seeds.values()),
+            f"{label}['seeds']",
+            'the seeds of sampler and workers',
+        )
+        tensors = rank['statistics']
+        good = isinstance(tensors, Mapping) and all(isinstance(value, torch.Tensor) for value in tensors.values())
+        need(good, f"{label}['statistics']", 'a dict of tensors')
         random_state.check(rank['now'], f"{KEY}{label}['now']")
         if rank['start'] is not None:
             random_state.check(rank['start'], f"{KEY}{label}['start']")

@@ -81,6 +81,8 @@ def start(work_dir: Path, case: dict[str, Any], main: Callable[[], None] | None 
         else:
             toy.run(work_dir, resume=True, **case)
         code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -282,11 +284,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--kills', type=int, default=200)
     parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--levels', nargs='+', default=toy.LEVELS, choices=toy.LEVELS)
     parser.add_argument('--report', type=Path, help='write the result there')
     args = parser.parse_args()
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix='crash-'))
-    tally = run(args.kills, args.seed, folder)
+    tally = run(args.kills, args.seed, folder, tuple(args.levels))
     page = report(tally, args.seed, time.monotonic() - begin)
     print('\n' + page)
     if args.report:

@@ -88,7 +88,7 @@ PROTECTIONS: dict[str, tuple[Any, str, Any]] = {
     ),
     'the validation that is due': (HOOK, '_is_validation_due', lambda self, runner, loop: False),
     'the state of early stopping': (exact_resume, '_restore_early_stopping', lambda runner, states: None),
-    'the seed': (HOOK, '_follow_seed', lambda self, loop: None),
+    'the seed': (HOOK, '_follow_seeds', lambda self, loop: None),
 }
 
 

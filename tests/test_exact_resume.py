@@ -223,6 +223,8 @@ WRONG: list[tuple[Callable[[Any], Any], str]] = [
     (lambda s: s.update(early_stopping=[{}]) or s, r"\['early_stopping'\]\[0\]"),
     (lambda s: s.update(ranks=[]) or s, r"\['ranks'\] must be a list"),
     (lambda s: s.update(ranks=[{}]) or s, r"\['ranks'\]\[0\] must be a dict"),
+    (lambda s: s['ranks'][0].update(statistics={'a': 1}) or s, r"\['statistics'\] must be a dict of tensors"),
+    (lambda s: s['ranks'][0].update(seeds={}) or s, r"\['ranks'\]\[0\]\['seeds'\] must be the seeds"),
     (lambda s: s['ranks'][0].update(now=None) or s, r"\['ranks'\]\[0\]\['now'\] must be a dict"),
 ]
 
@@ -238,7 +240,7 @@ def test_damage_is_named(tmp_path: Path, change: Callable[[Any], Any], words: st
         validated=-1,
         stop_training=False,
         early_stopping=[],
-        ranks=[dict(now=states, start=None)],
+        ranks=[dict(now=states, start=None, seeds=dict(sampler=1, workers=None), statistics={})],
     )
     hook = ExactResumeHook()
     hook.check_states({'exact_resume': good})

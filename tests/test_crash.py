@@ -1,0 +1,56 @@
+"""Short, seeded runs of the two long proofs: ``make crash-test`` and ``make fuzz-test``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+def _run(name: str, tmp_path: Path, *arguments: str) -> str:
+    report = tmp_path / 'report.md'
+    # a process of its own: the harness forks, and its logging is not for the other tests
+    done = subprocess.run(
+        [sys.executable, str(TESTS / name), *arguments, '--report', str(report)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    return report.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_trainings_become_the_uninterrupted_ones(tmp_path: Path) -> None:
+    page = _run('crash_harness.py', tmp_path, '--kills', '12', '--seed', '5', '--levels', 'O2', 'O5')
+    assert '- 12 processes killed with SIGKILL' in page
+    assert '- 0 differences.' in page
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_comparison_sees_what_differs(tmp_path: Path) -> None:
+    """A test of the test: where random states are not put back, the harness reports differences."""
+    script = (
+        'import sys; sys.path.insert(0, sys.argv[1]); import crash_harness as c, pathlib\n'
+        'c.toy.amp_wrapper.exact_resume.random_state.restore = lambda *a: []\n'
+        "tally = c.run(3, 1, pathlib.Path(sys.argv[2]), levels=('O5',), kinds=('epochs',))\n"
+        'sys.exit(0 if tally.failures else 1)'
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', script, str(TESTS), str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_damaged_files_give_typed_errors_and_change_nothing(tmp_path: Path) -> None:
+    page = _run('fuzz_checkpoints.py', tmp_path, '--files', '600', '--seed', '4')
+    assert '600 files, seed 4' in page
+    assert '0 failures.' in page
