@@ -381,7 +381,7 @@ class AmpEngine:
                 norm = clip.apply(self._parameters())
             self.optimizer.step(**kwargs)
             if self._masters is not None:
-                self._masters.copy_to_weights()
+                self._masters.copy_to_weights(self._masters.stepped())
         self._update_scalers()
         self.stage = Stage.READY
         if skipped:

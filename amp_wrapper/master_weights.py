@@ -39,6 +39,7 @@ class MasterWeights:
         self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._masters: set[int] = set()
         self._versions: dict[int, int] = {}
+        self._copied: dict[int, int] = {}
         known = {id(weight) for weight in weights.values()}
         self._swap(lambda parameter: id(parameter) in known)
 
@@ -87,6 +88,17 @@ class MasterWeights:
         with torch.no_grad():
             ops.multi_tensor_copy([master for _, master in chosen], [weight for weight, _ in chosen])
         self.mark_clean(weight for weight, _ in chosen)
+        for _, master in chosen:
+            self._copied[id(master)] = master._version
+
+    def stepped(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """The pairs whose master an optimizer step may have changed since it was last copied.
+
+        The others keep their weights as they are: a key encoder without gradients, say, that moves through ``.data``.
+        """
+        return [
+            pair for pair in self.pairs if pair[1].grad is not None or self._copied.get(id(pair[1])) != pair[1]._version
+        ]
 
     def mark_clean(self, weights: Iterable[Tensor] | None = None) -> None:
         """Take the present values of the weights as known: only later edits count as edits."""
@@ -146,6 +158,7 @@ class MasterWeights:
         self._pairs.clear()
         self._masters.clear()
         self._versions.clear()
+        self._copied.clear()
 
 
 def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
