@@ -45,13 +45,17 @@ def describe(
     """
     header = _header(saved, policy)
     pure = policy.enabled and policy.cast_model_type in HALF_TYPES and not policy.master_weights
-    kept = [] if pure else ['weights']
-    converted = []
+    kept: list[str] = []
+    converted: list[str] = []
     types = _half_types(saved)
-    if pure:
+    if not pure:
+        kept.append('weights')
+    else:
         assert policy.cast_model_type is not None
         name = dtype_name(policy.cast_model_type)
-        converted.append(f'weights to {name}, which has no masters here')
+        before = saved.properties or {}
+        same = before.get('cast_model_type') == name and before.get('master_weights') is False
+        (kept if same else converted).append('weights' if same else f'weights to {name}')
         if types != [name] or _has_fp32(saved):
             converted.append(f'optimizer state to {name}')
         else:

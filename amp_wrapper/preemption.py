@@ -26,8 +26,8 @@ class PreemptionHook(Hook):
 
     ``custom_hooks=[dict(type='amp_wrapper.PreemptionHook')]``, or ``tools/train.py --save-on-sigterm``. The step boundary
     is the end of the running iteration, or of its accumulation window; during a validation, the end of the iteration after
-    it. With several processes a signal to any of them counts for all: they ask each other once an iteration, on the CPU
-    (about 0.2 ms over gloo on one machine). The checkpoint is ``preempted.pth``: a resume without a path
+    it. With several processes a signal to any of them counts for all: they exchange one number an iteration, on the CPU over
+    gloo. The checkpoint is ``preempted.pth``: a resume without a path
     finds it, and it goes when the next regular checkpoint stands.
 
     Args:

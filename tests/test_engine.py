@@ -839,13 +839,9 @@ def test_a_bad_state_is_a_typed_error_and_changes_nothing(how: str, when: str, d
 
 
 def _verbs(source: str, target: str) -> list[str]:
-    verbs = ['kept']
     dynamic = ('O1', 'O2')
-    if target == 'O3':
-        # weights are rounded, and the state too unless it was 16-bit; nothing is left to keep but a state that was
-        verbs = ['kept', 'converted'] if source == 'O3' else ['converted']
-    elif source == 'O3':
-        verbs = ['kept', 'converted']
+    # to O3, weights and state are rounded; from O3, the state becomes FP32
+    verbs = ['kept'] if source == target or 'O3' not in (source, target) else ['kept', 'converted'][target == 'O3' :]
     return verbs + (['dropped'] if (source in dynamic) != (target in dynamic) else [])
 
 

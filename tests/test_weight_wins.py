@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toy
 import torch
+import toy
 from mmengine.model import ExponentialMovingAverage
 from mmengine.runner.checkpoint import load_checkpoint, load_state_dict
 from torch import Tensor, nn
