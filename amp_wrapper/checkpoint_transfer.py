@@ -48,19 +48,16 @@ def describe(
     kept: list[str] = []
     converted: list[str] = []
     types = _half_types(saved)
-    if not pure:
+    name = dtype_name(policy.cast_model_type) if pure and policy.cast_model_type is not None else 'float32'
+    before = saved.properties or {}
+    rounded_before = before.get('cast_model_type') == name and before.get('master_weights') is False
+    if not pure or rounded_before:
         kept.append('weights')
     else:
-        assert policy.cast_model_type is not None
-        name = dtype_name(policy.cast_model_type)
-        before = saved.properties or {}
-        same = before.get('cast_model_type') == name and before.get('master_weights') is False
-        (kept if same else converted).append('weights' if same else f'weights to {name}')
-        if types != [name] or _has_fp32(saved):
-            converted.append(f'optimizer state to {name}')
-        else:
-            kept.append('optimizer state')
-    elif types:
+        converted.append(f'weights to {name}')
+    if pure and (types != [name] or _has_fp32(saved)):
+        converted.append(f'optimizer state to {name}')
+    elif types and not pure:
         converted.append(f'optimizer state from {" and ".join(types)} to float32')
     else:
         kept.append('optimizer state')

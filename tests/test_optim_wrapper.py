@@ -494,7 +494,9 @@ def _lines(source: str, target: str) -> list[str]:
         dropped.append('the saved loss scale 1 was static: the dynamic one starts at 65536')
     rows = dict(kept=kept, converted=converted, dropped=dropped)
     return [
-        f'amp: saved at {source}, resumed at {target}: {verb}: {", ".join(words)}' for verb, words in rows.items() if words
+        f'amp: saved at {source}, resumed at {target}: {verb}: {", ".join(words)}'
+        for verb, words in rows.items()
+        if words
     ]
 
 
