@@ -52,7 +52,7 @@ def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
         # torch's zip writer reports a failed write as a RuntimeError about its position in the file
         if isinstance(error, RuntimeError) and not _is_write_failure(error):
             raise
-        raise CheckpointWriteError(_explain_write(error, target)) from error
+        raise _failed(error, target) from error
     except BaseException:
         _remove_quietly(part)
         raise
@@ -75,7 +75,7 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
         os.replace(part, target)
     except OSError as error:
         _remove_quietly(part)
-        raise CheckpointWriteError(_explain_write(error, target)) from error
+        raise _failed(error, target) from error
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
@@ -93,7 +93,7 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         part.write_bytes(b'\0' * 4096)
     except OSError as error:
-        raise CheckpointWriteError(_explain_write(error, target)) from error
+        raise CheckpointWriteError(f'checkpoints cannot be written: {_explain_write(error, target)}.') from error
     finally:
         _remove_quietly(part)
 
@@ -134,12 +134,18 @@ def _explain_write(error: Exception, target: Path) -> str:
         free = None
     space = '' if free is None else f' ({free / 2**20:.0f} MiB free there)'
     if code in (errno.ENOSPC, errno.EDQUOT) or (code is None and free is not None and free < 2**26):
-        what = f'the disk is full{space}: free some space, or save elsewhere (CheckpointHook out_dir, max_keep_ckpts)'
-    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        what = f'the folder {target.parent} cannot be written to ({os.strerror(code)}): change its permissions, or work_dir'
-    else:
-        what = f'{cause}{space}'
-    return f'{target} could not be written: {what}. Files written before are untouched; go on from the last one with --resume.'
+        return f'the disk is full{space}: free some space, or save elsewhere (CheckpointHook out_dir, max_keep_ckpts)'
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        why = os.strerror(code)
+        return f'no file can be made in {target.parent} ({why}): change its permissions, or choose another work_dir'
+    return f'{cause}{space}'
+
+
+def _failed(error: Exception, target: Path) -> CheckpointWriteError:
+    return CheckpointWriteError(
+        f'{target} could not be written: {_explain_write(error, target)}. Files written before are untouched; go on from the '
+        f'last one with --resume.'
+    )
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:

@@ -37,7 +37,7 @@ def check_parts(file: Any) -> None:
         if key not in file:
             found = ', '.join(map(str, list(file)[:8])) or 'nothing'
             raise AmpCheckpointError(
-                f'it has no key {key!r} (found: {found}), so it cannot be resumed from: {_WEIGHTS_ONLY}.'
+                f'it has no key {key!r} (found: {found}), which a training goes on from: {_WEIGHTS_ONLY}.'
             )
 
 

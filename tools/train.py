@@ -216,6 +216,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     try:
         cfg = load_config(args)
+        if '://' not in cfg.work_dir and os.environ.get('RANK', '0') == '0':
+            checkpoint_file.check_writable(cfg.work_dir)
         start_processes_on_cpu(cfg)
         runner = build_runner(cfg)
         runner.train()
