@@ -44,8 +44,8 @@ class ExactResumeHook(Hook):
     """A resumed run equals the uninterrupted one: random numbers, order of the data, validations, early stopping.
 
     ``custom_hooks=[dict(type='amp_wrapper.ExactResumeHook')]``; ``tools/train.py`` adds it by itself. What cannot be exact
-    in a configuration is said once, when the training starts. Costs a copy of the random states (8 KB) per checkpoint, and
-    per validation; on a GPU, reading its generator waits for the device.
+    in a configuration is said once, when the training starts. The random states are copied at each checkpoint and each
+    validation.
 
     Args:
         revalidate: Whether a run that died between a checkpoint and its validation validates when it is resumed. Without

@@ -151,10 +151,10 @@ def _patch_hook() -> None:
 
     @functools.wraps(with_step)
     def save_with_step(self: Any, runner: Any, step: int, meta: dict[str, Any]) -> None:
+        collect_states(runner)
         if not wrappers_of(runner):
             with_step(self, runner, step, meta)
             return
-        collect_states(runner)
         with _removals_after(self, runner), _saved_by(runner):
             with_step(self, runner, step, meta)
         if is_main_process() and isinstance(self.file_backend, LocalBackend):

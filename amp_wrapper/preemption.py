@@ -13,11 +13,19 @@ import torch
 import torch.distributed
 from mmengine.dist import barrier, get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook, Hook
+from mmengine.optim import OptimWrapperDict
 
 from . import checkpoint_file
 from .errors import AmpConfigError
-from .mmengine_saving import PREEMPTED, collect_states, is_local, wrappers_of
+from .mmengine_saving import PREEMPTED, collect_states, is_local
 from .registry import HOOKS
+
+
+def _in_window(runner: Any) -> bool:
+    """Whether gradients wait for a step in any wrapper, ours or not."""
+    wrapper = runner.optim_wrapper
+    members = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    return any(member.in_window if hasattr(member, 'in_window') else not member.should_update() for member in members)
 
 
 @HOOKS.register_module()
@@ -74,7 +82,7 @@ class PreemptionHook(Hook):
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save and end, if a signal has arrived anywhere and the step is complete."""
-        if not self._before or not self._is_time() or any(w.in_window for w in wrappers_of(runner).values()):
+        if not self._before or not self._is_time() or _in_window(runner):
             return
         path = self._save(runner)
         self._stop_listening()

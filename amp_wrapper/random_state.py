@@ -16,7 +16,7 @@ _NUMPY_LENGTH = 624
 
 
 def capture(generators: Iterable[torch.Generator] = (), all_devices: bool = True) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's global generators and of some more. Syncs on a GPU.
+    """The states of Python's, NumPy's and torch's global generators and of some more.
 
     Args:
         generators: Further generators, of samplers and data loaders say.

@@ -103,6 +103,14 @@ def test_the_signal_means_again_what_it_meant(tmp_path: Path) -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+def test_other_wrappers_wait_for_their_step_too(tmp_path: Path) -> None:
+    case = toy.everything('O0')
+    case['optim_wrapper'] = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1), accumulative_counts=2)
+    with pytest.raises(SystemExit):
+        toy.run(tmp_path, **_with(case, PREEMPTION, dict(type='SendSignal', iteration=2)))
+    assert toy.checkpoint(tmp_path, 'preempted.pth')['meta']['iter'] == 4
+
+
 def test_every_problem_is_named() -> None:
     with pytest.raises(AmpConfigError, match=r"SIGKILL(.|\n)*'TERM'(.|\n)*exit_code=300"):
         PreemptionHook(signals=['SIGKILL', 'TERM'], exit_code=300)

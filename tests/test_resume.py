@@ -98,6 +98,10 @@ def _exact_cases() -> dict[str, dict[str, Any]]:
     cases['O5-random-sampler'] = _split(toy.everything('O5', save_each=5, sampler='ToyRandomSampler'), stop_iter=16)
     cases['O5-iterations-val'] = _split(toy.everything('O5', by_epoch=False), stop_val=15)
     cases['O5-early-stopping'] = _split(toy.everything('O5', max_epochs=12, patience=2), stop_val=7 * _EARLY)
+    # the hook alone, without a wrapper of ours
+    stock = toy.everything('O0', save_each=5)
+    stock['optim_wrapper'] = dict(type='OptimWrapper', optimizer=SGD)
+    cases['stock-within'] = _split(stock, stop_iter=16)
     # resumed by a script that knows no seed before it reads the checkpoint
     no_seed = dict(randomness=dict(seed=None, deterministic=True))
     cases['O5-no-seed'] = _split(toy.everything('O5'), stop=2, second=no_seed)
