@@ -122,3 +122,8 @@ class PreemptionHook(Hook):
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        group, self._group = self._group, None
+        if group is not None:
+            # its threads could abort a process that ends under them
+            barrier(group)
+            torch.distributed.destroy_process_group(group)

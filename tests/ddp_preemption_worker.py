@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -51,6 +52,8 @@ def main(folder: Path) -> None:
     dist.barrier()
     train(folder / 'part', case, resume=True)
     dist.barrier()
+    # models that wait for the collector hold gloo's threads, which abort a process that ends under them
+    gc.collect()
     dist.destroy_process_group()
 
 

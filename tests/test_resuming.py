@@ -191,6 +191,13 @@ def test_truncated_and_malicious_files_are_refused(
     with pytest.raises(AmpCheckpointError, match=r'file\.pth is refused: it asks for code to run'):
         toy.run(tmp_path / 'work', OURS, load_from=str(path), resume=resume)
     assert not mark.exists()
+    torch.save({'state_dict': {'conv.weight': torch.zeros(4, 1, 3, 3)}}, path)
+    data = bytearray(path.read_bytes())
+    data[data.find(bytes(100)) + 50] ^= 1
+    path.write_bytes(data)
+    # torch alone would load the changed weight
+    with pytest.raises(AmpCheckpointError, match='does not have the checksum'):
+        toy.run(tmp_path / 'work', OURS, load_from=str(path), resume=resume)
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(AmpCheckpointError, match=r'file\.pth is truncated'):
         toy.run(tmp_path / 'work', OURS, load_from=str(path), resume=resume)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shlex
 import sys
@@ -226,10 +227,21 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(f'{type(error).__name__}: {error}') from (
             error if os.environ.get('AMP_WRAPPER_DEBUG') else None
         )
+    except SystemExit as ended:
+        # saved on SIGTERM: a clean end as well
+        if ended.code == 0:
+            end_processes()
+        raise
     report(runner, args)
+    del runner
+    end_processes()
+
+
+def end_processes() -> None:
+    """gloo's threads abort a process that ends under them, and so do those of groups that a dead model still holds."""
     if torch.distributed.is_initialized():
-        # gloo's threads abort a process that ends under them
         torch.distributed.barrier()
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 
