@@ -10,9 +10,10 @@ import contextlib
 import errno
 import os
 import pickle
+import re
 import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,10 @@ import torch
 from .errors import AmpCheckpointError, CheckpointWriteError
 
 #: Ending of a file that is being written; a leftover of a killed process is worth nothing.
-PART_SUFFIX = '.part'
+PART_SUFFIX = '.amp-part'
+#: Where a message hub keeps the marks of the files that a run has saved, the last one its own.
+SAVES = 'amp_saves'
+_OWN_NAME = re.compile(r'(epoch|iter)_\d+\.pth|preempted\.pth')
 #: What a file must hold to go on from, beside the model's weights.
 _RESUMABLE = ('state_dict', 'optimizer', 'meta', 'message_hub')
 
@@ -193,10 +197,12 @@ def _is_archive(path: Path) -> bool:
     try:
         if zipfile.is_zipfile(path):
             return True
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
+        with open(path, 'rb') as file:
+            start = file.read(2)
+    except (zipfile.BadZipFile, ValueError) as error:
         raise AmpCheckpointError(f'{path} is damaged ({error}): use an earlier checkpoint.') from error
-    with open(path, 'rb') as file:
-        start = file.read(2)
+    except OSError as error:
+        raise AmpCheckpointError(f'{path} cannot be read ({error.strerror}).') from error
     # a truncated archive has lost its directory, which lies at the end, but not its beginning
     if start in (b'PK', b'P', b''):
         raise AmpCheckpointError(f'{path} is truncated ({path.stat().st_size} bytes): use an earlier checkpoint.')
@@ -258,9 +264,9 @@ def _reason(error: Exception) -> str:
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
-        raise AmpCheckpointError(f'{path} is not there, or no file: check the path, or write --resume without one.')
+        raise AmpCheckpointError(f'{path} is not there, or no file: check the path.')
     return path
 
 
@@ -270,54 +276,109 @@ class Newest:
 
     Attributes:
         path: The newest complete checkpoint, or None.
-        passed_over: One sentence per newer file that was passed over.
+        passed_over: One sentence per file that looked like a checkpoint of the run and cannot be resumed from.
     """
 
     path: Path | None
     passed_over: tuple[str, ...]
 
 
-def find_newest(folder: str | os.PathLike[str]) -> Newest:
+@dataclass(frozen=True)
+class _Candidate:
+    path: Path
+    saves: tuple[str, ...]
+    order: tuple[str, int, float]
+
+
+def find_newest(folder: str | os.PathLike[str], more: Iterable[str | os.PathLike[str]] = ()) -> Newest:
     """The newest checkpoint of a folder that is complete and can be resumed from.
 
-    The newest is the one saved last, by the time inside the file and then by its iteration. The file that
-    ``last_checkpoint`` points to, and its neighbours, are looked at as well, wherever they lie.
+    That is the one ``last_checkpoint`` names, or one that was saved after it by the same run: each file knows those before it
+    (``message_hub['runtime_info']['amp_saves']``). Where that file is missing or broken, it is the one saved last by the time
+    inside, and then by its iteration.
 
     Args:
         folder: The work folder.
+        more: Further folders that checkpoints of this run are saved to.
     """
     folder = Path(folder)
     passed: list[str] = []
-    folders = {folder}
-    pointer = folder / 'last_checkpoint'
-    if pointer.is_file():
-        named = pointer.read_text(errors='replace').strip()
-        target = Path(named)
-        if not named:
-            passed.append(f'{pointer} is empty')
-        # the whole folder may have been moved
-        elif not target.is_file() and not (folder / target.name).is_file():
-            passed.append(f'{target}, which {pointer} points to, is not there')
-        if named:
-            folders.add(target.parent)
-    candidates = {path.resolve() for place in folders for path in place.glob('*.pth')}
-    ordered: list[tuple[tuple[str, int, float], Path]] = []
-    for path in sorted(candidates):
+    named = _named(folder, passed)
+    folders = [folder, *map(Path, more)]
+    # CheckpointHook(out_dir=...) makes a folder of the same name there; any other place is that of another run
+    if named is not None and named.parent.name == folder.name and not any(folder.glob('*.pth')):
+        folders.append(named.parent)
+    paths = {Path(os.path.abspath(path)) for place in folders for path in place.glob('*.pth')}
+    if named is not None:
+        paths.add(named)
+    was_here = (folder / 'last_checkpoint').exists()
+    found: list[_Candidate] = []
+    for path in sorted(paths):
         try:
-            found = load(path, check=False, mmap=True)
+            candidate = _look_into(path)
+        except AmpCheckpointError as error:
+            # somebody's pretrained weights may lie there, too
+            if was_here or _OWN_NAME.fullmatch(path.name):
+                passed.append(str(error))
+            continue
+        if candidate is not None:
+            found.append(candidate)
+        elif path == named:
+            passed.append(f'{path}, which last_checkpoint names, holds no optimizer, meta or message_hub')
+    for candidate in _from_newest(found, named):
+        try:
+            verify(candidate.path)
         except AmpCheckpointError as error:
             passed.append(str(error))
             continue
-        if isinstance(found, Mapping) and all(key in found for key in _RESUMABLE):
-            meta = found['meta'] if isinstance(found['meta'], Mapping) else {}
-            time, iteration = meta.get('time', ''), meta.get('iter', 0)
-            if isinstance(time, str) and isinstance(iteration, int):
-                ordered.append(((time, iteration, path.stat().st_mtime), path))
-    for _, path in sorted(ordered, reverse=True):
-        try:
-            verify(path)
-        except AmpCheckpointError as error:
-            passed.append(str(error))
-            continue
-        return Newest(path, tuple(passed))
+        return Newest(candidate.path, tuple(passed))
     return Newest(None, tuple(passed))
+
+
+def _named(folder: Path, passed: list[str]) -> Path | None:
+    """The file that ``last_checkpoint`` means: of this folder, where it has one of that name."""
+    pointer = folder / 'last_checkpoint'
+    if not pointer.is_file():
+        return None
+    try:
+        text = pointer.read_text(errors='replace').strip().removeprefix('file://')
+        target = Path(text)
+        if text and (folder / target.name).is_file():
+            return Path(os.path.abspath(folder / target.name))
+        if text and target.is_absolute() and target.is_file():
+            return target
+    except (OSError, ValueError):
+        text = 'a name that is none'
+    passed.append(f'{pointer} is empty' if not text else f'{text[:200]}, which {pointer} names, is not there')
+    return None
+
+
+def _look_into(path: Path) -> _Candidate | None:
+    """None for a file that was not meant to be resumed from, such as weights alone."""
+    found = load(path, check=False, mmap=True)
+    if not isinstance(found, Mapping) or not all(key in found for key in _RESUMABLE):
+        return None
+    meta = found['meta'] if isinstance(found['meta'], Mapping) else {}
+    hub = found['message_hub'] if isinstance(found['message_hub'], Mapping) else {}
+    info = hub.get('runtime_info')
+    saves = info.get(SAVES) if isinstance(info, Mapping) else None
+    saves = tuple(map(str, saves)) if isinstance(saves, (list, tuple)) else ()
+    time, iteration = meta.get('time'), meta.get('iter')
+    order = (
+        time if isinstance(time, str) else '',
+        iteration if isinstance(iteration, int) else 0,
+        path.stat().st_mtime,
+    )
+    return _Candidate(path, saves, order)
+
+
+def _from_newest(found: list[_Candidate], named: Path | None) -> list[_Candidate]:
+    by_time = sorted(found, key=lambda candidate: candidate.order, reverse=True)
+    start = next((candidate for candidate in found if candidate.path == named), None)
+    if start is None:
+        return by_time
+    # what was saved after it and knows it: the run died before it could say so
+    later = [candidate for candidate in by_time if start.saves and start.saves[-1] in candidate.saves[:-1]]
+    later.sort(key=lambda candidate: len(candidate.saves) - candidate.saves.index(start.saves[-1]), reverse=True)
+    rest = [candidate for candidate in by_time if candidate is not start and candidate not in later]
+    return [*later, start, *rest]

@@ -12,6 +12,7 @@ What mmengine leaves out of a checkpoint, and this puts in (``checkpoint['exact_
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -63,6 +64,7 @@ class ExactResumeHook(Hook):
         self.revalidate = revalidate
         self._batches = 0
         self._validated = -1
+        self._begin: dict[str, Any] | None = None
         self._start: dict[str, Any] | None = None
         self._before_val: dict[str, Any] | None = None
         self._collected: list[dict[str, Any]] | None = None
@@ -73,6 +75,10 @@ class ExactResumeHook(Hook):
 
     def before_run(self, runner: Any) -> None:
         """Take the last place among the hooks, too."""
+        # a config may have one, and a tool add another: two would undo each other
+        others = [hook for hook in runner._hooks if isinstance(hook, ExactResumeHook) and hook is not self]
+        for hook in others:
+            runner._hooks.remove(hook)
         if self._last is None:
             # this hook is called first: appending behind the running iteration is safe
             self._last = _LastWord(self)
@@ -95,7 +101,8 @@ class ExactResumeHook(Hook):
         if saved is None:
             return
         self._validated = saved['validated']
-        self._start = self._own(saved, 'start')
+        self._begin, self._start = self._own(saved, 'begin'), self._own(saved, 'start')
+        self._warn_of_other_batches(saved, loop)
         if type(loop).run_epoch is EpochBasedTrainLoop.run_epoch if isinstance(loop, EpochBasedTrainLoop) else False:
             self._batches = saved['batches']
             if self._batches:
@@ -106,6 +113,14 @@ class ExactResumeHook(Hook):
             self._set_random_states(runner, 'now')
             runner.val_loop.run()
         self._stop_if_stopped(runner, loop, saved)
+
+    def _warn_of_other_batches(self, saved: Mapping[str, Any], loop: Any) -> None:
+        length = _length(loop)
+        if saved['length'] != length:
+            _log(
+                f'an epoch had {saved["length"]} batches and has {length} now: data seen are passed over by number',
+                logging.WARNING,
+            )
 
     def _is_validation_due(self, runner: Any, loop: Any) -> bool:
         if not self.revalidate or runner.val_loop is None or self._batches:
@@ -129,6 +144,15 @@ class ExactResumeHook(Hook):
         else:
             _log('early stopping had ended this run; its settings were changed since, so the run goes on')
 
+    def before_train_epoch(self, runner: Any) -> None:
+        """Before every other hook's: those that draw numbers here draw the same again."""
+        if self._resumed is None:
+            self._begin = self._capture(runner)
+            return
+        within = self._batches or (isinstance(runner.train_loop, IterBasedTrainLoop) and runner.iter)
+        self._set_random_states(runner, 'begin' if within else 'now')
+        self._begin = self._own(self._resumed, 'begin') if within else self._capture(runner)
+
     def begin_epoch(self, runner: Any) -> None:
         """After every other hook's ``before_train_epoch``: the generators are set to the point to go on from."""
         loop = runner.train_loop
@@ -137,13 +161,18 @@ class ExactResumeHook(Hook):
             self._batches = 0
             return
         by_iter = isinstance(loop, IterBasedTrainLoop)
+        if by_iter and loop.iter >= loop.max_iters:
+            # nothing is left to train, though mmengine passes over the data all the same
+            loop.dataloader_iterator = itertools.repeat(None)
+            self._go_on(runner)
+            return
         if self._batches or (by_iter and loop.iter):
             # data that was seen is passed over as it was seen, from the same start
             self._set_random_states(runner, 'start')
             if by_iter:
                 loop.dataloader_iterator = _FastForward(loop, functools.partial(self._go_on, runner))
             return
-        self._go_on(runner)
+        self._resumed = None
         self._start = self._capture(runner)
 
     def _go_on(self, runner: Any) -> None:
@@ -191,9 +220,9 @@ class ExactResumeHook(Hook):
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Add the part of this hook to checkpoints that can be resumed from."""
+        ranks, self._collected = self._collected, None
         if 'optimizer' not in checkpoint:
             return
-        ranks, self._collected = self._collected, None
         if ranks is None:
             # somebody saves by himself, on rank 0 alone
             ranks = [self._own_part(runner, self._capture(runner))]
@@ -206,6 +235,7 @@ class ExactResumeHook(Hook):
             'version': VERSION,
             'ranks': ranks,
             'batches': self._batches,
+            'length': _length(runner.train_loop),
             'validated': self._validated,
             'stop_training': bool(getattr(runner.train_loop, 'stop_training', False)),
             'early_stopping': [
@@ -268,7 +298,13 @@ class ExactResumeHook(Hook):
 
     def _own_part(self, runner: Any, now: dict[str, Any]) -> dict[str, Any]:
         loop = runner.train_loop if _has_train_loop(runner) else None
-        part = {'now': now, 'start': self._start, 'seeds': _seeds(getattr(loop, 'dataloader', None)), 'statistics': {}}
+        part = {
+            'now': now,
+            'begin': self._begin,
+            'start': self._start,
+            'seeds': _seeds(getattr(loop, 'dataloader', None)),
+            'statistics': {},
+        }
         if get_rank() > 0:
             part['statistics'] = {name: value.detach().cpu().clone() for name, value in _statistics(runner)}
         return part
@@ -290,15 +326,33 @@ class ExactResumeHook(Hook):
         sampler = _sampler(loader)
         if None not in (saved['sampler'], here['sampler']):
             sampler.seed = saved['sampler']
-            if hasattr(sampler, '_indices_of_rank'):
-                sampler.indices = sampler._indices_of_rank()
         if None not in (saved['workers'], here['workers']):
-            init = loader.worker_init_fn
-            words = {**init.keywords, 'seed': saved['workers']}
-            loader.worker_init_fn = functools.partial(init.func, *init.args, **words)
-        if isinstance(loop, IterBasedTrainLoop):
-            loop.dataloader_iterator = _InfiniteDataloaderIterator(loader)
+            outer = loader.worker_init_fn
+            init = getattr(outer, 'then', outer)
+            new = functools.partial(init.func, *init.args, **{**init.keywords, 'seed': saved['workers']})
+            if init is outer:
+                loader.worker_init_fn = new
+            else:
+                outer.then = new
+        restart_iterator(loop)
         _log('the order of the data follows the seed of the checkpoint')
+
+
+def restart_iterator(loop: Any) -> None:
+    """Begin the data of an iteration-based loop anew, for they were begun when the loop was built; nothing for others.
+
+    Args:
+        loop: That has not fetched a batch yet.
+    """
+    if not isinstance(loop, IterBasedTrainLoop):
+        return
+    sampler = _sampler(loop.dataloader)
+    if hasattr(sampler, '_indices_of_rank'):
+        # workers have fetched some ahead
+        sampler.indices = sampler._indices_of_rank()
+    states = torch.get_rng_state()
+    loop.dataloader_iterator = _InfiniteDataloaderIterator(loop.dataloader)
+    torch.set_rng_state(states)
 
 
 class _LastWord(Hook):
@@ -383,6 +437,14 @@ def _has_train_loop(runner: Any) -> bool:
     return not isinstance(getattr(runner, '_train_loop', None), (dict, type(None)))
 
 
+def _length(loop: Any) -> int:
+    """Batches of an epoch; -1 where nobody knows."""
+    try:
+        return len(loop.dataloader)
+    except (AttributeError, TypeError):
+        return -1
+
+
 def _sampler(loader: Any) -> Any:
     batches = getattr(loader, 'batch_sampler', None)
     return getattr(batches, 'sampler', None) if batches is not None else getattr(loader, 'sampler', None)
@@ -392,6 +454,8 @@ def _seeds(loader: Any) -> dict[str, int | None]:
     """What the sampler and the workers of a data loader were seeded with; None where nobody knows."""
     seed = getattr(_sampler(loader), 'seed', None)
     init = getattr(loader, 'worker_init_fn', None)
+    # PreemptionHook puts its own around it
+    init = getattr(init, 'then', init)
     ours = isinstance(init, functools.partial) and init.func is worker_init_fn
     return {
         'sampler': seed if isinstance(seed, int) else None,
@@ -463,6 +527,8 @@ def _inexact(runner: Any, loop: Any) -> list[str]:
             'the config has no seed, and data sets are built before a checkpoint is read. tools/train.py --resume takes the '
             'seed from the checkpoint; for other scripts write randomness=dict(seed=0).'
         )
+    if not by_epoch and not endless and loader.num_workers and _seeds(loader)['workers'] is None:
+        reasons.append("the workers' seeds are drawn at each pass over the data. Use mmengine's InfiniteSampler.")
     if isinstance(loader.dataset, IterableDataset):
         reasons.append('an IterableDataset has a position of its own, which nobody saves.')
     elif not by_epoch and isinstance(sampler, RandomSampler):
@@ -492,7 +558,7 @@ def _check(saved: Any) -> None:
         raise AmpCheckpointError(
             f"{KEY}['version']={version} comes from a newer amp_wrapper; this one reads up to {VERSION}: upgrade it."
         )
-    for key, low in (('batches', 0), ('validated', -1)):
+    for key, low in (('batches', 0), ('length', -1), ('validated', -1)):
         value = saved.get(key)
         need(
             isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63,
@@ -523,9 +589,9 @@ def _check(saved: Any) -> None:
     for index, rank in enumerate(saved['ranks']):
         label = f"['ranks'][{index}]"
         need(
-            isinstance(rank, Mapping) and {'now', 'start', 'seeds', 'statistics'} <= set(rank),
+            isinstance(rank, Mapping) and {'now', 'begin', 'start', 'seeds', 'statistics'} <= set(rank),
             label,
-            'a dict of now, start, seeds and statistics',
+            'a dict of now, begin, start, seeds and statistics',
         )
         seeds = rank['seeds']
         good = isinstance(seeds, Mapping) and set(seeds) == {'sampler', 'workers'}
@@ -538,5 +604,6 @@ def _check(saved: Any) -> None:
         good = isinstance(tensors, Mapping) and all(isinstance(value, torch.Tensor) for value in tensors.values())
         need(good, f"{label}['statistics']", 'a dict of tensors')
         random_state.check(rank['now'], f"{KEY}{label}['now']")
-        if rank['start'] is not None:
-            random_state.check(rank['start'], f"{KEY}{label}['start']")
+        for moment in ('begin', 'start'):
+            if rank[moment] is not None:
+                random_state.check(rank[moment], f'{KEY}{label}[{moment!r}]')

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.dist import broadcast_object_list, get_rank
-from mmengine.hooks import EMAHook
+from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import CheckpointLoader, FlexibleRunner, Runner
@@ -40,12 +40,13 @@ def _loaded_for(runner: Any) -> Iterator[None]:
         _ours.reset(token)
 
 
-def choose_newest(work_dir: str, log: Any) -> str | None:
+def choose_newest(work_dir: str, log: Any, more: list[str]) -> str | None:
     """The newest complete checkpoint of a work folder, the same on every rank.
 
     Args:
         work_dir: A local folder.
         log: Takes one line per file that was passed over.
+        more: Further folders that checkpoints of this run are saved to.
 
     Returns:
         Its path; None where no checkpoint was written yet.
@@ -55,7 +56,7 @@ def choose_newest(work_dir: str, log: Any) -> str | None:
     """
     found: list[Any] = [None]
     if get_rank() == 0:
-        newest = checkpoint_file.find_newest(work_dir)
+        newest = checkpoint_file.find_newest(work_dir, more)
         for reason in newest.passed_over:
             log(f'amp: passed over: {reason}')
         if newest.path is not None:
@@ -70,6 +71,20 @@ def choose_newest(work_dir: str, log: Any) -> str | None:
         raise found[0]
     chosen: str | None = found[0]
     return chosen
+
+
+def _points_away(work_dir: str) -> bool:
+    """Whether ``last_checkpoint`` names a file on some server: mmengine knows how to get it."""
+    pointer = Path(work_dir) / 'last_checkpoint'
+    text = pointer.read_text(errors='replace').strip() if pointer.is_file() else ''
+    return '://' in text and not text.startswith('file://')
+
+
+def _out_dirs(runner: Any) -> list[str]:
+    """Where the ``CheckpointHook``s will save, which they find out for themselves only when the training starts."""
+    hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
+    base = Path(runner.work_dir.rstrip('/')).name
+    return [str(Path(hook.out_dir) / base) for hook in hooks if is_local(hook.out_dir, hook.backend_args)]
 
 
 def _is_local_file(filename: Any) -> bool:
@@ -90,10 +105,21 @@ def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_para
     """
     checkpoint_file.verify(filename)
     file = checkpoint_file.load(filename, check=False, mmap=True)
+    _warn_of_mid_epoch(runner, file)
     try:
         _judge_parts(runner, file, resume_optimizer, resume_param_scheduler)
     except AmpCheckpointError as error:
         raise AmpCheckpointError(f'{filename} cannot be resumed from: {error}') from error
+
+
+def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
+    part = file.get('exact_resume') if isinstance(file, Mapping) else None
+    inside = isinstance(part, Mapping) and part.get('batches')
+    if inside and not any(hasattr(hook, 'collect_states') for hook in runner.hooks):
+        runner.logger.warning(
+            "amp: this checkpoint was saved in the middle of an epoch, which mmengine begins again: add dict(type='amp_wrapper."
+            "ExactResumeHook') to custom_hooks"
+        )
 
 
 def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
@@ -171,8 +197,8 @@ def _patch_runner(cls: Any) -> None:
     @functools.wraps(original_start)
     def load_or_resume(self: Any) -> None:
         auto = self._resume is True and self._load_from is None and not self._has_loaded
-        if auto and wrappers_of(self) and is_local(self.work_dir):
-            path = choose_newest(self.work_dir, self.logger.warning)
+        if auto and wrappers_of(self) and is_local(self.work_dir) and not _points_away(self.work_dir):
+            path = choose_newest(self.work_dir, self.logger.warning, _out_dirs(self))
             if path is None:
                 self.logger.info(f'amp: nothing to resume from in {self.work_dir} yet: the training starts anew')
                 return
@@ -198,8 +224,15 @@ def _patch_load() -> None:
 
     @functools.wraps(original)
     def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
-        if wrappers_of(self) and _is_local_file(filename):
+        if not wrappers_of(self):
+            return original(self, filename, *args, **kwargs)
+        if _is_local_file(filename) and not _ours.get():
+            # a resume has done this
             checkpoint_file.verify(filename)
+        if len(args) < 3 and 'revise_keys' not in kwargs:
+            # mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"
+            model = self.model.module if is_model_wrapper(self.model) else self.model
+            kwargs['revise_keys'] = [] if hasattr(model, 'module') else [(r'^module\.', '')]
         with _loaded_for(self):
             return original(self, filename, *args, **kwargs)
 

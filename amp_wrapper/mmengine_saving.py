@@ -11,6 +11,8 @@ Each patch is the identity where no wrapper of ours is attached, and where files
 from __future__ import annotations
 
 import functools
+import logging
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,10 +25,12 @@ import mmengine.runner.runner
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.hooks import CheckpointHook
+from mmengine.logging import print_log
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import FlexibleRunner, Runner
 
 from . import checkpoint_file
+from .errors import AmpCheckpointError
 from .policy import Policy
 
 #: The checkpoint of a run that was told to stop; the next regular one takes its place.
@@ -91,8 +95,10 @@ def _removals_after(hook: Any, runner: Any) -> Iterator[None]:
     finally:
         hook.file_backend = backend
     kept = {Path(path).resolve() for path in _kept(hook)}
+    folder = Path(hook.out_dir).resolve()
     for path in later.waiting:
-        if Path(path).resolve() not in kept:
+        # a run that was resumed from the file of another leaves the other's files alone
+        if Path(path).resolve() not in kept and Path(path).resolve().parent == folder:
             backend.remove(path)
     runner.message_hub.update_info(WAITING, [])
 
@@ -111,11 +117,15 @@ def _patch_files() -> None:
     def save_checkpoint(
         checkpoint: dict[str, Any], filename: str, file_client_args: Any = None, backend_args: Any = None
     ) -> None:
+        if _saving.get() is not None:
+            checkpoint = _plain(checkpoint)
         if _saving.get() is None or file_client_args is not None or not is_local(filename, backend_args):
             original(checkpoint, filename, file_client_args, backend_args)
             return
         path = filename[len('file://') :] if filename.startswith('file://') else filename
         checkpoint_file.save(checkpoint, path)
+        if 'optimizer' in checkpoint:
+            _warn_if_unreadable(path)
 
     for module in (mmengine.runner.checkpoint, mmengine.runner.runner, mmengine.runner):
         module.save_checkpoint = save_checkpoint
@@ -124,9 +134,50 @@ def _patch_files() -> None:
         cls.save_checkpoint = _inside(cls.save_checkpoint)
 
 
+class _KeptMeta(dict):  # type: ignore[type-arg]
+    """``FlexibleRunner`` overwrites the epoch and iteration that it is given; ``Runner`` does not."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **{key: value for key, value in kwargs.items() if key not in self})
+
+
+def _plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Without what a file could not be read back with: methods that schedulers keep among their numbers."""
+    checkpoint = dict(checkpoint)
+    if isinstance(checkpoint.get('meta'), _KeptMeta):
+        checkpoint['meta'] = dict(checkpoint['meta'])
+    schedulers = checkpoint.get('param_schedulers')
+    if isinstance(schedulers, dict):
+        checkpoint['param_schedulers'] = {key: [_numbers(state) for state in part] for key, part in schedulers.items()}
+    elif isinstance(schedulers, list):
+        checkpoint['param_schedulers'] = [_numbers(state) for state in schedulers]
+    return checkpoint
+
+
+def _numbers(state: Any) -> Any:
+    return {key: value for key, value in state.items() if not callable(value)} if isinstance(state, dict) else state
+
+
+_warned = False
+
+
+def _warn_if_unreadable(path: str) -> None:
+    """Found out now, not when the run is to be resumed."""
+    global _warned
+    if _warned:
+        return
+    try:
+        checkpoint_file.load(path, check=False, mmap=True)
+    except AmpCheckpointError as error:
+        _warned = True
+        print_log(f'amp: this checkpoint cannot be resumed from: {error}', logger='current', level=logging.WARNING)
+
+
 def _inside(save: Any) -> Any:
     @functools.wraps(save)
     def save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if wrappers_of(self) and isinstance(kwargs.get('meta'), dict):
+            kwargs['meta'] = _KeptMeta(kwargs['meta'])
         with _saved_by(self):
             return save(self, *args, **kwargs)
 
@@ -155,9 +206,10 @@ def _patch_hook() -> None:
         if not wrappers_of(runner):
             with_step(self, runner, step, meta)
             return
+        mark_save(runner)
         with _removals_after(self, runner), _saved_by(runner):
             with_step(self, runner, step, meta)
-        if is_main_process() and isinstance(self.file_backend, LocalBackend):
+        if self.save_optimizer and is_main_process() and isinstance(self.file_backend, LocalBackend):
             (Path(self.out_dir) / PREEMPTED).unlink(missing_ok=True)
 
     @functools.wraps(best)
@@ -177,6 +229,16 @@ def _patch_hook() -> None:
     CheckpointHook._save_checkpoint_with_step = save_with_step
     CheckpointHook._save_best_checkpoint = save_best
     CheckpointHook._publish_model = publish_model
+
+
+def mark_save(runner: Any) -> None:
+    """Note a new mark behind those of the files saved before, so that files can be put in order without a clock.
+
+    Args:
+        runner: About to save a checkpoint that can be resumed from.
+    """
+    before = runner.message_hub.runtime_info.get(checkpoint_file.SAVES) or []
+    runner.message_hub.update_info(checkpoint_file.SAVES, [*before[-31:], uuid.uuid4().hex[:12]])
 
 
 def collect_states(runner: Any) -> None:
@@ -200,10 +262,12 @@ def _remember_last(hook: Any, runner: Any) -> None:
 def _tidy_up(hook: Any, runner: Any) -> None:
     names = checkpoint_file.remove_leftovers(hook.out_dir)
     kept = {Path(path).resolve() for path in _kept(hook)}
+    folder = Path(hook.out_dir).resolve()
     for waiting in runner.message_hub.runtime_info.get(WAITING) or ():
         # whatever a file says, nothing but checkpoints of this very folder is removed
-        path = Path(hook.out_dir) / Path(waiting).name
-        if path.suffix == '.pth' and path.is_file() and path.resolve() not in kept:
+        path = Path(waiting)
+        mine = path.is_absolute() and path.parent.resolve() == folder and path.suffix == '.pth'
+        if mine and path.is_file() and path.resolve() not in kept:
             path.unlink()
             names.append(path.name)
     if names:

@@ -14,11 +14,27 @@ import torch.distributed
 from mmengine.dist import barrier, get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.optim import OptimWrapperDict
+from torch.utils.data import DataLoader
 
 from . import checkpoint_file
 from .errors import AmpConfigError
-from .mmengine_saving import PREEMPTED, collect_states, is_local
+from .exact_resume import ExactResumeHook, restart_iterator
+from .mmengine_saving import PREEMPTED, collect_states, is_local, mark_save
 from .registry import HOOKS
+
+
+class _IgnoreSignals:
+    """A ``worker_init_fn``: the workers end when their loader tells them to, or when the training is gone."""
+
+    def __init__(self, signals: Sequence[signal.Signals], then: Any) -> None:
+        self.signals = signals
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        for number in self.signals:
+            signal.signal(number, signal.SIG_IGN)
+        if self.then is not None:
+            self.then(worker_id)
 
 
 def _in_window(runner: Any) -> bool:
@@ -71,10 +87,26 @@ class PreemptionHook(Hook):
                 'amp: PreemptionHook does nothing outside the main thread: signals do not arrive there'
             )
             return
+        self._received = ''
+        self._let_workers_live(runner)
+        if not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
+            runner.logger.warning(
+                'amp: PreemptionHook saves in the middle of epochs, which mmengine begins again after a resume: add '
+                "dict(type='amp_wrapper.ExactResumeHook') to custom_hooks"
+            )
         if get_world_size() > 1:
             self._group = torch.distributed.new_group(backend='gloo')
         for number in self.signals:
             self._before[number] = signal.signal(number, self._receive)
+
+    def _let_workers_live(self, runner: Any) -> None:
+        """Schedulers send the signal to every process, and a data worker that dies of it would take the training along."""
+        loops = [runner.train_loop, runner.val_loop]
+        for loader in (loop.dataloader for loop in loops if isinstance(getattr(loop, 'dataloader', None), DataLoader)):
+            if loader.num_workers and not isinstance(loader.worker_init_fn, _IgnoreSignals):
+                loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn)
+                if loader is runner.train_loop.dataloader:
+                    restart_iterator(runner.train_loop)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # nothing but a note: whatever runs now must come to its end
@@ -106,6 +138,7 @@ class PreemptionHook(Hook):
         )
         path = str(Path(folder) / PREEMPTED)
         collect_states(runner)
+        mark_save(runner)
         runner.save_checkpoint(
             folder, PREEMPTED, meta=dict(epoch=runner.epoch, iter=runner.iter + 1), by_epoch=False, save_optimizer=True
         )

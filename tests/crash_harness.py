@@ -181,7 +181,7 @@ def torture(
             done += 1
             tally.kills += 1
             tally.kinds[level, kind] += 1
-            tally.writing += any(work_dir.glob('*.part'))
+            tally.writing += any(work_dir.glob('*.amp-part'))
         elif code != 0:
             raise RuntimeError((work_dir.parent / f'{work_dir.name}.log').read_text()[-4000:])
         else:
@@ -200,7 +200,7 @@ def _wait_for_write(pid: int, work_dir: Path, number: int, pause: float) -> int 
 
     def writing() -> bool:
         nonlocal seen, present
-        now = any(entry.name.endswith('.part') for entry in os.scandir(work_dir))
+        now = any(entry.name.endswith('.amp-part') for entry in os.scandir(work_dir))
         seen += now and not present
         present = now
         return seen >= number

@@ -72,7 +72,7 @@ def test_full_disk(tmp_path: Path, size: int) -> None:
     path = tmp_path / 'a.pth'
     checkpoint_file.save({'x': 1}, path)
     # every write to this device fails as on a full disk
-    (tmp_path / 'a.pth.part').symlink_to(FULL)
+    (tmp_path / 'a.pth.amp-part').symlink_to(FULL)
     with pytest.raises(CheckpointWriteError, match=r'a\.pth could not be written: the disk is full.*free some space'):
         checkpoint_file.save({'x': torch.ones(size)}, path)
     assert checkpoint_file.load(path) == {'x': 1} and os.listdir(tmp_path) == ['a.pth']
@@ -105,9 +105,9 @@ def test_errors_of_the_content_are_not_errors_of_the_disk(tmp_path: Path) -> Non
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    for name in ('a.pth', 'a.pth.part', 'b.pth.part', 'notes.part'):
+    for name in ('a.pth', 'a.pth.amp-part', 'b.pth.amp-part', 'notes.part'):
         (tmp_path / name).write_text('x')
-    assert checkpoint_file.remove_leftovers(tmp_path) == ['a.pth.part', 'b.pth.part']
+    assert checkpoint_file.remove_leftovers(tmp_path) == ['a.pth.amp-part', 'b.pth.amp-part']
     assert sorted(os.listdir(tmp_path)) == ['a.pth', 'notes.part']
 
 
@@ -211,7 +211,7 @@ def test_newest_by_the_time_inside(tmp_path: Path) -> None:
     checkpoint_file.save(training_file('20260101_000000', 99), tmp_path / 'old.pth')
     checkpoint_file.save(training_file('20260102_000000', 9), tmp_path / 'same_second.pth')
     checkpoint_file.save({'state_dict': {}, 'meta': {'time': '2027'}}, tmp_path / 'best.pth')
-    (tmp_path / 'half.pth.part').write_bytes(b'PK')
+    (tmp_path / 'half.pth.amp-part').write_bytes(b'PK')
     assert checkpoint_file.find_newest(tmp_path) == checkpoint_file.Newest((tmp_path / 'new.pth').resolve(), ())
 
 

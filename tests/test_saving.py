@@ -97,7 +97,7 @@ class FillTheDisk(Hook):
     """From an epoch on, its checkpoint cannot be written."""
 
     def __init__(self, folder: str, epoch: int) -> None:
-        self.part = Path(folder) / f'epoch_{epoch}.pth.part'
+        self.part = Path(folder) / f'epoch_{epoch}.pth.amp-part'
 
     def before_train_epoch(self, runner: Any) -> None:
         if not self.part.is_symlink():
@@ -134,7 +134,7 @@ def test_what_a_killed_run_left_is_tidied_up(tmp_path: Path, place: str, monkeyp
             def dies_at_the_last(checkpoint: Any, path: Any) -> None:
                 done.append(path)
                 if len(done) == 6:
-                    (Path(path).parent / 'epoch_2.pth.part').write_bytes(b'PK')
+                    (Path(path).parent / 'epoch_2.pth.amp-part').write_bytes(b'PK')
                     raise Killed
                 save(checkpoint, path)
 

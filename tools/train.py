@@ -105,8 +105,10 @@ def load_config(args: argparse.Namespace) -> Config:
 def _add_hook(cfg: Config, name: str) -> None:
     """Add a hook of ours, unless the config has one with settings of its own."""
     hooks = list(cfg.get('custom_hooks') or [])
-    types = [hook.get('type') if isinstance(hook, dict) else type(hook) for hook in hooks]
-    if not any((kind if isinstance(kind, str) else kind.__name__).split('.')[-1] == name for kind in types):
+    default = [hook for hook in (cfg.get('default_hooks') or {}).values() if hook is not None]
+    types = [hook.get('type') if isinstance(hook, dict) else type(hook) for hook in [*default, *hooks]]
+    names = [kind if isinstance(kind, str) else getattr(kind, '__name__', '') for kind in types]
+    if not any(str(kind).split('.')[-1] == name for kind in names):
         cfg.custom_hooks = [*hooks, dict(type=f'amp_wrapper.{name}')]
 
 
@@ -149,7 +151,10 @@ def _choose_seed(cfg: Config, args: argparse.Namespace) -> None:
 
 
 def _saved_seed(cfg: Config) -> int | None:
-    path = cfg.get('load_from') or checkpoint_file.find_newest(cfg.work_dir).path
+    saving = (cfg.get('default_hooks') or {}).get('checkpoint') or {}
+    out_dir = saving.get('out_dir')
+    more = [Path(out_dir) / Path(cfg.work_dir).name] if out_dir and '://' not in out_dir else []
+    path = cfg.get('load_from') or checkpoint_file.find_newest(cfg.work_dir, more).path
     if path is None or '://' in str(path):
         return None
     file = checkpoint_file.load(path, check=False, mmap=True)
