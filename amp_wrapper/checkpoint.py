@@ -209,13 +209,15 @@ def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
                 f'{len(here["params"])} in the optimizer: the model has changed.'
             )
         parameters += zip(there['params'], here['params'])
+    # optimizers of others may keep a low-rank state under a name of torch's
+    ours = type(optimizer).__module__.startswith('torch.optim')
     for key, parameter in parameters:
         state = saved.optimizer['state'].get(key, {})
         if not isinstance(state, Mapping):
             raise AmpCheckpointError(f"'state'[{key}] must be a dict, but is {type(state).__name__}.")
         for name, value in state.items():
             wrong = isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape
-            if wrong and name in PARAMETER_SHAPED:
+            if wrong and ours and name in PARAMETER_SHAPED:
                 raise AmpCheckpointError(
                     f"'state'[{key}][{name!r}] has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}."
                 )

@@ -256,10 +256,11 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
 def _reason(error: Exception) -> str:
     """The line of torch's advice that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    for word in ('GLOBAL', 'getattr', 'Unsupported', 'WeightsUnpickler error'):
-        for line in lines:
+    for word in ('GLOBAL', 'getattr', 'WeightsUnpickler error:'):
+        for index, line in enumerate(lines):
             if word in line:
-                return line[:300]
+                # what is wrong may stand on the next line
+                return ' '.join(lines[index : index + 2]).rpartition('WeightsUnpickler error:')[2].strip()[:300]
     return lines[0][:300] if lines else 'no reason given'
 
 

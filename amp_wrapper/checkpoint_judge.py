@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -59,10 +60,10 @@ def check_meta(meta: Any) -> None:
         )
     for key in ('epoch', 'iter'):
         value = meta.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+        if not isinstance(value, Integral) or isinstance(value, bool) or not 0 <= int(value) < 2**63:
             raise AmpCheckpointError(f'meta[{key!r}]={value!r} must be a whole number of at least 0.')
     seed = meta.get('seed')
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63):
+    if seed is not None and (not isinstance(seed, Integral) or isinstance(seed, bool) or not 0 <= int(seed) < 2**63):
         raise AmpCheckpointError(f"meta['seed']={seed!r} must be a whole number of at least 0, or None.")
 
 
@@ -85,20 +86,30 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
     wrong = [key for key in saved if not isinstance(key, str)]
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
-    theirs = {re.sub(r'^module\.', '', key[len(prefix) :]): key for key in saved if key.startswith(prefix)}
     mine = model.state_dict(keep_vars=True)
+    stripped = r'^module\.' if not hasattr(model, 'module') else '$^'
+    theirs = {re.sub(stripped, '', key[len(prefix) :]): key for key in saved if key.startswith(prefix)}
     own_way = _own_ways(model)
 
     def judged(key: str) -> bool:
         return not key.endswith('_extra_state') and not any(key.startswith(start) for start in own_way)
 
-    missing = [key for key in mine if key not in theirs and judged(key)]
+    # BatchNorm fills in the count that old files do not have
+    counts = 'num_batches_tracked'
+    missing = [key for key in mine if key not in theirs and judged(key) and key.rpartition('.')[2] != counts]
     if missing:
         raise AmpCheckpointError(
             f'{name} lacks {_some(missing)}, which the model has: the file is damaged or of another model. If the model '
             f'was changed on purpose, {_WEIGHTS_ONLY}.'
         )
-    extra = [theirs[key] for key in theirs if key not in mine and judged(key)]
+    # a buffer that is made in the course of a training is in its files, and not yet in a new model
+    unset = {
+        f'{name}.{key}' if name else key
+        for name, module in model.named_modules()
+        for key, value in module._buffers.items()
+        if value is None
+    }
+    extra = [theirs[key] for key in theirs if key not in mine and key not in unset and judged(key)]
     if extra:
         raise AmpCheckpointError(
             f'{name} has {_some(extra)}, which the model has not: the file is of another model. If the model was changed '
@@ -113,7 +124,9 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
             raise AmpCheckpointError(f'{label} must be a tensor, but is {type(other).__name__}: the file is damaged.')
         if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             continue
-        if other.shape != value.shape:
+        _check_plain(other, label)
+        # torch takes a vector of one element for a number
+        if other.shape != value.shape and not (value.dim() == 0 and other.shape == (1,)):
             raise AmpCheckpointError(
                 f'{label} has shape {tuple(other.shape)}, but the model has {tuple(value.shape)}: the file is of another '
                 f'model. If the model was changed on purpose, {_WEIGHTS_ONLY}.'
@@ -156,8 +169,8 @@ def _kind(tensor: Tensor) -> str:
     if tensor.is_complex():
         return 'complex'
     if tensor.is_floating_point():
-        return 'floating'
-    return str(tensor.dtype)
+        return 'floating' if tensor.dtype.itemsize >= 2 else str(tensor.dtype)
+    return 'boolean' if tensor.dtype is torch.bool else 'whole numbers'
 
 
 def _own_ways(model: nn.Module) -> list[str]:
@@ -173,7 +186,7 @@ def _own_ways(model: nn.Module) -> list[str]:
     return found
 
 
-def _some(keys: Sequence[str]) -> str:
+def _some(keys: Sequence[Any]) -> str:
     shown = ', '.join(repr(key) for key in keys[:4])
     return shown + (f' and {len(keys) - 4} more' if len(keys) > 4 else '')
 
@@ -209,70 +222,94 @@ def _check_list(saved: Any, now: Sequence[Any], name: str) -> None:
             f'with, or {_WEIGHTS_ONLY}.'
         )
     for index, (state, scheduler) in enumerate(zip(saved, now)):
-        label = f'{name}[{index}]'
-        if not isinstance(state, Mapping):
-            raise AmpCheckpointError(f'{label} must be a dict, but is {type(state).__name__}: the file is damaged.')
-        mine = scheduler.state_dict()
-        odd = set(mine) ^ set(state)
-        if odd:
-            verb = 'lacks' if odd & set(mine) else 'has an unknown'
+        _check_scheduler(state, scheduler, f'{name}[{index}]')
+
+
+# what every scheduler of mmengine counts and steps; the rest is a matter of its kind and version
+_COUNTED = ('last_step', '_global_step', 'begin', 'end')
+_STEPPED = ('base_values', '_last_value')
+
+
+def _check_scheduler(state: Any, scheduler: Any, label: str) -> None:
+    if not isinstance(state, Mapping):
+        raise AmpCheckpointError(f'{label} must be a dict, but is {type(state).__name__}: the file is damaged.')
+    mine = scheduler.state_dict()
+    for key in (*_COUNTED, *_STEPPED, 'param_name', 'by_epoch'):
+        if key not in mine:
+            continue
+        if key not in state:
             raise AmpCheckpointError(
-                f'{label} {verb} {_some(sorted(map(str, odd)))}: it was saved by another scheduler than '
-                f'{type(scheduler).__name__}, or the file is damaged.'
+                f'{label} lacks {key!r}: it was saved by another scheduler than {type(scheduler).__name__}, or is damaged.'
             )
-        for key in ('last_step', '_global_step'):
-            value = state.get(key, 0)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise AmpCheckpointError(f'{label}[{key!r}]={value!r} must be a whole number of at least 0.')
-        for key, value in mine.items():
-            there = state[key]
-            # what a scheduler steps, and how, is no matter of form; one of eta_min and eta_min_ratio is left open
-            other = isinstance(there, str) != isinstance(value, str) or (isinstance(value, str) and there != value)
-            one_open = key.startswith('eta_min') and there is None
-            if other or not (one_open or same_form(value, there)):
-                raise AmpCheckpointError(f'{label}[{key!r}]={state[key]!r} must be of the form of {value!r}.')
-
-
-def same_form(here: Any, there: Any) -> bool:
-    """Whether a saved setting can stand where a present one stands: numbers for numbers, finite where it is finite.
-
-    Args:
-        here: The present setting.
-        there: The saved one.
-    """
-    if isinstance(here, bool):
-        # None is how torch writes "whichever is faster"
-        return there is None or isinstance(there, bool)
-    if here is None:
-        return there is None or isinstance(there, (bool, str)) or (is_number(there) and math.isfinite(there))
-    if isinstance(here, str):
-        return isinstance(there, str)
-    if isinstance(here, Tensor) or is_number(here):
-        if isinstance(there, Tensor):
-            return there.numel() == 1 and not there.is_complex() and math.isfinite(float(there))
-        if isinstance(there, int) and not -(2**31) < there < 2**31:
-            return False
-        return is_number(there) and (math.isfinite(there) or not math.isfinite(float(here)))
-    if isinstance(here, (list, tuple)):
-        return (
-            isinstance(there, (list, tuple))
-            and len(here) == len(there)
-            and all(same_form(mine, theirs) for mine, theirs in zip(here, there))
+        value, here = state[key], mine[key]
+        if key in _COUNTED:
+            counted = is_number(value) and value >= 0 and (math.isinf(value) or float(value).is_integer())
+            expected = 'a whole number of at least 0' if not counted else ''
+        elif key in _STEPPED:
+            numbers = isinstance(value, (list, tuple)) and all(_is_setting(item) for item in value)
+            expected = f'a list of {len(here)} numbers' if not numbers or len(value) != len(here) else ''
+        else:
+            expected = '' if type(value) is type(here) and value == here else repr(here)
+        if expected:
+            raise AmpCheckpointError(f'{label}[{key!r}]={value!r} must be {expected}.')
+    if not type(scheduler).__module__.startswith('mmengine.'):
+        return
+    extra = [key for key in state if key not in mine]
+    if extra:
+        raise AmpCheckpointError(
+            f'{label} has an unknown {_some(extra)}: it was saved by another scheduler than {type(scheduler).__name__}, or is '
+            f'damaged.'
         )
-    if isinstance(here, Mapping):
-        return isinstance(there, Mapping)
-    return True
+    for key, here in mine.items():
+        # an older mmengine may not have known them all
+        there = state.get(key, here)
+        if is_number(here) and not (there is None or _is_setting(there)):
+            raise AmpCheckpointError(f'{label}[{key!r}]={there!r} must be a number.')
 
 
+def _is_setting(value: Any) -> bool:
+    """A number that float32 can hold, plain or in a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.layout is torch.strided and not value.is_meta and _is_setting(value.item())
+    return is_number(value) and abs(value) < 3e38
+
+
+def _is_switch(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+# the hyper-parameters of torch's optimizers: what each may be, and in words
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        ('lr', 'weight_decay', 'momentum'),
+        (lambda value: _is_setting(value) and value >= 0, 'a number of at least 0'),
+    ),
+    **dict.fromkeys(
+        ('dampening', 'alpha', 'rho', 'lambd', 't0', 'lr_decay', 'momentum_decay'), (_is_setting, 'a number')
+    ),
+    **dict.fromkeys(
+        ('nesterov', 'maximize', 'amsgrad', 'centered', 'capturable', 'differentiable', 'foreach', 'fused'),
+        (_is_switch, 'True, False or None'),
+    ),
+    'betas': (
+        lambda value: isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_setting(beta) for beta in value),
+        'two numbers',
+    ),
+}
+# what older versions of torch did not save yet, and newer ones fill in
+_ADDED = frozenset(
+    ('maximize', 'amsgrad', 'capturable', 'differentiable', 'foreach', 'fused', 'decoupled_weight_decay')
+)
 # optimizers of torch whose state has the same keys for every parameter of a group
 _UNIFORM = ('SGD', 'Adam', 'AdamW', 'Adamax', 'NAdam', 'RAdam', 'RMSprop', 'Adagrad', 'Adadelta', 'ASGD', 'Rprop')
 # settings that decide which states there are
 _STATEFUL = ('momentum', 'amsgrad', 'centered')
-_NOT_NEGATIVE = ('lr', 'weight_decay', 'momentum', 'eps')
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Collection[str]) -> None:
-    """Whether an optimizer's saved state and settings are of the form that this optimizer has.
+    """Whether an optimizer's saved state and settings are of the form that torch's optimizers have.
+
+    Of the optimizers of others only the learning rate is judged: what else they keep is theirs to know.
 
     Args:
         saved: The optimizer's own state dict; numbers of groups and parameters and the shapes were judged before.
@@ -282,12 +319,49 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Coll
     Raises:
         AmpCheckpointError: Names group or parameter, key, value and what was expected.
     """
-    keys = [key for group in saved['param_groups'] for key in group['params']]
-    unknown = [key for key in saved['state'] if key not in set(keys)]
+    known = type(optimizer).__module__.startswith('torch.optim')
+    numbered = {key for group in saved['param_groups'] for key in group['params']}
+    # torch allows states under names that are no parameter's
+    unknown = [key for key in saved['state'] if isinstance(key, int) and key not in numbered]
     if unknown:
         raise AmpCheckpointError(f"'state' has {_some(unknown)}, which no parameter group has: the file is damaged.")
-    _check_settings(saved['param_groups'], optimizer)
-    uniform = type(optimizer).__module__.startswith('torch.optim') and type(optimizer).__name__ in _UNIFORM
+    for index, (group, mine) in enumerate(zip(saved['param_groups'], optimizer.param_groups)):
+        label = f"'param_groups'[{index}]"
+        lost = [key for key in mine if known and key in optimizer.defaults and key not in group and key not in _ADDED]
+        if lost or ('lr' in mine and 'lr' not in group):
+            raise AmpCheckpointError(
+                f'{label} lacks {_some(lost or ["lr"])} (found: {", ".join(map(str, group))}): it was saved by another '
+                f'optimizer than {type(optimizer).__name__}, or is damaged.'
+            )
+        check_settings(group, optimizer, label)
+    if known:
+        _check_states(saved, optimizer, shaped)
+
+
+def check_settings(group: Mapping[str, Any], optimizer: Optimizer, label: str) -> None:
+    """Whether hyper-parameters are of the form that an optimizer of torch needs; the present values do not matter.
+
+    Args:
+        group: By name.
+        optimizer: Whose they are.
+        label: How messages call them.
+
+    Raises:
+        AmpCheckpointError: Names the hyper-parameter, its value and what was expected.
+    """
+    known = type(optimizer).__module__.startswith('torch.optim')
+    for key, (fits, words) in _SETTINGS.items():
+        if key in group and key in optimizer.defaults and (known or key == 'lr') and not fits(group[key]):
+            raise AmpCheckpointError(f'{label}[{key!r}]={group[key]!r} must be {words}.')
+    eps = group.get('eps')
+    # Adafactor has two
+    one = known and is_number(optimizer.defaults.get('eps')) and 'eps' in group
+    if one and not (_is_setting(eps) and float(eps or 0) >= 0):
+        raise AmpCheckpointError(f"{label}['eps']={eps!r} must be a number of at least 0.")
+
+
+def _check_states(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Collection[str]) -> None:
+    uniform = type(optimizer).__name__ in _UNIFORM
     expected: dict[tuple[bool, ...], set[Any]] = {}
     for group in saved['param_groups']:
         kind = tuple(bool(group.get(name)) for name in _STATEFUL)
@@ -306,50 +380,21 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Coll
 
 def _check_state_value(name: Any, value: Any, label: str, shaped: Collection[str]) -> None:
     if name == 'step':
-        counted = is_number(value) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex())
-        if not counted or not 0 <= float(value) < math.inf:
+        if not _is_setting(value) or not float(value) >= 0:
             raise AmpCheckpointError(f'{label}={value!r} must be a number of at least 0.')
         return
     floating = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     if name in shaped and value is not None and not floating:
         found = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
         raise AmpCheckpointError(f'{label} must be a floating tensor, but is {found}: the file is damaged.')
+    if isinstance(value, Tensor):
+        _check_plain(value, label)
 
 
-def _check_settings(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    # a copy without state fills in what older versions of torch did not save
-    probe = copy.copy(optimizer)
-    try:
-        probe.load_state_dict({'state': {}, 'param_groups': [dict(group) for group in groups]})
-    except Exception as error:  # whatever an optimizer of any make says about settings that are not its own
-        raise AmpCheckpointError(f"'param_groups' do not fit {type(optimizer).__name__}: {error}") from error
-    for index, (filled, mine) in enumerate(zip(probe.param_groups, optimizer.param_groups)):
-        expected = {key: mine[key] for key in optimizer.defaults}
-        check_settings(
-            filled, expected, f"'param_groups'[{index}]", f'by another optimizer than {type(optimizer).__name__}'
+def _check_plain(value: Tensor, label: str) -> None:
+    """A tensor that can be copied, and written to in place."""
+    strided = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+    if not strided or any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape)):
+        raise AmpCheckpointError(
+            f'{label} is no plain tensor ({value.layout}, on {value.device}): the file is damaged.'
         )
-
-
-def check_settings(saved: Mapping[str, Any], here: Mapping[str, Any], label: str, otherwise: str) -> None:
-    """Whether saved hyper-parameters can stand where the present ones stand.
-
-    Args:
-        saved: By name; further names are allowed.
-        here: The present ones.
-        label: How messages call ``saved``.
-        otherwise: What it may have been saved by, for the message about a missing one.
-
-    Raises:
-        AmpCheckpointError: Names the hyper-parameter, its value and what was expected.
-    """
-    for key, value in here.items():
-        if key not in saved:
-            found = ', '.join(map(str, saved))
-            raise AmpCheckpointError(
-                f'{label} lacks {key!r} (found: {found}): it was saved {otherwise}, or is damaged.'
-            )
-        there = saved[key]
-        # torch's switches that choose by themselves: foreach, fused
-        odd_switch = value is None and not isinstance(there, (bool, type(None)))
-        if odd_switch or not same_form(value, there) or (key in _NOT_NEGATIVE and float(there) < 0):
-            raise AmpCheckpointError(f'{label}[{key!r}]={there!r} must be of the form of {value!r}.')

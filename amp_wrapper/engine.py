@@ -369,6 +369,7 @@ class AmpEngine:
         if self._masters is not None:
             self._masters.adopt()
             self._masters.refresh(self._masters.edited())
+            self._masters.follow_idle()
         checks = self.scalers[0].checks
         self._unscale()
         skipped, streak, skips = self._decide() if checks else (False, 0, 0)
@@ -381,7 +382,7 @@ class AmpEngine:
                 norm = clip.apply(self._parameters())
             self.optimizer.step(**kwargs)
             if self._masters is not None:
-                self._masters.copy_to_weights(self._masters.stepped())
+                self._masters.copy_to_weights()
         self._update_scalers()
         self.stage = Stage.READY
         if skipped:
@@ -618,7 +619,7 @@ class AmpEngine:
             else:
                 # the window alone: a second copy of the optimizer state would wait in memory for nothing
                 self._pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
-        new = [scaler.get_scale() for scaler in self.scalers if saved.kind == 'plain' and scaler.is_dynamic]
+        new = [scaler.get_scale() for scaler in self.scalers[len(saved.loss_scalers) :] if scaler.is_dynamic]
         return checkpoint_transfer.describe(saved, self.policy, scales, dropped, new)
 
     def _load_scalers(self, saved: checkpoint.SavedAmp) -> tuple[list[float], list[str]]:
@@ -630,11 +631,9 @@ class AmpEngine:
             dropped += [label + note for note in scaler.load_state_dict(state)]
             if scaler.is_dynamic and state.get('dynamic', True) and state:
                 scales.append(scaler.get_scale())
-        if saved.kind != 'plain' and len(saved.loss_scalers) != len(self.scalers):
-            dropped.append(
-                f'{len(saved.loss_scalers)} loss scales were saved and {len(self.scalers)} are configured: '
-                f'the first {min(len(saved.loss_scalers), len(self.scalers))} are kept'
-            )
+        further = [f'{state["scale"]:g}' for state in saved.loss_scalers[len(self.scalers) :] if state]
+        if further:
+            dropped.append(f'the loss scales {", ".join(further)} of further losses, for which none is configured')
         return scales, dropped
 
     def _restore_window(self, saved: checkpoint.SavedAmp) -> None:

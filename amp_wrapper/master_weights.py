@@ -91,14 +91,22 @@ class MasterWeights:
         for _, master in chosen:
             self._copied[id(master)] = master._version
 
-    def stepped(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The pairs whose master an optimizer step may have changed since it was last copied.
+    def follow_idle(self) -> None:
+        """Before a step: masters of weights without a gradient take up what was done to the weights through ``.data``.
 
-        The others keep their weights as they are: a key encoder without gradients, say, that moves through ``.data``.
+        Nothing else tells of such edits, and nobody announces them: a key encoder, say, that is moved after each iteration.
+        Only pairs without a gradient are compared, on the device; a master that somebody wrote to stands.
         """
-        return [
-            pair for pair in self.pairs if pair[1].grad is not None or self._copied.get(id(pair[1])) != pair[1]._version
+        idle = [
+            (weight, master)
+            for weight, master in self.pairs
+            if weight.grad is None and master.grad is None and self._copied.get(id(master)) == master._version
         ]
+        if idle:
+            with torch.no_grad():
+                ops.multi_tensor_refresh([weight for weight, _ in idle], [master for _, master in idle])
+            for _, master in idle:
+                self._copied[id(master)] = master._version
 
     def mark_clean(self, weights: Iterable[Tensor] | None = None) -> None:
         """Take the present values of the weights as known: only later edits count as edits."""

@@ -13,9 +13,11 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import logging
+import pathlib
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from typing import Any
 import mmengine
 import numpy as np
 import torch
+from mmengine.config import ConfigDict
 from mmengine.hooks import EMAHook
 from mmengine.logging import HistoryBuffer, print_log
 from mmengine.model import BaseAveragedModel
@@ -248,6 +251,16 @@ def _allow_checkpoint_classes() -> None:
     scalar = np.float64(0).__reduce__()[0]
     allowed: list[Any] = [
         HistoryBuffer,
+        # containers that find their way into meta and message hub, and run nothing
+        ConfigDict,
+        datetime.datetime,
+        datetime.date,
+        datetime.timedelta,
+        pathlib.PosixPath,
+        pathlib.WindowsPath,
+        pathlib.PurePosixPath,
+        slice,
+        range,
         (_restricted_getattr, 'builtins.getattr'),
         np.ndarray,
         np.dtype,
@@ -257,6 +270,7 @@ def _allow_checkpoint_classes() -> None:
         (scalar, 'numpy._core.multiarray.scalar'),
     ]
     kinds = (
+        np.str_,
         np.float16,
         np.float32,
         np.float64,

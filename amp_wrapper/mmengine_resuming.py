@@ -14,6 +14,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -161,11 +162,11 @@ def _judge_message_hub(hub: Any) -> None:
             )
     for key, value in hub['runtime_info'].items():
         label = f"message_hub['runtime_info'][{key!r}]={value!r}"
-        if str(key).startswith('best_score') and not (hasattr(value, '__float__') and not isinstance(value, str)):
+        if key == 'best_score' and not (hasattr(value, '__float__') and not isinstance(value, str)):
             raise AmpCheckpointError(f'{label} must be a number.')
-        if str(key).startswith(('best_ckpt', 'last_ckpt')) and not isinstance(value, (str, type(None))):
+        if key in ('best_ckpt', 'last_ckpt') and not isinstance(value, (str, type(None))):
             raise AmpCheckpointError(f'{label} must be a path.')
-        kind = {'keep_ckpt_ids': int, WAITING: str}.get(key)
+        kind = {'keep_ckpt_ids': Integral, WAITING: str, checkpoint_file.SAVES: str}.get(key)
         if kind and not (isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)):
             raise AmpCheckpointError(f'{label} must be a list of {kind.__name__}.')
 

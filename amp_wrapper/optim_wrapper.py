@@ -371,9 +371,8 @@ class AmpOptimWrapper(OptimWrapper):
         base = state.pop('base_param_settings', None)
         if base is not None and not isinstance(base, Mapping):
             raise AmpCheckpointError(f"'base_param_settings' must be a dict, but is {type(base).__name__}.")
-        if base is not None and self.base_param_settings:
-            here = {key: value for key, value in self.base_param_settings.items() if key in self.optimizer.defaults}
-            check_settings(base, here, "'base_param_settings'", 'by another optimizer')
+        if base is not None:
+            check_settings(base, self.optimizer, "'base_param_settings'")
         count: Any = amp_part(state).get('inner_count', self.inner_count)
         if not isinstance(count, int) or isinstance(count, bool) or count < 0:
             raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")

@@ -198,7 +198,7 @@ def check_scaler_state(state: Any) -> None:
     if not isinstance(state.get('dynamic', True), bool):
         raise AmpCheckpointError(f"loss_scaler['dynamic']={state['dynamic']!r} must be True or False.")
     for key in ('growth_factor', 'backoff_factor', 'growth_interval'):
-        if not is_number(state.get(key, 1)):
+        if not is_number(state.get(key, 1)) or not math.isfinite(state.get(key, 1)):
             raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be a number.')
     for key in ('_growth_tracker', 'hysteresis_tracker', 'steps', 'skips', 'consecutive_skips'):
         value = state.get(key, 0)

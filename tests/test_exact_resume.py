@@ -237,10 +237,11 @@ def test_damage_is_named(tmp_path: Path, change: Callable[[Any], Any], words: st
     good = dict(
         version=1,
         batches=0,
+        length=7,
         validated=-1,
         stop_training=False,
         early_stopping=[],
-        ranks=[dict(now=states, start=None, seeds=dict(sampler=1, workers=None), statistics={})],
+        ranks=[dict(now=states, begin=None, start=None, seeds=dict(sampler=1, workers=None), statistics={})],
     )
     hook = ExactResumeHook()
     hook.check_states({'exact_resume': good})

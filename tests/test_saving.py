@@ -163,7 +163,7 @@ def test_a_file_cannot_have_others_removed(tmp_path: Path) -> None:
         path.write_text('x')
     (work / 'old.pth').write_text('x')
     file = torch.load(work / 'epoch_2.pth', weights_only=True)
-    file['message_hub']['runtime_info'][WAITING] = [*map(str, victims), str(tmp_path / 'gone' / 'old.pth')]
+    file['message_hub']['runtime_info'][WAITING] = [*map(str, victims), str(work / 'old.pth')]
     file['message_hub']['resumed_keys'][WAITING] = True
     torch.save(file, work / 'epoch_2.pth')
     toy.run(work, OURS, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1), **hooks())

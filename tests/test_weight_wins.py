@@ -164,11 +164,51 @@ def test_a_key_encoder_moves_through_data(level: str) -> None:
     assert torch.equal(model.state_dict()['fc.weight'], expected.float())
 
 
-def test_without_the_choice_of_pairs_the_key_encoder_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_masters_do_not_follow_the_key_encoder_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test before."""
-    monkeypatch.setattr(MasterWeights, 'stepped', lambda self: list(self.pairs))
+    monkeypatch.setattr(MasterWeights, 'follow_idle', lambda self: None)
     with pytest.raises(AssertionError):
         test_a_key_encoder_moves_through_data('O2')
+
+
+class _Frees(SGD):
+    """Steps through ``.data`` and lets each gradient go at once: nothing tells afterwards which masters it changed."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group['params']:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group['lr'])
+                    parameter.grad = None
+                else:
+                    parameter.data.mul_(0.5)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_weights_follow_whatever_the_optimizer_did(level: str) -> None:
+    torch.manual_seed(0)
+    model = toy.ToyModel()
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=_Frees(model.parameters(), lr=0.1), loss_scale=1.0)
+    wrapper.initialize_count_status(model, 0, 100)
+    model.fc.bias.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step(model, wrapper)
+    for (name, weight), master_of_it in zip(model.named_parameters(), wrapper.master_params()):
+        assert torch.equal(weight, master_of_it.to(weight.dtype)), name
+        assert not torch.equal(master_of_it, before[name]) or not before[name].any(), name
+    assert torch.equal(model.state_dict()['fc.bias'], before['fc.bias'] * 0.5)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_master_that_somebody_wrote_to_stands(level: str) -> None:
+    model, wrapper = build(level)
+    model.fc.weight.requires_grad_(False)
+    step(model, wrapper)
+    with torch.no_grad():
+        master(wrapper, model).copy_(FINE)
+    step(model, wrapper)
+    assert torch.equal(master(wrapper, model), FINE)
+    assert torch.equal(model.fc.weight, FINE.to(model.fc.weight.dtype))
 
 
 @pytest.mark.parametrize('level', LEVELS)
