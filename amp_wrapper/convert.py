@@ -106,6 +106,10 @@ def _weights_in(file: Any) -> Mapping[str, Any]:
     if not isinstance(weights, Mapping):
         raise AmpCheckpointError(f'{key!r} must be a dict of tensors, but is {type(weights).__name__}.')
     for name, value in weights.items():
+        if not isinstance(name, str):
+            raise AmpCheckpointError(f'{key!r} has the key {name!r}, which is no name: the file is damaged.')
+        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
+            raise AmpCheckpointError(f'{key!r}[{name!r}] is no plain tensor ({value.layout}, on {value.device}).')
         if not isinstance(value, Tensor) and not str(name).endswith('_extra_state'):
             raise AmpCheckpointError(f'{key!r}[{name!r}] must be a tensor, but is {type(value).__name__}.')
     return weights
@@ -320,6 +324,10 @@ def _training_file(
     missing = [key for key in _EMPTY_HUB if key not in hub]
     if missing:
         raise AmpCheckpointError(f"'message_hub' has no key {missing[0]!r}: the file is damaged.")
+    if 'config' in meta:
+        # mmcv 1 wrote it; mmengine would execute it while resuming
+        meta = {key: value for key, value in meta.items() if key != 'config'}
+        notes.append("'meta' without 'config', a text that mmengine would execute")
     result: dict[str, Any] = {
         'meta': {
             **meta,

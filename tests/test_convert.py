@@ -909,3 +909,49 @@ def test_errors_are_one_line_and_exit_1(tmp_path: Path) -> None:
         assert done.returncode == 1 and done.stdout == ''
         lines = [line for line in done.stderr.splitlines() if 'Warning' not in line and line.strip()]
         assert len(lines) == 1 and words in lines[0] and lines[0].startswith('AmpCheckpointError: '), done.stderr
+
+
+# -- found by a reviewer ----------------------------------------------------------------------------------------------
+
+
+def _tool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / 'tools/convert_checkpoint.py'), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        (dict(ema_state_dict=[1]), "'ema_state_dict' must be a dict, but is list"),
+        (dict(param_schedulers=3), "'param_schedulers' must be a list, but is int"),
+        (dict(state_dict={'w': torch.ones(2, 2).to_sparse()}), "'state_dict'['w'] is no plain tensor"),
+        (dict(state_dict={7: torch.ones(2)}), "'state_dict' has the key 7, which is no name"),
+    ],
+)
+def test_odd_files_end_in_a_line(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    file = {**torch.load(FOREIGN / 'plain_sgd.pth', weights_only=False), **change}
+    torch.save(file, tmp_path / 'odd.pth')
+    done = _tool(str(tmp_path / 'odd.pth'), '--inspect')
+    assert done.returncode == 1 and words in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_out_may_stand_behind_the_options(tmp_path: Path) -> None:
+    done = _tool(str(FOREIGN / 'plain_sgd.pth'), '--to', 'fp32', str(tmp_path / 'out.pth'))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / 'out.pth').is_file()
+
+
+def test_the_config_of_mmcv_1_is_left_out() -> None:
+    file = torch.load(FOREIGN / 'plain_sgd.pth', weights_only=False)
+    file['meta']['config'] = 'import os'
+    converted, notes = convert.to_stock(file)
+    assert 'config' not in converted['meta'] and file['meta']['config'] == 'import os'
+    assert any('without' in note and 'execute' in note for note in notes)
+
+
+def test_a_counter_past_apexs_interval_is_brought_back() -> None:
+    file = torch.load(FOREIGN / 'stock_sgd.pth', weights_only=False)
+    file['optimizer']['loss_scaler'].update(_growth_tracker=5000, scale=512.0)
+    converted, notes = convert.to_apex(file)
+    assert converted['amp']['loss_scaler0'] == {'loss_scale': 512.0, 'unskipped': 1999}
+    assert any('5000 is past the interval' in note for note in notes)

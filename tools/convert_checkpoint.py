@@ -72,7 +72,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         '--epoch', type=int, metavar='N', help='with stock and apex: finished epochs, if SRC does not tell'
     )
     parser.add_argument('--iter', type=int, metavar='N', help='with stock and apex: finished iterations, likewise')
-    args = parser.parse_args(argv)
+    # OUT may stand behind the options
+    args = parser.parse_intermixed_args(argv)
     if args.publish:
         args.to = args.to or 'fp32'
         if args.to not in convert.WEIGHT_TYPES:
@@ -116,9 +117,13 @@ def report(path: Path, file: Any) -> list[str]:
         name for name, value in content.state_dict.items() if isinstance(value, Tensor) and not value.isfinite().all()
     ]
     rows.append(('non-finite', ', '.join(bad) if bad else 'none'))
-    if 'ema_state_dict' in file:
-        steps = file['ema_state_dict'].get('steps')
-        count = f', {int(steps)} updates' if isinstance(steps, Tensor) else ''
+    average = file.get('ema_state_dict')
+    if average is not None and not isinstance(average, Mapping):
+        raise amp_wrapper.AmpCheckpointError(f"'ema_state_dict' must be a dict, but is {type(average).__name__}.")
+    if average is not None:
+        steps = average.get('steps')
+        one = isinstance(steps, Tensor) and steps.numel() == 1
+        count = f', {int(steps)} updates' if one else ''
         rows.append(('EMA', f"yes{count}: the average is in 'state_dict', the trained weights in 'ema_state_dict'"))
     else:
         rows.append(('EMA', 'none'))
@@ -240,6 +245,8 @@ def _scale(scaler: Mapping[str, Any], kind: str) -> str:
 def _schedules(schedules: Any) -> str:
     if not schedules:
         return 'none'
+    if not isinstance(schedules, (Mapping, list, tuple)):
+        raise amp_wrapper.AmpCheckpointError(f"'param_schedulers' must be a list, but is {type(schedules).__name__}.")
     count = sum(map(len, schedules.values())) if isinstance(schedules, Mapping) else len(schedules)
     return _count(count, 'state')
 
