@@ -24,12 +24,15 @@ from mmengine.dist import all_gather_object, get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from . import random_state
 from .errors import AmpCheckpointError, AmpConfigError
+from .mmengine_patches import attach_members
+from .mmengine_saving import wrappers_of
 from .registry import HOOKS
 
 KEY = 'exact_resume'
@@ -110,6 +113,11 @@ class ExactResumeHook(Hook):
                 loop.run_epoch = functools.partial(_rest_of_epoch, loop, self._batches, go_on)
         if self._is_validation_due(runner, loop):
             _log('the checkpoint was saved before its validation, which runs now')
+            # FlexibleRunner casts the model at the first iteration, and this validation belongs to a cast one
+            if isinstance(runner.optim_wrapper, OptimWrapperDict):
+                attach_members(runner.optim_wrapper, runner.model)
+            for wrapper in wrappers_of(runner).values():
+                wrapper.attach(runner.model)
             self._set_random_states(runner, 'now')
             runner.val_loop.run()
         self._stop_if_stopped(runner, loop, saved)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import crash_harness
 import numpy as np
 import pytest
 import torch
@@ -248,3 +249,186 @@ def test_damage_is_named(tmp_path: Path, change: Callable[[Any], Any], words: st
     hook.check_states({})
     with pytest.raises(AmpCheckpointError, match=words):
         hook.check_states({'exact_resume': change(copy.deepcopy(good))})
+
+
+# -- found by a reviewer: whole runs, interrupted -----------------------------------------------------------------------
+
+
+class Stop(Exception):
+    """In place of SIGKILL."""
+
+
+@HOOKS.register_module()
+class StopAt(Hook):
+    """Ends the run before an iteration or a validation."""
+
+    def __init__(self, iteration: int | None = None, val: int | None = None) -> None:
+        self.iteration, self.val = iteration, val
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == self.iteration:
+            raise Stop
+
+    def before_val(self, runner: Any) -> None:
+        if runner.iter == self.val:
+            raise Stop
+
+
+@HOOKS.register_module()
+class DrawsAtEpoch(Hook):
+    """A random factor per epoch, as multi-scale training has it: it decides what the data are."""
+
+    def __init__(self, priority: str = 'NORMAL') -> None:
+        self.priority = priority
+
+    def before_train_epoch(self, runner: Any) -> None:
+        runner.train_loop.dataloader.dataset.images *= 1 + 0.1 * random.random() * float(torch.rand(()))
+
+
+@HOOKS.register_module()
+class SavesByHand(Hook):
+    """Saves without CheckpointHook."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        runner.save_checkpoint(runner.work_dir, f'hand_{runner.epoch + 1}.pth')
+
+
+class OtherHook(ExactResumeHook):
+    """A project's own kind."""
+
+
+def interrupted(
+    tmp_path: Path, case: dict[str, Any], runner: Any = toy.run, file: str | None = None, **stop: int
+) -> list[str]:
+    """What differs between the whole run and one that was stopped and resumed."""
+    runner(tmp_path / 'whole', **copy.deepcopy(case))
+    stopped = copy.deepcopy(case)
+    stopped['custom_hooks'].append(dict(type='StopAt', **stop))
+    with pytest.raises(Stop):
+        runner(tmp_path / 'part', **stopped)
+    again = dict(copy.deepcopy(case), resume=True)
+    if file is not None:
+        again['load_from'] = str(tmp_path / 'part' / file)
+    runner(tmp_path / 'part', **again)
+    return toy.differences(*(crash_harness.result(tmp_path / name) for name in ('whole', 'part')))
+
+
+def _with(case: dict[str, Any], *hooks: Any, **more: Any) -> dict[str, Any]:
+    return dict(case, custom_hooks=[*case['custom_hooks'], *hooks], **more)
+
+
+@pytest.mark.parametrize('priority', ['NORMAL', 'LOWEST'])
+@pytest.mark.parametrize('within', [False, True])
+def test_hooks_that_draw_at_the_beginning_of_an_epoch(tmp_path: Path, within: bool, priority: str) -> None:
+    case = _with(toy.everything('O5', save_each=5 if within else None), dict(type='DrawsAtEpoch', priority=priority))
+    # the factors multiply up, so only the epochs from the resume on may be compared with a fresh data set
+    whole = toy.run(tmp_path / 'whole', **copy.deepcopy(case))
+    stopped = copy.deepcopy(case)
+    stopped['custom_hooks'].append(dict(type='StopAt', iteration=16 if within else 14))
+    with pytest.raises(Stop):
+        toy.run(tmp_path / 'part', **stopped)
+    states = []
+    for name in ('whole', 'part'):
+        if name == 'part':
+            toy.run(tmp_path / 'part', resume=True, **copy.deepcopy(case))
+        file = toy.checkpoint(tmp_path / name)
+        states.append([file['exact_resume']['ranks'][0][moment] for moment in ('begin', 'start', 'now')])
+    assert toy.differences(*states) == [] and whole.epoch == 4
+
+
+INTERVALS = [
+    dict(by_epoch=True, max_epochs=4, val_begin=3, val_interval=1),
+    dict(by_epoch=True, max_epochs=4, val_begin=2, val_interval=2),
+    dict(by_epoch=True, max_epochs=4, val_interval=3, dynamic_intervals=[(3, 1)]),
+]
+
+
+@pytest.mark.parametrize('stop', [dict(iteration=14), dict(val=21), dict(val=28)])
+@pytest.mark.parametrize('train_cfg', INTERVALS)
+def test_validations_that_are_due_and_others(tmp_path: Path, train_cfg: dict[str, Any], stop: dict[str, int]) -> None:
+    case = dict(toy.everything('O5'), train_cfg=train_cfg)
+    if stop == dict(val=21) and train_cfg['val_interval'] == 2:
+        # this run does not validate there
+        stop = dict(iteration=21)
+    assert interrupted(tmp_path, case, **stop) == []
+
+
+def test_generators_of_the_data_are_saved(tmp_path: Path) -> None:
+    case = toy.everything('O5', save_each=5)
+    case['train_dataloader']['sampler'] = dict(type='ToyGeneratorSampler')
+    assert interrupted(tmp_path, case, iteration=16) == []
+
+
+def test_two_hooks_are_one(tmp_path: Path) -> None:
+    case = toy.everything('O5', save_each=5)
+    case['default_hooks']['exact'] = dict(type='OtherHook')
+    HOOKS.register_module(name='OtherHook', module=OtherHook, force=True)
+    assert interrupted(tmp_path, case, iteration=16) == []
+
+
+def test_files_saved_by_hand_have_the_states_of_their_moment(tmp_path: Path) -> None:
+    case = toy.everything('O5')
+    case['default_hooks']['checkpoint'] = dict(
+        type='CheckpointHook', interval=3, by_epoch=False, save_optimizer=False, save_last=False
+    )
+    case['default_hooks']['own'] = dict(type='SavesByHand')
+    toy.run(tmp_path / 'whole', **copy.deepcopy(case))
+    path = str(tmp_path / 'whole' / 'hand_2.pth')
+    toy.run(tmp_path / 'part', resume=True, load_from=path, **copy.deepcopy(case))
+    left, right = (torch.load(tmp_path / name / 'hand_4.pth', weights_only=True) for name in ('whole', 'part'))
+    for key in ('state_dict', 'optimizer'):
+        assert toy.differences(left[key], right[key]) == []
+
+
+def test_a_finished_run_of_iterations_stays_where_it_is(tmp_path: Path) -> None:
+    """Resumed with nothing left to do, and saved again by a hook that counts epochs."""
+    case = toy.everything('O5', by_epoch=False)
+    case['default_hooks']['checkpoint'] = dict(type='CheckpointHook', interval=1)
+    toy.run(tmp_path, **copy.deepcopy(case))
+    before = toy.checkpoint(tmp_path)['exact_resume']['ranks']
+    toy.run(tmp_path, resume=True, **copy.deepcopy(case))
+    assert toy.differences(before, toy.checkpoint(tmp_path)['exact_resume']['ranks']) == []
+
+
+def test_another_batch_size_is_told(tmp_path: Path) -> None:
+    run(tmp_path)
+    other = _loader(batch_size=2)
+    _, lines = run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1), **other)
+    assert any('an epoch had 7 batches and has 14 now' in line for line in lines)
+
+
+def test_workers_with_seeds_of_their_own_are_told(tmp_path: Path) -> None:
+    init = dict(type='toy_worker_init')
+    _, lines = run(tmp_path, **_loader(num_workers=1, worker_init_fn=init), **ITERATIONS)
+    assert any("the workers' seeds are drawn at each pass" in line for line in lines)
+
+
+def _flexible(work_dir: Path, **case: Any) -> Any:
+    from mmengine.runner import FlexibleRunner
+
+    config = toy.toy_config(work_dir, **case)
+    config.strategy = dict(type='SingleDeviceStrategy')
+    config.randomness, config.env_cfg = dict(seed=0), {}
+    torch.manual_seed(0)
+    runner = FlexibleRunner.from_cfg(config)
+    runner.train()
+    return runner
+
+
+@pytest.mark.parametrize(
+    ('by_epoch', 'save_each', 'stop'),
+    [
+        (True, None, dict(iteration=15)),
+        (True, 5, dict(iteration=16)),
+        (False, None, dict(iteration=17)),
+        (True, None, dict(val=14)),
+    ],
+)
+def test_flexible_runner_resumes_exactly(
+    tmp_path: Path, by_epoch: bool, save_each: int | None, stop: dict[str, int]
+) -> None:
+    """It overwrites the epoch of a file that ``save_best`` saves again; here the epoch stays."""
+    case = toy.everything('O2', by_epoch, save_each=save_each)
+    # this runner counts the accumulation before it has loaded the model
+    case['optim_wrapper']['accumulative_counts'] = 1
+    assert interrupted(tmp_path, case, _flexible, **stop) == []

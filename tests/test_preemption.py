@@ -163,3 +163,47 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'resuming from' in done.stdout and 'preempted.pth' in done.stdout
     assert 'Finished: epoch 10, iteration 230' in done.stdout and time.monotonic() > begin
+
+
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_epoch: bool) -> None:
+    """As cluster schedulers send it."""
+    case = toy.everything('O5', by_epoch, num_workers=2)
+    whole, part = tmp_path / 'whole', tmp_path / 'part'
+    for folder in (whole, part):
+        folder.mkdir()
+    crash_harness.finish(whole, case)
+    pid = crash_harness.start(part, _with(case, PREEMPTION, dict(type='Marks', iteration=10)))
+    assert crash_harness.wait(pid, 60, (part / 'mark').exists) is None
+    os.killpg(pid, signal.SIGTERM)
+    code = crash_harness.wait(pid, 60)
+    assert code == 0, (tmp_path / 'part.log').read_text()[-3000:]
+    assert 12 <= toy.checkpoint(part, 'preempted.pth')['meta']['iter'] <= 28
+    crash_harness.finish(part, case)
+    assert toy.differences(crash_harness.result(whole), crash_harness.result(part)) == []
+    # nobody is left behind
+    end = time.monotonic() + 20
+    while subprocess.run(['pgrep', '-g', str(pid)], capture_output=True).returncode == 0:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@HOOKS.register_module()
+class Marks(Hook):
+    """Tells the outside where the run is, and waits a moment for the answer."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == self.iteration:
+            (Path(runner.work_dir) / 'mark').write_text('')
+            time.sleep(1)
+
+
+def test_without_the_hook_of_exact_resumes_it_says_so(tmp_path: Path) -> None:
+    case = toy.everything('O5', max_epochs=1)
+    case['custom_hooks'] = [PREEMPTION]
+    with toy.run_log() as lines:
+        toy.run(tmp_path, **case)
+    assert any('PreemptionHook saves in the middle of epochs' in line for line in lines)

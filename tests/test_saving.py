@@ -215,3 +215,51 @@ def test_wrappers_of_knows_ours(tmp_path: Path) -> None:
     runner = toy.run(tmp_path, OURS)
     assert list(mmengine_saving.wrappers_of(runner)) == ['']
     assert os.listdir(tmp_path)
+
+
+# -- found by a reviewer ----------------------------------------------------------------------------------------------
+
+
+def test_an_archive_of_another_hook_is_left_alone(tmp_path: Path) -> None:
+    """Files carry the list of what was due to go, and another hook may have files of the same names."""
+    case = hooks(max_keep_ckpts=1)
+    case['default_hooks']['archive'] = dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'archive'))
+    longer = dict(train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1))
+    toy.run(tmp_path / 'work', OURS, **copy.deepcopy(case))
+    toy.run(tmp_path / 'work', OURS, resume=True, **longer, **copy.deepcopy(case))
+    assert files(tmp_path / 'archive' / 'work') == ['epoch_1.pth', 'epoch_2.pth', 'epoch_3.pth']
+
+
+def test_the_files_of_the_run_one_comes_from_are_left_alone(tmp_path: Path) -> None:
+    case = hooks(max_keep_ckpts=1, save_best='toy/score', rule='greater')
+    toy.run(tmp_path / 'a', OURS, **copy.deepcopy(case))
+    before = files(tmp_path / 'a')
+    toy.run(tmp_path / 'b', OURS, **copy.deepcopy(case))
+    mine = files(tmp_path / 'b')
+    longer = dict(train_cfg=dict(by_epoch=True, max_epochs=4, val_interval=1))
+    path = str(tmp_path / 'a' / 'epoch_2.pth')
+    toy.run(tmp_path / 'b', OURS, resume=True, load_from=path, **longer, **copy.deepcopy(case))
+    assert files(tmp_path / 'a') == before
+    assert set(mine) - {'epoch_2.pth'} <= set(files(tmp_path / 'b'))
+
+
+def test_weights_alone_do_not_replace_a_preempted_run(tmp_path: Path) -> None:
+    case = hooks()
+    case['default_hooks']['checkpoint'].update(save_optimizer=False)
+    tmp_path.mkdir(exist_ok=True)
+    (tmp_path / 'preempted.pth').write_text('x')
+    toy.run(tmp_path, OURS, **case)
+    assert (tmp_path / 'preempted.pth').exists()
+    toy.run(tmp_path, OURS, **hooks())
+    assert not (tmp_path / 'preempted.pth').exists()
+
+
+def test_an_empty_pointer_and_checkpoints_elsewhere(tmp_path: Path) -> None:
+    """mmengine writes the pointer without care; killed in between, it is empty."""
+    case = hooks(out_dir=str(tmp_path / 'out'))
+    toy.run(tmp_path / 'work', OURS, **copy.deepcopy(case))
+    (tmp_path / 'work' / 'last_checkpoint').write_text('')
+    longer = dict(train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1))
+    with toy.run_log() as lines:
+        toy.run(tmp_path / 'work', OURS, resume=True, log_level='INFO', **longer, **case)
+    assert any(f'resuming from {tmp_path / "out" / "work" / "epoch_2.pth"}' in line for line in lines)

@@ -17,7 +17,7 @@ from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import MMLogger
 from mmengine.model import BaseDataPreprocessor, BaseModel
-from mmengine.registry import DATA_SAMPLERS, DATASETS, METRICS, MODELS
+from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, METRICS, MODELS
 from mmengine.runner import Runner
 from torch import Tensor, nn
 from torch.utils.data import Dataset, RandomSampler
@@ -103,6 +103,20 @@ class ToyRandomSampler(RandomSampler):
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int | None = None) -> None:
         super().__init__(dataset)
+
+
+@DATA_SAMPLERS.register_module()
+class ToyGeneratorSampler(RandomSampler):
+    """An order of its own, from a generator that nobody else knows."""
+
+    def __init__(self, dataset: Any, shuffle: bool = True, seed: int | None = None) -> None:
+        super().__init__(dataset, generator=torch.Generator().manual_seed(5))
+
+
+@FUNCTIONS.register_module()
+def toy_worker_init(worker_id: int) -> None:
+    """Seeds from what torch gave the worker."""
+    np.random.seed(torch.initial_seed() % 2**32)
 
 
 @METRICS.register_module()
