@@ -263,7 +263,7 @@ def _check_scheduler(state: Any, scheduler: Any, label: str) -> None:
     for key, here in mine.items():
         # an older mmengine may not have known them all
         there = state.get(key, here)
-        if is_number(here) and not (there is None or _is_setting(there)):
+        if is_number(here) and not (_is_switch(there) or _is_setting(there)):
             raise AmpCheckpointError(f'{label}[{key!r}]={there!r} must be a number.')
 
 
@@ -271,7 +271,7 @@ def _is_setting(value: Any) -> bool:
     """A number that float32 can hold, plain or in a tensor of one element."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and value.layout is torch.strided and not value.is_meta and _is_setting(value.item())
-    return is_number(value) and abs(value) < 3e38
+    return is_number(value) and abs(value) < (2**31 if isinstance(value, int) else 3e38)
 
 
 def _is_switch(value: Any) -> bool:
@@ -325,15 +325,8 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Coll
     unknown = [key for key in saved['state'] if isinstance(key, int) and key not in numbered]
     if unknown:
         raise AmpCheckpointError(f"'state' has {_some(unknown)}, which no parameter group has: the file is damaged.")
-    for index, (group, mine) in enumerate(zip(saved['param_groups'], optimizer.param_groups)):
-        label = f"'param_groups'[{index}]"
-        lost = [key for key in mine if known and key in optimizer.defaults and key not in group and key not in _ADDED]
-        if lost or ('lr' in mine and 'lr' not in group):
-            raise AmpCheckpointError(
-                f'{label} lacks {_some(lost or ["lr"])} (found: {", ".join(map(str, group))}): it was saved by another '
-                f'optimizer than {type(optimizer).__name__}, or is damaged.'
-            )
-        check_settings(group, optimizer, label)
+    for index, group in enumerate(saved['param_groups']):
+        check_settings(group, optimizer, f"'param_groups'[{index}]")
     if known:
         _check_states(saved, optimizer, shaped)
 
@@ -350,6 +343,13 @@ def check_settings(group: Mapping[str, Any], optimizer: Optimizer, label: str) -
         AmpCheckpointError: Names the hyper-parameter, its value and what was expected.
     """
     known = type(optimizer).__module__.startswith('torch.optim')
+    needed = [key for key in optimizer.defaults if key == 'lr' or (known and key not in _ADDED)]
+    lost = [key for key in needed if key not in group]
+    if lost:
+        raise AmpCheckpointError(
+            f'{label} lacks {_some(lost)} (found: {", ".join(map(str, group))}): it was saved by another optimizer than '
+            f'{type(optimizer).__name__}, or is damaged.'
+        )
     for key, (fits, words) in _SETTINGS.items():
         if key in group and key in optimizer.defaults and (known or key == 'lr') and not fits(group[key]):
             raise AmpCheckpointError(f'{label}[{key!r}]={group[key]!r} must be {words}.')

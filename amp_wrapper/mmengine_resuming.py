@@ -131,6 +131,12 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
             checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None))
+            # the hook swaps the two by name
+            for key in file['ema_state_dict']:
+                if key.startswith('module.') and key[len('module.') :] not in file['state_dict']:
+                    raise AmpCheckpointError(
+                        f'state_dict lacks {key[len("module.") :]!r}, which ema_state_dict has: it is damaged.'
+                    )
     _judge_message_hub(file['message_hub'])
     if resume_optimizer:
         _judge_optimizer(runner, file['optimizer'])

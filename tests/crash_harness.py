@@ -8,6 +8,7 @@ trained nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import random
@@ -93,7 +94,9 @@ def start(work_dir: Path, case: dict[str, Any], main: Callable[[], None] | None 
 
 def kill(pid: int) -> None:
     """SIGKILL to the process and its data workers."""
-    os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        # it may end in this very moment
+        os.killpg(pid, signal.SIGKILL)
 
 
 def wait(pid: int, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
