@@ -19,17 +19,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from mmengine.dataset import worker_init_fn
 from mmengine.dist import all_gather_object, get_rank, get_world_size
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.logging import print_log
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
-from mmengine.runner.loops import _InfiniteDataloaderIterator
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from . import random_state
+from . import data_order, random_state
 from .errors import AmpCheckpointError, AmpConfigError
 from .mmengine_patches import attach_members
 from .mmengine_saving import wrappers_of
@@ -95,7 +92,7 @@ class ExactResumeHook(Hook):
             self._follow_seeds(loop)
             self._restore_statistics(runner, self._resumed)
             _restore_early_stopping(runner, self._resumed['early_stopping'])
-        for reason in _inexact(runner, loop):
+        for reason in data_order.why_inexact(runner, loop):
             _log(f'a resume of this run will not be exact: {reason}', logging.WARNING)
 
     def resume_training(self, runner: Any) -> None:
@@ -123,7 +120,7 @@ class ExactResumeHook(Hook):
         self._stop_if_stopped(runner, loop, saved)
 
     def _warn_of_other_batches(self, saved: Mapping[str, Any], loop: Any) -> None:
-        length = _length(loop)
+        length = data_order.batches_of(loop)
         if saved['length'] != length:
             _log(
                 f'an epoch had {saved["length"]} batches and has {length} now: data seen are passed over by number',
@@ -243,7 +240,7 @@ class ExactResumeHook(Hook):
             'version': VERSION,
             'ranks': ranks,
             'batches': self._batches,
-            'length': _length(runner.train_loop),
+            'length': data_order.batches_of(runner.train_loop),
             'validated': self._validated,
             'stop_training': bool(getattr(runner.train_loop, 'stop_training', False)),
             'early_stopping': [
@@ -288,7 +285,7 @@ class ExactResumeHook(Hook):
 
     def _generators(self, runner: Any) -> list[torch.Generator]:
         loader = getattr(runner.train_loop, 'dataloader', None) if _has_train_loop(runner) else None
-        found = [getattr(loader, 'generator', None), getattr(_sampler(loader), 'generator', None)]
+        found = [getattr(loader, 'generator', None), getattr(data_order.sampler_of(loader), 'generator', None)]
         return [generator for generator in dict.fromkeys(found) if isinstance(generator, torch.Generator)]
 
     def _capture(self, runner: Any) -> dict[str, Any]:
@@ -310,7 +307,7 @@ class ExactResumeHook(Hook):
             'now': now,
             'begin': self._begin,
             'start': self._start,
-            'seeds': _seeds(getattr(loop, 'dataloader', None)),
+            'seeds': data_order.seeds_of(getattr(loop, 'dataloader', None)),
             'statistics': {},
         }
         if get_rank() > 0:
@@ -328,10 +325,10 @@ class ExactResumeHook(Hook):
         """Samplers and workers are built before a checkpoint is read: give them the seeds they had."""
         loader = loop.dataloader
         saved = None if self._resumed is None else self._own(self._resumed, 'seeds')
-        here = _seeds(loader)
+        here = data_order.seeds_of(loader)
         if saved is None or here == saved:
             return
-        sampler = _sampler(loader)
+        sampler = data_order.sampler_of(loader)
         if None not in (saved['sampler'], here['sampler']):
             sampler.seed = saved['sampler']
         if None not in (saved['workers'], here['workers']):
@@ -342,25 +339,8 @@ class ExactResumeHook(Hook):
                 loader.worker_init_fn = new
             else:
                 outer.then = new
-        restart_iterator(loop)
+        data_order.restart_iterator(loop)
         _log('the order of the data follows the seed of the checkpoint')
-
-
-def restart_iterator(loop: Any) -> None:
-    """Begin the data of an iteration-based loop anew, for they were begun when the loop was built; nothing for others.
-
-    Args:
-        loop: That has not fetched a batch yet.
-    """
-    if not isinstance(loop, IterBasedTrainLoop):
-        return
-    sampler = _sampler(loop.dataloader)
-    if hasattr(sampler, '_indices_of_rank'):
-        # workers have fetched some ahead
-        sampler.indices = sampler._indices_of_rank()
-    states = torch.get_rng_state()
-    loop.dataloader_iterator = _InfiniteDataloaderIterator(loop.dataloader)
-    torch.set_rng_state(states)
 
 
 class _LastWord(Hook):
@@ -445,32 +425,6 @@ def _has_train_loop(runner: Any) -> bool:
     return not isinstance(getattr(runner, '_train_loop', None), (dict, type(None)))
 
 
-def _length(loop: Any) -> int:
-    """Batches of an epoch; -1 where nobody knows."""
-    try:
-        return len(loop.dataloader)
-    except (AttributeError, TypeError):
-        return -1
-
-
-def _sampler(loader: Any) -> Any:
-    batches = getattr(loader, 'batch_sampler', None)
-    return getattr(batches, 'sampler', None) if batches is not None else getattr(loader, 'sampler', None)
-
-
-def _seeds(loader: Any) -> dict[str, int | None]:
-    """What the sampler and the workers of a data loader were seeded with; None where nobody knows."""
-    seed = getattr(_sampler(loader), 'seed', None)
-    init = getattr(loader, 'worker_init_fn', None)
-    # PreemptionHook puts its own around it
-    init = getattr(init, 'then', init)
-    ours = isinstance(init, functools.partial) and init.func is worker_init_fn
-    return {
-        'sampler': seed if isinstance(seed, int) else None,
-        'workers': init.keywords.get('seed') if ours and init else None,
-    }
-
-
 def _statistics(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The running statistics of BatchNorm and its kin, by qualified name."""
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
@@ -508,46 +462,6 @@ def _restore_early_stopping(runner: Any, states: list[Mapping[str, Any]]) -> Non
         return
     for hook, state in zip(hooks, states):
         hook.wait_count, hook.best_score = state['wait_count'], state['best_score']
-
-
-def _inexact(runner: Any, loop: Any) -> list[str]:
-    """Why a resume of this configuration cannot be exact."""
-    loader = getattr(loop, 'dataloader', None)
-    reasons = []
-    by_epoch = isinstance(loop, EpochBasedTrainLoop)
-    if not by_epoch and not isinstance(loop, IterBasedTrainLoop):
-        reasons.append(
-            f'the train loop {type(loop).__name__} is unknown, so data already seen in an epoch is not passed over.'
-        )
-    elif by_epoch and type(loop).run_epoch is not EpochBasedTrainLoop.run_epoch:
-        reasons.append(f'{type(loop).__name__} has a run_epoch of its own: an epoch that was begun is begun again.')
-    if not isinstance(loader, DataLoader):
-        return [*reasons, f'the train dataloader is a {type(loader).__name__}, whose state nobody saves.']
-    sampler = _sampler(loader)
-    endless = hasattr(sampler, '_infinite_indices') or hasattr(sampler, 'indices')
-    if loader.num_workers and loader.persistent_workers and (by_epoch or not endless):
-        reasons.append(
-            'persistent_workers=True keeps the random states of the workers from epoch to epoch, where nobody can save them. '
-            'Write persistent_workers=False.'
-        )
-    if (runner.cfg.get('randomness') or {}).get('seed') is None:
-        reasons.append(
-            'the config has no seed, and data sets are built before a checkpoint is read. tools/train.py --resume takes the '
-            'seed from the checkpoint; for other scripts write randomness=dict(seed=0).'
-        )
-    if not by_epoch and not endless and loader.num_workers and _seeds(loader)['workers'] is None:
-        reasons.append("the workers' seeds are drawn at each pass over the data. Use mmengine's InfiniteSampler.")
-    if isinstance(loader.dataset, IterableDataset):
-        reasons.append('an IterableDataset has a position of its own, which nobody saves.')
-    elif not by_epoch and isinstance(sampler, RandomSampler):
-        reasons.append(
-            "torch's RandomSampler draws a new order at each pass over the data. Use mmengine's InfiniteSampler."
-        )
-    elif not hasattr(sampler, 'seed') and not isinstance(sampler, (RandomSampler, SequentialSampler)):
-        reasons.append(f'{type(sampler).__name__} has no seed.')
-    if torch.cuda.is_available() and not torch.are_deterministic_algorithms_enabled():
-        reasons.append('some GPU kernels add in any order. Write randomness=dict(seed=0, deterministic=True).')
-    return reasons
 
 
 def _is_seed(value: Any) -> bool:

@@ -17,8 +17,9 @@ from mmengine.optim import OptimWrapperDict
 from torch.utils.data import DataLoader
 
 from . import checkpoint_file
+from .data_order import restart_iterator
 from .errors import AmpConfigError
-from .exact_resume import ExactResumeHook, restart_iterator
+from .exact_resume import ExactResumeHook
 from .mmengine_saving import PREEMPTED, collect_states, is_local, mark_save
 from .registry import HOOKS
 
