@@ -265,8 +265,8 @@ def _tidy_up(hook: Any, runner: Any) -> None:
     folder = Path(hook.out_dir).resolve()
     for waiting in runner.message_hub.runtime_info.get(WAITING) or ():
         # whatever a file says, nothing but checkpoints of this very folder is removed
-        path = Path(waiting)
-        mine = path.is_absolute() and path.parent.resolve() == folder and path.suffix == '.pth'
+        path = Path(waiting).absolute()
+        mine = path.parent.resolve() == folder and path.suffix == '.pth'
         if mine and path.is_file() and path.resolve() not in kept:
             path.unlink()
             names.append(path.name)
