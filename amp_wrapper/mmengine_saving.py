@@ -263,11 +263,14 @@ def _tidy_up(hook: Any, runner: Any) -> None:
     names = checkpoint_file.remove_leftovers(hook.out_dir)
     kept = {Path(path).resolve() for path in _kept(hook)}
     folder = Path(hook.out_dir).resolve()
+    source = Path(str(getattr(runner, '_load_from', None)))
+    written = source.stat().st_mtime if source.is_file() else float('inf')
     for waiting in runner.message_hub.runtime_info.get(WAITING) or ():
         # whatever a file says, nothing but checkpoints of this very folder is removed
         path = Path(waiting).absolute()
         mine = path.parent.resolve() == folder and path.suffix == '.pth'
-        if mine and path.is_file() and path.resolve() not in kept:
+        # what is younger than the list belongs to another run in this folder
+        if mine and path.is_file() and path.resolve() not in kept and path.stat().st_mtime <= written:
             path.unlink()
             names.append(path.name)
     if names:

@@ -243,6 +243,16 @@ def test_the_files_of_the_run_one_comes_from_are_left_alone(tmp_path: Path) -> N
     assert set(mine) - {'epoch_2.pth'} <= set(files(tmp_path / 'b'))
 
 
+def test_a_younger_file_of_a_listed_name_is_left_alone(tmp_path: Path) -> None:
+    """A run was begun anew in the folder, and then somebody goes back to a file of the first one."""
+    toy.run(tmp_path, OURS, **hooks(max_keep_ckpts=1))
+    os.rename(tmp_path / 'epoch_2.pth', tmp_path / 'first.pth')
+    (tmp_path / 'epoch_1.pth').write_text('of the second run')
+    longer = dict(train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1))
+    toy.run(tmp_path, OURS, resume=True, load_from=str(tmp_path / 'first.pth'), **longer, **hooks())
+    assert (tmp_path / 'epoch_1.pth').read_text() == 'of the second run'
+
+
 def test_weights_alone_do_not_replace_a_preempted_run(tmp_path: Path) -> None:
     case = hooks()
     case['default_hooks']['checkpoint'].update(save_optimizer=False)
