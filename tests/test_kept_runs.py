@@ -138,6 +138,9 @@ def test_files_of_older_torch_lack_settings(key: str) -> None:
         group.pop(key, None)
     wrapper.load_state_dict(state)
     train(model, wrapper, 1)
+    # the step after the load is the second, not a first one again
+    stepped = [entry['step'] for entry in wrapper.optimizer.state.values()]
+    assert stepped and all(int(count) == 2 for count in stepped)
 
 
 @pytest.mark.parametrize(
