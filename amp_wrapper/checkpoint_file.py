@@ -161,7 +161,7 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
     Returns:
         The names of the removed files.
     """
-    found = sorted(Path(folder).glob(f'*.pth{PART_SUFFIX}'))
+    found = sorted(Path(folder).glob(f'*{PART_SUFFIX}'))
     for part in found:
         _remove_quietly(part)
     return [part.name for part in found]
@@ -309,7 +309,8 @@ def find_newest(folder: str | os.PathLike[str], more: Iterable[str | os.PathLike
     # CheckpointHook(out_dir=...) makes a folder of the same name there; any other place is that of another run
     if named is not None and named.parent.name == folder.name and not any(folder.glob('*.pth')):
         folders.append(named.parent)
-    paths = {Path(os.path.abspath(path)) for place in folders for path in place.glob('*.pth')}
+    endings = {'.pth', '.pth' if named is None else named.suffix}
+    paths = {Path(os.path.abspath(path)) for place in folders for end in endings for path in place.glob(f'*{end}')}
     if named is not None:
         paths.add(named)
     was_here = (folder / 'last_checkpoint').exists()

@@ -3,7 +3,8 @@
 * ``load_or_resume``: mmengine takes what ``last_checkpoint`` names, complete or not, there or not.
 * ``resume``: mmengine applies the weights, then the counters, the optimizer and the schedulers, and fails somewhere in
   between; unknown and missing weights are a line in the log. Here the whole file is judged first.
-* ``load_checkpoint``: checksums are compared, and nothing in the file is executed, whatever the environment allows.
+* ``load_checkpoint``, of runners and of the single-device strategy: checksums are compared, nothing in the file is executed,
+  whatever the environment allows, and names that begin like a wrapper's ("module_list") stay whole.
 
 Each patch is the identity where no wrapper of ours is attached.
 """
@@ -18,6 +19,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from mmengine._strategy import SingleDeviceStrategy
 from mmengine.dist import broadcast_object_list, get_rank
 from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import is_model_wrapper
@@ -226,8 +228,14 @@ def _patch_runner(cls: Any) -> None:
     cls.resume = resume
 
 
-def _patch_load() -> None:
-    original = Runner.load_checkpoint
+def _revise_keys(model: Any) -> list[tuple[str, str]]:
+    """mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"."""
+    inner = model.module if is_model_wrapper(model) else model
+    return [] if hasattr(inner, 'module') else [(r'^module\.', '')]
+
+
+def _patch_load(cls: Any) -> None:
+    original = cls.load_checkpoint
 
     @functools.wraps(original)
     def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
@@ -236,14 +244,25 @@ def _patch_load() -> None:
         if _is_local_file(filename) and not _ours.get():
             # a resume has done this
             checkpoint_file.verify(filename)
-        if len(args) < 3 and 'revise_keys' not in kwargs:
-            # mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"
-            model = self.model.module if is_model_wrapper(self.model) else self.model
-            kwargs['revise_keys'] = [] if hasattr(model, 'module') else [(r'^module\.', '')]
+        if len(args) < 3:
+            kwargs.setdefault('revise_keys', _revise_keys(self.model))
         with _loaded_for(self):
             return original(self, filename, *args, **kwargs)
 
-    Runner.load_checkpoint = load_checkpoint
+    cls.load_checkpoint = load_checkpoint
+
+
+def _patch_strategy() -> None:
+    """``FlexibleRunner`` resumes through its strategy."""
+    original = SingleDeviceStrategy.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, filename: str, **kwargs: Any) -> Any:
+        if _ours.get():
+            kwargs.setdefault('revise_keys', _revise_keys(self.model))
+        return original(self, filename, **kwargs)
+
+    SingleDeviceStrategy.load_checkpoint = load_checkpoint
 
 
 def _patch_loader() -> None:
@@ -261,7 +280,8 @@ def _patch_loader() -> None:
 
 def patch() -> None:
     """Put the patches in place; called once, by :func:`amp_wrapper.mmengine_patches.apply`."""
-    _patch_runner(Runner)
-    _patch_runner(FlexibleRunner)
-    _patch_load()
+    for cls in (Runner, FlexibleRunner):
+        _patch_runner(cls)
+        _patch_load(cls)
+    _patch_strategy()
     _patch_loader()

@@ -268,7 +268,7 @@ def _tidy_up(hook: Any, runner: Any) -> None:
     for waiting in runner.message_hub.runtime_info.get(WAITING) or ():
         # whatever a file says, nothing but checkpoints of this very folder is removed
         path = Path(waiting).absolute()
-        mine = path.parent.resolve() == folder and path.suffix == '.pth'
+        mine = path.parent.resolve() == folder and path.suffix == Path(hook.filename_tmpl).suffix
         # what is younger than the list belongs to another run in this folder
         if mine and path.is_file() and path.resolve() not in kept and path.stat().st_mtime <= written:
             path.unlink()

@@ -24,41 +24,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import mmengine.runner.runner
 import toy
-from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
 
 from amp_wrapper import exact_resume
 
 # what a process finds out about its machine takes a second and no part
 mmengine.runner.runner.collect_env = dict
-
-
-class Stop(Exception):
-    """The run was interrupted."""
-
-
-@HOOKS.register_module()
-class StopAfter(Hook):
-    """Kills the run right after the checkpoint that 'second' resumes, with the schedule of the whole run."""
-
-    priority = 'LOWEST'
-
-    def __init__(self, epochs: int | None = None, iters: int | None = None, val: int | None = None) -> None:
-        self.epochs = epochs
-        self.iters = iters
-        self.val = val
-
-    def before_train_epoch(self, runner: Any) -> None:
-        if runner.epoch == self.epochs:
-            raise Stop
-
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if runner.iter == self.iters:
-            raise Stop
-
-    def before_val(self, runner: Any) -> None:
-        if runner.iter == self.val:
-            raise Stop
 
 
 def _begin_again(loop: Any, done: int, go_on: Any) -> None:
@@ -102,7 +72,7 @@ def main(folder: Path, phase: str) -> None:
         if phase == 'first':
             overrides['custom_hooks'] = [
                 *overrides.get('custom_hooks', []),
-                dict(type='StopAfter', epochs=case.get('stop'), iters=case.get('stop_iter'), val=case.get('stop_val')),
+                dict(type='StopAt', epochs=case.get('stop'), iters=case.get('stop_iter'), val=case.get('stop_val')),
             ]
         if phase == 'second':
             overrides['resume'] = True
@@ -111,7 +81,7 @@ def main(folder: Path, phase: str) -> None:
         try:
             with mock.patch.object(*PROTECTIONS[without]) if without else nullcontext():
                 toy.run(work_dir, copy.deepcopy(case['optim_wrapper']), **overrides)
-        except Stop:
+        except toy.Stop:
             assert phase == 'first'
             # what the second process began with
             shutil.copytree(work_dir, work_dir.with_name('first'))

@@ -254,26 +254,6 @@ def test_damage_is_named(tmp_path: Path, change: Callable[[Any], Any], words: st
 # -- found by a reviewer: whole runs, interrupted -----------------------------------------------------------------------
 
 
-class Stop(Exception):
-    """In place of SIGKILL."""
-
-
-@HOOKS.register_module()
-class StopAt(Hook):
-    """Ends the run before an iteration or a validation."""
-
-    def __init__(self, iteration: int | None = None, val: int | None = None) -> None:
-        self.iteration, self.val = iteration, val
-
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if runner.iter == self.iteration:
-            raise Stop
-
-    def before_val(self, runner: Any) -> None:
-        if runner.iter == self.val:
-            raise Stop
-
-
 @HOOKS.register_module()
 class DrawsAtEpoch(Hook):
     """A random factor per epoch, as multi-scale training has it: it decides what the data are."""
@@ -304,7 +284,7 @@ def interrupted(
     runner(tmp_path / 'whole', **copy.deepcopy(case))
     stopped = copy.deepcopy(case)
     stopped['custom_hooks'].append(dict(type='StopAt', **stop))
-    with pytest.raises(Stop):
+    with pytest.raises(toy.Stop):
         runner(tmp_path / 'part', **stopped)
     again = dict(copy.deepcopy(case), resume=True)
     if file is not None:
@@ -324,8 +304,8 @@ def test_hooks_that_draw_at_the_beginning_of_an_epoch(tmp_path: Path, within: bo
     # the factors multiply up, so only the epochs from the resume on may be compared with a fresh data set
     whole = toy.run(tmp_path / 'whole', **copy.deepcopy(case))
     stopped = copy.deepcopy(case)
-    stopped['custom_hooks'].append(dict(type='StopAt', iteration=16 if within else 14))
-    with pytest.raises(Stop):
+    stopped['custom_hooks'].append(dict(type='StopAt', iters=16 if within else 14))
+    with pytest.raises(toy.Stop):
         toy.run(tmp_path / 'part', **stopped)
     states = []
     for name in ('whole', 'part'):
@@ -343,27 +323,27 @@ INTERVALS = [
 ]
 
 
-@pytest.mark.parametrize('stop', [dict(iteration=14), dict(val=21), dict(val=28)])
+@pytest.mark.parametrize('stop', [dict(iters=14), dict(val=21), dict(val=28)])
 @pytest.mark.parametrize('train_cfg', INTERVALS)
 def test_validations_that_are_due_and_others(tmp_path: Path, train_cfg: dict[str, Any], stop: dict[str, int]) -> None:
     case = dict(toy.everything('O5'), train_cfg=train_cfg)
     if stop == dict(val=21) and train_cfg['val_interval'] == 2:
         # this run does not validate there
-        stop = dict(iteration=21)
+        stop = dict(iters=21)
     assert interrupted(tmp_path, case, **stop) == []
 
 
 def test_generators_of_the_data_are_saved(tmp_path: Path) -> None:
     case = toy.everything('O5', save_each=5)
     case['train_dataloader']['sampler'] = dict(type='ToyGeneratorSampler')
-    assert interrupted(tmp_path, case, iteration=16) == []
+    assert interrupted(tmp_path, case, iters=16) == []
 
 
 def test_two_hooks_are_one(tmp_path: Path) -> None:
     case = toy.everything('O5', save_each=5)
     case['default_hooks']['exact'] = dict(type='OtherHook')
     HOOKS.register_module(name='OtherHook', module=OtherHook, force=True)
-    assert interrupted(tmp_path, case, iteration=16) == []
+    assert interrupted(tmp_path, case, iters=16) == []
 
 
 def test_files_saved_by_hand_have_the_states_of_their_moment(tmp_path: Path) -> None:
@@ -403,24 +383,12 @@ def test_workers_with_seeds_of_their_own_are_told(tmp_path: Path) -> None:
     assert any("the workers' seeds are drawn at each pass" in line for line in lines)
 
 
-def _flexible(work_dir: Path, **case: Any) -> Any:
-    from mmengine.runner import FlexibleRunner
-
-    config = toy.toy_config(work_dir, **case)
-    config.strategy = dict(type='SingleDeviceStrategy')
-    config.randomness, config.env_cfg = dict(seed=0), {}
-    torch.manual_seed(0)
-    runner = FlexibleRunner.from_cfg(config)
-    runner.train()
-    return runner
-
-
 @pytest.mark.parametrize(
     ('by_epoch', 'save_each', 'stop'),
     [
-        (True, None, dict(iteration=15)),
-        (True, 5, dict(iteration=16)),
-        (False, None, dict(iteration=17)),
+        (True, None, dict(iters=15)),
+        (True, 5, dict(iters=16)),
+        (False, None, dict(iters=17)),
         (True, None, dict(val=14)),
     ],
 )
@@ -431,4 +399,4 @@ def test_flexible_runner_resumes_exactly(
     case = toy.everything('O2', by_epoch, save_each=save_each)
     # this runner counts the accumulation before it has loaded the model
     case['optim_wrapper']['accumulative_counts'] = 1
-    assert interrupted(tmp_path, case, _flexible, **stop) == []
+    assert interrupted(tmp_path, case, toy.run_flexible, **stop) == []

@@ -199,10 +199,11 @@ def test_models_may_differ_in_what_torch_converts() -> None:
             checkpoint_judge.check_model({**state, '1.weight': odd}, model)
 
 
-def test_a_name_that_begins_like_a_wrappers_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize('train_with', [toy.run, toy.run_flexible])
+def test_a_name_that_begins_like_a_wrappers_is_loaded(tmp_path: Path, train_with: Callable[..., Any]) -> None:
     """mmengine takes the seven letters ``module_`` from ``module_list.0.weight``, and the weight is lost."""
 
-    @toy.MODELS.register_module()
+    @toy.MODELS.register_module(force=True)
     class ListModel(toy.ToyModel):
         def __init__(self) -> None:
             super().__init__()
@@ -216,8 +217,8 @@ def test_a_name_that_begins_like_a_wrappers_is_loaded(tmp_path: Path) -> None:
 
     wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
     case = dict(model=dict(type='ListModel'))
-    toy.run(tmp_path, copy.deepcopy(wrapper), **case)
-    runner = toy.run(tmp_path, wrapper, resume=True, **case)
+    train_with(tmp_path, copy.deepcopy(wrapper), **case)
+    runner = train_with(tmp_path, wrapper, resume=True, **case)
     saved = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)['state_dict']
     assert torch.equal(runner.model.state_dict()['module_list.0.weight'], saved['module_list.0.weight'])
 

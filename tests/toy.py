@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.model import BaseDataPreprocessor, BaseModel
-from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, METRICS, MODELS
-from mmengine.runner import Runner
+from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, HOOKS, METRICS, MODELS
+from mmengine.runner import FlexibleRunner, Runner
 from torch import Tensor, nn
 from torch.utils.data import Dataset, RandomSampler
 
@@ -251,6 +252,45 @@ def run(work_dir: Path | str, optim_wrapper: dict[str, Any], **overrides: Any) -
     runner = Runner.from_cfg(toy_config(work_dir, optim_wrapper, **overrides))
     runner.train()
     return runner
+
+
+def run_flexible(work_dir: Path | str, optim_wrapper: dict[str, Any], **overrides: Any) -> FlexibleRunner:
+    """Train the toy with mmengine's other runner."""
+    config = toy_config(work_dir, optim_wrapper, **overrides)
+    config.strategy = dict(type='SingleDeviceStrategy')
+    config.randomness, config.env_cfg = dict(seed=0), {}
+    torch.manual_seed(0)
+    runner = FlexibleRunner.from_cfg(config)
+    runner.train()
+    return runner
+
+
+class Stop(Exception):
+    """The run was interrupted."""
+
+
+@HOOKS.register_module()
+class StopAt(Hook):
+    """Interrupts a run, in place of SIGKILL: before an epoch, an iteration or a validation."""
+
+    priority = 'LOWEST'
+
+    def __init__(self, epochs: int | None = None, iters: int | None = None, val: int | None = None) -> None:
+        self.epochs = epochs
+        self.iters = iters
+        self.val = val
+
+    def before_train_epoch(self, runner: Any) -> None:
+        if runner.epoch == self.epochs:
+            raise Stop
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == self.iters:
+            raise Stop
+
+    def before_val(self, runner: Any) -> None:
+        if runner.iter == self.val:
+            raise Stop
 
 
 def checkpoint(work_dir: Path | str, name: str | None = None) -> dict[str, Any]:
