@@ -26,14 +26,11 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
-from . import data_order, random_state
-from .errors import AmpCheckpointError, AmpConfigError
+from . import data_order, random_state, resume_record
+from .errors import AmpConfigError
 from .mmengine_patches import attach_members
 from .mmengine_saving import wrappers_of
 from .registry import HOOKS
-
-KEY = 'exact_resume'
-VERSION = 1
 
 
 def _log(text: str, level: int = logging.INFO) -> None:
@@ -236,8 +233,8 @@ class ExactResumeHook(Hook):
                     'the random states of the other ranks are not in this checkpoint: let CheckpointHook save',
                     logging.WARNING,
                 )
-        checkpoint[KEY] = {
-            'version': VERSION,
+        checkpoint[resume_record.KEY] = {
+            'version': resume_record.VERSION,
             'ranks': ranks,
             'batches': self._batches,
             'length': data_order.batches_of(runner.train_loop),
@@ -258,21 +255,21 @@ class ExactResumeHook(Hook):
         Raises:
             AmpCheckpointError: Names the key and what was expected.
         """
-        if KEY in checkpoint:
-            _check(checkpoint[KEY])
+        if resume_record.KEY in checkpoint:
+            resume_record.check(checkpoint[resume_record.KEY])
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the part of this hook until the training starts."""
         if not runner._resume:
             return
-        saved = checkpoint.get(KEY)
+        saved = checkpoint.get(resume_record.KEY)
         if saved is None:
             _log(
                 'the checkpoint holds no random states: dropout, augmentation and shuffling will differ',
                 logging.WARNING,
             )
             return
-        _check(saved)
+        resume_record.check(saved)
         self._resumed = saved
         ranks = len(saved['ranks'])
         if ranks != get_world_size():
@@ -462,70 +459,3 @@ def _restore_early_stopping(runner: Any, states: list[Mapping[str, Any]]) -> Non
         return
     for hook, state in zip(hooks, states):
         hook.wait_count, hook.best_score = state['wait_count'], state['best_score']
-
-
-def _is_seed(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63)
-
-
-def _check(saved: Any) -> None:
-    def need(good: bool, name: str, expected: str) -> None:
-        if not good:
-            raise AmpCheckpointError(f'{KEY}{name} must be {expected}: the file is damaged.')
-
-    need(isinstance(saved, Mapping), '', 'a dict')
-    version = saved.get('version')
-    need(isinstance(version, int) and not isinstance(version, bool) and version >= 1, "['version']", 'a whole number')
-    if version > VERSION:
-        raise AmpCheckpointError(
-            f"{KEY}['version']={version} comes from a newer amp_wrapper; this one reads up to {VERSION}: upgrade it."
-        )
-    for key, low in (('batches', 0), ('length', -1), ('validated', -1)):
-        value = saved.get(key)
-        need(
-            isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63,
-            f'[{key!r}]',
-            f'a whole number from {low}',
-        )
-    need(isinstance(saved.get('stop_training'), bool), "['stop_training']", 'True or False')
-    need(isinstance(saved.get('early_stopping'), (list, tuple)), "['early_stopping']", 'a list')
-    for index, state in enumerate(saved['early_stopping']):
-        label = f"['early_stopping'][{index}]"
-        need(
-            isinstance(state, Mapping) and isinstance(state.get('settings'), str),
-            label,
-            'a dict of wait_count, best_score, settings',
-        )
-        count = state.get('wait_count')
-        need(
-            isinstance(count, int) and not isinstance(count, bool) and count >= 0,
-            f"{label}['wait_count']",
-            'a whole number',
-        )
-        need(isinstance(state.get('best_score'), float), f"{label}['best_score']", 'a number')
-    need(
-        isinstance(saved.get('ranks'), (list, tuple)) and len(saved['ranks']) > 0,
-        "['ranks']",
-        'a list of one entry per process',
-    )
-    for index, rank in enumerate(saved['ranks']):
-        label = f"['ranks'][{index}]"
-        need(
-            isinstance(rank, Mapping) and {'now', 'begin', 'start', 'seeds', 'statistics'} <= set(rank),
-            label,
-            'a dict of now, begin, start, seeds and statistics',
-        )
-        seeds = rank['seeds']
-        good = isinstance(seeds, Mapping) and set(seeds) == {'sampler', 'workers'}
-        need(
-            good and all(_is_seed(seed) for seed in seeds.values()),
-            f"{label}['seeds']",
-            'the seeds of sampler and workers',
-        )
-        tensors = rank['statistics']
-        good = isinstance(tensors, Mapping) and all(isinstance(value, torch.Tensor) for value in tensors.values())
-        need(good, f"{label}['statistics']", 'a dict of tensors')
-        random_state.check(rank['now'], f"{KEY}{label}['now']")
-        for moment in ('begin', 'start'):
-            if rank[moment] is not None:
-                random_state.check(rank[moment], f'{KEY}{label}[{moment!r}]')

@@ -34,6 +34,7 @@ FLOOR_OF = {
     'checkpoint_transfer': 'owners',
     'convert': 'owners',
     'random_state': 'owners',
+    'resume_record': 'owners',
     'scope': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
@@ -53,6 +54,7 @@ SIBLINGS = {
     ('module_guard', 'forward_hooks'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
+    ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),
     # apex's words for the loss scale, which both hand over in ours
     ('checkpoint', 'checkpoint_apex'),
