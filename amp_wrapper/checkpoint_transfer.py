@@ -25,7 +25,9 @@ def window_fits(saved: SavedAmp, policy: Policy) -> bool:
     same_scale = theirs.get('loss_scale', {}).get('dynamic') == mine['loss_scale']['dynamic'] and (
         mine['loss_scale']['dynamic'] or theirs['loss_scale'].get('init_scale') == mine['loss_scale']['init_scale']
     )
-    return same_scale and all(theirs.get(key) == mine[key] for key in keys)
+    # files of before the option existed do not name it
+    same_sums = theirs.get('accumulate_in_fp32', False) == mine['accumulate_in_fp32']
+    return same_scale and same_sums and all(theirs.get(key) == mine[key] for key in keys)
 
 
 def describe(

@@ -6,10 +6,10 @@ and knows no framework; the doors above it translate words.
 The path of one update:
 
 1. ``scale``: the loss times the loss scale, which does not move from here to 7;
-2. ``backward``: gradients arrive on the model weights, 16-bit where the weights are;
+2. ``backward``: gradients arrive on the model weights, 16-bit where the weights are, and are averaged over the ranks;
 3. ``step`` looks for weights that somebody else changed (they win over their masters),
 4. unscales the gradients into FP32 and finds out whether any element is non-finite,
-5. decides (the one host read of a step),
+5. decides, the same on every rank (the one host read of a step),
 6. clips, steps the optimizer and copies masters into the model weights; or skips all three,
 7. moves the loss scale.
 """
@@ -26,14 +26,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from . import casting, checkpoint, checkpoint_judge, checkpoint_transfer, forward_hooks, fp32_ops, gradients, scope
-from .errors import AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
+from . import (
+    casting,
+    checkpoint,
+    checkpoint_judge,
+    checkpoint_transfer,
+    foreign_gradients,
+    forward_hooks,
+    fp32_ops,
+    gradients,
+    open_window,
+    scope,
+)
+from .accumulation import Fp32Sums
+from .errors import AmpAttachError, AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
 from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state
+from .model_wrappers import Reducers
 from .nested import HALF_TYPES, EnterObject
 from .policy import Policy, dtype_name
 from .scale_config import is_number
@@ -88,7 +100,11 @@ class AmpEngine:
         self._seen_ops: set[frozenset[str]] = set()
         self._masters: MasterWeights | None = None
         self._names: dict[int, str] = {}
-        self._ddps: list[DistributedDataParallel] = []
+        self._reducers = Reducers(None, self.weights)
+        self._sums = Fp32Sums() if policy.sums_in_fp32 else None
+        self._others: tuple[AmpEngine | foreign_gradients.OtherOptimizer, ...] = ()
+        # whether gradients came from another optimizer's loss, and whether one of those was non-finite
+        self._foreign_found: Tensor | None = None
         self._device = torch.device('cpu')
         self._used = [False] * policy.num_losses
         self._found: list[Tensor | None] = [None] * policy.num_losses
@@ -125,17 +141,20 @@ class AmpEngine:
         """Cast the model, make masters and take them into the optimizer. Does nothing when attached already.
 
         The weights must be FP32 and final: initialised or loaded. With an optimizer that owns only some of the
-        trainable parameters (one wrapper of several), only modules whose every parameter it owns are cast.
+        trainable parameters (one wrapper of several), only modules whose every parameter it owns are cast. Modules that
+        another optimizer's engine has cast to the same type are shared with it, masters included.
 
         Args:
-            model: The model, wrapped in DDP or not; None where only gradients are scaled (O0, O1, O4).
+            model: The model, wrapped in DDP (every rank calls this then) or not; None where only gradients are scaled (O0,
+                O1, O4).
             leave: Module classes to leave alone.
             average: Classes of averaged models, which stay FP32.
             foreign: Parameters that other optimizers step.
             enter: Casts tensors inside output objects of a framework's own kind.
 
         Raises:
-            AmpAttachError: The model is 16-bit already, cast already, or sharded. Nothing has been changed.
+            AmpAttachError: The model is 16-bit already, cast already by somebody else, compiled, sharded, or in a DDP
+                that cannot be carried over. Nothing has been changed.
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing. Nothing has been changed.
         """
         if self.attached:
@@ -150,21 +169,34 @@ class AmpEngine:
                     f'run the forward pass under "with optim_wrapper.optim_context(model):".'
                 )
         else:
+            if self.policy.runs_16_bit:
+                scope.check_compiled(model)
             inner = scope.unwrap(model)
-            roots = scope.find_roots(inner, self.optimizer, foreign)
-            plan = casting.CastPlan(roots, self.policy, leave, average, enter)
-            self._ddps = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
             self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
+            reducers = Reducers(model, self.weights, inner.named_parameters())
+            reducers.check(not self._is_plain(), self.policy.casts_model)
+            done, shared_weights = self._cast_by_others()
+            roots = scope.find_roots(inner, self.optimizer, foreign, done)
+            plan = casting.CastPlan(roots, self.policy, leave, average, enter)
             if self.optimizer is not None and self.policy.master_weights:
-                self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair)
+                twins = [(weight, casting.fp32_twin(weight)) for weight in shared_weights]
+                self._masters = MasterWeights(
+                    self.optimizer,
+                    plan.parameters,
+                    casting.pair,
+                    [(weight, twin) for weight, twin in twins if isinstance(twin, nn.Parameter)],
+                )
             self._handle = plan.apply()
             self._ops = plan.ops
             if self._masters is not None:
                 # the cast rounded each weight; copying again settles the version counters
                 self._masters.copy_to_weights()
             elif self.optimizer is not None:
-                cast_state_to_parameters(self.optimizer, plan.parameters.values())
+                cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
                 self._warn_of_lost_eps(plan)
+            self._reducers = reducers
+            reducers.rebuild(plan.parameters.values())
+            reducers.record()
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 self._log_casts(plan)
         self._device = self._gradient_device(model)
@@ -174,6 +206,48 @@ class AmpEngine:
         pending, self._pending = self._pending, None
         if pending is not None:
             self._restore_window(pending)
+
+    def join(self, others: Iterable[AmpEngine | foreign_gradients.OtherOptimizer]) -> None:
+        """Say whose parameters the losses of this engine may reach as well, before attaching.
+
+        Args:
+            others: The engines and plain optimizers of one training, without this one.
+
+        Raises:
+            AmpAttachError: A parameter that two optimizers step, at levels that cannot share it.
+        """
+        self._others = tuple(others)
+        mine = {id(weight): weight for weight in self.weights()}
+        for other in self._others:
+            theirs = other.policy if isinstance(other, AmpEngine) else None
+            both = [mine[id(weight)] for weight in other.weights() if id(weight) in mine]
+            casts = self.policy.casts_model or (theirs is not None and theirs.casts_model)
+            same = theirs is not None and (
+                (theirs.casts_model, theirs.cast_model_type, theirs.master_weights)
+                == (self.policy.casts_model, self.policy.cast_model_type, self.policy.master_weights)
+            )
+            if both and casts and not same:
+                names = [self._names.get(id(weight), f'of shape {tuple(weight.shape)}') for weight in both[:5]]
+                raise AmpAttachError(
+                    f'{len(both)} parameters are stepped by two optimizers ({", ".join(names)}), at '
+                    f'{self.policy.opt_level} and {theirs.opt_level if theirs else "without this package"}: they cannot be '
+                    f'16-bit for one and something else for the other. Give both the same level, or each parameter one '
+                    f'optimizer: losses of the others reach it all the same.'
+                )
+
+    def _cast_by_others(self) -> tuple[set[int], list[nn.Parameter]]:
+        """The modules that other engines have cast, by id, and those of their weights that this optimizer steps too."""
+        engines = [other for other in self._others if isinstance(other, AmpEngine) and other._handle is not None]
+        casting_ones = [engine for engine in engines if engine.policy.casts_model]
+        handles = [engine._handle for engine in casting_ones if engine._handle is not None]
+        modules = {id(module) for handle in handles for root in handle.roots for module in root.modules()}
+        cast = {id(weight) for handle in handles for weight in handle.parameters.values()}
+        return modules, [weight for weight in self.weights() if id(weight) in cast]
+
+    def _is_plain(self) -> bool:
+        """Whether gradients go from backward to the optimizer untouched."""
+        scaler = self.scalers[0]
+        return not self.policy.enabled or (scaler.is_one and not scaler.checks and not self.policy.casts_model)
 
     def _warn_of_lost_eps(self, plan: casting.CastPlan) -> None:
         """float16 has no 1e-8: Adam's default eps is 0 there, and the first update divides by zero."""
@@ -208,6 +282,8 @@ class AmpEngine:
     def detach(self) -> None:
         """Take the hooks off, give the model FP32 weights (the masters) and the optimizer its own parameters back.
 
+        DDP modules average FP32 gradients again; every rank calls this.
+
         Raises:
             AmpUsageError: Gradients are waiting for a step.
         """
@@ -225,6 +301,8 @@ class AmpEngine:
                 pass
         if self._handle is not None:
             self._handle.remove()
+            self._reducers.rebuild(self._handle.parameters.values())
+        self._reducers = Reducers(None, self.weights)
         if self._masters is None and self.optimizer is not None and self.casts:
             _state_to_fp32(self.optimizer)
         self._masters = None
@@ -233,6 +311,16 @@ class AmpEngine:
         self.stage = Stage.DETACHED
 
     # -- forward -----------------------------------------------------------------------------------------------------
+
+    def before_forward(self) -> None:
+        """DDP modules take notice of parameters that were frozen, unfrozen or added since the last forward pass.
+
+        Every rank calls this, before it enters ``no_sync``.
+
+        Raises:
+            AmpUsageError: Parameters were unfrozen where DDP cannot follow.
+        """
+        self._reducers.follow(self.stage is Stage.ACCUMULATING)
 
     @contextmanager
     def forward_context(self, model: nn.Module) -> Iterator[None]:
@@ -299,22 +387,91 @@ class AmpEngine:
         scaled = self.scale(loss, loss_id)
         if not self.attached:
             self.attach(None)
-        # checkpointed segments are recomputed in there
-        with nullcontext() if self._ops is None else fp32_ops.in_backward(self._ops, self._seen_ops):
-            if self.policy.num_losses > 1 and self.policy.enabled:
-                self._backward_on_arrival(scaled, loss_id, kwargs)
-            else:
-                scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-        self._used[loss_id] = True
-        self.stage = Stage.ACCUMULATING
-
-    def _backward_on_arrival(self, scaled: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
-        """Several scales must never mix in one gradient: each pass is unscaled alone, and the sums are FP32."""
-        if any(not ddp.require_backward_grad_sync for ddp in self._ddps):
+        averaged = self._reducers.begin_backward()
+        if self.policy.num_losses > 1 and self.policy.enabled and not averaged:
             raise AmpUsageError(
                 f'backward() with num_losses={self.policy.num_losses} under no_sync: unscaling each loss on arrival would '
                 f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
             )
+        shares = self._shares()
+        if self._sums is not None:
+            self._sums.give_back(self._reducers.about_to_average())
+        with foreign_gradients.converted([share for _, share in shares], self._scale_of(loss_id)):
+            # checkpointed segments are recomputed in there
+            with nullcontext() if self._ops is None else fp32_ops.in_backward(self._ops, self._seen_ops):
+                if self.policy.num_losses > 1 and self.policy.enabled:
+                    self._backward_on_arrival(scaled, loss_id, kwargs)
+                else:
+                    scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+        self._reducers.end_backward()
+        if self._sums is not None:
+            self._sums.take(self.weights())
+        for other, share in shares:
+            self._hand_over(other, share, loss_id)
+        self._used[loss_id] = True
+        self.stage = Stage.ACCUMULATING
+
+    def _scale_of(self, loss_id: int) -> Tensor | None:
+        scaler = self._scaler(loss_id)
+        return None if scaler.is_one else scaler.current_scale
+
+    def _shares(self) -> list[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]]:
+        """What the coming backward pass may bring to other optimizers."""
+        if not self._others:
+            return []
+        mine = {id(weight) for weight in self.weights()}
+        shares = []
+        for other in self._others:
+            theirs = other.weights()
+            beyond = [weight for weight in theirs if id(weight) not in mine]
+            if len(beyond) < len(theirs) and isinstance(other, AmpEngine) and other.stage is Stage.ACCUMULATING:
+                raise AmpUsageError(
+                    'backward() of one wrapper while another one, which steps the same parameters, has gradients waiting: '
+                    'two losses would be mixed that carry different scales. Finish one window before the other begins.'
+                )
+            shares.append((other, other.share(beyond)))
+        return shares
+
+    def share(self, beyond: Sequence[Tensor]) -> foreign_gradients.Share:
+        """How gradients of another engine's loss have to look for this one.
+
+        Args:
+            beyond: Those of :meth:`weights` that the other one does not step.
+        """
+        unscaled = self.policy.num_losses > 1 and self.policy.enabled
+        return foreign_gradients.Share(
+            beyond, lambda: None if unscaled else self._scale_of(0), self.scalers[0].checks and self.attached
+        )
+
+    def _hand_over(
+        self,
+        other: AmpEngine | foreign_gradients.OtherOptimizer,
+        share: foreign_gradients.Share,
+        loss_id: int,
+    ) -> None:
+        if not share.arrived or share.found_inf is None:
+            return
+        if self.scalers[0].checks:
+            # the scale of this loss was too large there: it is the one that has to learn
+            flag = self._flag(loss_id)
+            torch.maximum(flag, share.found_inf.to(flag.device), out=flag)
+        if isinstance(other, AmpEngine):
+            other._receive(share.found_inf)
+
+    def _receive(self, found_inf: Tensor) -> None:
+        """Gradients of another engine's loss have arrived, on our scale."""
+        if self.policy.num_losses > 1 and self.policy.enabled:
+            gradients.accumulate_unscaled(self._pairs(), [], {}, None, None)
+        elif self._sums is not None:
+            self._sums.take(self.weights())
+        found_inf = found_inf.to(self._device)
+        before = self._foreign_found
+        self._foreign_found = found_inf if before is None else torch.maximum(before, found_inf)
+        if self.attached:
+            self.stage = Stage.ACCUMULATING
+
+    def _backward_on_arrival(self, scaled: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
+        """Several scales must never mix in one gradient: each pass is unscaled alone, and the sums are FP32."""
         own = self._own_parameters()
         before = {id(p): p.grad for p in own if p.grad is not None}
         for parameter in own:
@@ -413,12 +570,35 @@ class AmpEngine:
             return  # done as each backward arrived
         scaler = self.scalers[0]
         gradients.unscale_to_masters(
-            self._pairs(), self._own_parameters(), scaler.inverse_scale(), self._flag(0) if scaler.checks else None
+            self._pairs(),
+            self._own_parameters(),
+            scaler.inverse_scale(),
+            self._flag(0) if scaler.checks else None,
+            (lambda weight: None) if self._sums is None else self._sums.get,
         )
+        if self._sums is not None:
+            # they are the masters' gradients now
+            self._sums.clear()
+
+    def _agree(self) -> None:
+        """Where the ranks' gradients may differ, a non-finite one on one rank counts on every rank."""
+        group = self._reducers.group_to_ask()
+        if group is None:
+            return
+        flags = torch.stack([*(self._flag(index) for index in range(len(self._found))), self._foreign_flag()])
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
+        agreed = flags.unbind()
+        self._found, self._foreign_found = list(agreed[:-1]), agreed[-1]
+
+    def _foreign_flag(self) -> Tensor:
+        if self._foreign_found is None:
+            return torch.zeros((), dtype=torch.float32, device=self._device)
+        return self._foreign_found
 
     def _decide(self) -> tuple[bool, int, int]:
         """The one host read of a step: is any flag up, how many skips in a row came before, and how many in all."""
-        flags = [found for found in self._found if found is not None]
+        self._agree()
+        flags = [found for found in (*self._found, self._foreign_found) if found is not None]
         if not flags:
             return False, 0, 0
         worst = torch.stack(flags).max().double()
@@ -426,16 +606,24 @@ class AmpEngine:
         return found > 0, int(streak), int(skips)
 
     def _update_scalers(self) -> None:
-        flags = [found for found in self._found if found is not None]
+        flags = [found for found in (*self._found, self._foreign_found) if found is not None]
         skipped = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
         for index, scaler in enumerate(self.scalers):
             # a step is skipped for all losses; a scale moves only for a loss that took part
             if self._used[index] and scaler.checks:
-                scaler.update(self._flag(index), skipped)
+                found = self._flag(index)
+                if self._foreign_found is not None and len(self.scalers) == 1:
+                    # the gradients were added up: what another loss brought is that one's to learn from
+                    found = (found - self._foreign_found).clamp_(min=0)
+                scaler.update(found, skipped)
             else:
                 scaler.count_step(skipped)
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
         self._used = [False] * len(self.scalers)
         self._found = [None] * len(self.scalers)
+        self._foreign_found = None
 
     def _report_skip(self, streak: int, skips: int) -> None:
         streak, skips = streak + 1, skips + 1
@@ -479,8 +667,9 @@ class AmpEngine:
                 weight.grad.zero_()
             # a master's gradient is made anew at each step: keeping zeros would only cost memory
             master.grad = None
-        self._used = [False] * len(self.scalers)
-        self._found = [None] * len(self.scalers)
+        if self._sums is not None:
+            self._sums.clear()
+        self._forget_pass()
         if self.attached:
             self.stage = Stage.READY
 
@@ -505,6 +694,13 @@ class AmpEngine:
             return []
         return self._masters.refresh(None if tensors is None else self._masters.select(tensors))
 
+    def weights(self) -> list[nn.Parameter]:
+        """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""
+        if self.optimizer is None:
+            return []
+        parameters = self._parameters()
+        return parameters if self._masters is None else [self._masters.weight_of(p) for p in parameters]
+
     def _parameters(self) -> list[nn.Parameter]:
         assert self.optimizer is not None
         return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
@@ -517,10 +713,8 @@ class AmpEngine:
         return [p for p in self._parameters() if masters is None or not masters.is_master(p)]
 
     def _name(self, parameter: Tensor) -> str:
-        for weight, master in self._pairs():
-            if master is parameter:
-                parameter = weight
-                break
+        if self._masters is not None and isinstance(parameter, nn.Parameter):
+            parameter = self._masters.weight_of(parameter)
         return self._names.get(id(parameter), f'<parameter of shape {tuple(parameter.shape)}>')
 
     def _scaler(self, loss_id: int) -> LossScaler:
@@ -557,14 +751,13 @@ class AmpEngine:
                 'not in the checkpoint. Save at the end of a window for an exact resume.',
             )
             return None
-        unscaled = self.policy.num_losses > 1
-        weights = {id(master): weight for weight, master in self._pairs()}
-        saved: list[Tensor | None] = []
-        for parameter in self._parameters():
-            source = parameter if unscaled else weights.get(id(parameter), parameter)
-            saved.append(None if source.grad is None else source.grad.detach().clone())
-        found = [0.0 if flag is None else float(flag) for flag in self._found]
-        return checkpoint.Window(saved, unscaled, list(self._used), found)
+        return open_window.save(
+            list(zip(self.weights(), self._parameters())),
+            self._sums,
+            self.policy.num_losses > 1,
+            self._used,
+            self._found,
+        )
 
     def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
         """Judge whether a state dict can be taken over, applying nothing.
@@ -639,10 +832,7 @@ class AmpEngine:
     def _restore_window(self, saved: checkpoint.SavedAmp) -> None:
         window = saved.window
         assert window is not None
-        weights = {id(master): weight for weight, master in self._pairs()}
-        for parameter, gradient in zip(self._parameters(), window.gradients):
-            target = parameter if window.unscaled else weights.get(id(parameter), parameter)
-            target.grad = None if gradient is None else gradient.to(target.device, target.dtype, copy=True)
+        open_window.restore(window, list(zip(self.weights(), self._parameters())), self._sums)
         self._used = list(window.used)
         for index, found in enumerate(window.found_inf):
             if window.used[index]:

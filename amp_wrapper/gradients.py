@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,9 +97,10 @@ class GradientClip:
 
 def unscale_to_masters(
     pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
-    own: Iterable[Tensor],
+    own: Iterable[nn.Parameter],
     inverse_scale: Tensor | None,
     found_inf: Tensor | None,
+    fp32_sum: Callable[[Tensor], Tensor | None] = lambda weight: None,
 ) -> None:
     """Bring scaled gradients to where the optimizer looks for them, unscaled.
 
@@ -108,6 +109,7 @@ def unscale_to_masters(
         own: Parameters that the optimizer steps themselves, unscaled in place.
         inverse_scale: float32 scalar, or None for 1.
         found_inf: float32 scalar set to 1.0 where a gradient element is non-finite, in place; None for no check.
+        fp32_sum: Gives the FP32 gradient of a weight where it was summed beside ``.grad``, else None.
 
     Sparse gradients are coalesced and stay sparse.
     """
@@ -116,24 +118,39 @@ def unscale_to_masters(
     for weight, master in pairs:
         # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
         master.requires_grad = weight.requires_grad
-        if weight.grad is None:
+        total = fp32_sum(weight)
+        gradient = _sum(total, weight.grad)
+        if gradient is None:
             master.grad = None
-        elif weight.grad.is_sparse:
+        elif gradient.is_sparse:
             if found_inf is not None:
-                ops.multi_tensor_isnonfinite([weight.grad._values()], found_inf)
+                ops.multi_tensor_isnonfinite([gradient._values()], found_inf)
             # rows that occur twice are summed in FP32: a finite sum that 16-bit cannot hold is no overflow
-            summed = weight.grad.to(master.dtype).coalesce()
+            summed = gradient.to(master.dtype).coalesce()
             master.grad = summed
             sources.append(summed._values())
             targets.append(summed._values())
         else:
-            master.grad = torch.empty_like(weight.grad, dtype=master.dtype)
-            sources.append(weight.grad)
+            # a sum of ours becomes the gradient itself: nobody else holds it
+            master.grad = gradient if total is not None else torch.empty_like(gradient, dtype=master.dtype)
+            sources.append(gradient)
             targets.append(master.grad)
-    if inverse_scale is not None or found_inf is not None:
-        for parameter in own:
-            if parameter.grad is None:
-                continue
+    for parameter in own:
+        total = fp32_sum(parameter)
+        if total is not None:
+            # without masters the optimizer reads 16-bit: rounded once, after the unscaling
+            gradient = _sum(total, parameter.grad)
+            assert gradient is not None
+            if gradient.is_sparse:
+                gradient = gradient.coalesce()
+                parameter.grad = gradient.to(parameter.dtype).coalesce()
+                sources.append(gradient._values())
+                targets.append(parameter.grad._values())
+            else:
+                parameter.grad = torch.empty_like(parameter)
+                sources.append(gradient)
+                targets.append(parameter.grad)
+        elif parameter.grad is not None and (inverse_scale is not None or found_inf is not None):
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.coalesce()
                 values = parameter.grad._values()
@@ -144,9 +161,16 @@ def unscale_to_masters(
     ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
 
 
+def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    # dense plus sparse is known to torch in this order only
+    return gradient.float() + total if total.is_sparse and not gradient.is_sparse else total + gradient.float()
+
+
 def accumulate_unscaled(
     pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
-    own: Iterable[Tensor],
+    own: Iterable[nn.Parameter],
     before: Mapping[int, Tensor],
     inverse_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -170,7 +194,10 @@ def accumulate_unscaled(
             master.grad = earlier if master.grad is None else master.grad + earlier
     for parameter in own:
         earlier = before.get(id(parameter))
-        if earlier is not None:
+        if parameter.grad is not None and parameter.grad._is_view():
+            # inside DDP's buckets, where the next pass would overwrite it
+            parameter.grad = parameter.grad.clone() if earlier is None else parameter.grad + earlier
+        elif earlier is not None:
             parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
 
 

@@ -25,6 +25,7 @@ class MasterWeights:
         optimizer: Holds the parameters; its groups are changed in place.
         weights: The parameters about to become 16-bit, by name. Only those in ``optimizer`` get a master.
         paired: Called with each new (weight, master).
+        shared: Weights that another optimizer has given masters, with these: both optimizers step the same master.
     """
 
     def __init__(
@@ -32,15 +33,18 @@ class MasterWeights:
         optimizer: Optimizer,
         weights: Mapping[str, nn.Parameter],
         paired: Callable[[nn.Parameter, nn.Parameter], None],
+        shared: Iterable[tuple[nn.Parameter, nn.Parameter]] = (),
     ) -> None:
         self._optimizer = optimizer
         self._paired = paired
         self._names = {id(weight): name for name, weight in weights.items()}
         self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        self._masters: set[int] = set()
+        # master -> weight, by id of the master
+        self._weights: dict[int, nn.Parameter] = {}
         self._versions: dict[int, int] = {}
         self._copied: dict[int, int] = {}
-        known = {id(weight) for weight in weights.values()}
+        self._shared = {id(weight): master for weight, master in shared}
+        known = {id(weight) for weight in weights.values()} | self._shared.keys()
         self._swap(lambda parameter: id(parameter) in known)
 
     def __len__(self) -> int:
@@ -53,7 +57,11 @@ class MasterWeights:
 
     def is_master(self, parameter: Tensor) -> bool:
         """Whether ``parameter`` is a master of this object."""
-        return id(parameter) in self._masters
+        return id(parameter) in self._weights
+
+    def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The model weight behind a master; any other parameter itself."""
+        return self._weights.get(id(parameter), parameter)
 
     def adopt(self) -> None:
         """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
@@ -62,7 +70,7 @@ class MasterWeights:
     def _swap(self, wanted: Callable[[nn.Parameter], bool]) -> None:
         for group in self._optimizer.param_groups:
             for index, weight in enumerate(group['params']):
-                if id(weight) in self._masters or not wanted(weight):
+                if id(weight) in self._weights or not wanted(weight):
                     continue
                 if id(weight) in self._pairs:
                     raise AmpUsageError(
@@ -70,12 +78,14 @@ class MasterWeights:
                         f'Leave it out of add_param_group().'
                     )
                 # a weight that is FP32 now hands over its storage: its cast replaces it right after
-                master = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
+                master = self._shared.get(id(weight))
+                if master is None:
+                    master = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
                 group['params'][index] = master
                 if weight in self._optimizer.state:
                     self._optimizer.state[master] = self._optimizer.state.pop(weight)
                 self._pairs[id(weight)] = (weight, master)
-                self._masters.add(id(master))
+                self._weights[id(master)] = weight
                 self._paired(weight, master)
 
     def copy_to_weights(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
@@ -154,17 +164,16 @@ class MasterWeights:
 
         The caller gives the weights their FP32 values.
         """
-        weights = {id(master): weight for weight, master in self.pairs}
         for group in self._optimizer.param_groups:
             for index, parameter in enumerate(group['params']):
-                weight = weights.get(id(parameter))
+                weight = self._weights.get(id(parameter))
                 if weight is not None:
                     group['params'][index] = weight
                     if parameter in self._optimizer.state:
                         self._optimizer.state[weight] = self._optimizer.state.pop(parameter)
         yield from self.pairs
         self._pairs.clear()
-        self._masters.clear()
+        self._weights.clear()
         self._versions.clear()
         self._copied.clear()
 

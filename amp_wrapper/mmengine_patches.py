@@ -196,6 +196,10 @@ def _patch_ema_order() -> None:
 def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
     """Attach every member whose parameters ``model`` holds, telling each what the others own."""
     members = list(wrappers.values())
+    for member in members:
+        join = getattr(member, 'join', None)
+        if join is not None:
+            join([other for other in members if other is not member])
     owned = [[p for group in member.optimizer.param_groups for p in group['params']] for member in members]
     inside = {id(parameter) for parameter in model.parameters()}
     for index, member in enumerate(members):

@@ -1,84 +1,398 @@
-"""DistributedDataParallel after a cast.
+"""DistributedDataParallel around and inside a model: what a cast, an unfrozen parameter or a second loss do to it.
 
-DDP sorts gradients into buckets by the types it finds when it wraps a model, and listens to each parameter. A cast
-afterwards ends gradient averaging without a word. mmengine wraps before any optimizer wrapper exists, so DDP has to
-look at the cast model once more.
+DDP sorts gradients into buckets by the types it finds when it wraps a model, and listens to the parameters that are
+trainable then. A cast or an unfreezing afterwards ends gradient averaging without a word. mmengine wraps before any
+optimizer wrapper exists, so DDP has to look at the model once more.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard, cast
+from weakref import WeakKeyDictionary
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .errors import AmpAttachError
+from .errors import AmpAttachError, AmpUsageError
 
-_HOOK_TABLES = (
-    '_forward_hooks',
-    '_forward_hooks_with_kwargs',
-    '_forward_hooks_always_called',
-    '_forward_pre_hooks',
-    '_forward_pre_hooks_with_kwargs',
-    '_backward_hooks',
-    '_backward_pre_hooks',
-    '_state_dict_hooks',
-    '_state_dict_pre_hooks',
-    '_load_state_dict_pre_hooks',
-    '_load_state_dict_post_hooks',
+logger = logging.getLogger('amp_wrapper')
+
+# what nn.Module.__init__ makes anew, and DDP's constructor calls it
+_MODULE_FIELDS = tuple(nn.Module().__dict__)
+# what DDP's constructor makes anew and its arguments do not tell
+_DDP_FIELDS = (
+    '_join_config',
+    '_ddp_sink_clone',
+    '_divide_by_initial_world_size',
+    'device_mesh',
+    'require_backward_grad_sync',
+    'require_forward_param_sync',
 )
 
+# DDP -> the parameters that its reducer listens to, by id. Several optimizers share one DDP, so none of them owns this.
+_reduced: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
-def check_ddp(model: nn.Module) -> None:
-    """Refuse, before anything is cast, what :func:`rebuild_ddp` could not carry over.
+
+class ForwardRecord:
+    """Forward hook of a DDP: what its next backward pass will do with gradients.
+
+    DDP decides in the forward pass, and mmengine leaves ``no_sync`` before it calls backward.
+
+    Attributes:
+        state: 'unknown' before any forward pass with gradients; 'averaged' after one that synchronises; 'local' under
+            ``no_sync``; 'spent' once a backward pass has used it up: DDP averages once for each forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.state = 'unknown'
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if module.require_backward_grad_sync:
+            self.state = 'averaged'
+        elif self.state != 'averaged':
+            self.state = 'local'
+
+
+class Reducers:
+    """The DDP modules that average the gradients of one optimizer.
 
     Args:
-        model: Any module.
+        model: The model, wrapped in DDP, holding DDP modules, or neither.
+        weights: Returns the model's side of what the optimizer steps: weights, not their masters.
+        named: The model's parameters by name, for messages.
+    """
+
+    def __init__(
+        self, model: nn.Module | None, weights: Callable[[], Sequence[Tensor]], named: Iterable[tuple[str, Tensor]] = ()
+    ) -> None:
+        # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
+        self.ddps: list[DistributedDataParallel] = []
+        if model is not None:
+            self.ddps += [module for module in model.modules() if _is_ddp(module)]
+        self._weights = weights
+        self._names = {id(parameter): name for name, parameter in named}
+        self._count = -1
+        self._listed: dict[DistributedDataParallel, list[nn.Parameter]] = {}
+        self._flags: dict[DistributedDataParallel, list[bool]] = {}
+        self._mine: list[DistributedDataParallel] = []
+        self._outside = False
+        self._warned = False
+        self._said = 0
+        if self.ddps:
+            self._list()
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    def check(self, scales_or_masters: bool, casts: bool) -> None:
+        """Refuse, before anything is cast, what cannot be carried over or would step behind our back.
+
+        Args:
+            scales_or_masters: Whether gradients need work between backward and step.
+            casts: Whether the model is about to be cast.
+
+        Raises:
+            AmpAttachError: A DDP with delayed reductions, its own mixed precision, or optimizers in its backward pass.
+        """
+        for ddp in self.ddps:
+            overlapped = [hook for hook, _ in getattr(ddp, '_comm_hooks', ()) if _steps_in_backward(hook)]
+            if scales_or_masters and (
+                overlapped or any(hasattr(p, '_in_backward_optimizers') for p in ddp.module.parameters())
+            ):
+                raise AmpAttachError(
+                    'DistributedDataParallel steps an optimizer inside its backward pass (_register_fused_optim, '
+                    '_apply_optimizer_in_backward): gradients would be applied scaled and unchecked. Drop it, or use O0.'
+                )
+            if casts and getattr(ddp, 'mixed_precision', None) is not None:
+                raise AmpAttachError(
+                    'DistributedDataParallel(mixed_precision=...) casts the model itself: drop it, the opt level does it.'
+                )
+            if casts and getattr(ddp, '_delay_all_reduce_params', None):
+                raise AmpAttachError(
+                    'DistributedDataParallel(delay_all_reduce_named_params=...) cannot be combined with a level that '
+                    'casts the model: drop the argument or use O1.'
+                )
+
+    def rebuild(self, changed: Iterable[Tensor]) -> None:
+        """After a cast: every DDP around a changed parameter builds its reducer anew. Collective: each rank calls it.
+
+        Args:
+            changed: The parameters whose type is another now.
+        """
+        ids = {id(parameter) for parameter in changed}
+        for ddp in self.ddps:
+            if ids.intersection(map(id, ddp.module.parameters())):
+                _rebuild_and_note(ddp)
+
+    def record(self) -> None:
+        """Watch the forward passes of the DDP modules. Idempotent."""
+        for ddp in self.ddps:
+            if _record(ddp) is None:
+                ddp.register_forward_hook(ForwardRecord())
+
+    # -- before a forward pass ---------------------------------------------------------------------------------------
+
+    def follow(self, window_open: bool) -> None:
+        """Let every DDP listen to the parameters that are trainable now. Each rank calls it, before a forward pass.
+
+        Parameters that DDP has never seen start from the values of rank 0, as in its constructor.
+
+        Args:
+            window_open: Whether gradients of an accumulation window are waiting.
+
+        Raises:
+            AmpUsageError: Parameters were unfrozen in the middle of a window, under ``find_unused_parameters``.
+        """
+        if not self.ddps:
+            return
+        if self._count != len(self._weights()):
+            self._list()
+        for ddp, parameters in self._listed.items():
+            flags = [parameter.requires_grad for parameter in parameters]
+            if self._flags.get(ddp) == flags:
+                continue
+            now = frozenset(id(p) for p, flag in zip(parameters, flags) if flag)
+            known = _reduced[ddp] if ddp in _reduced else _as_constructed(ddp, now)
+            _reduced[ddp] = known
+            grown = bool(now - known)
+            # frozen ones count as unused; with all of them frozen there is no backward pass to wait for
+            if grown or (now and now != known and not ddp.find_unused_parameters):
+                if grown and window_open and ddp.find_unused_parameters:
+                    raise AmpUsageError(
+                        'parameters were unfrozen in the middle of an accumulation window, and DistributedDataParallel('
+                        'find_unused_parameters=True) has counted only the others: unfreeze them between two steps.'
+                    )
+                self._say(now, known)
+                _rebuild_and_note(ddp)
+            self._flags[ddp] = flags
+
+    def _list(self) -> None:
+        weights = self._weights()
+        self._count = len(weights)
+        owned = {id(weight) for weight in weights}
+        reduced: set[int] = set()
+        inside: set[int] = set()
+        self._mine = []
+        for ddp in self.ddps:
+            parameters = _parameters(ddp)
+            self._listed[ddp] = parameters
+            self._flags.pop(ddp, None)
+            ids = set(map(id, parameters))
+            reduced |= ids
+            inside.update(map(id, ddp.module.parameters()))
+            if ids & owned:
+                self._mine.append(ddp)
+            _sync_new(ddp)
+        self._outside = not owned <= reduced
+        lost = [p for p in weights if p.requires_grad and id(p) not in inside]
+        if lost and not self._warned and any(map(_has_several_ranks, self.ddps)):
+            self._warned = True
+            names = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in lost]
+            shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
+            logger.warning(
+                f'amp: no DistributedDataParallel averages the gradients of {shown}, which the optimizer steps: each rank '
+                f'trains its own. Wrap the module that holds them, or freeze them.'
+            )
+
+    def _say(self, now: frozenset[int], known: frozenset[int]) -> None:
+        self._said += 1
+        if self._said <= 5:
+            logger.info(
+                f'amp: DistributedDataParallel averages {len(now)} parameters from now on ({len(now - known)} were unfrozen '
+                f'or added, {len(known - now)} frozen)'
+            )
+
+    # -- around a backward pass --------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> bool:
+        """Say whether the gradients of the coming backward pass will be averaged over the ranks, in part at least.
+
+        Returns:
+            True without DDP.
+
+        Raises:
+            AmpUsageError: A second backward pass through one forward pass, which DDP does not average.
+        """
+        states = [_state(ddp) for ddp in self._mine]
+        if states and all(state == 'spent' for state in states) and any(map(_has_several_ranks, self._mine)):
+            raise AmpUsageError(
+                'a second backward pass through one forward pass: DistributedDataParallel averages gradients once for each '
+                'forward pass, so these would stay on their ranks. Add the losses up, or run the model once for each loss.'
+            )
+        return not states or 'averaged' in states
+
+    def end_backward(self) -> None:
+        """A backward pass is through: what DDP averaged is averaged."""
+        for ddp in self._mine:
+            record = _record(ddp)
+            if record is not None and record.state == 'averaged' and _is_finalized(ddp):
+                record.state = 'spent'
+
+    def about_to_average(self) -> frozenset[int]:
+        """The parameters, by id, whose gradients the coming backward pass averages over several ranks."""
+        return frozenset(
+            id(parameter)
+            for ddp in self._mine
+            if _has_several_ranks(ddp) and _state(ddp) == 'averaged'
+            for parameter in self._listed[ddp]
+        )
+
+    # -- one decision ------------------------------------------------------------------------------------------------
+
+    def group_to_ask(self) -> dist.ProcessGroup | None:
+        """Where the ranks' gradients may differ at a step: the group over which they have to agree; None elsewhere.
+
+        They are the same everywhere where plain DDP averaged all of them last. Communication hooks may do anything,
+        parameters outside of DDP are left to their ranks, and so are backward passes under ``no_sync``.
+        """
+        several = [ddp for ddp in self._mine if _has_several_ranks(ddp)]
+        if not several:
+            return None
+        groups = [ddp.process_group for ddp in several]
+        same = all(group is groups[0] for group in groups)
+        averaged = not self._outside and all(
+            not getattr(ddp, '_comm_hooks', ()) and _state(ddp) != 'local' for ddp in several
+        )
+        if same and averaged:
+            return None
+        return groups[0] if same else dist.group.WORLD
+
+
+def check_foreign_wrapper(model: nn.Module) -> None:
+    """Refuse, at a level that casts, a model wrapper of which nobody knows whether it averages gradients afterwards.
+
+    Args:
+        model: A wrapper that is no DDP. One that hooks on parameters (``register_post_accumulate_grad_hook``) keeps
+            working after a cast, and says so by ``survives_cast = True``; one that hooks on autograd's accumulation
+            nodes does not.
 
     Raises:
-        AmpAttachError: A DDP with delayed reductions or its own mixed precision.
+        AmpAttachError: Several ranks, no DDP inside, and no such word.
     """
-    for ddp in _ddps(model):
-        if getattr(ddp, 'mixed_precision', None) is not None:
-            raise AmpAttachError(
-                'DistributedDataParallel(mixed_precision=...) casts the model itself: drop it, the opt level does it.'
-            )
-        if getattr(ddp, '_delay_all_reduce_params', None):
-            raise AmpAttachError(
-                'DistributedDataParallel(delay_all_reduce_named_params=...) cannot be combined with a level that casts '
-                'the model: drop the argument or use O1.'
-            )
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    if any(_is_ddp(module) for module in model.modules()) or getattr(model, 'survives_cast', False):
+        return
+    raise AmpAttachError(
+        f'{type(model).__name__} is no DistributedDataParallel: whether it still averages gradients after the model was '
+        f'cast cannot be known. Derive it from MMDistributedDataParallel, or, if it hooks on parameters by '
+        f'register_post_accumulate_grad_hook(), set survives_cast = True on it, or use O1.'
+    )
 
 
-def rebuild_ddp(model: nn.Module) -> int:
-    """Let every DDP in ``model`` build its reducer anew, with its own settings and communication hooks.
+def rebuild_ddp(ddp: DistributedDataParallel) -> None:
+    """Let a DDP build its reducer anew, with its own settings and communication hooks.
 
-    The objects keep their identity, their subclass, their hooks and their mode. Collective: every rank calls it.
+    The object keeps its identity, its class, its hooks, mode, and what a subclass put on it. Collective: each rank calls
+    it.
 
     Args:
-        model: The cast model, or a wrapper around it.
-
-    Returns:
-        The number of DDP modules found.
+        ddp: Around a model whose parameters changed their type or ``requires_grad``.
     """
-    ddps = _ddps(model)
-    for ddp in ddps:
-        training = ddp.training
-        tables = {name: getattr(ddp, name) for name in _HOOK_TABLES if hasattr(ddp, name)}
-        comm_hooks = list(getattr(ddp, '_comm_hooks', []))
-        DistributedDataParallel.__init__(ddp, ddp.module, **_settings(ddp))
-        for name, table in tables.items():
-            setattr(ddp, name, table)
-        for hook, state in comm_hooks:
-            ddp.register_comm_hook(state, hook)
-        # nn.Module.__init__ set the flag of the wrapper alone; the module inside kept its own
-        ddp.training = training
-    return len(ddps)
+    settings = _settings(ddp)
+    before = dict(ddp.__dict__)
+    comm_hooks = list(getattr(ddp, '_comm_hooks', []))
+    builtin = _builtin_comm_hook(ddp)
+    for handle in getattr(ddp, '_accum_grad_hooks', []):
+        handle.remove()
+    # the old reducer takes its hooks along, and its buckets need not lie beside the new ones
+    del ddp.reducer, before['reducer']
+    del ddp.logger, before['logger']
+    DistributedDataParallel.__init__(ddp, ddp.module, **settings)
+    for name in (*_MODULE_FIELDS, *_DDP_FIELDS):
+        if name in before:
+            ddp.__dict__[name] = before[name]
+    for hook, state in comm_hooks:
+        ddp.register_comm_hook(state, hook)
+    if builtin is not None:
+        ddp._register_builtin_comm_hook(builtin)  # type: ignore[no-untyped-call]
 
 
-def _ddps(model: nn.Module) -> list[DistributedDataParallel]:
-    return [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+def _rebuild_and_note(ddp: DistributedDataParallel) -> None:
+    trainable = frozenset(id(p) for p in _parameters(ddp) if p.requires_grad)
+    # DDP refuses to be made around a module that is frozen as a whole; the first unfreezing makes up for it
+    if trainable:
+        rebuild_ddp(ddp)
+    _reduced[ddp] = trainable
+
+
+def _is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
+    return isinstance(module, DistributedDataParallel) and 'reducer' in module.__dict__
+
+
+def _has_several_ranks(ddp: DistributedDataParallel) -> bool:
+    return ddp.process_group.size() > 1
+
+
+def _logged(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """What the reducer tells about itself: torch keeps it nowhere else."""
+    return cast(dict[str, Any], ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
+
+
+def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """What DDP would listen to, were it trainable."""
+    ignored = ddp.parameters_to_ignore
+    return [parameter for name, parameter in ddp.module.named_parameters() if name not in ignored]
+
+
+def _as_constructed(ddp: DistributedDataParallel, now: frozenset[int]) -> frozenset[int]:
+    """What a DDP that we did not build listens to: torch tells the number and size of the parameters only."""
+    told = _logged(ddp)
+    chosen = [parameter for parameter in _parameters(ddp) if id(parameter) in now]
+    # the model has not been cast yet where this is asked
+    size = sum(parameter.numel() * parameter.element_size() for parameter in chosen)
+    same = told.get('num_parameter_tensors') == len(chosen) and told.get('total_parameter_size_bytes') == size
+    return now if same else frozenset()
+
+
+def _sync_new(ddp: DistributedDataParallel) -> None:
+    """Parameters and buffers that came after the wrapping take the values of the group's first rank."""
+    before = set(map(id, ddp._module_parameters)) | set(map(id, getattr(ddp, 'modules_buffers', ())))
+    ignored = ddp.parameters_to_ignore
+    new = [p for name, p in ddp.module.named_parameters() if id(p) not in before and name not in ignored]
+    if new and _has_several_ranks(ddp):
+        source = dist.get_global_rank(ddp.process_group, 0)
+        with torch.no_grad():
+            for parameter in new:
+                dist.broadcast(parameter, source, group=ddp.process_group)
+
+
+def _record(ddp: nn.Module) -> ForwardRecord | None:
+    return next((hook for hook in ddp._forward_hooks.values() if isinstance(hook, ForwardRecord)), None)
+
+
+def _state(ddp: DistributedDataParallel) -> str:
+    record = _record(ddp)
+    if record is None or record.state == 'unknown':
+        # called by ``forward`` directly: the flag of now is the best there is
+        return 'averaged' if ddp.require_backward_grad_sync else 'local'
+    return record.state
+
+
+def _is_finalized(ddp: DistributedDataParallel) -> bool:
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        # a part of the parameters is still waiting for another backward pass
+        return False
+    return True
+
+
+def _steps_in_backward(hook: Any) -> bool:
+    place = getattr(hook, '__module__', '') or ''
+    return place.endswith('optimizer_overlap_hooks') or 'hook_then_optimizer' in getattr(hook, '__qualname__', '')
+
+
+def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
+    """torch keeps built-in communication hooks in the reducer alone; their name is in its log."""
+    name = str(_logged(ddp).get('comm_hook', '')).rpartition('.')[2]
+    return torch._C._distributed_c10d.BuiltinCommHookType.__members__.get(name)
 
 
 def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
@@ -106,4 +420,7 @@ def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
     if getattr(ddp, 'bucket_bytes_cap_default', ddp.bucket_bytes_cap == 25 * 1024 * 1024):
         # without a bound of its own, DDP starts with a small first bucket; an explicit 25 would change that
         settings['bucket_cap_mb'] = None
+    sizes = getattr(ddp, 'bucket_bytes_cap_list', None)
+    if sizes and 'bucket_cap_mb_list' in known:
+        settings['bucket_cap_mb_list'] = [size / (1024 * 1024) for size in sizes]
     return settings

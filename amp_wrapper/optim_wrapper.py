@@ -15,7 +15,7 @@ from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from . import mmengine_patches, model_wrappers, ops, policy
 from .checkpoint import amp_part
@@ -23,6 +23,7 @@ from .checkpoint_judge import check_settings
 from .deferred_log import DeferredLog
 from .engine import AmpEngine, Stage
 from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
+from .foreign_gradients import OtherOptimizer
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
 from .registry import OPTIM_WRAPPERS
@@ -65,6 +66,8 @@ class AmpOptimWrapper(OptimWrapper):
             ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
         skip_nonfinite: Whether a static scale checks gradients too; None for "at every level but O0".
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
+        accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
+            more bytes per weight between its backward passes.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
 
     Raises:
@@ -103,6 +106,7 @@ class AmpOptimWrapper(OptimWrapper):
         fp32_ops: policy.Fp32Names | None = None,
         skip_nonfinite: bool | None = None,
         max_consecutive_skips: int | None = 50,
+        accumulate_in_fp32: bool = False,
         **kwargs: Any,
     ) -> None:
         problems: list[str] = []
@@ -126,6 +130,7 @@ class AmpOptimWrapper(OptimWrapper):
                 max_loss_scale=max_loss_scale,
                 skip_nonfinite=skip_nonfinite,
                 max_consecutive_skips=max_consecutive_skips,
+                accumulate_in_fp32=accumulate_in_fp32,
             )
         except AmpConfigError as error:
             problems += error.problems
@@ -188,6 +193,19 @@ class AmpOptimWrapper(OptimWrapper):
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
+    def join(self, others: Iterable[Any]) -> None:
+        """Say which other wrappers train parts of the same model: losses of this one may reach their parameters.
+
+        mmengine's ``OptimWrapperDict`` needs no call.
+
+        Args:
+            others: The other wrappers, of this class or of mmengine's.
+
+        Raises:
+            AmpAttachError: A parameter that two optimizers step, at levels that cannot share it.
+        """
+        self._engine.join([o._engine if isinstance(o, AmpOptimWrapper) else _other_optimizer(o) for o in others])
+
     def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
         """Cast the model and make the masters, from its present weights. Does nothing the second time.
 
@@ -203,10 +221,10 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if self._engine.attached:
             return
-        if self._engine.policy.casts_model:
-            model_wrappers.check_ddp(model)
         # the engine takes DDP off by itself; mmengine's other wrappers are known only here
-        known = isinstance(model, DistributedDataParallel) or not is_model_wrapper(model)
+        known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
+        if not known and (self._engine.policy.casts_model or self._engine.policy.accumulate_in_fp32):
+            model_wrappers.check_foreign_wrapper(model)
         inner = model if known else cast(nn.Module, model.module)
         self._engine.attach(
             inner,
@@ -215,13 +233,11 @@ class AmpOptimWrapper(OptimWrapper):
             foreign=foreign,
             enter=mmengine_patches.cast_data_element,
         )
-        if self._engine.casts:
-            model_wrappers.rebuild_ddp(model)
 
     def detach(self) -> None:
         """Take the casts off, give the model its FP32 weights (the masters) and the optimizer its own parameters.
 
-        A DDP around the model has to be made anew by the caller.
+        Under DDP, every rank calls this.
 
         Raises:
             AmpUsageError: Gradients are waiting for a step.
@@ -251,7 +267,7 @@ class AmpOptimWrapper(OptimWrapper):
             max_counts: Iterations in all.
         """
         super().initialize_count_status(model, init_counts, max_counts)
-        self.attach(model)
+        self._attach_all(model)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
@@ -261,11 +277,16 @@ class AmpOptimWrapper(OptimWrapper):
         Args:
             model: The model, wrapped or not.
         """
-        if not self._engine.attached:
-            mmengine_patches.attach_siblings(self, model)
-        self.attach(model)
+        self._attach_all(model)
+        self._engine.before_forward()
         with super().optim_context(model), self._engine.forward_context(model):
             yield
+
+    def _attach_all(self, model: nn.Module) -> None:
+        if not self._engine.attached:
+            # members of an OptimWrapperDict stand and fall together
+            mmengine_patches.attach_siblings(self, model)
+        self.attach(model)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -298,7 +319,8 @@ class AmpOptimWrapper(OptimWrapper):
             **kwargs: For :meth:`torch.Tensor.backward`.
 
         Raises:
-            AmpUsageError: No such loss; several losses under ``no_sync``; a level that casts, and no model yet.
+            AmpUsageError: No such loss; several losses under ``no_sync``; a level that casts, and no model yet; a second
+                backward pass through one forward pass of a DDP.
         """
         self._engine.backward(loss, loss_id, **kwargs)
         self._inner_count += 1
@@ -396,6 +418,14 @@ class AmpOptimWrapper(OptimWrapper):
             self.base_param_settings = dict(base)
         for note in notes:
             print_log(f'amp: {note}', logger='current', level=logging.INFO)
+
+
+def _other_optimizer(wrapper: Any) -> OtherOptimizer:
+    scaler = getattr(wrapper, 'loss_scaler', None)
+    if scaler is None:
+        return OtherOptimizer(wrapper.optimizer)
+    # mmengine's own AmpOptimWrapper divides by its scale, and checks
+    return OtherOptimizer(wrapper.optimizer, lambda: torch.tensor(scaler.get_scale()), checks=True)
 
 
 def _check_words(kwargs: Mapping[str, Any], use_fsdp: bool) -> list[str]:

@@ -69,6 +69,7 @@ class Policy:
         verbosity: 0 silent, 1 overflows and attachment, 2 adds one line a cast.
         skip_nonfinite: Whether gradients are checked under a static scale.
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
+        accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over a window.
     """
 
     opt_level: str
@@ -85,6 +86,7 @@ class Policy:
     verbosity: int = 1
     skip_nonfinite: bool = True
     max_consecutive_skips: int | None = 50
+    accumulate_in_fp32: bool = False
 
     @property
     def patch_torch_functions(self) -> bool:
@@ -100,6 +102,11 @@ class Policy:
     def runs_16_bit(self) -> bool:
         """Whether anything in the forward pass is 16-bit: the weights, or what autocast casts."""
         return self.casts_model or (self.enabled and self.autocast_dtype is not None)
+
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether gradients need FP32 sums beside ``.grad``: with several losses they are summed in FP32 anyway."""
+        return self.accumulate_in_fp32 and self.casts_model and self.num_losses == 1
 
     def to_dict(self) -> dict[str, Any]:
         """Every field as plain numbers, strings, lists and dicts, fit for a checkpoint."""
@@ -132,6 +139,8 @@ class Policy:
             parts.append(f'autocast to {dtype_name(self.autocast_dtype)}')
         if self.casts_model:
             parts.append('FP32 masters' if self.master_weights else 'no masters')
+            if self.accumulate_in_fp32:
+                parts.append('sums in FP32')
         scale = self.loss_scale
         if not scale.enabled:
             parts.append('no loss scale')
@@ -203,6 +212,7 @@ def resolve(
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
     skip_nonfinite: bool | None = None,
     max_consecutive_skips: int | None = 50,
+    accumulate_in_fp32: bool = False,
 ) -> Policy:
     """Turn a level and its overrides into a :class:`Policy`.
 
@@ -229,6 +239,7 @@ def resolve(
         max_loss_scale: Ceiling of a dynamic scale; None for none.
         skip_nonfinite: Whether a static scale checks gradients and skips non-finite steps. None: at every level but O0.
         max_consecutive_skips: Limit of skipped steps in a row; None for none.
+        accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window.
 
     Returns:
         The resolved record.
@@ -294,11 +305,22 @@ def resolve(
             problems.append(f"cast_model_outputs={cast_model_outputs!r} is no floating dtype: write 'float32', say.")
     kept = _resolve_keep_fp32(keep_fp32, problems)
     wide = _resolve_fp32_ops(fp32_ops, problems)
-    for name, flag in (('enabled', enabled), ('skip_nonfinite', skip_nonfinite)):
+    for name, flag in (
+        ('enabled', enabled),
+        ('skip_nonfinite', skip_nonfinite),
+        ('accumulate_in_fp32', accumulate_in_fp32),
+    ):
         if not isinstance(flag, bool) and not (flag is None and name == 'skip_nonfinite'):
             problems.append(f'{name}={flag!r} must be True or False.')
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
         problems.append(f'num_losses={num_losses!r} must be a whole number of at least 1.')
+    elif num_losses > 1 and accumulate_in_fp32 is True:
+        masters = level.master_weights if master_weights is None else master_weights
+        if model_type in HALF_TYPES and masters is False:
+            problems.append(
+                f'accumulate_in_fp32=True conflicts with num_losses={num_losses} at {level_name!r} without masters, where '
+                f'several losses meet in 16-bit gradients: use master_weights=True, or one loss.'
+            )
     if verbosity not in (0, 1, 2) or isinstance(verbosity, bool):
         problems.append(f'verbosity={verbosity!r} must be 0 (silent), 1 (overflows) or 2 (every cast too).')
     if max_consecutive_skips is not None and (
@@ -327,6 +349,7 @@ def resolve(
         verbosity=verbosity,
         skip_nonfinite=level_name != 'O0' if skip_nonfinite is None else skip_nonfinite,
         max_consecutive_skips=max_consecutive_skips,
+        accumulate_in_fp32=accumulate_in_fp32,
     )
 
 

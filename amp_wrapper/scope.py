@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import cast
 
 from torch import Tensor, nn
@@ -42,8 +42,22 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
+def check_compiled(model: nn.Module) -> None:
+    """Refuse a model that ``torch.compile`` has wrapped, as a whole or in part.
+
+    Raises:
+        AmpAttachError: A compiled module.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, '_orig_mod'):
+            raise AmpAttachError(
+                f'torch.compile has wrapped {name or "the model"} ({type(module._orig_mod).__name__}): compiled models are '
+                f'not supported yet at the levels that compute in 16-bit. Hand over the plain module, or use O0.'
+            )
+
+
 def find_roots(
-    model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = ()
+    model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Container[int] = ()
 ) -> list[tuple[str, nn.Module]]:
     """The modules whose inputs and outputs are cast: the model, or the largest parts one optimizer owns alone.
 
@@ -51,17 +65,22 @@ def find_roots(
         model: Without wrappers around it.
         optimizer: None (inference) stands for the whole model.
         foreign: Parameters that other optimizers step.
+        done: Modules, by id, that another optimizer's engine has cast already: they are left out.
 
     Returns:
         (qualified name, module) pairs. The model itself where the optimizer owns every trainable parameter and nobody
         else owns any; otherwise frozen and foreign parts are left out.
+
+    Raises:
+        AmpAttachError: A module with parameters of its own around one that is cast already.
     """
     if optimizer is None:
         return [('', model)]
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
     others = {id(parameter) for parameter in foreign} - owned
     rest = [p for p in model.parameters() if id(p) not in owned]
-    if not others.intersection(map(id, rest)) and not any(p.requires_grad for p in rest):
+    alone = not others.intersection(map(id, rest)) and not any(p.requires_grad for p in rest)
+    if alone and not any(id(module) in done for module in model.modules()):
         return [('', model)]
     roots: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
@@ -70,10 +89,18 @@ def find_roots(
         for key, child in module.named_children():
             child_name = f'{name}.{key}' if name else key
             parameters = [id(p) for p in child.parameters()]
-            if id(child) in seen or not parameters:
+            inside = unwrap(child)
+            if id(child) in seen or not parameters or id(inside) in done:
                 continue
             seen.add(id(child))
-            inside = unwrap(child)
+            if any(id(part) in done for part in child.modules()):
+                if owned.intersection(id(p) for p in inside.parameters(recurse=False)):
+                    raise AmpAttachError(
+                        f'{child_name} ({type(inside).__name__}) has parameters of its own around a module that another '
+                        f'wrapper casts: move them into a module of their own, or give the whole to one optimizer.'
+                    )
+                descend(child, child_name)
+                continue
             # a list or dict of modules has no forward of its own
             if owned.issuperset(parameters) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict)):
                 roots.append((child_name, inside))

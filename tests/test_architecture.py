@@ -26,6 +26,10 @@ FLOOR_OF = {
     'module_guard': 'owners',
     'loss_scaler': 'owners',
     'master_weights': 'owners',
+    'model_wrappers': 'owners',
+    'accumulation': 'owners',
+    'foreign_gradients': 'owners',
+    'open_window': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
     'checkpoint_apex': 'owners',
@@ -54,6 +58,9 @@ SIBLINGS = {
     ('module_guard', 'forward_hooks'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
+    # a window's part of a file is made of gradients and their sums
+    ('open_window', 'accumulation'),
+    ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),
     # apex's words for the loss scale, which both hand over in ours

@@ -1,0 +1,117 @@
+"""What one backward pass brings to parameters that other optimizers step, such as a discriminator's through which a
+generator's loss flows. It carries the scale of this loss, and the other optimizer would divide by its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from . import ops
+
+
+@dataclasses.dataclass
+class Share:
+    """One other optimizer.
+
+    Attributes:
+        parameters: What it steps, on the model's side (weights, not masters), without what this optimizer steps too.
+        scale: Tells its own loss scale, a float32 scalar; None for 1. Asked only where gradients arrived.
+        checks: Whether it looks for non-finite gradients itself.
+        arrived: Set afterwards: whether any gradient arrived there.
+        found_inf: Set afterwards: float32 scalar, 1.0 where one of them was non-finite; None where none arrived.
+    """
+
+    parameters: Sequence[Tensor]
+    scale: Callable[[], Tensor | None]
+    checks: bool
+    arrived: bool = False
+    found_inf: Tensor | None = None
+
+
+class OtherOptimizer:
+    """An optimizer that no engine of ours steps.
+
+    Args:
+        optimizer: The optimizer.
+        scale: Tells the loss scale that it expects in its gradients; None for 1.
+        checks: Whether somebody looks for non-finite gradients before it steps.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, scale: Callable[[], Tensor | None] = lambda: None, checks: bool = False
+    ) -> None:
+        self._optimizer = optimizer
+        self._scale = scale
+        self._checks = checks
+
+    def weights(self) -> list[nn.Parameter]:
+        """What it steps."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group['params']]
+
+    def share(self, beyond: Sequence[Tensor]) -> Share:
+        """As of an engine."""
+        return Share(beyond, self._scale, self._checks)
+
+
+@contextmanager
+def converted(shares: Sequence[Share], scale: Tensor | None) -> Iterator[None]:
+    """Around one backward pass: gradients that arrive elsewhere are put on the scale that is expected there.
+
+    Each gradient is multiplied by the ratio of the two scales, in float32, and rounded to its own type: exact for powers
+    of two within the type's range. One that is non-finite voids what this pass brought to an optimizer that checks nothing;
+    others skip their step, as the optimizer of this pass does.
+
+    Args:
+        shares: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
+        scale: The scale of this pass, a float32 scalar; None for 1.
+    """
+    waiting = [(parameter, _set_aside(parameter)) for share in shares for parameter in share.parameters]
+    try:
+        yield
+        for share in shares:
+            _convert(share, scale)
+    except BaseException:
+        for parameter, gradient in waiting:
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in waiting:
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
+
+def _set_aside(parameter: Tensor) -> Tensor | None:
+    gradient, parameter.grad = parameter.grad, None
+    # a view into DDP's buckets would be overwritten by the next reduction
+    return gradient.clone() if gradient is not None and gradient._is_view() else gradient
+
+
+@torch.no_grad()
+def _convert(share: Share, scale: Tensor | None) -> None:
+    arrived = []
+    for parameter in share.parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()
+            arrived.append(parameter.grad._values())
+        else:
+            arrived.append(parameter.grad)
+    if not arrived:
+        return
+    share.arrived = True
+    device = arrived[0].device
+    share.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+    theirs = share.scale()
+    ratio = None if scale is None else scale.to(device).double().reciprocal()
+    if theirs is not None:
+        ratio = theirs.to(device).double() * (1 if ratio is None else ratio)
+    ops.multi_tensor_scale(arrived, arrived, None if ratio is None else ratio.float(), share.found_inf)
+    if not share.checks:
+        void = share.found_inf.bool()
+        for gradient in arrived:
+            gradient.masked_fill_(void.to(gradient.device), 0)

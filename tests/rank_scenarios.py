@@ -1,0 +1,835 @@
+"""What the ranks of ``tests/test_ddp.py`` do: ``python rank_scenarios.py SCENARIO RANK WORLD FOLDER DEVICE [words]``."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mmengine.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, casting, model_wrappers
+
+LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+HALF = {'O2': torch.float16, 'O3': torch.float16, 'O5': torch.bfloat16}
+# one unit of the last place of 1.0, halved: the bound of one rounding to nearest
+ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+SCENARIOS: dict[str, Callable[..., None]] = {}
+
+
+class Here:
+    """This process."""
+
+    def __init__(self, rank: int, world: int, folder: Path, device: torch.device, words: list[str]) -> None:
+        self.rank, self.world, self.folder, self.device, self.words = rank, world, folder, device, words
+
+
+def scenario(function: Callable[..., None]) -> Callable[..., None]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+
+
+class Net(BaseModel):
+    """No BatchNorm, so that two half batches are the joint batch; a kept FP32 layer; a tied weight if asked for."""
+
+    def __init__(self, tied: bool = False, recompute: str = '') -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.middle = nn.Linear(8, 8)
+        self.last = nn.Linear(8, 3)
+        self.side = nn.Linear(8, 3)
+        if tied:
+            self.again = nn.Linear(8, 8)
+            self.again.weight = self.middle.weight
+        self.tied, self.recompute = tied, recompute
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.middle(self.norm(torch.tanh(x)))
+        return self.again(x) if self.tied else x
+
+    def forward(self, inputs: Tensor, factor: float = 1.0, side: bool = False, mode: str = 'loss') -> Any:
+        x = self.first(inputs)
+        x = checkpoint(self.body, x, use_reentrant=self.recompute == 'reentrant') if self.recompute else self.body(x)
+        out = self.last(x) + (self.side(x) if side else 0)
+        return dict(loss=out.float().square().mean() * factor)
+
+
+def data(here: Here, step: int, rank: int | None = None) -> Tensor:
+    """Eight rows, of which each rank has its part; other data on each rank, and at each step."""
+    whole = torch.randn(4 * here.world, 6, generator=torch.Generator().manual_seed(step))
+    rank = here.rank if rank is None else rank
+    return whole[rank * 4 : rank * 4 + 4].to(here.device)
+
+
+def wrap(here: Here, model: nn.Module, **settings: Any) -> DistributedDataParallel:
+    ids = [here.device.index] if here.device.type == 'cuda' else None
+    return MMDistributedDataParallel(
+        module=model.to(here.device), device_ids=ids, **{'broadcast_buffers': False, **settings}
+    )
+
+
+def amp(parameters: Any, level: str, lr: float = 0.1, **settings: Any) -> AmpOptimWrapper:
+    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=settings.pop('momentum', 0.9))
+    settings.setdefault('loss_scale', 1024.0)
+    return AmpOptimWrapper(opt_level=level, optimizer=optimizer, **settings)
+
+
+def same_on_all_ranks(here: Here, tensors: Any, what: str) -> None:
+    """Bit for bit."""
+    for index, tensor in enumerate(tensors):
+        mine = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in range(here.world)]
+        dist.all_gather(all_of_them, mine)
+        for rank, other in enumerate(all_of_them):
+            assert mine.equal(other), f'{what}[{index}] differs between rank {here.rank} and {rank}'
+
+
+def differs_somewhere(here: Here, tensors: Any) -> bool:
+    """Whether any rank holds other bits: equality would prove nothing where all ranks had the same data."""
+    flat = torch.cat([tensor.detach().float().view(-1) for tensor in tensors])
+    all_of_them = [torch.empty_like(flat) for _ in range(here.world)]
+    dist.all_gather(all_of_them, flat)
+    return any(not flat.equal(other) for other in all_of_them)
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def masters_of(wrapper: AmpOptimWrapper) -> list[Tensor]:
+    return [p.detach().clone() for p in wrapper.master_params()]
+
+
+def scaler_of(wrapper: AmpOptimWrapper) -> list[Tensor]:
+    return [torch.tensor([v]) for s in wrapper.loss_scalers for v in s.state_dict().values() if isinstance(v, (int, float))]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.detach().clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def gather(here: Here, tensor: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(here.world)]
+    dist.all_gather(found, tensor.contiguous())
+    return found
+
+
+def averaged(here: Here, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """DDP's arithmetic: each part divided, rounded, then added up in the type of the gradients. For two ranks."""
+    assert here.world == 2
+    return {name: sum(part / here.world for part in gather(here, grad)) for name, grad in local.items()}  # type: ignore[misc]
+
+
+def backward(wrapper: AmpOptimWrapper, model: nn.Module, inputs: Tensor, **words: Any) -> None:
+    with wrapper.optim_context(model):
+        losses = model(inputs, **words)
+    wrapper.backward(wrapper.scale_loss(losses['loss']))
+
+
+# -- scenarios -------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    'plain': {},
+    'unused': dict(find_unused_parameters=True),
+    'static': dict(static_graph=True),
+    'views': dict(gradient_as_bucket_view=True),
+    'buffers': dict(broadcast_buffers=True),
+    'small buckets': dict(bucket_cap_mb=0.0001),
+}
+
+
+@scenario
+def averaging(here: Here) -> None:
+    """Gradients are the average of the ranks' own, bit for bit, under each setting of DDP, at each level."""
+    for level in LEVELS:
+        for name, settings in SETTINGS.items():
+            model = wrap(here, Net(), **settings)
+            if name != 'unused':
+                model.module.side.requires_grad_(False)
+            # a frozen layer that DDP was made around: it has to be made anew without it
+            wrapper = amp(model.parameters(), level)
+            before = (id(model), id(model.module), id(model.process_group))
+            buckets: set[torch.dtype] = set()
+
+            def spy(state: Any, bucket: Any) -> Any:
+                buckets.add(bucket.buffer().dtype)
+                return default_hooks.allreduce_hook(None, bucket)
+
+            if name == 'plain':
+                # registered before the cast, so the rebuilt reducer must carry it over
+                spy.__annotations__ = {}
+                model.register_comm_hook(None, spy)
+            wrapper.initialize_count_status(model, 0, 100)
+            assert before == (id(model), id(model.module), id(model.process_group))
+            for key, value in settings.items():
+                if key != 'bucket_cap_mb':
+                    assert getattr(model, key) == value, (level, name, key)
+            assert model.bucket_bytes_cap == int(settings.get('bucket_cap_mb', 25) * 1024 * 1024)
+            for step in range(4):
+                with model.no_sync() if name != 'static' else nullcontext():
+                    if name != 'static':
+                        backward(wrapper, model, data(here, step))
+                        local = gradients(model)
+                        assert differs_somewhere(here, local.values()), (level, name)
+                        wrapper.zero_grad()
+                backward(wrapper, model, data(here, step))
+                got = gradients(model)
+                same_on_all_ranks(here, got.values(), f'{level} {name} gradients')
+                if name != 'static':
+                    expected = averaged(here, local)
+                    assert got.keys() == expected.keys()
+                    for key, value in got.items():
+                        assert value.equal(expected[key]), (level, name, key, step)
+                    kind = HALF.get(level, torch.float32)
+                    assert {value.dtype for value in got.values()} == {kind}
+                wrapper.step()
+                wrapper.zero_grad()
+                same_on_all_ranks(here, weights_of(model), f'{level} {name} weights')
+                same_on_all_ranks(here, masters_of(wrapper), f'{level} {name} masters')
+            if name == 'plain':
+                assert buckets == {HALF.get(level, torch.float32)}, (level, buckets)
+    print(sorted(SETTINGS))
+
+
+@scenario
+def joint(here: Here) -> None:
+    """Two ranks are one process on the joint batch; an overflow of one rank skips the step on both."""
+    for level in LEVELS:
+        for counts in (1, 3):
+            results = []
+            for alone in (False, True):
+                net = Net()
+                net.side.requires_grad_(False)
+                model: nn.Module = net.to(here.device) if alone else wrap(here, net)
+                wrapper = amp(
+                    model.parameters(),
+                    level,
+                    accumulative_counts=counts,
+                    clip_grad=dict(max_norm=10.0),
+                    skip_nonfinite=True,
+                )
+                # five windows and a remainder
+                total = 5 * counts + counts // 2
+                wrapper.initialize_count_status(model, 0, total)
+                for step in range(total):
+                    inputs = torch.cat([data(here, step, rank) for rank in range(here.world)]) if alone else data(here, step)
+                    factor = float('inf') if step == 2 * counts and (alone or here.rank == 1) else 1.0
+                    with wrapper.optim_context(model):
+                        losses = model(inputs, factor=factor)
+                    wrapper.update_params(losses['loss'])
+                results.append((masters_of(wrapper), wrapper.loss_scaler.counts.tolist()))
+                if not alone:
+                    same_on_all_ranks(here, weights_of(model), f'{level} {counts} weights')
+                    same_on_all_ranks(here, masters_of(wrapper), f'{level} {counts} masters')
+            (masters, count), (expected, count_alone) = results
+            assert count == count_alone == [5 + (counts // 2 > 0), 1, 0], (level, counts, count, count_alone)
+            unit = ROUNDING[HALF.get(level, torch.bfloat16 if level == 'O4' else torch.float16 if level == 'O1' else torch.float32)]
+            # each step moves a weight by gradients of norm 10 at most; the ranks round each of them a few times
+            for a, b in zip(masters, expected):
+                torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=max(40 * unit, 1e-5))
+
+
+@scenario
+def windows(here: Here) -> None:
+    """Accumulation, bit for bit in the arithmetic that the page states, and within its bound of the true sum."""
+    for level in LEVELS:
+        half = HALF.get(level)
+        for wide in (False, True):
+            for counts, total in ((1, 2), (2, 4), (3, 8), (5, 6)):
+                for distributed in (True, False):
+                    net = Net()
+                    net.side.requires_grad_(False)
+                    model: nn.Module = wrap(here, net) if distributed else net.to(here.device)
+                    wrapper = amp(
+                        model.parameters(),
+                        level,
+                        lr=0.5,
+                        momentum=0,
+                        accumulative_counts=counts,
+                        accumulate_in_fp32=wide,
+                        skip_nonfinite=False,
+                        loss_scale=64.0,
+                    )
+                    wrapper.initialize_count_status(model, 0, total)
+                    step = 0
+                    while step < total:
+                        length = min(counts, total - step)
+                        probe = [_local(here, model, wrapper, step + i, length) for i in range(length)]
+                        before = masters_of(wrapper)
+                        for i in range(length):
+                            with wrapper.optim_context(model):
+                                losses = model(data(here, step + i))
+                            wrapper.update_params(losses['loss'])
+                        after = masters_of(wrapper)
+                        names = [n for n, p in net.named_parameters() if p.requires_grad]
+                        moved = {n: (b.double() - a.double()) / 0.5 for n, b, a in zip(dict(net.named_parameters()), before, after)}
+                        for name in names:
+                            parts = [gradient[name] for gradient in probe]
+                            total_grad = _window_sum(here, parts, half, wide, distributed)
+                            index = list(dict(net.named_parameters())).index(name)
+                            kind = before[index].dtype
+                            expected = before[index] - 0.5 * (total_grad.float() / 64).to(kind)
+                            got = after[index]
+                            assert got.equal(expected.to(kind)), (level, wide, counts, distributed, step, name)
+                            # and the bound of the page, against float64
+                            ranks = [torch.stack(gather(here, part)).double() for part in parts] if distributed else [
+                                part.double()[None] for part in parts
+                            ]
+                            true = sum(part.mean(0) for part in ranks)
+                            size = sum(part.abs().mean(0) for part in ranks)
+                            unit = ROUNDING[half or torch.float32]
+                            roundings = (3 if distributed else 1) if wide else length + 2
+                            error = (total_grad.double() - true).abs()
+                            assert bool((error <= roundings * unit * size + 1e-7).all()), (level, wide, counts, name)
+                        assert moved
+                        step += length
+                    if distributed:
+                        same_on_all_ranks(here, masters_of(wrapper), f'{level} masters')
+
+
+def _local(here: Here, model: nn.Module, wrapper: AmpOptimWrapper, step: int, length: int) -> dict[str, Tensor]:
+    """The scaled gradient of one micro-batch on this rank, as backward leaves it."""
+    net = getattr(model, 'module', model)
+    with wrapper._engine.forward_context(net):
+        loss = net(data(here, step))['loss']
+    ((loss / length).float() * wrapper.loss_scaler.current_scale).backward()
+    found = gradients(net)
+    for parameter in net.parameters():
+        parameter.grad = None
+    return found
+
+
+def _window_sum(here: Here, parts: list[Tensor], half: Any, wide: bool, distributed: bool) -> Tensor:
+    """The arithmetic of a window as docs/distributed.md states it."""
+    if wide and half is not None:
+        if not distributed:
+            return torch.stack([part.float() for part in parts]).cumsum(0)[-1] if len(parts) > 1 else parts[0].float()
+        carried: Tensor | None = None
+        for part in parts[:-1]:
+            carried = part.float() if carried is None else carried + part.float()
+        last = parts[-1] if carried is None else carried.to(half) + parts[-1]
+    else:
+        last = parts[0]
+        for part in parts[1:]:
+            last = last + part
+    return averaged(here, {'': last})[''] if distributed else last
+
+
+@scenario
+def overflows(here: Here) -> None:
+    """Infinite gradients on one rank, at each micro-batch of a window: one decision, one scale, one message."""
+    for level in LEVELS:
+        counts = 3
+        for wide in (False, True):
+            model = wrap(here, Net(), find_unused_parameters=True)
+            wrapper = amp(
+                model.parameters(),
+                level,
+                accumulative_counts=counts,
+                accumulate_in_fp32=wide,
+                skip_nonfinite=True,
+                loss_scale=dict(init_scale=256.0, growth_interval=2),
+                clip_grad=dict(max_norm=1.0),
+                verbosity=0,
+            )
+            wrapper.initialize_count_status(model, 0, 1000)
+            expected_skips = 0
+            for update in range(8):
+                # update 0 is clean; then rank 0 and rank 1 in turn, at each micro-batch; then clean again
+                where = divmod(update - 1, counts) if 1 <= update <= 6 else (None, None)
+                before = (weights_of(model), masters_of(wrapper))
+                for micro in range(counts):
+                    hit = where == (here.rank, micro)
+                    with wrapper.optim_context(model):
+                        # a layer that only this micro-batch uses, on one rank only
+                        losses = model(data(here, micro), factor=float('inf') if hit else 1.0, side=micro == here.rank)
+                    wrapper.update_params(losses['loss'])
+                expected_skips += where[0] is not None
+                assert wrapper.loss_scaler.counts.tolist()[:2] == [update + 1, expected_skips], (level, update)
+                changed = any(not a.equal(b) for a, b in zip(before[1], masters_of(wrapper)))
+                assert changed == (where[0] is None), (level, update)
+                if not changed:
+                    assert all(a.equal(b) for a, b in zip(before[0], weights_of(model)))
+                same_on_all_ranks(here, scaler_of(wrapper), f'{level} scaler')
+                same_on_all_ranks(here, weights_of(model), f'{level} weights')
+                same_on_all_ranks(here, masters_of(wrapper), f'{level} masters')
+                optimizer_state = [v for s in wrapper.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+                same_on_all_ranks(here, optimizer_state, f'{level} momentum')
+            # one clean step, six skips, two clean ones in a row: two halvings less one doubling is what torch would do
+            assert wrapper.loss_scaler.get_scale() == 256.0 * 0.5**6 * 1, wrapper.loss_scaler.get_scale()
+
+
+@scenario
+def random_overflows(here: Here) -> None:
+    """Any sequence of overflows on any rank leaves scale, trackers and counters equal, where gradients are not averaged too."""
+    noop = debugging_hooks.noop_hook
+    for kind in ('ddp', 'local hook', 'no_sync', 'ignored'):
+        for level in ('O1', 'O2', 'O5'):
+            net = Net()
+            net.side.requires_grad_(kind == 'ignored')
+            if kind == 'ignored':
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ['side.weight', 'side.bias'])
+            model = wrap(here, net)
+            if kind == 'local hook':
+                model.register_comm_hook(None, noop)
+            wrapper = amp(
+                model.parameters(), level, loss_scale=dict(init_scale=2.0**12, growth_interval=3, hysteresis=2), verbosity=0
+            )
+            wrapper.initialize_count_status(model, 0, 1000)
+            # the same generator on all ranks, so that each knows what the others do
+            generator = torch.Generator().manual_seed(3)
+            skips = 0
+            for update in range(20):
+                hits = torch.rand(here.world, generator=generator) < 0.3
+                with model.no_sync() if kind == 'no_sync' else nullcontext():
+                    factor = float('inf') if bool(hits[here.rank]) else 1.0
+                    backward(wrapper, model, data(here, update), factor=factor, side=kind == 'ignored')
+                wrapper.step()
+                wrapper.zero_grad()
+                skips += bool(hits.any())
+                assert wrapper.loss_scaler.counts.tolist()[:2] == [update + 1, skips], (kind, level, update)
+                same_on_all_ranks(here, scaler_of(wrapper), f'{kind} {level} scaler')
+            assert 3 < skips < 18
+
+
+@scenario
+def message(here: Here) -> None:
+    """The line about a skipped step comes once, not once a rank."""
+    model = wrap(here, Net(), find_unused_parameters=True)
+    wrapper = amp(model.parameters(), 'O2')
+    for _ in range(2):
+        backward(wrapper, model, data(here, 0), factor=float('nan'))
+        wrapper.step()
+        wrapper.zero_grad()
+
+
+@scenario
+def hooks(here: Here) -> None:
+    """Communication hooks and DDP classes of users keep working after the cast, or are refused with the reason."""
+    for level in ('O0', 'O2', 'O5'):
+        known: dict[str, Any] = {
+            'allreduce': (None, default_hooks.allreduce_hook),
+            'fp16': (None, default_hooks.fp16_compress_hook),
+            'bf16': (None, default_hooks.bf16_compress_hook),
+            'wrapped': (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        }
+        if level == 'O0':
+            # torch's own PowerSGD has no 16-bit arithmetic on a CPU
+            known['powerSGD'] = (powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+        for name, (state, hook) in known.items():
+            model = wrap(here, Net(), find_unused_parameters=True)
+            model.register_comm_hook(state, hook)
+            wrapper = amp(model.parameters(), level)
+            for step in range(4):
+                backward(wrapper, model, data(here, step))
+                got = gradients(model)
+                same_on_all_ranks(here, got.values(), f'{level} {name}')
+                wrapper.step()
+                wrapper.zero_grad()
+            assert [entry[0] for entry in model._comm_hooks] == [hook]
+        model = wrap(here, Net(), find_unused_parameters=True)
+        model._register_builtin_comm_hook(torch._C._distributed_c10d.BuiltinCommHookType.FP16_COMPRESS)
+        wrapper = amp(model.parameters(), level)
+        wrapper.attach(model)
+        assert model._get_ddp_logging_data()['comm_hook'].endswith('FP16_COMPRESS')
+        backward(wrapper, model, data(here, 0))
+        same_on_all_ranks(here, gradients(model).values(), f'{level} builtin')
+
+    class Mine(MMDistributedDataParallel):
+        """A user's own: further modules, buffers and attributes, another forward pass, hooks."""
+
+        def __init__(self, **words: Any) -> None:
+            super().__init__(**words)
+            self.extra = nn.Linear(2, 2)
+            self.register_buffer('seen', torch.zeros(()))
+            self.note = 'kept'
+            self.calls = 0
+            self.register_forward_pre_hook(self.count)
+
+        @staticmethod
+        def count(module: Any, args: Any) -> None:
+            module.calls += 1
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            self.seen += 1
+            return super().forward(*args, **kwargs)
+
+    net = Net()
+    net.side.requires_grad_(False)
+    mine = Mine(module=net.to(here.device), device_ids=None, broadcast_buffers=False, static_graph=True)
+    extra = mine.extra
+    mine.eval()
+    mine.module.train()
+    wrapper = amp(net.parameters(), 'O2')
+    wrapper.attach(mine)
+    assert (mine.extra, mine.note, float(mine.seen), mine.training, mine.module.training) == (extra, 'kept', 0, False, True)
+    assert mine.static_graph
+    for step in range(3):
+        backward(wrapper, mine, data(here, step))
+        same_on_all_ranks(here, gradients(net).values(), 'own class')
+        wrapper.step()
+        wrapper.zero_grad()
+    assert (mine.calls, float(mine.seen)) == (3, 3)
+    # detaching gives FP32 buckets back
+    wrapper.detach()
+    assert {p.dtype for p in mine.parameters()} == {torch.float32}
+    plain = OptimWrapper(wrapper.optimizer)
+    with plain.optim_context(mine):
+        loss = mine(data(here, 7))['loss']
+    plain.backward(loss)
+    same_on_all_ranks(here, gradients(net).values(), 'after detach')
+    assert differs_somewhere(here, [loss])
+
+    # DDP around a part of the model
+    class Part(BaseModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = wrap(here, Net(), find_unused_parameters=True)
+
+        def forward(self, inputs: Tensor, mode: str = 'loss') -> Any:
+            return self.inner(inputs)
+
+    part = Part()
+    wrapper = amp(part.parameters(), 'O2')
+    backward(wrapper, part, data(here, 1))
+    same_on_all_ranks(here, gradients(part).values(), 'part')
+
+    refused: list[tuple[str, str, Callable[[], Any]]] = []
+
+    def mixed() -> Any:
+        from torch.nn.parallel.distributed import _MixedPrecision
+
+        if here.device.type == 'cpu':
+            ddp = wrap(here, Net())
+            ddp.mixed_precision = _MixedPrecision(param_dtype=torch.float16)
+            return ddp
+        return wrap(here, Net(), mixed_precision=_MixedPrecision(param_dtype=torch.float16))
+
+    def fused() -> Any:
+        ddp = wrap(here, Net())
+        ddp._register_fused_optim(torch.optim.SGD, 0.1)
+        return ddp
+
+    def foreign() -> Any:
+        from mmengine.registry import MODEL_WRAPPERS
+
+        class Unknown(nn.Module):
+            def __init__(self, module: nn.Module) -> None:
+                super().__init__()
+                self.module = module
+
+        if 'Unknown' not in MODEL_WRAPPERS:
+            MODEL_WRAPPERS.register_module(name='Unknown', module=Unknown)
+        return MODEL_WRAPPERS.get('Unknown')(Net().to(here.device))
+
+    refused += [('O2', 'casts the model itself', mixed), ('O2', 'inside its backward', fused), ('O1', 'inside its backward', fused)]
+    refused += [('O2', 'is no DistributedDataParallel', foreign)]
+    for level, why, make in refused:
+        model = make()
+        wrapper = amp(model.parameters(), level)
+        before = [p.dtype for p in model.parameters()]
+        try:
+            wrapper.attach(model)
+        except AmpAttachError as error:
+            assert why in str(error), error
+        else:
+            raise RuntimeError(f'{why}: not refused')
+        assert [p.dtype for p in model.parameters()] == before
+    # one that says it survives, and does
+    model = foreign()
+    model.survives_cast = True
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(here.world)))
+    wrapper = amp(model.parameters(), 'O2')
+    wrapper.attach(model)
+    with wrapper.optim_context(model):
+        loss = model.module(data(here, 0), side=True)['loss']
+    wrapper.backward(loss)
+    same_on_all_ranks(here, gradients(model).values(), 'survivor')
+
+
+@scenario
+def changes(here: Here) -> None:
+    """Parameters that are frozen, unfrozen, shared, added; recomputed activations: all ranks stay one model."""
+    for level in LEVELS:
+        for find_unused in (False, True):
+            # frozen when DDP wraps, unfrozen in mid-training, frozen again, toggled
+            net = Net()
+            net.side.requires_grad_(False)
+            net.first.requires_grad_(False)
+            model = wrap(here, net, find_unused_parameters=find_unused)
+            wrapper = amp(model.parameters(), level)
+            wrapper.initialize_count_status(model, 0, 100)
+            plan = {0: (), 2: ('first',), 4: ('first', 'side'), 6: ('side',), 7: ('first', 'side'), 8: ()}
+            open_now: tuple[str, ...] = ()
+            for step in range(10):
+                open_now = plan.get(step, open_now)
+                for name in ('first', 'side'):
+                    getattr(net, name).requires_grad_(name in open_now)
+                start = masters_of(wrapper)
+                backward(wrapper, model, data(here, step), side=True)
+                got = gradients(net)
+                wanted = {n for n, p in net.named_parameters() if n.split('.')[0] not in ('first', 'side') or n.split('.')[0] in open_now}
+                assert got.keys() == wanted, (level, step, got.keys() ^ wanted)
+                same_on_all_ranks(here, got.values(), f'{level} step {step} gradients')
+                wrapper.step()
+                wrapper.zero_grad()
+                same_on_all_ranks(here, masters_of(wrapper), f'{level} step {step} masters')
+                moved = {n for n, a, b in zip(dict(net.named_parameters()), start, masters_of(wrapper)) if not a.equal(b)}
+                assert moved == wanted, (level, step, moved ^ wanted)
+        # frozen between the wrapping and the attachment
+        net = Net()
+        model = wrap(here, net)
+        net.side.requires_grad_(False)
+        wrapper = amp(model.parameters(), level)
+        for step in range(3):
+            backward(wrapper, model, data(here, step))
+            same_on_all_ranks(here, gradients(net).values(), f'{level} frozen early')
+            wrapper.step()
+            wrapper.zero_grad()
+        # everything frozen while another part trains: nothing to wait for
+        net.requires_grad_(False)
+        with wrapper.optim_context(model):
+            assert model(data(here, 0))['loss'].isfinite()
+        net.last.requires_grad_(True)
+        backward(wrapper, model, data(here, 1))
+        same_on_all_ranks(here, gradients(net).values(), f'{level} thawed')
+        # one weight in two places, and recomputed activations
+        for recompute in ('', 'plain', 'reentrant'):
+            net = Net(tied=True, recompute=recompute)
+            net.side.requires_grad_(False)
+            model = wrap(here, net, static_graph=recompute == 'reentrant')
+            wrapper = amp(model.parameters(), level)
+            for step in range(3):
+                backward(wrapper, model, data(here, step))
+                assert differs_somewhere(here, [data(here, step)])
+                same_on_all_ranks(here, gradients(net).values(), f'{level} tied {recompute}')
+                assert net.again.weight is net.middle.weight
+                wrapper.step()
+                wrapper.zero_grad()
+                same_on_all_ranks(here, masters_of(wrapper), f'{level} tied masters')
+        # a parameter that comes later, with other values on each rank
+        if level not in HALF:
+            net = Net()
+            net.side.requires_grad_(False)
+            model = wrap(here, net)
+            wrapper = amp(model.parameters(), level)
+            backward(wrapper, model, data(here, 0))
+            wrapper.step()
+            wrapper.zero_grad()
+            torch.manual_seed(here.rank)
+            net.side = nn.Linear(8, 3).to(here.device)
+            wrapper.optimizer.add_param_group(dict(params=list(net.side.parameters())))
+            backward(wrapper, model, data(here, 1), side=True)
+            assert net.side.weight.grad is not None
+            same_on_all_ranks(here, gradients(net).values(), f'{level} added')
+            wrapper.step()
+            wrapper.zero_grad()
+            same_on_all_ranks(here, weights_of(net), f'{level} added')
+
+
+@scenario
+def second_losses(here: Here) -> None:
+    """Several losses: averaged each, or refused where DDP would keep them apart."""
+    for level in ('O0', 'O1', 'O2', 'O5'):
+        for views in (False, True):
+            net = Net()
+            net.side.requires_grad_(False)
+            model = wrap(here, net, gradient_as_bucket_view=views)
+            wrapper = amp(model.parameters(), level, num_losses=2, loss_scale=256.0, momentum=0, lr=1.0)
+            wrapper.attach(model)
+            start = masters_of(wrapper)
+            local = []
+            for step in range(2):
+                with wrapper._engine.forward_context(net):
+                    loss = net(data(here, step))['loss']
+                (loss.float() * (1 if level == 'O0' else 256.0)).backward()
+                local.append(gradients(net))
+                for parameter in net.parameters():
+                    parameter.grad = None
+            for step in range(2):
+                with wrapper.optim_context(model):
+                    loss = model(data(here, step))['loss']
+                wrapper.backward(loss, loss_id=step)
+            wrapper.step()
+            wrapper.zero_grad()
+            same_on_all_ranks(here, masters_of(wrapper), f'{level} masters')
+            factor = 256.0
+            for index, (name, parameter) in enumerate(net.named_parameters()):
+                if not parameter.requires_grad:
+                    continue
+                parts = [averaged(here, {name: part[name]})[name].float() for part in local]
+                scale = 1.0 if level == 'O0' else factor
+                expected = start[index] - (parts[0] / scale + parts[1] / scale)
+                torch.testing.assert_close(masters_of(wrapper)[index], expected, rtol=1e-6, atol=1e-7)
+        # two backward passes through one forward pass
+        net = Net()
+        net.side.requires_grad_(False)
+        model = wrap(here, net)
+        wrapper = amp(model.parameters(), level)
+        with wrapper.optim_context(model):
+            loss = model(data(here, 0))['loss']
+        wrapper.backward(loss, retain_graph=True)
+        kept = gradients(net)
+        try:
+            wrapper.backward(loss * 2)
+        except AmpUsageError as error:
+            assert 'second backward pass' in str(error)
+        else:
+            raise RuntimeError('a second backward pass through one forward pass was not refused')
+        assert all(value.equal(kept[name]) for name, value in gradients(net).items())
+        wrapper.step()
+        # as mmengine calls it: backward after no_sync was left
+        several = amp(wrap(here, Net()).parameters(), level, num_losses=2, accumulative_counts=2)
+        model = wrap(here, Net())
+        several = amp(model.parameters(), level, num_losses=2, accumulative_counts=2)
+        several.initialize_count_status(model, 0, 10)
+        with several.optim_context(model):
+            loss = model(data(here, 0), side=True)['loss']
+        try:
+            several.backward(loss)
+        except AmpUsageError as error:
+            assert 'under no_sync' in str(error)
+        else:
+            raise RuntimeError('several losses under no_sync were not refused')
+
+
+class Pair(BaseModel):
+    """A generator and a discriminator, trained by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.freezes = True
+
+    def train_step(self, inputs: Tensor, wrappers: Any) -> dict[str, Tensor]:
+        first, second = wrappers['discriminator'], wrappers['generator']
+        with first.optim_context(self.discriminator):
+            with torch.no_grad():
+                fake = self.generator(inputs)
+            real_loss = F.softplus(-self.discriminator(inputs)).mean()
+            fake_loss = F.softplus(self.discriminator(fake)).mean()
+        # as a user may: one backward pass for the sum of two losses
+        first.update_params(real_loss + fake_loss)
+        if self.freezes:
+            self.discriminator.requires_grad_(False)
+        with second.optim_context(self.generator):
+            loss = F.softplus(-self.discriminator(self.generator(inputs))).mean()
+        second.update_params(loss)
+        if self.freezes:
+            self.discriminator.requires_grad_(True)
+        return dict(loss=loss.detach())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@scenario
+def gan(here: Here) -> None:
+    """Wrappers of different levels over the parts of one model, alternating, frozen by turns or not."""
+    for pair in (('O2', 'O5'), ('O5', 'O0'), ('O1', 'O2'), ('O0', 'O0'), ('O2', 'O2')):
+        for freezes in (True, False):
+            model = MMSeparateDistributedDataParallel(Pair().to(here.device), find_unused_parameters=not freezes)
+            net = model.module
+            net.freezes = freezes
+            wrappers = OptimWrapperDict(
+                generator=amp(net.generator.parameters(), pair[0], loss_scale=2.0**10, accumulative_counts=2),
+                discriminator=amp(net.discriminator.parameters(), pair[1], loss_scale=2.0**6),
+            )
+            wrappers.initialize_count_status(model, 0, 100)
+            for name, level in zip(('generator', 'discriminator'), pair):
+                kind = HALF.get(level, torch.float32)
+                assert {p.dtype for p in getattr(net, name).parameters()} == {kind}, (pair, name)
+            for step in range(5):
+                model.train_step(data(here, step), wrappers)
+                for wrapper in wrappers.values():
+                    if not wrapper.in_window:
+                        same_on_all_ranks(here, masters_of(wrapper), f'{pair} {freezes} masters')
+            assert differs_somewhere(here, [data(here, 0)])
+            counts = [wrapper.loss_scaler.counts[0].item() for wrapper in wrappers.values()]
+            assert counts == [2 if wrappers['generator'].loss_scaler.checks else 0, 5 if wrappers['discriminator'].loss_scaler.checks else 0]
+
+
+@scenario
+def averages(here: Here) -> None:
+    """The average of the masters is the same on all ranks, and that of an FP32 copy outside."""
+    from mmengine.model import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage
+
+    for level in LEVELS:
+        for kind in (ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage):
+            net = Net()
+            net.side.requires_grad_(False)
+            model = wrap(here, net)
+            wrapper = amp(model.parameters(), level)
+            average = kind(net, update_buffers=True)
+            outside = kind(Net().to(here.device), update_buffers=True)
+            for step in range(4):
+                backward(wrapper, model, data(here, step))
+                wrapper.step()
+                wrapper.zero_grad()
+                average.update_parameters(net)
+                copied = Net().to(here.device)
+                with torch.no_grad():
+                    for mine, parameter in zip(copied.parameters(), net.parameters()):
+                        twin = casting.fp32_twin(parameter)
+                        mine.copy_(parameter.float() if twin is None else twin)
+                outside.update_parameters(copied)
+            same_on_all_ranks(here, average.module.parameters(), f'{level} average')
+            for mine, theirs in zip(average.module.parameters(), outside.module.parameters()):
+                assert mine.dtype == torch.float32 and mine.equal(theirs), (level, kind)
+
+
+@scenario
+def planted(here: Here) -> None:
+    """The silent failure itself, for the test of the tests: the reducer is not rebuilt."""
+    model_wrappers.rebuild_ddp = lambda ddp: None
+    SCENARIOS[here.words[0]](here)
+
+
+def main() -> None:
+    name, rank, world, folder, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    device = torch.device(kind, rank) if kind == 'cuda' else torch.device(kind)
+    if kind == 'cuda':
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        'nccl' if kind == 'cuda' else 'gloo',
+        init_method=f'file://{folder / f"store_{name}"}',
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
+    )
+    SCENARIOS[name](Here(rank, world, folder, device, sys.argv[6:]))
+    dist.barrier()
+    # gloo's threads abort a process that ends under them, and models hold their groups
+    gc.collect()
+    dist.destroy_process_group()
+    print(f'{name}: done', flush=True)
+
+
+if __name__ == '__main__':
+    main()
