@@ -86,8 +86,8 @@ def converted(shares: Sequence[Share], scale: Tensor | None) -> Iterator[None]:
 
 def _set_aside(parameter: Tensor) -> Tensor | None:
     gradient, parameter.grad = parameter.grad, None
-    # a view into DDP's buckets would be overwritten by the next reduction
-    return gradient.clone() if gradient is not None and gradient._is_view() else gradient
+    # DDP's buckets, which it may lie in, are overwritten by the next reduction
+    return None if gradient is None else gradient.clone()
 
 
 @torch.no_grad()

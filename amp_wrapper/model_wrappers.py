@@ -202,7 +202,7 @@ class Reducers:
 
     def _say(self, now: frozenset[int], known: frozenset[int]) -> None:
         self._said += 1
-        if self._said <= 5:
+        if self._said <= 5 and known:
             logger.info(
                 f'amp: DistributedDataParallel averages {len(now)} parameters from now on ({len(now - known)} were unfrozen '
                 f'or added, {len(known - now)} frozen)'
