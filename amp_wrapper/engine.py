@@ -473,7 +473,8 @@ class AmpEngine:
     def _backward_on_arrival(self, scaled: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
         """Several scales must never mix in one gradient: each pass is unscaled alone, and the sums are FP32."""
         own = self._own_parameters()
-        before = {id(p): p.grad for p in own if p.grad is not None}
+        # copies: DDP may have moved them into its buckets, which this pass overwrites
+        before = {id(p): p.grad.clone() for p in own if p.grad is not None}
         for parameter in own:
             parameter.grad = None
         try:

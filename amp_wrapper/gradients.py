@@ -194,11 +194,8 @@ def accumulate_unscaled(
             master.grad = earlier if master.grad is None else master.grad + earlier
     for parameter in own:
         earlier = before.get(id(parameter))
-        if parameter.grad is not None:
-            # in memory of its own: DDP's buckets, which it may lie in, are overwritten by the next pass
-            parameter.grad = parameter.grad.clone() if earlier is None else parameter.grad + earlier
-        elif earlier is not None:
-            parameter.grad = earlier
+        if earlier is not None:
+            parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
