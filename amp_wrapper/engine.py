@@ -312,14 +312,20 @@ class AmpEngine:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def before_forward(self) -> None:
+    def before_forward(self, model: nn.Module) -> None:
         """DDP modules take notice of parameters that were frozen, unfrozen or added since the last forward pass.
 
         Every rank calls this, before it enters ``no_sync``.
 
+        Args:
+            model: What is about to run.
+
         Raises:
+            AmpAttachError: ``torch.compile`` has wrapped the model meanwhile.
             AmpUsageError: Parameters were unfrozen where DDP cannot follow.
         """
+        if self.policy.runs_16_bit and hasattr(model, '_orig_mod'):
+            scope.check_compiled(model)
         self._reducers.follow(self.stage is Stage.ACCUMULATING)
 
     @contextmanager

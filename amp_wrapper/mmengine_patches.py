@@ -6,6 +6,8 @@
 * ``EMAHook.after_load_checkpoint`` and ``before_run``: FlexibleRunner loads before the hook has a model to load into.
 * ``OptimWrapperDict.initialize_count_status``: does nothing in mmengine; ours attach here, all before the first forward.
 * ``OptimWrapperDict.__init__``: remembers its members' siblings, for those who attach without a runner.
+* ``Runner._maybe_compile`` and the strategies' ``build_optim_wrapper``: what is not supported yet is refused with one of
+  our wrappers, ``torch.compile`` and strategies that shard.
 * ``torch.serialization.add_safe_globals``: the classes that mmengine's own checkpoints need under
   ``torch.load(weights_only=True)``, and no more.
 * Saving and resuming: :mod:`amp_wrapper.mmengine_saving` and :mod:`amp_wrapper.mmengine_resuming`, put in place from here.
@@ -26,16 +28,20 @@ from typing import Any
 import mmengine
 import numpy as np
 import torch
+from mmengine._strategy import BaseStrategy, SingleDeviceStrategy
+from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.config import ConfigDict
 from mmengine.hooks import EMAHook
 from mmengine.logging import HistoryBuffer, print_log
 from mmengine.model import BaseAveragedModel
 from mmengine.optim import OptimWrapperDict
+from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
 from . import casting, mmengine_resuming, mmengine_saving, ops
+from .errors import AmpAttachError, AmpConfigError
 from .nested import HALF_TYPES, map_tensors
 
 #: The versions these patches were read against.
@@ -193,6 +199,50 @@ def _patch_ema_order() -> None:
     EMAHook.before_run = before_run
 
 
+def _refuse_unsupported() -> None:
+    original_compile = Runner._maybe_compile
+
+    @functools.wraps(original_compile)
+    def maybe_compile(self: Any, target: str) -> None:
+        if self.cfg.get('compile'):
+            for wrapper in _ours(self.optim_wrapper):
+                if wrapper.policy.runs_16_bit:
+                    raise AmpConfigError(
+                        [
+                            f'compile={self.cfg.compile!r}: torch.compile is not supported yet at {wrapper.opt_level}, which '
+                            f'computes in 16-bit. Drop it from the config, or use opt_level="O0".'
+                        ]
+                    )
+        original_compile(self, target)
+
+    Runner._maybe_compile = maybe_compile
+    for strategy in (BaseStrategy, FSDPStrategy):
+        if 'build_optim_wrapper' in vars(strategy):
+            strategy.build_optim_wrapper = _guarded(strategy.build_optim_wrapper)
+
+
+def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_optim_wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapper = original(self, *args, **kwargs)
+        # DDPStrategy is a SingleDeviceStrategy, and FSDPStrategy a DDPStrategy
+        supported = isinstance(self, SingleDeviceStrategy) and not isinstance(self, FSDPStrategy)
+        if not supported and _ours(wrapper):
+            raise AmpAttachError(
+                f'{type(self).__name__} shards or casts the model itself and is not supported yet: use DDPStrategy or '
+                f'SingleDeviceStrategy with {type(_ours(wrapper)[0]).__name__}.'
+            )
+        return wrapper
+
+    return build_optim_wrapper
+
+
+def _ours(wrapper: Any) -> list[Any]:
+    """The wrappers of this package among the members, or the wrapper itself."""
+    members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    return [member for member in members if hasattr(member, 'policy') and hasattr(member, 'opt_level')]
+
+
 def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
     """Attach every member whose parameters ``model`` holds, telling each what the others own."""
     members = list(wrappers.values())
@@ -327,6 +377,7 @@ def apply() -> None:
     _patch_ema_swap()
     _patch_ema_order()
     _patch_wrapper_dict()
+    _refuse_unsupported()
     mmengine_saving.patch()
     mmengine_resuming.patch()
     _allow_checkpoint_classes()

@@ -278,7 +278,7 @@ class AmpOptimWrapper(OptimWrapper):
             model: The model, wrapped or not.
         """
         self._attach_all(model)
-        self._engine.before_forward()
+        self._engine.before_forward(model)
         with super().optim_context(model), self._engine.forward_context(model):
             yield
 

@@ -49,10 +49,16 @@ def check_compiled(model: nn.Module) -> None:
         AmpAttachError: A compiled module.
     """
     for name, module in model.named_modules():
-        if hasattr(module, '_orig_mod'):
+        replaced = [module.__dict__.get(method) for method in ('forward', 'train_step')]
+        compiled = (
+            hasattr(module, '_orig_mod')
+            or getattr(module, '_compiled_call_impl', None) is not None
+            or any(hasattr(method, '_torchdynamo_orig_callable') for method in replaced)
+        )
+        if compiled:
             raise AmpAttachError(
-                f'torch.compile has wrapped {name or "the model"} ({type(module._orig_mod).__name__}): compiled models are '
-                f'not supported yet at the levels that compute in 16-bit. Hand over the plain module, or use O0.'
+                f'torch.compile has wrapped {name or "the model"} ({type(module).__name__}): compiled models are not supported '
+                f'yet at the levels that compute in 16-bit. Hand over the plain module, or use O0.'
             )
 
 

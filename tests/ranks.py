@@ -27,7 +27,9 @@ class Ended:
     said: str
 
 
-def launch(folder: Path, scenario: str, device: torch.device, *words: str, world: int = 2, limit: float = 240) -> list[Ended]:
+def launch(
+    folder: Path, scenario: str, device: torch.device, *words: str, world: int = 2, limit: float = 240
+) -> list[Ended]:
     """Run a scenario of ``rank_scenarios.py`` on every rank, and end the others soon after one has failed."""
     if device.type == 'cuda' and torch.cuda.device_count() < world:
         pytest.skip(f'needs {world} GPUs for nccl, and this machine has {torch.cuda.device_count()}')
@@ -50,7 +52,9 @@ def launch(folder: Path, scenario: str, device: torch.device, *words: str, world
     return [Ended(rank.returncode, log.read_text()) for rank, log in zip(ranks, logs)]
 
 
-def succeed(folder: Path, scenario: str, device: torch.device, *words: str, world: int = 2, limit: float = 240) -> list[str]:
+def succeed(
+    folder: Path, scenario: str, device: torch.device, *words: str, world: int = 2, limit: float = 240
+) -> list[str]:
     """Launch a scenario whose ranks must all end well; what they said."""
     ended = launch(folder, scenario, device, *words, world=world, limit=limit)
     assert [rank.code for rank in ended] == [0] * world, '\n'.join(rank.said[-3000:] for rank in ended)

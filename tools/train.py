@@ -169,7 +169,14 @@ def start_processes_on_cpu(cfg: Config) -> None:
         return
     torch.distributed.init_process_group('gloo')
     if cfg.get('model_wrapper_cfg') is None:
-        cfg.model_wrapper_cfg = dict(type='MMDistributedDataParallel', device_ids=None, broadcast_buffers=False)
+        # what mmengine would take, which reads find_unused_parameters in this case only
+        cfg.model_wrapper_cfg = dict(
+            type='MMDistributedDataParallel',
+            broadcast_buffers=False,
+            find_unused_parameters=cfg.get('find_unused_parameters', False),
+        )
+    # mmengine hands DDP a GPU otherwise
+    cfg.model_wrapper_cfg.setdefault('device_ids', None)
 
 
 def build_runner(cfg: Config) -> Runner:
