@@ -21,16 +21,21 @@ Rows = dict[str, dict[str, dict[str, Any]]]
 def read(folder: Path) -> Rows:
     """model -> level -> what ``test_judged_by_fp32.py`` kept, in the order of the zoo."""
     order = {case.name: index for index, case in enumerate(CASES)}
-    rows = [json.loads(path.read_text()) for path in sorted(folder.glob('*.json'))]
     found: Rows = {}
-    for row in sorted(rows, key=lambda row: order[row['model']]):
+    for row in sorted(_rows(folder, two_ranks=False), key=lambda row: order[row['model']]):
         found.setdefault(row['model'], {}).setdefault(row['level'], {}).update(row)
     return found
 
 
-def missing(found: Rows) -> list[str]:
+def _rows(folder: Path, two_ranks: bool) -> list[dict[str, Any]]:
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob('*.json'))]
+    return [row for row in rows if ('two_ranks' in row) == two_ranks]
+
+
+def missing(found: Rows, ranks: list[dict[str, Any]]) -> list[str]:
     """What a complete run has and this one has not."""
-    return [
+    gaps = [] if ranks else ['the trainings on two ranks']
+    return gaps + [
         f'{case.name} at {level}'
         for case in CASES
         for level in LEVELS
@@ -89,6 +94,25 @@ def tables(found: Rows) -> str:
     return '\n'.join(lines) + '\n'
 
 
+def two_ranks(rows: list[dict[str, Any]]) -> str:
+    """Markdown of what ``test_distributed.py`` kept."""
+    order = {case.name: index for index, case in enumerate(CASES)}
+    lines = [
+        '',
+        '**Two ranks**: the largest distance of a gradient that the optimizer used from the mean of those that the ranks had '
+        "computed, in roundings of the weight's type; and the part of the gradient in which a rank's own is further away than "
+        'that, at least, so that one not averaged would show.',
+        '',
+        '| model | level | with | steps | distance | told apart |',
+        '| --- | --- | --- | --- | --- | --- |',
+    ]
+    for row in sorted(rows, key=lambda row: (order[row['model']], row['what'])):
+        seen = row['two_ranks']
+        numbers = f'{seen["steps"]} | {seen["roundings"]:.2f} | {100 * seen["told_apart"]:.0f} %'
+        lines.append(f'| {row["model"]} | {row["level"]} | {row["what"]} | {numbers} |')
+    return '\n'.join(lines) + '\n' if rows else ''
+
+
 def _cell(levels: dict[str, dict[str, Any]], level: str, show: Callable[[dict[str, Any]], str]) -> str:
     row = levels.get(level, {})
     return show(row) if 'off' in row else ''
@@ -128,13 +152,13 @@ def main() -> None:
     parser.add_argument('results', type=Path, help='the folder that pytest --results filled')
     parser.add_argument('--write', action='store_true', help='put them into docs/openmmlab.md')
     args = parser.parse_args()
-    found = read(args.results)
-    if not found:
+    found, ranks = read(args.results), _rows(args.results, two_ranks=True)
+    if not found and not ranks:
         raise SystemExit(f'{args.results} holds no results: run pytest tests/downstream --results {args.results}')
-    text = tables(found)
+    text = tables(found) + two_ranks(ranks)
     print(text)
     if args.write:
-        gaps = missing(found)
+        gaps = missing(found, ranks)
         if gaps:
             raise SystemExit(f'not written: the run was not complete or not green. Missing: {", ".join(gaps)}')
         page = PAGE.read_text(encoding='utf-8')
