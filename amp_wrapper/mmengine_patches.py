@@ -33,7 +33,7 @@ from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.config import ConfigDict
 from mmengine.hooks import EMAHook
 from mmengine.logging import HistoryBuffer, print_log
-from mmengine.model import BaseAveragedModel
+from mmengine.model import BaseAveragedModel, is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
@@ -41,7 +41,7 @@ from mmengine.utils import digit_version
 from torch import Tensor, nn
 
 from . import casting, mmengine_resuming, mmengine_saving, ops
-from .errors import AmpAttachError, AmpConfigError
+from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 
 #: The versions these patches were read against.
@@ -190,6 +190,11 @@ def _patch_ema_order() -> None:
 
     @functools.wraps(original_before)
     def before_run(self: Any, runner: Any) -> None:
+        if hasattr(runner, 'strategy') and is_model_wrapper(runner.model) and _ours(runner.optim_wrapper):
+            raise AmpUsageError(
+                f'EMAHook under {type(runner.strategy).__name__}: mmengine saves such a model under other names than its '
+                f'average, and fails at the first checkpoint. Use Runner (no strategy) with several processes.'
+            )
         original_before(self, runner)
         waiting = self.__dict__.pop('_amp_waiting', None)
         if waiting is not None:
