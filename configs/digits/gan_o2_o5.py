@@ -21,9 +21,21 @@ optim_wrapper = dict(
         type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='Adam', lr=1e-3, betas=(0.5, 0.999))
     ),
 )
-train_cfg = dict(by_epoch=True, max_epochs=40, val_interval=10)
+# one schedule for each optimizer
+param_scheduler = dict(type='CosineAnnealingLR', T_max=30, by_epoch=True, convert_to_iter_based=True)
+train_cfg = dict(by_epoch=True, max_epochs=30, val_interval=5)
 val_cfg = dict()
 test_cfg = dict()
 
-default_hooks = dict(checkpoint=dict(interval=10, save_best='gan/frechet', rule='less'))
+default_hooks = dict(checkpoint=dict(interval=5, save_best='gan/frechet', rule='less'))
 custom_hooks = [dict(type='SampleGridHook')]
+
+# every process draws noise of its own
+randomness = dict(seed=0, diff_rank_seed=True)
+# For tools/dist_train.sh: one DDP for each network. A single one around both would wait in each turn for the gradients of the
+# network whose turn it is not. A single process takes no notice of it.
+model_wrapper_cfg = dict(
+    type='MMSeparateDistributedDataParallel',
+    find_unused_parameters=False,
+    broadcast_buffers=False,
+)
