@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.runner import Runner
 from torch import Tensor, nn
 
@@ -16,7 +17,8 @@ from amp_wrapper import AmpOptimWrapper
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / 'configs'
-DIGITS = sorted(path.name for path in (CONFIGS / 'digits').glob('*.py'))
+# tests/test_gan_example.py has the GANs
+DIGITS = sorted(path.name for path in (CONFIGS / 'digits').glob('*.py') if not path.name.startswith('gan_'))
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +50,74 @@ def test_digits_configs(name: str, tmp_path: Path) -> None:
     assert runner.optim_wrapper.opt_level == name[4:6].upper()
     assert isinstance(runner.model.data_preprocessor.mean, Tensor)
     assert runner.message_hub.get_scalar('val/accuracy/top1').current() >= 0
+
+
+def test_the_ema_config_averages_masters(tmp_path: Path) -> None:
+    cfg = Config.fromfile(CONFIGS / 'digits' / 'cnn_o2_ema.py')
+    plain = Config.fromfile(CONFIGS / 'digits' / 'cnn_o2.py')
+    (hook,) = cfg.custom_hooks
+    cfg.train_cfg.max_epochs = 2
+    cfg.train_dataloader.batch_size = 479
+    cfg.work_dir, cfg.experiment_name, cfg.log_level = str(tmp_path), f'{tmp_path.parent.name}_ema', 'WARNING'
+    runner = Runner.from_cfg(cfg)
+    seen: list[dict[str, Tensor]] = []
+
+    class Watch(Hook):
+        priority = 'VERY_LOW'
+
+        def after_train_iter(self, runner: Runner, *args: object, **kwargs: object) -> None:
+            seen.append({name: value.clone() for name, value in runner.model.state_dict().items()})
+
+    runner.register_hook(Watch())
+    runner.train()
+    assert runner.model.fc.weight.dtype is torch.float16
+    # what a state dict of the model shows are the masters: the average of these is made anew here
+    average = seen[0]['fc.weight']
+    for weights in seen[1:]:
+        average = torch.lerp(average, weights['fc.weight'], hook.momentum)
+    file = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)
+    assert file['state_dict']['fc.weight'].dtype is torch.float32
+    torch.testing.assert_close(file['state_dict']['fc.weight'], average, rtol=1e-5, atol=1e-7)
+    assert torch.equal(file['ema_state_dict']['module.fc.weight'], seen[-1]['fc.weight'])
+    cfg_text, plain_text = (
+        {key: value for key, value in c.to_dict().items() if key in ('model', 'optim_wrapper', 'train_dataloader')}
+        for c in (Config.fromfile(CONFIGS / 'digits' / 'cnn_o2_ema.py'), plain)
+    )
+    assert cfg_text == plain_text
+
+
+def test_the_ddp_config_keeps_the_learning_rate_per_image() -> None:
+    plain = Config.fromfile(CONFIGS / 'digits' / 'cnn_o2.py')
+    cfg = Config.fromfile(CONFIGS / 'digits' / 'cnn_o2_ddp.py')
+    loader, rule, counts = cfg.train_dataloader, cfg.auto_scale_lr, cfg.optim_wrapper.accumulative_counts
+    assert rule.enable and counts > 1
+    for processes in (1, 2, 8):
+        lr = cfg.optim_wrapper.optimizer.lr * processes * loader.batch_size / rule.base_batch_size
+        images = processes * loader.batch_size * counts
+        assert lr / images == pytest.approx(plain.optim_wrapper.optimizer.lr / plain.train_dataloader.batch_size)
+
+
+def test_the_ddp_config_runs_in_one_process(tmp_path: Path) -> None:
+    cfg = Config.fromfile(CONFIGS / 'digits' / 'cnn_o2_ddp.py')
+    cfg.work_dir, cfg.experiment_name, cfg.log_level = str(tmp_path), f'{tmp_path.parent.name}_ddp', 'WARNING'
+    cfg.train_cfg = dict(by_epoch=False, max_iters=4, val_interval=4)
+    cfg.param_scheduler = None
+    # a first scale of 2^16 may overflow, and the steps are counted here
+    cfg.optim_wrapper.loss_scale = 1024.0
+    runner = Runner.from_cfg(cfg)
+    steps: list[bool] = []
+
+    class Watch(Hook):
+        def before_train_iter(self, runner: Runner, *args: object, **kwargs: object) -> None:
+            self.before = runner.model.state_dict()['fc.weight'].clone()
+
+        def after_train_iter(self, runner: Runner, *args: object, **kwargs: object) -> None:
+            steps.append(not torch.equal(self.before, runner.model.state_dict()['fc.weight']))
+
+    runner.register_hook(Watch())
+    runner.train()
+    assert steps == [False, True, False, True]
+    assert runner.optim_wrapper.get_lr()['lr'] == [pytest.approx(0.1)]
 
 
 def test_the_six_levels_differ_by_their_level_alone() -> None:
