@@ -67,7 +67,13 @@ def check_meta(meta: Any) -> None:
         raise AmpCheckpointError(f"meta['seed']={seed!r} must be a whole number of at least 0, or None.")
 
 
-def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: str = '') -> None:
+def check_model(
+    saved: Any,
+    model: nn.Module,
+    name: str = 'state_dict',
+    prefix: str = '',
+    rename: Callable[[str], str] = lambda key: key,
+) -> None:
     """Whether saved weights are those of a model: the same keys, shapes and kinds of numbers.
 
     Modules that load in their own way (another ``_load_from_state_dict``, pre-hooks) are left to themselves.
@@ -77,6 +83,7 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
         model: On any device, cast or not.
         name: How messages call ``saved``.
         prefix: What the names have in front beside that.
+        rename: Applied to the names of both sides.
 
     Raises:
         AmpCheckpointError: Names the first few keys and what was expected.
@@ -86,10 +93,10 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
     wrong = [key for key in saved if not isinstance(key, str)]
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
-    mine = model.state_dict(keep_vars=True)
+    mine = {rename(key): value for key, value in model.state_dict(keep_vars=True).items()}
     stripped = r'^module\.' if not hasattr(model, 'module') else '$^'
-    theirs = {re.sub(stripped, '', key[len(prefix) :]): key for key in saved if key.startswith(prefix)}
-    own_way = _own_ways(model)
+    theirs = {rename(re.sub(stripped, '', key[len(prefix) :])): key for key in saved if key.startswith(prefix)}
+    own_way = [rename(start) for start in _own_ways(model)]
 
     def judged(key: str) -> bool:
         return not key.endswith('_extra_state') and not any(key.startswith(start) for start in own_way)
@@ -135,13 +142,16 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
             raise AmpCheckpointError(f'{label} is {other.dtype}, but the model has {value.dtype}: the file is damaged.')
 
 
-def check_average(saved: Any, model: nn.Module, average: nn.Module | None) -> None:
+def check_average(
+    saved: Any, model: nn.Module, average: nn.Module | None, rename: Callable[[str], str] = lambda key: key
+) -> None:
     """Whether a saved average (``module.`` and the model's names, and the average's own numbers) is that of a model.
 
     Args:
         saved: By qualified names.
         model: The model that is averaged.
         average: The averaged model; None where it is not built yet.
+        rename: As of :func:`check_model`.
 
     Raises:
         AmpCheckpointError: Names the key and what was expected.
@@ -151,7 +161,8 @@ def check_average(saved: Any, model: nn.Module, average: nn.Module | None) -> No
     wrong = [key for key in saved if not isinstance(key, str)]
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
-    check_model({key: value for key, value in saved.items() if key.startswith('module.')}, model, name, 'module.')
+    names = {key: value for key, value in saved.items() if key.startswith('module.')}
+    check_model(names, model, name, 'module.', rename)
     if average is None:
         return
     own = {key: value for key, value in average.state_dict().items() if not key.startswith('module.')}

@@ -94,6 +94,8 @@ class AmpEngine:
         self.policy = policy
         self.optimizer = optimizer
         self.stage = Stage.DETACHED
+        #: What log lines call this engine, where there are several.
+        self.label = ''
         self.scalers = [self._new_scaler() for _ in range(policy.num_losses)]
         self._handle: casting.CastHandle | None = None
         self._ops: fp32_ops.OpSet | None = None
@@ -654,8 +656,9 @@ class AmpEngine:
                 f'loss {index}: {scaler.get_scale():g}' if len(self.scalers) > 1 else f'{scaler.get_scale():g}'
                 for index, scaler in enumerate(self.scalers)
             )
+            name = f'{self.label}: ' if self.label else ''
             logger.warning(
-                f'amp: non-finite gradients, optimizer step skipped ({skips} so far, {streak} in a row); '
+                f'amp: {name}non-finite gradients, optimizer step skipped ({skips} so far, {streak} in a row); '
                 f'loss scale now {scales}',
             )
 

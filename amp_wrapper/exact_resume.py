@@ -119,6 +119,9 @@ class ExactResumeHook(Hook):
     def _warn_of_other_batches(self, saved: Mapping[str, Any], loop: Any) -> None:
         length = data_order.batches_of(loop)
         if saved['length'] != length:
+            if isinstance(loop, EpochBasedTrainLoop) and saved['validated'] == loop.epoch * saved['length']:
+                # the count follows the epochs of now
+                self._validated = loop.iter
             _log(
                 f'an epoch had {saved["length"]} batches and has {length} now: data seen are passed over by number',
                 logging.WARNING,

@@ -40,7 +40,7 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting, mmengine_resuming, mmengine_saving, ops
+from . import casting, mmengine_resuming, mmengine_saving, model_wrappers, ops
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 
@@ -165,8 +165,10 @@ def _patch_wrapper_dict() -> None:
     @functools.wraps(original_init)
     def init(self: Any, **members: Any) -> None:
         original_init(self, **members)
-        for member in members.values():
+        for name, member in members.items():
             _dicts[member] = weakref.ref(self)
+            if _ours(member):
+                member.member_name = name
 
     OptimWrapperDict.initialize_count_status = initialize_count_status
     OptimWrapperDict.__init__ = init
@@ -179,6 +181,8 @@ def _patch_ema_order() -> None:
     @functools.wraps(original_load)
     def after_load_checkpoint(self: Any, runner: Any, checkpoint: dict[str, Any]) -> None:
         if hasattr(self, 'ema_model'):
+            if mmengine_saving.wrappers_of(runner):
+                _name_for_average(checkpoint, self.ema_model.module, runner._resume)
             original_load(self, runner, checkpoint)
             return
         # FlexibleRunner loads before before_run: the average waits until there is a model to hold it
@@ -202,6 +206,25 @@ def _patch_ema_order() -> None:
 
     EMAHook.after_load_checkpoint = after_load_checkpoint
     EMAHook.before_run = before_run
+
+
+def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: bool) -> None:
+    """The names of a file, plain or not, become those of an averaged model that was copied with wrappers inside or not."""
+    patterns = model_wrappers.plain_names(average)
+    state = checkpoint['state_dict']
+    checkpoint['state_dict'] = {model_wrappers.rename(key, patterns): value for key, value in state.items()}
+    if 'ema_state_dict' not in checkpoint or not resumes:
+        return
+    wanted = {model_wrappers.rename(key, patterns): key for key in average.state_dict()}
+    named = {}
+    for key, value in checkpoint['ema_state_dict'].items():
+        if key.startswith('module.'):
+            plain = model_wrappers.rename(key[len('module.') :], patterns)
+            key = f'module.{wanted.get(plain, plain)}'
+        named[key] = value
+    checkpoint['ema_state_dict'] = named
+    # the hook swaps the two by name; mmengine's loader takes the wrappers off again
+    checkpoint['state_dict'] = {wanted.get(key, key): value for key, value in checkpoint['state_dict'].items()}
 
 
 def _refuse_unsupported() -> None:

@@ -4,7 +4,8 @@
 * ``resume``: mmengine applies the weights, then the counters, the optimizer and the schedulers, and fails somewhere in
   between; unknown and missing weights are a line in the log. Here the whole file is judged first.
 * ``load_checkpoint``, of runners and of the single-device strategy: checksums are compared, nothing in the file is executed,
-  whatever the environment allows, and names that begin like a wrapper's ("module_list") stay whole.
+  whatever the environment allows, names that begin like a wrapper's ("module_list") stay whole, and wrappers inside the model
+  (one DDP for each child) make no difference.
 
 Each patch is the identity where no wrapper of ours is attached.
 """
@@ -24,9 +25,9 @@ from mmengine.dist import broadcast_object_list, get_rank
 from mmengine.hooks import CheckpointHook, EMAHook
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner import CheckpointLoader, FlexibleRunner, Runner
+from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, FlexibleRunner, Runner
 
-from . import checkpoint_file, checkpoint_judge
+from . import checkpoint_file, checkpoint_judge, data_order, model_wrappers
 from .errors import AmpCheckpointError
 from .mmengine_saving import WAITING, is_local, wrappers_of
 
@@ -129,10 +130,15 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     checkpoint_judge.check_parts(file)
     checkpoint_judge.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    checkpoint_judge.check_model(file['state_dict'], model)
+    patterns = model_wrappers.plain_names(model)
+
+    def plain(key: str) -> str:
+        return model_wrappers.rename(key, patterns)
+
+    checkpoint_judge.check_model(file['state_dict'], model, rename=plain)
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
-            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None))
+            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), plain)
             # the hook swaps the two by name
             for key in file['ema_state_dict']:
                 if key.startswith('module.') and key[len('module.') :] not in file['state_dict']:
@@ -219,19 +225,48 @@ def _patch_runner(cls: Any) -> None:
     def resume(
         self: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True, **kwargs: Any
     ) -> None:
+        length = None
         if wrappers_of(self) and _is_local_file(filename):
             judge(self, filename, resume_optimizer, resume_param_scheduler)
+            length = _epoch_length(filename)
         with _loaded_for(self):
             original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
+        if length is not None:
+            _follow_epochs(self, *length)
 
     cls.load_or_resume = load_or_resume
     cls.resume = resume
 
 
+def _epoch_length(filename: str) -> tuple[int, int] | None:
+    """How many iterations an epoch had when a file was written, and how many of the present one were done; None where the
+    file does not tell."""
+    file = checkpoint_file.load(filename, check=False, mmap=True)
+    part, meta = file.get('exact_resume'), file['meta']
+    if part:
+        return part['length'], part['batches']
+    done = meta.get('epoch', 0)
+    return (meta['iter'] // done, 0) if done > 0 and meta['iter'] % done == 0 else None
+
+
+def _follow_epochs(runner: Any, length: int, batches: int) -> None:
+    """Other numbers of processes have epochs of other lengths: mmengine would count beyond the end of the training, and
+    divide losses by an accumulation window of no length."""
+    loop = runner.train_loop
+    now = data_order.batches_of(loop)
+    if not isinstance(loop, EpochBasedTrainLoop) or now < 1 or length < 1 or now == length:
+        return
+    before, loop._iter = loop._iter, loop._epoch * now + min(batches, now)
+    runner.logger.info(
+        f'amp: an epoch had {length} iterations and has {now} now: the training goes on at iteration {loop._iter}, where '
+        f'the checkpoint has {before}'
+    )
+
+
 def _revise_keys(model: Any) -> list[tuple[str, str]]:
     """mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"."""
     inner = model.module if is_model_wrapper(model) else model
-    return [] if hasattr(inner, 'module') else [(r'^module\.', '')]
+    return [*([] if hasattr(inner, 'module') else [(r'^module\.', '')]), *model_wrappers.plain_names(inner)]
 
 
 def _patch_load(cls: Any) -> None:

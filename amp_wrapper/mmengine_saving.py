@@ -26,10 +26,11 @@ from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, get_file_backend
 from mmengine.hooks import CheckpointHook
 from mmengine.logging import print_log
+from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import FlexibleRunner, Runner
 
-from . import checkpoint_file
+from . import checkpoint_file, model_wrappers
 from .errors import AmpCheckpointError
 from .policy import Policy
 
@@ -118,7 +119,7 @@ def _patch_files() -> None:
         checkpoint: dict[str, Any], filename: str, file_client_args: Any = None, backend_args: Any = None
     ) -> None:
         if _saving.get() is not None:
-            checkpoint = _plain(checkpoint)
+            checkpoint = _named_plainly(_plain(checkpoint), _saving.get().model)
         if _saving.get() is None or file_client_args is not None or not is_local(filename, backend_args):
             original(checkpoint, filename, file_client_args, backend_args)
             return
@@ -151,6 +152,22 @@ def _plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
         checkpoint['param_schedulers'] = {key: [_numbers(state) for state in part] for key, part in schedulers.items()}
     elif isinstance(schedulers, list):
         checkpoint['param_schedulers'] = [_numbers(state) for state in schedulers]
+    return checkpoint
+
+
+def _named_plainly(checkpoint: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Without the ``module.`` of wrappers inside the model, which mmengine does not find again."""
+    model = model.module if is_model_wrapper(model) else model
+    if not any(is_model_wrapper(module) for module in model.modules()):
+        return checkpoint
+    patterns = model_wrappers.plain_names(model)
+    for part, front in (('state_dict', ''), ('ema_state_dict', 'module.')):
+        if part in checkpoint:
+            names = {key: key.removeprefix(front) for key in checkpoint[part]}
+            checkpoint[part] = {
+                key[: len(key) - len(names[key])] + model_wrappers.rename(names[key], patterns): value
+                for key, value in checkpoint[part].items()
+            }
     return checkpoint
 
 

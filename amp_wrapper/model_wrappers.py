@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .errors import AmpAttachError, AmpUsageError
 
@@ -284,6 +285,38 @@ def check_foreign_wrapper(model: nn.Module) -> None:
         f'cast cannot be known. Derive it from MMDistributedDataParallel, or, if it hooks on parameters by '
         f'register_post_accumulate_grad_hook(), set survives_cast = True on it, or use O1.'
     )
+
+
+def plain_names(model: nn.Module) -> list[tuple[str, str]]:
+    """How the names of a state dict lose the ``module.`` of wrappers *inside* a model (one DDP for each child, say), so that
+    a file fits any number of processes.
+
+    Args:
+        model: Without the wrapper around it.
+
+    Returns:
+        (pattern, replacement) for :func:`re.sub`, to be applied in this order.
+    """
+    inside = [name for name, module in model.named_modules() if name and _is_wrapper(module)]
+    # a file of several processes, read by one
+    bare = [name for name, child in model.named_children() if not hasattr(child, 'module')]
+    plain: list[tuple[str, str]] = []
+    for name in [*inside, *bare]:
+        for pattern, replacement in plain:
+            name = re.sub(pattern, replacement, f'{name}.')[:-1]
+        plain.append((rf'^{re.escape(name)}\.module\.', f'{name}.'))
+    return plain
+
+
+def rename(key: str, patterns: Iterable[tuple[str, str]]) -> str:
+    """Apply what :func:`plain_names` returned to one name."""
+    for pattern, replacement in patterns:
+        key = re.sub(pattern, replacement, key)
+    return key
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, (DataParallel, DistributedDataParallel))
 
 
 def rebuild_ddp(ddp: DistributedDataParallel) -> None:

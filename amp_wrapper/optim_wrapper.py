@@ -187,6 +187,15 @@ class AmpOptimWrapper(OptimWrapper):
         """Whether gradients of an open accumulation window are waiting for their step."""
         return self._engine.stage is Stage.ACCUMULATING
 
+    @property
+    def member_name(self) -> str:
+        """Its name in an ``OptimWrapperDict``, which stands in front of what it logs; '' for a wrapper on its own."""
+        return self._engine.label
+
+    @member_name.setter
+    def member_name(self, name: str) -> None:
+        self._engine.label = name
+
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own."""
         yield from self._engine.master_params()
@@ -341,12 +350,13 @@ class AmpOptimWrapper(OptimWrapper):
             clip = dataclasses.replace(clip, arguments=self.clip_grad_kwargs)
         result = self._engine.step(clip, **kwargs)
         scalars: dict[str, Tensor] = {}
+        front = f'train/{self.member_name}_' if self.member_name else 'train/'
         if result.grad_norm is not None:
-            scalars[f'train/{self.grad_name}'] = result.grad_norm
+            scalars[f'{front}{self.grad_name}'] = result.grad_norm
         if result.loss_scale is not None:
-            scalars['train/amp_scale'] = result.loss_scale
+            scalars[f'{front}amp_scale'] = result.loss_scale
         if result.skips is not None:
-            scalars['train/amp_skipped'] = result.skips
+            scalars[f'{front}amp_skipped'] = result.skips
         if scalars:
             self._deferred.update(scalars)
 
@@ -417,7 +427,8 @@ class AmpOptimWrapper(OptimWrapper):
         if base is not None:
             self.base_param_settings = dict(base)
         for note in notes:
-            print_log(f'amp: {note}', logger='current', level=logging.INFO)
+            label = f'{self.member_name}: ' if self.member_name else ''
+            print_log(f'amp: {label}{note}', logger='current', level=logging.INFO)
 
 
 def _other_optimizer(wrapper: Any) -> OtherOptimizer:

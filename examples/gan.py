@@ -141,9 +141,6 @@ class GAN(BaseModel):
         super().__init__(data_preprocessor, init_cfg)
         self.generator = MODELS.build(generator)
         self.discriminator = MODELS.build(discriminator)
-        # MMSeparateDistributedDataParallel saves generator.module.*, and mmengine loads into a wrapped child by the plain
-        # names; with these, a file fits any number of processes
-        self.register_state_dict_post_hook(_plain_names)
 
     def draw_noise(self, labels: Tensor) -> Tensor:
         """Noise of the global generator, whose state a resumed run finds again."""
@@ -196,14 +193,6 @@ class GAN(BaseModel):
         if mode == 'predict':
             return [dict(fake=f, real=r, label=label) for f, r, label in zip(fakes.float(), inputs, labels)]
         raise NotImplementedError('a GAN has two losses and no common one: call train_step')
-
-
-def _plain_names(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    for name, child in model.named_children():
-        wrapped, plain = f'{prefix}{name}.module.', f'{prefix}{name}.'
-        if is_model_wrapper(child):
-            for key in [key for key in state if key.startswith(wrapped)]:
-                state[plain + key[len(wrapped) :]] = state.pop(key)
 
 
 def _bare(module: nn.Module) -> nn.Module:

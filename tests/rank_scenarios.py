@@ -900,16 +900,18 @@ def sync_batchnorm(here: Here) -> None:
 
 @scenario
 def train(here: Here) -> None:
-    """A whole run through mmengine: words are the folder, and 'kill' (rank 1 dies in the third epoch) or 'resume'."""
+    """A whole run through mmengine: words are the folder, and 'kill' (rank 1 dies in mid-epoch) or 'resume'."""
     import mmengine.runner.runner
     import toy
     from mmengine.hooks import Hook
+    from mmengine.registry import HOOKS
 
     mmengine.runner.runner.collect_env = dict
 
-    class Kill(Hook):
+    @HOOKS.register_module(force=True)
+    class KillRankOne(Hook):
         def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-            if here.rank == 1 and runner.iter == 9:
+            if dist.get_rank() == 1 and runner.iter == 9:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     folder, words = here.folder / here.words[0], here.words[1:]
@@ -924,7 +926,7 @@ def train(here: Here) -> None:
     if here.device.type == 'cpu':
         case['model_wrapper_cfg']['device_ids'] = None
     if 'kill' in words:
-        case['custom_hooks'] = [*case['custom_hooks'], dict(type=Kill)]
+        case['custom_hooks'] = [*case['custom_hooks'], dict(type='KillRankOne')]
     runner = toy.run(folder, **case)
     assert runner.epoch == 4
     same_on_all_ranks(here, weights_of(runner.model), 'weights')

@@ -14,7 +14,7 @@ import torch
 from mmengine.config import Config
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import MODELS
-from mmengine.runner import Runner, load_state_dict
+from mmengine.runner import Runner
 from torch import nn
 
 from amp_wrapper import AmpOptimWrapper
@@ -126,22 +126,6 @@ def test_a_wrong_child_is_named() -> None:
         build_optim_wrapper(MODELS.build(cfg.model), cfg.optim_wrapper)
     with pytest.raises(ValueError, match='paramwise_cfg'):
         build_optim_wrapper(nn.Linear(1, 1), dict(constructor='WrapperPerModule', paramwise_cfg=dict(bias_lr_mult=2)))
-
-
-def test_files_do_not_tell_the_number_of_processes() -> None:
-    model, other = (MODELS.build(config().model) for _ in range(2))
-    names = list(model.state_dict())
-    # a wrapper that needs no processes; MMSeparateDistributedDataParallel puts its own in the same place
-    for name in ('generator', 'discriminator'):
-        setattr(model, name, nn.DataParallel(getattr(model, name)))
-    state = model.state_dict()
-    assert list(state) == names
-    other.load_state_dict(state)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    load_state_dict(model, other.state_dict(), strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 # -- metric -----------------------------------------------------------------------------------------------------------
