@@ -240,7 +240,8 @@ class AmpEngine:
     def _cast_by_others(self) -> tuple[set[int], list[nn.Parameter]]:
         """The modules that other engines have cast, by id, and those of their weights that this optimizer steps too."""
         engines = [other for other in self._others if isinstance(other, AmpEngine) and other._handle is not None]
-        casting_ones = [engine for engine in engines if engine.policy.casts_model]
+        # at O0 inputs and outputs are cast
+        casting_ones = [engine for engine in engines if engine.policy.cast_model_type is not None]
         handles = [engine._handle for engine in casting_ones if engine._handle is not None]
         modules = {id(module) for handle in handles for root in handle.roots for module in root.modules()}
         cast = {id(weight) for handle in handles for weight in handle.parameters.values()}

@@ -110,7 +110,10 @@ class MasterWeights:
         idle = [
             (weight, master)
             for weight, master in self.pairs
-            if weight.grad is None and master.grad is None and self._copied.get(id(master)) == master._version
+            if weight.dtype in HALF_TYPES
+            and weight.grad is None
+            and master.grad is None
+            and self._copied.get(id(master)) == master._version
         ]
         if idle:
             with torch.no_grad():
@@ -141,7 +144,8 @@ class MasterWeights:
         Returns:
             The names of the weights that had been changed.
         """
-        chosen = list(self.pairs if pairs is None else pairs)
+        # a weight that another optimizer shared is FP32 again once that one was detached, and its master's own storage
+        chosen = [pair for pair in (self.pairs if pairs is None else pairs) if pair[0].dtype in HALF_TYPES]
         if not chosen:
             return []
         flags = ops.multi_tensor_refresh([weight for weight, _ in chosen], [master for _, master in chosen])

@@ -169,9 +169,24 @@ def _patch_wrapper_dict() -> None:
             _dicts[member] = weakref.ref(self)
             if _ours(member):
                 member.member_name = name
+                member.join([other for other in members.values() if other is not member])
+                _warn_of_strangers(member, members)
 
     OptimWrapperDict.initialize_count_status = initialize_count_status
     OptimWrapperDict.__init__ = init
+
+
+def _warn_of_strangers(member: Any, members: dict[str, Any]) -> None:
+    """Our wrappers put what their losses bring to others on the right scale; backward of others knows of no scale."""
+    strangers = [name for name, other in members.items() if not _ours(other)]
+    if strangers and not all(scaler.is_one for scaler in member.loss_scalers):
+        print_log(
+            f"amp: {strangers[0]} is mmengine's {type(members[strangers[0]]).__name__}: gradients that its loss brings to the "
+            f'parameters of {member.member_name} are not on their loss scale. Detach them, or use AmpOptimWrapper with '
+            f"opt_level='O0' in its place.",
+            logger='current',
+            level=logging.WARNING,
+        )
 
 
 def _patch_ema_order() -> None:
@@ -274,10 +289,6 @@ def _ours(wrapper: Any) -> list[Any]:
 def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
     """Attach every member whose parameters ``model`` holds, telling each what the others own."""
     members = list(wrappers.values())
-    for member in members:
-        join = getattr(member, 'join', None)
-        if join is not None:
-            join([other for other in members if other is not member])
     owned = [[p for group in member.optimizer.param_groups for p in group['params']] for member in members]
     inside = {id(parameter) for parameter in model.parameters()}
     for index, member in enumerate(members):

@@ -1,0 +1,307 @@
+"""Several wrappers over one model: whose loss reaches whose parameters, at which scale, and who skips."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import toy
+from mmengine.logging import MessageHub
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from torch import Tensor, nn
+
+from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, casting
+
+
+class Two(nn.Module):
+    """A generator, a discriminator behind it, and a trunk that either may own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.generator = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.discriminator = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def two(device: torch.device) -> Two:
+    torch.manual_seed(0)
+    return Two().to(device)
+
+
+def batch(device: torch.device, step: int = 0) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def sgd(*modules: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.25, momentum=momentum)
+
+
+def train(model: Two, wrappers: OptimWrapperDict, device: torch.device, factor: float = 1.0) -> None:
+    """Alternating turns, the discriminator not frozen while the generator learns: its gradients wait for its next turn."""
+    for step in range(4):
+        for name, part in (('discriminator', model.discriminator), ('generator', model.generator)):
+            wrapper = wrappers[name]
+            with wrapper.optim_context(part):
+                out = model.discriminator(model.generator(batch(device, step)))
+                loss = out.float().square().mean() * (factor if name == 'generator' else 1.0)
+            wrapper.update_params(loss)
+
+
+def amp(level: str, *modules: nn.Module, momentum: float = 0.9, **words: Any) -> AmpOptimWrapper:
+    return AmpOptimWrapper(opt_level=level, optimizer=sgd(*modules, momentum=momentum), **words)
+
+
+def test_losses_reach_each_other_as_without_scales(device: torch.device) -> None:
+    """Powers of two are exact in FP32: every bit is that of plain wrappers, whatever the two scales are."""
+    ends = []
+    for make in (
+        lambda part: OptimWrapper(sgd(part)),
+        lambda part: amp('O0', part),
+        lambda part: amp('O0', part, loss_scale=1024.0 if isinstance(part[-1], nn.Tanh) else 8.0),
+        lambda part: amp('O0', part, loss_scale='dynamic' if isinstance(part[-1], nn.Tanh) else 1.0),
+    ):
+        model = two(device)
+        wrappers = OptimWrapperDict(generator=make(model.generator), discriminator=make(model.discriminator))
+        train(model, wrappers, device)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for other in ends[1:]:
+        assert toy.differences(ends[0], other) == []
+
+
+def test_a_stock_member_gets_what_it_expects_and_cannot_give_it(device: torch.device) -> None:
+    ends = []
+    for scale in (None, 512.0):
+        model = two(device)
+        generator = (
+            OptimWrapper(sgd(model.generator)) if scale is None else amp('O0', model.generator, loss_scale=scale)
+        )
+        with toy.captured_log() as lines:
+            wrappers = OptimWrapperDict(generator=generator, discriminator=OptimWrapper(sgd(model.discriminator)))
+        assert any("discriminator is mmengine's OptimWrapper" in line for line in lines) == (scale is not None)
+        for step in range(3):
+            wrapper = wrappers['discriminator']
+            with wrapper.optim_context(model):
+                # detached, since its backward knows of no scale
+                loss = model.discriminator(model.generator(batch(device, step)).detach()).square().mean()
+            wrapper.update_params(loss)
+            wrapper = wrappers['generator']
+            with wrapper.optim_context(model):
+                loss = model.discriminator(model.generator(batch(device, step))).square().mean()
+            wrapper.update_params(loss)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert toy.differences(*ends) == []
+
+
+@pytest.mark.parametrize('levels', [('O2', 'O5'), ('O5', 'O2'), ('O1', 'O2'), ('O2', 'O0'), ('O3', 'O4')])
+@pytest.mark.parametrize('wide', [False, True])
+def test_levels_differ_and_learn_the_same(levels: tuple[str, str], wide: bool, device: torch.device) -> None:
+    ends = []
+    for pair in (('O0', 'O0'), levels):
+        model = two(device)
+        wrappers = OptimWrapperDict(
+            generator=amp(pair[0], model.generator, loss_scale=2.0**10, accumulate_in_fp32=wide),
+            discriminator=amp(pair[1], model.discriminator, loss_scale=2.0**4, accumulate_in_fp32=wide),
+        )
+        train(model, wrappers, device)
+        twins = [(p, casting.fp32_twin(p)) for p in model.parameters()]
+        ends.append([p.detach().float() if twin is None else twin.detach() for p, twin in twins])
+        for name, level in zip(('generator', 'discriminator'), pair):
+            kinds = {p.dtype for p in getattr(model, name).parameters()}
+            assert kinds == {toy.HALF.get(level, torch.float32)}
+    for mine, theirs in zip(*ends):
+        # without the right scale the two would differ by a factor of 64
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-2)
+
+
+def test_one_joint_loss_and_two_steps(device: torch.device) -> None:
+    """Gradients that one wrapper's backward brought are enough for another one's step."""
+    ends = []
+    for scale in (1.0, 256.0):
+        model = two(device)
+        wrappers = OptimWrapperDict(
+            a=amp('O0', model.generator, loss_scale=scale, skip_nonfinite=True), b=amp('O0', model.discriminator)
+        )
+        with wrappers['a'].optim_context(model):
+            loss = model.discriminator(model.generator(batch(device))).square().mean()
+        wrappers['a'].backward(loss)
+        for wrapper in wrappers.values():
+            wrapper.step()
+            wrapper.zero_grad()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert toy.differences(*ends) == []
+    assert not torch.equal(ends[0][-1], two(device).discriminator[-1].bias)
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_the_scale_that_overflowed_learns(level: str, device: torch.device) -> None:
+    """The generator's loss overflows in the discriminator's parameters: both skip, and only the generator's scale falls."""
+    model = two(device)
+    scale = dict(init_scale=2.0**8)
+    wrappers = OptimWrapperDict(
+        generator=amp(level, model.generator, loss_scale=scale),
+        discriminator=amp(level, model.discriminator, loss_scale=scale),
+    )
+    wrappers.initialize_count_status(model, 0, 10)
+    handle = model.discriminator[-1].weight.register_hook(lambda grad: torch.full_like(grad, float('inf')))
+    start = [p.detach().clone() for p in model.parameters()]
+    with wrappers['generator'].optim_context(model.generator):
+        loss = model.discriminator(model.generator(batch(device))).float().square().mean()
+    wrappers['generator'].update_params(loss)
+    handle.remove()
+    # the turn of the other one, with gradients of its own that are finite
+    with wrappers['discriminator'].optim_context(model.discriminator):
+        loss = model.discriminator(batch(device)).float().square().mean()
+    wrappers['discriminator'].update_params(loss)
+    assert toy.differences(start, [p.detach().to(s.dtype) for p, s in zip(model.parameters(), start)]) == []
+    assert [w.loss_scaler.counts.tolist()[:2] for w in wrappers.values()] == [[1, 1], [1, 1]]
+    assert [w.loss_scaler.get_scale() for w in wrappers.values()] == [2.0**7, 2.0**8]
+    # and afterwards both go on
+    train(model, wrappers, device)
+    assert [w.loss_scaler.counts.tolist() for w in wrappers.values()] == [[5, 1, 0], [5, 1, 0]]
+
+
+def test_an_overflow_never_reaches_a_wrapper_that_does_not_look(device: torch.device) -> None:
+    model = two(device)
+    wrappers = OptimWrapperDict(
+        generator=amp('O0', model.generator, loss_scale='dynamic'), discriminator=OptimWrapper(sgd(model.discriminator))
+    )
+    handle = model.discriminator[-1].weight.register_hook(lambda grad: grad * float('inf'))
+    with wrappers['generator'].optim_context(model):
+        loss = model.discriminator(model.generator(batch(device))).square().mean()
+    wrappers['generator'].update_params(loss)
+    handle.remove()
+    assert wrappers['generator'].loss_scaler.counts.tolist()[:2] == [1, 1]
+    wrappers['discriminator'].step()
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_several_losses_of_one_member(device: torch.device) -> None:
+    """A member that unscales on arrival takes what others bring as well."""
+    ends = []
+    for losses in (1, 2):
+        model = two(device)
+        wrappers = OptimWrapperDict(
+            generator=amp('O0', model.generator, loss_scale=64.0),
+            discriminator=amp('O0', model.discriminator, loss_scale=16.0, num_losses=losses),
+        )
+        train(model, wrappers, device)
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert toy.differences(*ends) == []
+
+
+def test_an_exception_in_backward_leaves_gradients_of_others_alone(device: torch.device) -> None:
+    model = two(device)
+    wrappers = OptimWrapperDict(a=amp('O2', model.generator), b=amp('O2', model.discriminator))
+    with wrappers['b'].optim_context(model):
+        loss = model.discriminator(batch(device)).sum()
+    wrappers['b'].backward(loss)
+    before = [p.grad.clone() for p in model.discriminator.parameters()]
+
+    def fail(grad: Tensor) -> Tensor:
+        raise RuntimeError('in the middle')
+
+    with wrappers['a'].optim_context(model):
+        hidden = model.generator(batch(device))
+        hidden.register_hook(fail)
+        loss = model.discriminator(hidden).sum()
+    with pytest.raises(RuntimeError, match='in the middle'):
+        wrappers['a'].backward(loss)
+    assert toy.differences(before, [p.grad for p in model.discriminator.parameters()]) == []
+    wrappers['b'].step()
+
+
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O3', 'O5'])
+def test_a_part_that_two_optimizers_step(level: str, device: torch.device) -> None:
+    """One weight, one master: each update starts from the other's, and nothing is rounded in between."""
+    model = two(device)
+    wrappers = OptimWrapperDict(
+        a=amp(level, model.trunk, model.generator, momentum=0),
+        b=amp(level, model.trunk, model.discriminator, momentum=0),
+    )
+    wrappers.initialize_count_status(model, 0, 10)
+    weight = model.trunk.weight
+    twin = casting.fp32_twin(weight)
+    if level in ('O2', 'O5'):
+        assert twin is not None
+        for wrapper in wrappers.values():
+            assert any(p is twin for p in wrapper.master_params())
+    stepped = weight if twin is None else twin
+    for step in range(3):
+        for wrapper, head in ((wrappers['a'], model.generator), (wrappers['b'], model.discriminator)):
+            before = stepped.detach().clone()
+            with wrapper.optim_context(model):
+                loss = head(model.trunk(batch(device, step))).float().square().mean()
+            wrapper.backward(loss)
+            scale = wrapper.loss_scaler.get_scale()
+            grad = weight.grad.float() / scale
+            wrapper.step()
+            wrapper.zero_grad()
+            if level != 'O3':
+                torch.testing.assert_close(stepped, before - 0.25 * grad, rtol=0, atol=1e-7)
+            assert weight.equal(stepped.to(weight.dtype))
+    assert not before.equal(stepped)
+    saved = model.state_dict()
+    assert saved['trunk.weight'].equal(stepped.detach().float())
+    for wrapper in wrappers.values():
+        wrapper.detach()
+    assert model.trunk.weight.dtype == torch.float32 and model.trunk.weight.equal(stepped.float())
+    for wrapper in wrappers.values():
+        assert any(p is model.trunk.weight for g in wrapper.optimizer.param_groups for p in g['params'])
+
+
+def test_shared_parts_that_cannot_be_shared(device: torch.device) -> None:
+    for first, second in (('O2', 'O5'), ('O2', 'O1'), ('O0', 'O2'), ('O2', 'O3'), ('O2', None)):
+        model = two(device)
+        one = amp(first, model.trunk, model.generator)
+        parts = (model.trunk, model.discriminator)
+        other = OptimWrapper(sgd(*parts)) if second is None else amp(second, *parts)
+        with pytest.raises(AmpAttachError, match='stepped by two optimizers'):
+            OptimWrapperDict(a=one, b=other)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    # two open windows would mix two scales in one gradient
+    model = two(device)
+    wrappers = OptimWrapperDict(
+        a=amp('O2', model.trunk, model.generator), b=amp('O2', model.trunk, model.discriminator)
+    )
+    losses = []
+    for wrapper, head in ((wrappers['a'], model.generator), (wrappers['b'], model.discriminator)):
+        with wrapper.optim_context(model):
+            losses.append(head(model.trunk(batch(device))).float().mean())
+    wrappers['a'].backward(losses[0])
+    before = model.trunk.weight.grad.clone()
+    with pytest.raises(AmpUsageError, match='steps the same parameters'):
+        wrappers['b'].backward(losses[1])
+    assert model.trunk.weight.grad.equal(before)
+    wrappers['a'].step()
+    wrappers['a'].zero_grad()
+    wrappers['b'].backward(losses[1])
+
+
+def test_members_log_under_their_names(device: torch.device, tmp_path: Any) -> None:
+    hub = MessageHub.get_instance(f'members{tmp_path.name}')
+    model = two(device)
+    wrappers = OptimWrapperDict(
+        g=amp('O2', model.generator, clip_grad=dict(max_norm=1.0)), d=amp('O1', model.discriminator)
+    )
+    for wrapper in wrappers.values():
+        wrapper._deferred._hub = hub
+    train_names = dict(discriminator='d', generator='g')
+    for name, member in train_names.items():
+        with wrappers[member].optim_context(model):
+            images = model.generator(batch(device))
+            loss = model.discriminator(images.detach() if member == 'd' else images).float().mean()
+        if name == 'discriminator':
+            loss = loss * float('inf')
+        with toy.captured_log() as lines:
+            wrappers[member].update_params(loss)
+        if name == 'discriminator':
+            assert any('amp: d: non-finite' in line for line in lines)
+    assert {'train/g_amp_scale', 'train/g_grad_norm', 'train/d_amp_scale', 'train/d_amp_skipped'} <= set(
+        hub.log_scalars
+    )
+    assert hub.get_scalar('train/d_amp_skipped').current() == 1
+    assert hub.get_scalar('train/g_amp_skipped').current() == 0
+    with toy.captured_log() as lines:
+        wrappers.load_state_dict(wrappers.state_dict())
+    assert any(line.startswith('amp: g: ') for line in lines) and any(line.startswith('amp: d: ') for line in lines)
