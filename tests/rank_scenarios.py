@@ -974,6 +974,60 @@ def flexible(here: Here) -> None:
 
 
 @scenario
+def gan_files(here: Here) -> None:
+    """A checkpoint of a model with a DDP for each child: plain names, whole on any number of ranks, its average too."""
+    import mmengine.runner.runner
+    from mmengine.config import Config
+    from mmengine.runner import Runner
+
+    mmengine.runner.runner.collect_env = dict
+    root = Path(__file__).resolve().parents[1]
+    sys.path.insert(0, str(root))
+    folder, resume = here.folder / here.words[0], 'resume' in here.words
+    config = Config.fromfile(root / 'configs' / 'digits' / 'gan_o2_o5.py')
+    config.merge_from_dict(
+        {
+            'model.generator.width': 4,
+            'model.discriminator.width': 4,
+            'train_cfg': dict(by_epoch=True, max_epochs=1 if 'half' in here.words else 2, val_interval=5),
+            'default_hooks.checkpoint': dict(type='CheckpointHook', interval=1),
+            'custom_hooks': [dict(type='EMAHook', momentum=0.1), dict(type='amp_wrapper.ExactResumeHook')],
+            'work_dir': str(folder),
+            'launcher': 'pytorch',
+            'resume': resume,
+            # a schedule that does not know the end, so that a part of a run is a part
+            'param_scheduler': dict(type='ConstantLR', factor=1.0),
+            'log_level': 'WARNING',
+        }
+    )
+    for loader in ('train_dataloader', 'val_dataloader'):
+        config[loader].batch_size = 128
+    if here.device.type == 'cpu':
+        config.model_wrapper_cfg.device_ids = None
+    if here.world == 1:
+        config.launcher = 'none'
+    runner = Runner.from_cfg(config)
+    runner.train()
+    average = next(hook for hook in runner.hooks if hasattr(hook, 'ema_model')).ema_model
+    if here.world > 1:
+        assert isinstance(runner.model, MMSeparateDistributedDataParallel)
+        same_on_all_ranks(here, weights_of(runner.model), 'weights')
+        same_on_all_ranks(here, average.parameters(), 'average')
+    if here.rank == 0:
+        saved = torch.load((folder / 'last_checkpoint').read_text(), weights_only=True, map_location='cpu')
+        assert not [name for name in saved['state_dict'] if '.module.' in name], list(saved['state_dict'])
+        assert not [name for name in saved['ema_state_dict'] if '.module.' in name.removeprefix('module.')]
+        # the average stands in the model's place
+        flat = [p.detach().float().cpu() for p in average.module.parameters()]
+        inner = runner.model.module if here.world > 1 else runner.model
+        names = [name.replace('.module.', '.') for name, _ in inner.named_parameters()]
+        for name, value in zip(names, flat):
+            assert saved['state_dict'][name].equal(value), name
+        torch.save({**saved['state_dict'], **saved['ema_state_dict']}, folder / 'end.pt')
+    del runner, average
+
+
+@scenario
 def planted(here: Here) -> None:
     """The silent failure itself, for the test of the tests: the reducer is not rebuilt."""
     model_wrappers.rebuild_ddp = lambda ddp: None

@@ -75,3 +75,22 @@ def test_resume_on_one_two_and_three_ranks(tmp_path: Path, device: torch.device)
         assert 'saved by 2 processes' in said[0] or 'another number of processes' in said[0], said[0][-3000:]
         end = torch.load(tmp_path / f'part{world}' / 'end.pt', weights_only=True)
         assert end.keys() == whole.keys() and all(bool(value.isfinite().all()) for value in end.values())
+
+
+def test_files_of_a_model_with_wrappers_inside(tmp_path: Path, device: torch.device) -> None:
+    """mmengine saves names with ``.module.`` there, and finds none of them again."""
+    ranks.succeed(tmp_path, 'gan_files', device, 'whole')
+    ranks.succeed(tmp_path, 'gan_files', device, 'part', 'half')
+    shutil.copytree(tmp_path / 'part', tmp_path / 'one')
+    (tmp_path / 'one' / 'last_checkpoint').write_text(str(tmp_path / 'one' / 'epoch_1.pth'))
+    ranks.succeed(tmp_path, 'gan_files', device, 'part', 'resume')
+    whole, part = (torch.load(tmp_path / name / 'end.pt', weights_only=True) for name in ('whole', 'part'))
+    assert whole.keys() == part.keys()
+    assert [key for key, value in whole.items() if not value.equal(part[key])] == []
+    said = ranks.succeed(tmp_path, 'gan_files', device, 'one', 'resume', world=1)
+    alone = torch.load(tmp_path / 'one' / 'end.pt', weights_only=True)
+    assert alone.keys() == whole.keys(), said
+    # other data, and still near: random weights would not be
+    for key, value in whole.items():
+        if value.is_floating_point() and 'running' not in key:
+            torch.testing.assert_close(alone[key], value, rtol=0, atol=0.1)
