@@ -310,9 +310,10 @@ def count(recipe: Recipe, variant: Variant, device: torch.device, passes: int, v
     def step(**kwargs: Any) -> None:
         look('after backward')
         wrapper_step(**kwargs)
+        # a skipped step, too, has made the gradients of masters; they are cleared later
+        look('after the step')
 
     training.wrapper.step = step
-    training.optimizer.register_step_pre_hook(lambda *_: look('at the optimizer'))
     seen = []
     # two, because DDP sorts its buckets anew after the first
     for _ in range(2):

@@ -132,9 +132,7 @@ def bytes_table(counts: list[dict[str, Any]]) -> list[str]:
 
 def memory_table(counts: list[dict[str, Any]]) -> list[str]:
     """What gradients and buckets take."""
-    cells = [
-        ['model', 'variant', 'after backward', 'at the optimizer', 'views: after backward', 'views: at the optimizer']
-    ]
+    cells = [['model', 'variant', 'after backward', 'after the step', 'views: after backward', 'views: after the step']]
     for model in unique([one['model'] for one in counts]):
         for variant in unique([one['variant'] for one in counts]):
             line = [model, variant]
@@ -142,7 +140,7 @@ def memory_table(counts: list[dict[str, Any]]) -> list[str]:
                 one = find(counts, model, variant, view=view)
                 line += [
                     f'{one["memory"][moment] / one["parameters"]:.2f}'
-                    for moment in ('after backward', 'at the optimizer')
+                    for moment in ('after backward', 'after the step')
                 ]
             cells.append(line)
     return rows(cells)
@@ -226,7 +224,7 @@ def page(result: dict[str, Any], processes: int, backend: str, command: str, loa
         '## Memory of gradients and buckets, bytes for each parameter',
         '',
         "Storages of the model's gradients, the masters' gradients and DDP's buckets, each counted once, after the last "
-        'backward pass and when the optimizer itself is called. "views" is `gradient_as_bucket_view=True`.',
+        'backward pass and after the step, before they are cleared. "views" is `gradient_as_bucket_view=True`.',
         '',
         *memory_table(result['counts']),
         '',
@@ -284,13 +282,14 @@ def main() -> None:
     backend = choose_backend(args.backend, args.processes)
     before = os.getloadavg()[0]
     result = launch(args.processes, backend, 'quick' if args.quick else 'full', args.timeout)
+    if args.json is not None:
+        # first: whatever the tables meet, the numbers of a long run are kept
+        args.json.write_text(json.dumps(result))
     command = ' '.join(['python -m benchmarks.distributed', *sys.argv[1:]])
     text = page(result, args.processes, backend, command, (before, os.getloadavg()[0]))
     print(text)
     if args.report is not None:
         args.report.write_text(text)
-    if args.json is not None:
-        args.json.write_text(json.dumps(result))
 
 
 if __name__ == '__main__':
