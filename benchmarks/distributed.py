@@ -148,10 +148,11 @@ def memory_table(counts: list[dict[str, Any]]) -> list[str]:
 
 def spread(values: list[float]) -> str:
     """Median and quartiles."""
-    if len(values) < 2:
-        return f'{values[0]:.3g}'
-    low, middle, high = statistics.quantiles(values, n=4, method='inclusive')
-    return f'{middle:.3g} ({low:.3g} to {high:.3g})'
+    low, middle, high = (
+        f'{value:.0f}' if value >= 100 else f'{value:.3g}'
+        for value in statistics.quantiles(values, n=4, method='inclusive')
+    )
+    return f'{middle} ({low} to {high})'
 
 
 def time_cells(name: str, times: dict[str, list[float]], base: str) -> list[list[str]]:
@@ -181,10 +182,10 @@ def step_table(times: list[dict[str, Any]]) -> list[str]:
 
 def skipped_line(result: dict[str, Any]) -> str:
     """Skipped steps are cheaper, so they are named."""
-    lines = [f'{one["model"]}, {one["variant"]}: {one["skipped"]}' for one in result['counts'] if one['skipped']]
+    lines = []
     for one in result['times']:
         lines += [f'{one["model"]}, {variant}: {number}' for variant, number in one['skipped'].items() if number]
-    return f'Skipped steps: {"; ".join(lines) or "none"}.'
+    return f'Skipped steps among the timed: {"; ".join(lines) or "none"}.'
 
 
 def page(result: dict[str, Any], processes: int, backend: str, command: str, load: tuple[float, float]) -> str:
@@ -213,7 +214,8 @@ def page(result: dict[str, Any], processes: int, backend: str, command: str, loa
         '',
         'A communication hook adds up the buckets of DDP (`numel() * element_size()`), then averages as DDP does by itself. '
         'It is there only here: the times further down come from new models without it. The numbers were the same in two '
-        "steps and on every rank, equal to the bytes of the parameters, and the ranks' weights agreed afterwards. "
+        "steps and on every rank, equal to the bytes of the parameters, and the ranks' weights agreed after "
+        'steps none of which was skipped. '
         '"4 passes" is `accumulative_counts=4`: three backward passes under `no_sync`, one that exchanges. '
         'The last column compares it with four steps of O0 of one pass each.',
         '',
