@@ -245,7 +245,7 @@ def page(result: dict[str, Any], processes: int, backend: str, command: str, loa
     ]
     if cpu:
         lines += [
-            'float16 layers have no fast path on a CPU (20 to 60 times slower than FP32), so the float16 blocks have few '
+            'float16 layers have no fast path on a CPU (see the ratios), so the float16 blocks have few '
             'rounds, and their times say nothing about a GPU. O4 and O5 are the levels for a CPU.',
         ]
     lines += [
