@@ -111,6 +111,7 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.runtime
 	$(BIN)/python -m benchmarks.hooks
 	$(BIN)/python -m benchmarks.checkpoints
+	$(BIN)/python -m benchmarks.distributed
 
 clean:
 	rm -rf $(VENV) $(DOWNSTREAM) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
