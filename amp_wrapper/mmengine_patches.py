@@ -40,7 +40,7 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting, mmengine_resuming, mmengine_saving, model_wrappers, ops
+from . import casting, mmengine_resuming, mmengine_saving, model_wrappers, ops, scope
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 
@@ -268,6 +268,10 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build_optim_wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         wrapper = original(self, *args, **kwargs)
+        # the strategies compile first, and then everything that the model's step calls
+        model = kwargs.get('model', args[1] if len(args) > 1 else None)
+        if isinstance(model, nn.Module) and any(member.policy.runs_16_bit for member in _ours(wrapper)):
+            scope.check_compiled(model)
         # DDPStrategy is a SingleDeviceStrategy, and FSDPStrategy a DDPStrategy
         supported = isinstance(self, SingleDeviceStrategy) and not isinstance(self, FSDPStrategy)
         if not supported and _ours(wrapper):

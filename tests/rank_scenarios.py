@@ -995,11 +995,11 @@ def gan_files(here: Here) -> None:
             'work_dir': str(folder),
             'launcher': 'pytorch',
             'resume': resume,
-            # a schedule that does not know the end, so that a part of a run is a part
-            'param_scheduler': dict(type='ConstantLR', factor=1.0),
             'log_level': 'WARNING',
         }
     )
+    # a schedule that does not know the end, so that a part of a run is a part
+    config.param_scheduler = dict(type='ConstantLR', factor=1.0)
     for loader in ('train_dataloader', 'val_dataloader'):
         config[loader].batch_size = 128
     if here.device.type == 'cpu':

@@ -11,7 +11,7 @@ import torch
 import toy
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage
-from mmengine.registry import HOOKS
+from mmengine.registry import HOOKS, MODELS
 from torch import nn
 
 from amp_wrapper import AmpOptimWrapper, casting
@@ -30,26 +30,30 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @HOOKS.register_module()
 class OutsideAverage(Hook):
-    """Averages an FP32 copy by hand, and watches what validation leaves behind."""
+    """Averages an FP32 copy outside, by mmengine's own classes, and watches what validation leaves behind."""
 
     priority = 'ABOVE_NORMAL'
 
-    def __init__(self, momentum: float) -> None:
-        self.momentum = momentum
-        self.average: dict[str, torch.Tensor] | None = None
+    def __init__(self, average: dict[str, Any]) -> None:
+        self.average_cfg = average
         self.before: Any = None
         self.checked = 0
+
+    def before_run(self, runner: Any) -> None:
+        self.copy = toy.ToyModel()
+        self.average = MODELS.build(dict(self.average_cfg, model=self.copy))
 
     def _ema(self, runner: Any) -> EMAHook:
         return next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
 
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
-        now = masters(runner.model)
-        if self.average is None:
-            self.average = now
-        else:
-            for name, value in self.average.items():
-                value.lerp_(now[name], self.momentum)
+        with torch.no_grad():
+            now = masters(runner.model)
+            for name, parameter in self.copy.named_parameters():
+                parameter.copy_(now[name])
+            for mine, theirs in zip(self.copy.buffers(), runner.model.buffers()):
+                mine.copy_(theirs)
+        self.average.update_parameters(self.copy)
 
     def _everything(self, runner: Any) -> Any:
         average = self._ema(runner).ema_model.module
@@ -59,38 +63,49 @@ class OutsideAverage(Hook):
 
     def before_val_epoch(self, runner: Any) -> None:
         # runs before EMAHook: the training weights
-        ema = dict(self._ema(runner).ema_model.module.named_parameters())
-        assert toy.differences({k: v.detach() for k, v in ema.items()}, self.average) == []
-        assert {value.dtype for value in ema.values()} == {torch.float32}
+        ema = self._ema(runner).ema_model.module
+        assert {value.dtype for value in ema.parameters()} == {torch.float32}
+        assert toy.differences(ema.state_dict(), self.average.module.state_dict()) == []
         self.before = self._everything(runner)
 
     def after_val_iter(self, runner: Any, *_: Any, **__: Any) -> None:
         # in between, the model holds the average, rounded to its own type
+        average = dict(self.average.module.named_parameters())
         for name, parameter in runner.model.named_parameters():
-            assert parameter.detach().equal(self.average[name].to(parameter.dtype)), name
+            assert parameter.detach().equal(average[name].to(parameter.dtype)), name
 
     def after_val(self, runner: Any) -> None:
         assert toy.differences(self.before, self._everything(runner)) == []
         self.checked += 1
 
 
+AVERAGES = [
+    dict(type='ExponentialMovingAverage', momentum=0.0002),
+    dict(type='MomentumAnnealingEMA', momentum=0.0002, gamma=3, interval=2),
+    dict(type='StochasticWeightAverage', interval=3),
+]
+
+
 @pytest.mark.parametrize('buffers', [False, True])
+@pytest.mark.parametrize('average', AVERAGES, ids=lambda cfg: cfg['type'])
 @pytest.mark.parametrize('level', toy.LEVELS)
-def test_average_is_that_of_an_fp32_copy_outside(level: str, buffers: bool, tmp_path: Path) -> None:
+def test_average_is_that_of_an_fp32_copy_outside(
+    level: str, average: dict[str, Any], buffers: bool, tmp_path: Path
+) -> None:
+    average = dict(average, update_buffers=buffers)
+    words = dict(average)
+    hook = dict(type='EMAHook', ema_type=words.pop('type'), **words)
     runner = toy.run(
         tmp_path,
-        dict(type='AmpOptimWrapper', opt_level=level, optimizer=SGD),
-        custom_hooks=[
-            dict(type='EMAHook', momentum=0.0002, update_buffers=buffers),
-            dict(type='OutsideAverage', momentum=0.0002),
-        ],
+        dict(type='AmpOptimWrapper', opt_level=level, optimizer=SGD, accumulative_counts=2),
+        custom_hooks=[hook, dict(type='OutsideAverage', average=average)],
     )
     outside = next(hook for hook in runner.hooks if isinstance(hook, OutsideAverage))
     assert outside.checked == 2
     saved = toy.checkpoint(tmp_path)
     # the file holds the average as the model, ready to deploy, and the masters in the EMA's place
-    for name, value in outside.average.items():
-        assert toy.differences(saved['state_dict'][name], value) == []
+    for name, value in outside.average.module.named_parameters():
+        assert toy.differences(saved['state_dict'][name], value.detach()) == []
         assert toy.differences(saved['ema_state_dict'][f'module.{name}'], masters(runner.model)[name]) == []
 
 
