@@ -265,20 +265,23 @@ def _refuse_unsupported() -> None:
 
 
 def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def build_optim_wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wrapper = original(self, *args, **kwargs)
-        # the strategies compile first, and then everything that the model's step calls
-        model = kwargs.get('model', args[1] if len(args) > 1 else None)
-        if isinstance(model, nn.Module) and any(member.policy.runs_16_bit for member in _ours(wrapper)):
-            scope.check_compiled(model)
+    def check(strategy: Any, wrapper: Any) -> None:
         # DDPStrategy is a SingleDeviceStrategy, and FSDPStrategy a DDPStrategy
-        supported = isinstance(self, SingleDeviceStrategy) and not isinstance(self, FSDPStrategy)
+        supported = isinstance(strategy, SingleDeviceStrategy) and not isinstance(strategy, FSDPStrategy)
         if not supported and _ours(wrapper):
             raise AmpAttachError(
-                f'{type(self).__name__} shards or casts the model itself and is not supported yet: use DDPStrategy or '
+                f'{type(strategy).__name__} shards or casts the model itself and is not supported yet: use DDPStrategy or '
                 f'SingleDeviceStrategy with {type(_ours(wrapper)[0]).__name__}.'
             )
+
+    @functools.wraps(original)
+    def build_optim_wrapper(self: Any, optim_wrapper: Any, model: Any = None) -> Any:
+        check(self, optim_wrapper)
+        wrapper = original(self, optim_wrapper, model)
+        check(self, wrapper)
+        # the strategies compile first, and then everything that the model's step calls
+        if isinstance(model, nn.Module) and any(member.policy.runs_16_bit for member in _ours(wrapper)):
+            scope.check_compiled(model)
         return wrapper
 
     return build_optim_wrapper

@@ -103,14 +103,16 @@ class Sharding(BaseStrategy):
 def test_strategies_that_shard(strategy: type[Any], device: torch.device) -> None:
     made = strategy.__new__(strategy)
     model = nn.Linear(4, 4).to(device)
-    made.id_to_name = {id(p): name for name, p in model.named_parameters()}
     wrapper = amp(model, 'O2')
     with pytest.raises(AmpAttachError, match=f'{strategy.__name__} shards or casts the model itself'):
         made.build_optim_wrapper(wrapper, model)
     assert model.weight.dtype == torch.float32
-    # others are none of our business
-    plain = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    assert made.build_optim_wrapper(plain, model) is plain
+    if strategy is Sharding:
+        with pytest.raises(AmpAttachError, match='not supported yet'):
+            made.build_optim_wrapper(dict(type='AmpOptimWrapper', optimizer=SGD), model)
+        # others are none of our business
+        plain = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+        assert made.build_optim_wrapper(plain, model) is plain
     single = SingleDeviceStrategy()
     assert single.build_optim_wrapper(wrapper, model) is wrapper
 
