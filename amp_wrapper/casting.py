@@ -365,14 +365,13 @@ class CastPlan:
                 # a validation loop may autocast by itself
                 root.register_forward_hook(CastOutputs(torch.float32, self._enter, only_eval=True))
             if self.ops is not None:
-                autocast = not policy.casts_model
                 for hooks in (root._forward_pre_hooks, root._forward_hooks):
                     _drop(hooks, (EnterForward, LeaveForward))
                 _forget_flags(root)
                 ops = self.ops if id(root) not in before else before[id(root)] | self.ops
                 # first of all, so that other people's pre-hooks run inside the pass
-                root.register_forward_pre_hook(EnterForward(ops, autocast), prepend=True)
-                root.register_forward_hook(LeaveForward(autocast), always_call=True)
+                root.register_forward_pre_hook(EnterForward(ops), prepend=True)
+                root.register_forward_hook(LeaveForward(), always_call=True)
         if self.ops is not None:
             fp32_ops.attach(watched, self.ops)
             module_guard.watch(watched, policy.casts_model)

@@ -7,8 +7,9 @@ All of them are plain objects that know a dtype and nothing of the model, so the
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,13 @@ from . import fp32_ops
 from .errors import AmpAttachError
 from .fp32_call import autocast_is_on
 from .nested import HALF_TYPES, EnterObject, cast_tensors, map_tensors
+
+_Hook = TypeVar('_Hook', bound=Callable[..., Any])
+
+
+# Hooks that open and close regions are not traced: torch.compile breaks its graph there, and what it compiles in between
+# sees autocast and the stand-ins of the FP32 registry as they are.
+untraced: Callable[[_Hook], _Hook] = torch.compiler.disable
 
 
 class AmpHook:
@@ -79,32 +87,22 @@ class EnterForward(AmpHook):
 
     Args:
         ops: Which ones.
-        autocast: Whether the model is autocast. Then ``torch.compile`` traces the model as if this hook were not there,
-            and autocast's own lists decide; a pass would break the graph.
     """
 
-    def __init__(self, ops: fp32_ops.OpSet, autocast: bool = False) -> None:
+    def __init__(self, ops: fp32_ops.OpSet) -> None:
         self.ops = ops
-        self.autocast = autocast
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not (self.autocast and torch.compiler.is_compiling()):
-            fp32_ops.enter(self.ops, id(module))
+        fp32_ops.enter(self.ops, id(module))
 
 
 class LeaveForward(AmpHook):
-    """Forward hook of a model, called after exceptions too: the counterpart of :class:`EnterForward`.
+    """Forward hook of a model, called after exceptions too: the counterpart of :class:`EnterForward`."""
 
-    Args:
-        autocast: As there.
-    """
-
-    def __init__(self, autocast: bool = False) -> None:
-        self.autocast = autocast
-
+    @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self.autocast and torch.compiler.is_compiling()):
-            fp32_ops.leave(id(module))
+        fp32_ops.leave(id(module))
 
 
 class _AutocastStack(threading.local):
@@ -161,9 +159,8 @@ _regions = _Regions()
 class EnterFp32(AmpHook):
     """Forward pre-hook of a module that runs in FP32 inside autocast: inputs are cast up, and autocast is off."""
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return None  # autocast's own lists decide
         region = _Region(module)
         devices: set[str] = set()
 
@@ -193,6 +190,7 @@ class LeaveFp32(AmpHook):
     def __init__(self, gives_back: bool) -> None:
         self.gives_back = gives_back
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         # a pre-hook that failed before ours leaves nothing of this module open
         if not _regions.open or _regions.open[-1].module_id != id(module):

@@ -511,17 +511,41 @@ def test_backward_through_another_wrappers_model(device: torch.device) -> None:
     assert op_types == [torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize('level', ['O1', 'O4'])
-def test_compiled_whole_at_the_autocast_levels(level: str, device: torch.device) -> None:
-    """mmengine's ``compile=True``: hooks of ours must not break the graph."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.MSELoss()).to(device)
+class TwoLosses(nn.Module):
+    """A loss module and a functional loss behind a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.loss = nn.MSELoss()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layer(x).relu()
+        return self.loss(y, torch.zeros_like(y)), F.cross_entropy(
+            y, torch.zeros(len(y), dtype=torch.long, device=y.device)
+        )
+
+
+@pytest.mark.parametrize('whole', [False, True])
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O3', 'O4', 'O5'])
+def test_compiled_by_hand_it_computes_the_same(level: str, whole: bool, device: torch.device) -> None:
+    """Regions that run in FP32 break the graph of torch.compile, and stay in force."""
+    torch._dynamo.reset()
+    model = TwoLosses().to(device)
     wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
     wrapper.attach(model)
-    model[2].forward = lambda x: x.square().mean()  # type: ignore[method-assign]
+    inputs = torch.randn(2, 4, device=device)
 
-    @torch.compile(backend='eager', fullgraph=True)
-    def step(x: Tensor) -> Tensor:
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
         with wrapper.optim_context(model):
             return model(x)
 
-    assert step(torch.ones(2, 4, device=device)).isfinite()
+    expected = step(inputs)
+    if whole:
+        got = torch.compile(step, backend='eager')(inputs)
+    else:
+        compiled = torch.compile(model, backend='eager')
+        with wrapper._engine.forward_context(model):
+            got = compiled(inputs)
+    assert [value.dtype for value in got] == [torch.float32] * 2
+    assert all(a.equal(b) for a, b in zip(got, expected))
