@@ -207,7 +207,11 @@ def report(runner: Runner, args: argparse.Namespace) -> None:
         checkpoint = checkpoint.relative_to(Path.cwd())
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else Path('python')
-    command = [str(python), 'tools/train.py', args.config, '--resume', str(checkpoint)]
+    command = [str(python), 'tools/train.py', args.config]
+    if args.launcher == 'pytorch':
+        # on as many processes, for only then it is bit for bit
+        command = ['tools/dist_train.sh', args.config, str(torch.distributed.get_world_size())]
+    command += ['--resume', str(checkpoint)]
     if args.save_on_sigterm:
         command.append('--save-on-sigterm')
     for flag, value in (('--work-dir', args.work_dir), ('--opt-level', args.opt_level), ('--seed', args.seed)):
