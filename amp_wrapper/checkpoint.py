@@ -50,12 +50,14 @@ class Window:
         unscaled: Whether they are unscaled already (several losses) or still carry the scale.
         used: Whether each loss took part.
         found_inf: Whether each loss overflowed.
+        foreign_found_inf: Whether what losses of other optimizers brought overflowed; None where they brought nothing.
     """
 
     gradients: Sequence[Tensor | None]
     unscaled: bool
     used: Sequence[bool]
     found_inf: Sequence[float]
+    foreign_found_inf: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,8 @@ def write(
             'used': list(window.used),
             'found_inf': list(window.found_inf),
         }
+        if window.foreign_found_inf is not None:
+            amp['window']['foreign_found_inf'] = window.foreign_found_inf
     result = dict(optimizer)
     result['loss_scaler'] = dict(loss_scalers[0])
     if stock_shaped:
@@ -289,4 +293,8 @@ def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Windo
         raise AmpCheckpointError(f"amp['window']['used']={used!r} must hold True and False only.")
     if not all(is_number(value) and value in (0, 1) for value in found):
         raise AmpCheckpointError(f"amp['window']['found_inf']={found!r} must hold 0 and 1 only.")
-    return Window(gradients, window['unscaled'], list(used), [float(value) for value in found])
+    foreign: Any = window.get('foreign_found_inf')
+    if foreign is not None and not (is_number(foreign) and foreign in (0, 1)):
+        raise AmpCheckpointError(f"amp['window']['foreign_found_inf']={foreign!r} must be 0 or 1.")
+    values = [float(value) for value in found]
+    return Window(gradients, window['unscaled'], list(used), values, None if foreign is None else float(foreign))

@@ -128,6 +128,11 @@ class AmpEngine:
         return self.stage is not Stage.DETACHED
 
     @property
+    def in_own_window(self) -> bool:
+        """Whether a loss of this engine has had a backward pass since the last step."""
+        return any(self._used)
+
+    @property
     def casts(self) -> bool:
         """Whether any parameter changed its type."""
         return self._handle is not None and self._handle.casts
@@ -768,6 +773,7 @@ class AmpEngine:
             self.policy.num_losses > 1,
             self._used,
             self._found,
+            self._foreign_found,
         )
 
     def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
@@ -848,6 +854,8 @@ class AmpEngine:
         for index, found in enumerate(window.found_inf):
             if window.used[index]:
                 self._flag(index).fill_(found)
+        if window.foreign_found_inf is not None:
+            self._foreign_found = self._foreign_flag().clone().fill_(window.foreign_found_inf)
         self.stage = Stage.ACCUMULATING
         logger.info(
             'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',

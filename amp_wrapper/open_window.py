@@ -17,6 +17,7 @@ def save(
     unscaled: bool,
     used: Sequence[bool],
     found_inf: Sequence[Tensor | None],
+    foreign_found_inf: Tensor | None,
 ) -> Window:
     """Copy the gradients of a window. Syncs.
 
@@ -26,6 +27,7 @@ def save(
         unscaled: Whether gradients lie with what the optimizer steps, unscaled already (several losses).
         used: Whether each loss took part.
         found_inf: The flag of each loss.
+        foreign_found_inf: The flag of what losses of other optimizers brought; None where they brought nothing.
     """
     saved: list[Tensor | None] = []
     for weight, stepped in parameters:
@@ -33,7 +35,9 @@ def save(
         if sums is not None and gradient is None:
             gradient = sums.get(weight)
         saved.append(None if gradient is None else gradient.detach().clone())
-    return Window(saved, unscaled, list(used), [0.0 if flag is None else float(flag) for flag in found_inf])
+    found = [0.0 if flag is None else float(flag) for flag in found_inf]
+    foreign = None if foreign_found_inf is None else float(foreign_found_inf)
+    return Window(saved, unscaled, list(used), found, foreign)
 
 
 def restore(window: Window, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], sums: Fp32Sums | None) -> None:

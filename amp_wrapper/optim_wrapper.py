@@ -184,8 +184,12 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def in_window(self) -> bool:
-        """Whether gradients of an open accumulation window are waiting for their step."""
-        return self._engine.stage is Stage.ACCUMULATING
+        """Whether gradients of an open accumulation window are waiting for their step.
+
+        Gradients that only a loss of another member of an ``OptimWrapperDict`` brought do not count: where it is never frozen,
+        they are always there.
+        """
+        return self._engine.stage is Stage.ACCUMULATING and self._engine.in_own_window
 
     @property
     def member_name(self) -> str:

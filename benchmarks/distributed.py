@@ -253,6 +253,7 @@ def page(result: dict[str, Any], processes: int, backend: str, command: str, loa
         *step_table(result['times']),
         '',
         skipped_line(result),
+        'The loss scale starts at 8 for stock AMP, O1 and O2, so that no step is skipped; it costs the same at any value.',
         '',
         '## Not measured',
         '',

@@ -680,7 +680,24 @@ def changes(here: Here) -> None:
                 wrapper.step()
                 wrapper.zero_grad()
                 same_on_all_ranks(here, masters_of(wrapper), f'{level} tied masters')
-        # a parameter that comes later, with other values on each rank
+        # a frozen part that the optimizer gets later
+        net = Net()
+        net.side.requires_grad_(False)
+        model = wrap(here, net)
+        wrapper = amp([p for p in net.parameters() if p.requires_grad], level)
+        for step in range(4):
+            if step == 2:
+                net.side.requires_grad_(True)
+                wrapper.optimizer.add_param_group(dict(params=list(net.side.parameters())))
+            backward(wrapper, model, data(here, step), side=True)
+            assert (net.side.weight.grad is not None) == (step >= 2)
+            same_on_all_ranks(here, gradients(net).values(), f'{level} part {step}')
+            before = net.side.weight.detach().clone()
+            wrapper.step()
+            wrapper.zero_grad()
+            assert net.side.weight.equal(before) == (step < 2)
+            same_on_all_ranks(here, masters_of(wrapper), f'{level} part masters')
+        # a module that comes later, with other values on each rank
         if level not in HALF:
             net = Net()
             net.side.requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -40,9 +41,9 @@ def sgd(*modules: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
 def train(model: Two, wrappers: OptimWrapperDict, device: torch.device, factor: float = 1.0) -> None:
     """Alternating turns, the discriminator not frozen while the generator learns: its gradients wait for its next turn."""
     for step in range(4):
-        for name, part in (('discriminator', model.discriminator), ('generator', model.generator)):
+        for name in ('discriminator', 'generator'):
             wrapper = wrappers[name]
-            with wrapper.optim_context(part):
+            with wrapper.optim_context(model):
                 out = model.discriminator(model.generator(batch(device, step)))
                 loss = out.float().square().mean() * (factor if name == 'generator' else 1.0)
             wrapper.update_params(loss)
@@ -159,6 +160,34 @@ def test_the_scale_that_overflowed_learns(level: str, device: torch.device) -> N
     # and afterwards both go on
     train(model, wrappers, device)
     assert [w.loss_scaler.counts.tolist() for w in wrappers.values()] == [[5, 1, 0], [5, 1, 0]]
+
+
+@pytest.mark.parametrize('overflow', [False, True])
+@pytest.mark.parametrize('wide', [False, True])
+def test_what_another_loss_brought_goes_into_files(wide: bool, overflow: bool, device: torch.device) -> None:
+    """A discriminator that is never frozen holds gradients of the generator's loss at the end of each iteration."""
+
+    def fresh() -> tuple[Two, OptimWrapperDict]:
+        model = two(device)
+        scale = dict(init_scale=2.0**8)
+        return model, OptimWrapperDict(
+            generator=amp('O2', model.generator, loss_scale=scale, accumulate_in_fp32=wide),
+            discriminator=amp('O2', model.discriminator, loss_scale=scale, accumulate_in_fp32=wide),
+        )
+
+    model, wrappers = fresh()
+    train(model, wrappers, device, factor=float('inf') if overflow else 1.0)
+    # nothing that a hook would have to wait for
+    assert not any(wrapper.in_window for wrapper in wrappers.values())
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(wrappers.state_dict())
+    assert state['discriminator']['amp']['window']['foreign_found_inf'] == float(overflow)
+    other, resumed = fresh()
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    for pair in ((model, wrappers), (other, resumed)):
+        train(*pair, device)
+    assert toy.differences(model.state_dict(), other.state_dict()) == []
+    assert toy.differences(wrappers.state_dict(), resumed.state_dict()) == []
 
 
 def test_an_overflow_never_reaches_a_wrapper_that_does_not_look(device: torch.device) -> None:
