@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import toy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,20 +80,57 @@ def test_level_from_the_command_line_and_seed_from_the_checkpoint(tmp_path: Path
     assert f'seed: {seed}' in said[: said.index('Config:')]
 
 
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return str(listener.getsockname()[1])
+
+
 @pytest.mark.slow
-def test_two_processes_on_a_cpu(tmp_path: Path) -> None:
-    said = tool(
-        'tools/dist_train.sh',
-        'configs/digits/cnn_o5.py',
-        '2',
-        '--work-dir',
-        str(tmp_path),
-        *SHORT,
-        PORT='29731',
-        CUDA_VISIBLE_DEVICES='',
-    )
+@pytest.mark.parametrize(
+    ('name', 'words'),
+    [
+        ('cnn_o2', []),
+        ('cnn_o2_ddp', []),
+        ('gan_o2_o5', ['model.generator.width=4', 'model.discriminator.width=4', 'train_cfg.val_interval=2']),
+    ],
+)
+def test_two_processes_on_a_cpu(name: str, words: list[str], tmp_path: Path) -> None:
+    cpu = dict(CUDA_VISIBLE_DEVICES='')
+    config = f'configs/digits/{name}.py'
+    work = ['--work-dir', str(tmp_path / 'work')]
+    said = tool('tools/dist_train.sh', config, '2', *work, *SHORT, *words, **cpu, PORT=free_port())
     assert 'Finished: epoch 2' in said
-    assert (tmp_path / 'epoch_2.pth').is_file()
+    if name == 'cnn_o2':
+        # the command that was printed goes on with two processes
+        command = shlex.split(said[said.index('tools/dist_train.sh', said.index('Go on')) :].splitlines()[0])
+        assert command[:3] == ['tools/dist_train.sh', config, '2']
+        said = tool(*command, **cpu, PORT=free_port())
+        assert 'Finished: epoch 4' in said
+    if name == 'gan_o2_o5':
+        assert (tmp_path / 'work' / 'samples' / 'epoch_2.png').is_file()
+
+
+def test_what_a_config_says_about_ddp_holds_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    import train
+    from mmengine.config import Config
+
+    monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend: None)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    plain = dict(type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None)
+    own = dict(type='MMSeparateDistributedDataParallel', find_unused_parameters=True)
+    for words, expected in (
+        (dict(), dict(plain, find_unused_parameters=False)),
+        (dict(find_unused_parameters=True), dict(plain, find_unused_parameters=True)),
+        (dict(model_wrapper_cfg=dict(own)), dict(own, device_ids=None)),
+    ):
+        cfg = Config(dict(launcher='pytorch', **words))
+        train.start_processes_on_cpu(cfg)
+        assert dict(cfg.model_wrapper_cfg) == expected
+    cfg = Config(dict(launcher='none'))
+    train.start_processes_on_cpu(cfg)
+    assert 'model_wrapper_cfg' not in cfg
 
 
 def test_mistakes_are_answered_in_a_line(tmp_path: Path) -> None:
