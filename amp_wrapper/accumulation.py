@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable
 import torch
 from torch import Tensor, nn
 
+from . import ops
 from .nested import HALF_TYPES
 
 
@@ -23,6 +24,9 @@ class Fp32Sums:
 
     def __len__(self) -> int:
         return len(self._sums)
+
+    def __contains__(self, weight: object) -> bool:
+        return id(weight) in self._sums
 
     def get(self, weight: Tensor) -> Tensor | None:
         """The sum of ``weight``: float32, of its shape; a live tensor. None without one."""
@@ -44,13 +48,12 @@ class Fp32Sums:
             gradient = weight.grad
             if gradient is None or weight.dtype not in HALF_TYPES:
                 continue
-            before = self.get(weight)
-            if before is None:
-                total = gradient.float()
-            elif before.is_sparse and not gradient.is_sparse:
-                total = gradient.float().add_(before)
+            before, wide = self.get(weight), gradient.float()
+            if before is None or before.is_sparse != wide.is_sparse:
+                total = ops.add_gradients(before, wide)
+                assert total is not None
             else:
-                total = before.add_(gradient.float())
+                total = before.add_(wide)
             self._sums[id(weight)] = (weight, total)
             weight.grad = None
 
@@ -63,8 +66,7 @@ class Fp32Sums:
         """
         for key in [key for key in self._sums if key in ids]:
             weight, total = self._sums.pop(key)
-            rounded = total.to(weight.dtype)
-            weight.grad = rounded if weight.grad is None else weight.grad + rounded
+            weight.grad = ops.add_gradients(total.to(weight.dtype), weight.grad)
 
     def clear(self) -> None:
         """Forget every sum."""

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ def check_model(
     model: nn.Module,
     name: str = 'state_dict',
     prefix: str = '',
-    rename: Callable[[str], str] = lambda key: key,
+    own: Mapping[str, str] = MappingProxyType({}),
+    read: Callable[[str], str] = lambda key: key,
 ) -> None:
     """Whether saved weights are those of a model: the same keys, shapes and kinds of numbers.
 
@@ -83,7 +85,8 @@ def check_model(
         model: On any device, cast or not.
         name: How messages call ``saved``.
         prefix: What the names have in front beside that.
-        rename: Applied to the names of both sides.
+        own: The model's names to those to compare by, where they differ.
+        read: The same for the names of ``saved``, without ``prefix``.
 
     Raises:
         AmpCheckpointError: Names the first few keys and what was expected.
@@ -93,10 +96,10 @@ def check_model(
     wrong = [key for key in saved if not isinstance(key, str)]
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
-    mine = {rename(key): value for key, value in model.state_dict(keep_vars=True).items()}
+    mine = {own.get(key, key): value for key, value in model.state_dict(keep_vars=True).items()}
     stripped = r'^module\.' if not hasattr(model, 'module') else '$^'
-    theirs = {rename(re.sub(stripped, '', key[len(prefix) :])): key for key in saved if key.startswith(prefix)}
-    own_way = [rename(start) for start in _own_ways(model)]
+    theirs = {read(re.sub(stripped, '', key[len(prefix) :])): key for key in saved if key.startswith(prefix)}
+    own_way = [start for way in _own_ways(model) for start in {way, *_plain_starts(way, own)}]
 
     def judged(key: str) -> bool:
         return not key.endswith('_extra_state') and not any(key.startswith(start) for start in own_way)
@@ -143,7 +146,11 @@ def check_model(
 
 
 def check_average(
-    saved: Any, model: nn.Module, average: nn.Module | None, rename: Callable[[str], str] = lambda key: key
+    saved: Any,
+    model: nn.Module,
+    average: nn.Module | None,
+    own: Mapping[str, str] = MappingProxyType({}),
+    read: Callable[[str], str] = lambda key: key,
 ) -> None:
     """Whether a saved average (``module.`` and the model's names, and the average's own numbers) is that of a model.
 
@@ -151,7 +158,8 @@ def check_average(
         saved: By qualified names.
         model: The model that is averaged.
         average: The averaged model; None where it is not built yet.
-        rename: As of :func:`check_model`.
+        own: As of :func:`check_model`.
+        read: As of :func:`check_model`.
 
     Raises:
         AmpCheckpointError: Names the key and what was expected.
@@ -162,7 +170,7 @@ def check_average(
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
     names = {key: value for key, value in saved.items() if key.startswith('module.')}
-    check_model(names, model, name, 'module.', rename)
+    check_model(names, model, name, 'module.', own, read)
     if average is None:
         return
     own = {key: value for key, value in average.state_dict().items() if not key.startswith('module.')}
@@ -182,6 +190,12 @@ def _kind(tensor: Tensor) -> str:
     if tensor.is_floating_point():
         return 'floating' if tensor.dtype.itemsize >= 2 else str(tensor.dtype)
     return 'boolean' if tensor.dtype is torch.bool else 'whole numbers'
+
+
+def _plain_starts(start: str, own: Mapping[str, str]) -> list[str]:
+    """What a module's names begin with once the wrappers around it are off."""
+    lengths = [(key, plain, len(key) - len(start)) for key, plain in own.items() if key.startswith(start)]
+    return [plain[: len(plain) - rest] for key, plain, rest in lengths if plain.endswith(key[len(start) :])]
 
 
 def _own_ways(model: nn.Module) -> list[str]:

@@ -107,12 +107,25 @@ class AmpEngine:
         self._others: tuple[AmpEngine | foreign_gradients.OtherOptimizer, ...] = ()
         # whether gradients came from another optimizer's loss, and whether one of those was non-finite
         self._foreign_found: Tensor | None = None
+        # whether a loss of ours brought a non-finite gradient to another optimizer
+        self._brought: list[Tensor | None] = [None] * policy.num_losses
         self._device = torch.device('cpu')
         self._used = [False] * policy.num_losses
         self._found: list[Tensor | None] = [None] * policy.num_losses
         self._pending: checkpoint.SavedAmp | None = None
         if policy.enabled and optimizer is not None:
             scope.check_optimizer(optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpEngine:
+        if self.attached and self.policy.enabled:
+            raise AmpUsageError(
+                'a deep copy of an attached wrapper would know neither the copied weights nor their masters: copy before the '
+                'first forward pass, or copy the model alone and build a wrapper for it.'
+            )
+        copied = AmpEngine.__new__(AmpEngine)
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def _new_scaler(self) -> LossScaler:
         config = self.policy.loss_scale
@@ -182,17 +195,12 @@ class AmpEngine:
             self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
             reducers = Reducers(model, self.weights, inner.named_parameters())
             reducers.check(not self._is_plain(), self.policy.casts_model)
+            self._check_shared()
             done, shared_weights = self._cast_by_others()
             roots = scope.find_roots(inner, self.optimizer, foreign, done)
             plan = casting.CastPlan(roots, self.policy, leave, average, enter)
             if self.optimizer is not None and self.policy.master_weights:
-                twins = [(weight, casting.fp32_twin(weight)) for weight in shared_weights]
-                self._masters = MasterWeights(
-                    self.optimizer,
-                    plan.parameters,
-                    casting.pair,
-                    [(weight, twin) for weight, twin in twins if isinstance(twin, nn.Parameter)],
-                )
+                self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair, casting.fp32_twin)
             self._handle = plan.apply()
             self._ops = plan.ops
             if self._masters is not None:
@@ -224,6 +232,9 @@ class AmpEngine:
             AmpAttachError: A parameter that two optimizers step, at levels that cannot share it.
         """
         self._others = tuple(others)
+        self._check_shared()
+
+    def _check_shared(self) -> None:
         mine = {id(weight): weight for weight in self.weights()}
         for other in self._others:
             theirs = other.policy if isinstance(other, AmpEngine) else None
@@ -401,6 +412,7 @@ class AmpEngine:
         scaled = self.scale(loss, loss_id)
         if not self.attached:
             self.attach(None)
+        self._forget_cleared()
         averaged = self._reducers.begin_backward()
         if self.policy.num_losses > 1 and self.policy.enabled and not averaged:
             raise AmpUsageError(
@@ -434,16 +446,30 @@ class AmpEngine:
         if not self._others:
             return []
         mine = {id(weight) for weight in self.weights()}
-        shares = []
+        shares: list[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]] = []
+        seen: set[int] = set()
         for other in self._others:
             theirs = other.weights()
-            beyond = [weight for weight in theirs if id(weight) not in mine]
-            if len(beyond) < len(theirs) and isinstance(other, AmpEngine) and other.stage is Stage.ACCUMULATING:
+            both = [weight for weight in theirs if id(weight) in mine]
+            if (
+                both
+                and isinstance(other, AmpEngine)
+                and other.stage is Stage.ACCUMULATING
+                and other._has_gradient(both)
+            ):
                 raise AmpUsageError(
                     'backward() of one wrapper while another one, which steps the same parameters, has gradients waiting: '
                     'two losses would be mixed that carry different scales. Finish one window before the other begins.'
                 )
-            shares.append((other, other.share(beyond)))
+            share = other.share([weight for weight in theirs if id(weight) not in mine])
+            again = [weight for weight in share.parameters if id(weight) in seen]
+            seen.update(map(id, share.parameters))
+            if again:
+                share.parameters = [weight for weight in share.parameters if not any(weight is w for w in again)]
+                # without any scale it does not matter who takes them
+                if share.scale() is not None or any(s.scale() is not None for _, s in shares):
+                    share.contested = again
+            shares.append((other, share))
         return shares
 
     def share(self, beyond: Sequence[Tensor]) -> foreign_gradients.Share:
@@ -457,6 +483,20 @@ class AmpEngine:
             beyond, lambda: None if unscaled else self._scale_of(0), self.scalers[0].checks and self.attached
         )
 
+    def _has_gradient(self, weights: Iterable[nn.Parameter]) -> bool:
+        """Whether any of ``weights`` has one waiting, as ``.grad``, as a sum beside it, or on its master."""
+        chosen = {id(weight) for weight in weights}
+        return any(
+            weight.grad is not None or stepped.grad is not None or (self._sums is not None and weight in self._sums)
+            for weight, stepped in zip(self.weights(), self._parameters())
+            if id(weight) in chosen
+        )
+
+    def _forget_cleared(self) -> None:
+        """The model's own ``zero_grad()`` clears gradients, and nobody tells whose loss they came from."""
+        if self._foreign_found is not None and not any(self._used) and not self._has_gradient(self.weights()):
+            self._foreign_found = None
+
     def _hand_over(
         self,
         other: AmpEngine | foreign_gradients.OtherOptimizer,
@@ -467,8 +507,8 @@ class AmpEngine:
             return
         if self.scalers[0].checks:
             # the scale of this loss was too large there: it is the one that has to learn
-            flag = self._flag(loss_id)
-            torch.maximum(flag, share.found_inf.to(flag.device), out=flag)
+            found, before = share.found_inf.to(self._device), self._brought[loss_id]
+            self._brought[loss_id] = found if before is None else torch.maximum(before, found)
         if isinstance(other, AmpEngine):
             other._receive(share.found_inf)
 
@@ -541,7 +581,7 @@ class AmpEngine:
         if self._masters is not None:
             self._masters.adopt()
             self._masters.refresh(self._masters.edited())
-            self._masters.follow_idle()
+            self._masters.follow_idle(self._sums or ())
         checks = self.scalers[0].checks
         self._unscale()
         skipped, streak, skips = self._decide() if checks else (False, 0, 0)
@@ -600,20 +640,20 @@ class AmpEngine:
         group = self._reducers.group_to_ask()
         if group is None:
             return
-        flags = torch.stack([*(self._flag(index) for index in range(len(self._found))), self._foreign_flag()])
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        flags = torch.stack([zero if flag is None else flag for flag in self._flags()])
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
-        agreed = flags.unbind()
-        self._found, self._foreign_found = list(agreed[:-1]), agreed[-1]
+        *each, self._foreign_found = flags.unbind()
+        self._found, self._brought = list(each[: len(self._found)]), list(each[len(self._found) :])
 
-    def _foreign_flag(self) -> Tensor:
-        if self._foreign_found is None:
-            return torch.zeros((), dtype=torch.float32, device=self._device)
-        return self._foreign_found
+    def _flags(self) -> list[Tensor | None]:
+        """Every reason to skip: what was found in our gradients, what our losses brought to others, what theirs brought."""
+        return [*self._found, *self._brought, self._foreign_found]
 
     def _decide(self) -> tuple[bool, int, int]:
         """The one host read of a step: is any flag up, how many skips in a row came before, and how many in all."""
         self._agree()
-        flags = [found for found in (*self._found, self._foreign_found) if found is not None]
+        flags = [found for found in self._flags() if found is not None]
         if not flags:
             return False, 0, 0
         worst = torch.stack(flags).max().double()
@@ -621,7 +661,7 @@ class AmpEngine:
         return found > 0, int(streak), int(skips)
 
     def _update_scalers(self) -> None:
-        flags = [found for found in (*self._found, self._foreign_found) if found is not None]
+        flags = [found for found in self._flags() if found is not None]
         skipped = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
         for index, scaler in enumerate(self.scalers):
             # a step is skipped for all losses; a scale moves only for a loss that took part
@@ -630,7 +670,8 @@ class AmpEngine:
                 if self._foreign_found is not None and len(self.scalers) == 1:
                     # the gradients were added up: what another loss brought is that one's to learn from
                     found = (found - self._foreign_found).clamp_(min=0)
-                scaler.update(found, skipped)
+                brought = self._brought[index]
+                scaler.update(found if brought is None else torch.maximum(found, brought), skipped)
             else:
                 scaler.count_step(skipped)
         self._forget_pass()
@@ -638,6 +679,7 @@ class AmpEngine:
     def _forget_pass(self) -> None:
         self._used = [False] * len(self.scalers)
         self._found = [None] * len(self.scalers)
+        self._brought = [None] * len(self.scalers)
         self._foreign_found = None
 
     def _report_skip(self, streak: int, skips: int) -> None:
@@ -761,7 +803,7 @@ class AmpEngine:
         if self.stage is not Stage.ACCUMULATING:
             return None
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1:
+        if distributed and torch.distributed.get_world_size() > 1 and not self._reducers.same_everywhere():
             logger.warning(
                 'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
                 'not in the checkpoint. Save at the end of a window for an exact resume.',
@@ -855,7 +897,7 @@ class AmpEngine:
             if window.used[index]:
                 self._flag(index).fill_(found)
         if window.foreign_found_inf is not None:
-            self._foreign_found = self._foreign_flag().clone().fill_(window.foreign_found_inf)
+            self._foreign_found = torch.full((), window.foreign_found_inf, device=self._device)
         self.stage = Stage.ACCUMULATING
         logger.info(
             'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',

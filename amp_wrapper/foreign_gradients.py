@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import ops
+from .errors import AmpUsageError
 
 
 @dataclasses.dataclass
@@ -19,9 +20,11 @@ class Share:
     """One other optimizer.
 
     Attributes:
-        parameters: What it steps, on the model's side (weights, not masters), without what this optimizer steps too.
+        parameters: What it steps, on the model's side (weights, not masters), without what this optimizer steps too, and
+            without what stands in another share.
         scale: Tells its own loss scale, a float32 scalar; None for 1. Asked only where gradients arrived.
         checks: Whether it looks for non-finite gradients itself.
+        contested: Those of ``parameters`` that a third optimizer steps as well, on another scale for all we know.
         arrived: Set afterwards: whether any gradient arrived there.
         found_inf: Set afterwards: float32 scalar, 1.0 where one of them was non-finite; None where none arrived.
     """
@@ -31,6 +34,7 @@ class Share:
     checks: bool
     arrived: bool = False
     found_inf: Tensor | None = None
+    contested: Sequence[Tensor] = ()
 
 
 class OtherOptimizer:
@@ -69,19 +73,22 @@ def converted(shares: Sequence[Share], scale: Tensor | None) -> Iterator[None]:
     Args:
         shares: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
         scale: The scale of this pass, a float32 scalar; None for 1.
+
+    Raises:
+        AmpUsageError: A gradient arrived at a parameter that two of the others step. All gradients there are as before.
     """
     waiting = [(parameter, _set_aside(parameter)) for share in shares for parameter in share.parameters]
     try:
         yield
         for share in shares:
             _convert(share, scale)
+        sums = [ops.add_gradients(gradient, parameter.grad) for parameter, gradient in waiting]
     except BaseException:
         for parameter, gradient in waiting:
             parameter.grad = gradient
         raise
-    for parameter, gradient in waiting:
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+    for (parameter, _), gradient in zip(waiting, sums):
+        parameter.grad = gradient
 
 
 def _set_aside(parameter: Tensor) -> Tensor | None:
@@ -92,6 +99,11 @@ def _set_aside(parameter: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def _convert(share: Share, scale: Tensor | None) -> None:
+    if any(parameter.grad is not None for parameter in share.contested):
+        raise AmpUsageError(
+            'backward() brought gradients to parameters that two other wrappers step, each on its own loss scale: which of '
+            'the two would step them cannot be known. Freeze or detach them in this loss, or give them to one optimizer.'
+        )
     arrived = []
     for parameter in share.parameters:
         if parameter.grad is None:

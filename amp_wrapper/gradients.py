@@ -119,7 +119,7 @@ def unscale_to_masters(
         # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
         master.requires_grad = weight.requires_grad
         total = fp32_sum(weight)
-        gradient = _sum(total, weight.grad)
+        gradient = ops.add_gradients(total, weight.grad)
         if gradient is None:
             master.grad = None
         elif gradient.is_sparse:
@@ -139,7 +139,7 @@ def unscale_to_masters(
         total = fp32_sum(parameter)
         if total is not None:
             # without masters the optimizer reads 16-bit: rounded once, after the unscaling
-            gradient = _sum(total, parameter.grad)
+            gradient = ops.add_gradients(total, parameter.grad)
             assert gradient is not None
             if gradient.is_sparse:
                 gradient = gradient.coalesce()
@@ -159,13 +159,6 @@ def unscale_to_masters(
             sources.append(values)
             targets.append(values)
     ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
-
-
-def _sum(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if total is None or gradient is None:
-        return gradient if total is None else total
-    # dense plus sparse is known to torch in this order only
-    return gradient.float() + total if total.is_sparse and not gradient.is_sparse else total + gradient.float()
 
 
 def accumulate_unscaled(
@@ -189,13 +182,9 @@ def accumulate_unscaled(
     unscale_to_masters(pairs, own, inverse_scale, found_inf)
     for weight, master in pairs:
         weight.grad = None
-        earlier = sums.get(id(master))
-        if earlier is not None:
-            master.grad = earlier if master.grad is None else master.grad + earlier
+        master.grad = ops.add_gradients(sums.get(id(master)), master.grad)
     for parameter in own:
-        earlier = before.get(id(parameter))
-        if earlier is not None:
-            parameter.grad = earlier if parameter.grad is None else parameter.grad + earlier
+        parameter.grad = ops.add_gradients(before.get(id(parameter)), parameter.grad)
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class MasterWeights:
         optimizer: Holds the parameters; its groups are changed in place.
         weights: The parameters about to become 16-bit, by name. Only those in ``optimizer`` get a master.
         paired: Called with each new (weight, master).
-        shared: Weights that another optimizer has given masters, with these: both optimizers step the same master.
+        existing: Gives the master that another optimizer has made for a weight: both step the same one.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class MasterWeights:
         optimizer: Optimizer,
         weights: Mapping[str, nn.Parameter],
         paired: Callable[[nn.Parameter, nn.Parameter], None],
-        shared: Iterable[tuple[nn.Parameter, nn.Parameter]] = (),
+        existing: Callable[[Tensor], Tensor | None] = lambda weight: None,
     ) -> None:
         self._optimizer = optimizer
         self._paired = paired
@@ -43,9 +43,9 @@ class MasterWeights:
         self._weights: dict[int, nn.Parameter] = {}
         self._versions: dict[int, int] = {}
         self._copied: dict[int, int] = {}
-        self._shared = {id(weight): master for weight, master in shared}
-        known = {id(weight) for weight in weights.values()} | self._shared.keys()
-        self._swap(lambda parameter: id(parameter) in known)
+        self._existing = existing
+        known = {id(weight) for weight in weights.values()}
+        self._swap(lambda parameter: id(parameter) in known or existing(parameter) is not None)
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -78,8 +78,8 @@ class MasterWeights:
                         f'Leave it out of add_param_group().'
                     )
                 # a weight that is FP32 now hands over its storage: its cast replaces it right after
-                master = self._shared.get(id(weight))
-                if master is None:
+                master = self._existing(weight)
+                if not isinstance(master, nn.Parameter):
                     master = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
                 group['params'][index] = master
                 if weight in self._optimizer.state:
@@ -101,17 +101,21 @@ class MasterWeights:
         for _, master in chosen:
             self._copied[id(master)] = master._version
 
-    def follow_idle(self) -> None:
+    def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Before a step: masters of weights without a gradient take up what was done to the weights through ``.data``.
 
         Nothing else tells of such edits, and nobody announces them: a key encoder, say, that is moved after each iteration.
         Only pairs without a gradient are compared, on the device; a master that somebody wrote to stands.
+
+        Args:
+            busy: Weights whose gradient lies elsewhere.
         """
         idle = [
             (weight, master)
             for weight, master in self.pairs
             if weight.dtype in HALF_TYPES
             and weight.grad is None
+            and weight not in busy
             and master.grad is None
             and self._copied.get(id(master)) == master._version
         ]

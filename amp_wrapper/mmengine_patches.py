@@ -225,21 +225,21 @@ def _patch_ema_order() -> None:
 
 def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: bool) -> None:
     """The names of a file, plain or not, become those of an averaged model that was copied with wrappers inside or not."""
-    patterns = model_wrappers.plain_names(average)
-    state = checkpoint['state_dict']
-    checkpoint['state_dict'] = {model_wrappers.rename(key, patterns): value for key, value in state.items()}
+    read = model_wrappers.reader(average, checkpoint['state_dict'])
+    checkpoint['state_dict'] = {read(key): value for key, value in checkpoint['state_dict'].items()}
     if 'ema_state_dict' not in checkpoint or not resumes:
         return
-    wanted = {model_wrappers.rename(key, patterns): key for key in average.state_dict()}
-    named = {}
-    for key, value in checkpoint['ema_state_dict'].items():
-        if key.startswith('module.'):
-            plain = model_wrappers.rename(key[len('module.') :], patterns)
-            key = f'module.{wanted.get(plain, plain)}'
-        named[key] = value
-    checkpoint['ema_state_dict'] = named
+    wanted = {plain: key for key, plain in model_wrappers.plain_names(average).items()}
+
+    def name(plain: str) -> str:
+        return wanted.get(plain, plain)
+
+    checkpoint['ema_state_dict'] = {
+        f'module.{name(read(key[len("module.") :]))}' if key.startswith('module.') else key: value
+        for key, value in checkpoint['ema_state_dict'].items()
+    }
     # the hook swaps the two by name; mmengine's loader takes the wrappers off again
-    checkpoint['state_dict'] = {wanted.get(key, key): value for key, value in checkpoint['state_dict'].items()}
+    checkpoint['state_dict'] = {name(key): value for key, value in checkpoint['state_dict'].items()}
 
 
 def _refuse_unsupported() -> None:

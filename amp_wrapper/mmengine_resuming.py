@@ -20,6 +20,9 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import mmengine._strategy.single_device
+import mmengine.runner.checkpoint
+import mmengine.runner.runner
 from mmengine._strategy import SingleDeviceStrategy
 from mmengine.dist import broadcast_object_list, get_rank
 from mmengine.hooks import CheckpointHook, EMAHook
@@ -130,15 +133,12 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     checkpoint_judge.check_parts(file)
     checkpoint_judge.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    patterns = model_wrappers.plain_names(model)
-
-    def plain(key: str) -> str:
-        return model_wrappers.rename(key, patterns)
-
-    checkpoint_judge.check_model(file['state_dict'], model, rename=plain)
+    own = model_wrappers.plain_names(model)
+    read = model_wrappers.reader(model, file['state_dict'])
+    checkpoint_judge.check_model(file['state_dict'], model, own=own, read=read)
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
-            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), plain)
+            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), own, read)
             # the hook swaps the two by name
             for key in file['ema_state_dict']:
                 if key.startswith('module.') and key[len('module.') :] not in file['state_dict']:
@@ -266,7 +266,7 @@ def _follow_epochs(runner: Any, length: int, batches: int) -> None:
 def _revise_keys(model: Any) -> list[tuple[str, str]]:
     """mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"."""
     inner = model.module if is_model_wrapper(model) else model
-    return [*([] if hasattr(inner, 'module') else [(r'^module\.', '')]), *model_wrappers.plain_names(inner)]
+    return [] if hasattr(inner, 'module') else [(r'^module\.', '')]
 
 
 def _patch_load(cls: Any) -> None:
@@ -300,6 +300,23 @@ def _patch_strategy() -> None:
     SingleDeviceStrategy.load_checkpoint = load_checkpoint
 
 
+def _patch_names() -> None:
+    """mmengine takes the wrappers inside a model off while it loads, and expects plain names."""
+    original = mmengine.runner.checkpoint._load_checkpoint_to_model
+
+    @functools.wraps(original)
+    def load_to_model(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        state = checkpoint.get('state_dict') if _ours.get() else None
+        if isinstance(state, dict) and any('module' in key.split('.') for key in state):
+            read = model_wrappers.reader(model.module if is_model_wrapper(model) else model, state)
+            checkpoint = {**checkpoint, 'state_dict': {read(key): value for key, value in state.items()}}
+        return original(model, checkpoint, *args, **kwargs)
+
+    for module in (mmengine.runner.checkpoint, mmengine.runner.runner, mmengine._strategy.single_device):
+        if hasattr(module, '_load_checkpoint_to_model'):
+            module._load_checkpoint_to_model = load_to_model
+
+
 def _patch_loader() -> None:
     original = CheckpointLoader._get_checkpoint_loader('/')
 
@@ -319,4 +336,5 @@ def patch() -> None:
         _patch_runner(cls)
         _patch_load(cls)
     _patch_strategy()
+    _patch_names()
     _patch_loader()

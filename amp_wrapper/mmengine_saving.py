@@ -160,14 +160,11 @@ def _named_plainly(checkpoint: dict[str, Any], model: Any) -> dict[str, Any]:
     model = model.module if is_model_wrapper(model) else model
     if not any(is_model_wrapper(module) for module in model.modules()):
         return checkpoint
-    patterns = model_wrappers.plain_names(model)
+    names = model_wrappers.plain_names(model)
     for part, front in (('state_dict', ''), ('ema_state_dict', 'module.')):
         if part in checkpoint:
-            names = {key: key.removeprefix(front) for key in checkpoint[part]}
-            checkpoint[part] = {
-                key[: len(key) - len(names[key])] + model_wrappers.rename(names[key], patterns): value
-                for key, value in checkpoint[part].items()
-            }
+            plain = {front + key: front + name for key, name in names.items()}
+            checkpoint[part] = {plain.get(key, key): value for key, value in checkpoint[part].items()}
     return checkpoint
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard, cast
 from weakref import WeakKeyDictionary
@@ -244,6 +243,10 @@ class Reducers:
             for parameter in self._listed[ddp]
         )
 
+    def same_everywhere(self) -> bool:
+        """Whether the gradients of now are averages, and so those of every rank. False without DDP."""
+        return any(map(_has_several_ranks, self._mine)) and self.group_to_ask() is None
+
     # -- one decision ------------------------------------------------------------------------------------------------
 
     def group_to_ask(self) -> dist.ProcessGroup | None:
@@ -287,32 +290,54 @@ def check_foreign_wrapper(model: nn.Module) -> None:
     )
 
 
-def plain_names(model: nn.Module) -> list[tuple[str, str]]:
-    """How the names of a state dict lose the ``module.`` of wrappers *inside* a model (one DDP for each child, say), so that
-    a file fits any number of processes.
+def plain_names(model: nn.Module) -> dict[str, str]:
+    """The names of a state dict without the ``module.`` of wrappers *inside* a model (one DDP for each child, say).
 
     Args:
         model: Without the wrapper around it.
 
     Returns:
-        (pattern, replacement) for :func:`re.sub`, to be applied in this order.
+        Each name of the model's state dict, and its plain form: the same where nothing is wrapped.
     """
-    inside = [name for name, module in model.named_modules() if name and _is_wrapper(module)]
-    # a file of several processes, read by one
-    bare = [name for name, child in model.named_children() if not hasattr(child, 'module')]
-    plain: list[tuple[str, str]] = []
-    for name in [*inside, *bare]:
-        for pattern, replacement in plain:
-            name = re.sub(pattern, replacement, f'{name}.')[:-1]
-        plain.append((rf'^{re.escape(name)}\.module\.', f'{name}.'))
-    return plain
+    wrappers = [name.split('.') for name, module in model.named_modules() if name and _is_wrapper(module)]
+    names = {}
+    for key in model.state_dict(keep_vars=True):
+        parts = key.split('.')
+        # the part after a wrapper's own name is its "module", which a submodule may be called as well
+        cut = {len(name) for name in wrappers if parts[: len(name)] == name}
+        names[key] = '.'.join(part for index, part in enumerate(parts) if index not in cut)
+    return names
 
 
-def rename(key: str, patterns: Iterable[tuple[str, str]]) -> str:
-    """Apply what :func:`plain_names` returned to one name."""
-    for pattern, replacement in patterns:
-        key = re.sub(pattern, replacement, key)
-    return key
+def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
+    """How the names in a file become the plain names of a model, whatever wrappers either of them has inside.
+
+    Args:
+        model: Without the wrapper around it.
+        keys: All names in the file.
+
+    Returns:
+        A function for one name; what it does not know stays as it is.
+    """
+    own = plain_names(model)
+    plain = set(own.values())
+    keys = list(keys)
+    # a real submodule called "module" makes a single name ambiguous; the file as a whole tells
+    wrapped = sum(key in own for key in keys) > sum(key in plain for key in keys)
+
+    def read(key: str) -> str:
+        if key in own and (wrapped or key not in plain):
+            return own[key]
+        parts = key.split('.')
+        if key in plain or 'module' not in parts:
+            return key
+        for index, part in enumerate(parts):
+            shorter = '.'.join(parts[:index] + parts[index + 1 :])
+            if part == 'module' and shorter in plain:
+                return shorter
+        return read('.'.join(parts[1:])) if parts[0] == 'module' and len(parts) > 1 else key
+
+    return read
 
 
 def _is_wrapper(module: nn.Module) -> bool:

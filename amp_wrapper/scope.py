@@ -22,7 +22,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         AmpAttachError: A sharded model (FSDP, FSDP2, DTensor parameters).
     """
     for module in model.modules():
-        if 'FullyShardedDataParallel' in type(module).__name__:
+        if any('FullyShardedDataParallel' in base.__name__ for base in type(module).__mro__):
             raise AmpAttachError(
                 f'FSDP ({type(module).__name__}): sharded parameters cannot be cast in place, and sharding is not supported '
                 f'yet. Use DistributedDataParallel.'
@@ -49,7 +49,7 @@ def check_compiled(model: nn.Module) -> None:
         AmpAttachError: A compiled module.
     """
     for name, module in model.named_modules():
-        replaced = [module.__dict__.get(method) for method in ('forward', 'train_step')]
+        replaced = [value for value in module.__dict__.values() if callable(value)]
         compiled = (
             hasattr(module, '_orig_mod')
             or getattr(module, '_compiled_call_impl', None) is not None
@@ -132,7 +132,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
             'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '
             'cannot follow: choose a first-order optimizer, or enabled=False.'
         )
-    if type(optimizer).__name__ == 'ZeroRedundancyOptimizer':
+    if 'ZeroRedundancyOptimizer' in [base.__name__ for base in type(optimizer).__mro__]:
         raise AmpAttachError(
             'ZeroRedundancyOptimizer shards its parameters over processes and saves collectively, while mmengine saves '
             'on rank 0 alone; it is not supported yet. Use a torch optimizer with DistributedDataParallel.'

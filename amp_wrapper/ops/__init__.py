@@ -5,6 +5,7 @@ their place behind the same names.
 """
 
 from .reference import (
+    add_gradients,
     multi_tensor_copy,
     multi_tensor_isnonfinite,
     multi_tensor_refresh,
@@ -19,6 +20,7 @@ def backend() -> str:
 
 
 __all__ = [
+    'add_gradients',
     'backend',
     'multi_tensor_copy',
     'multi_tensor_isnonfinite',

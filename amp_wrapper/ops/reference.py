@@ -87,6 +87,23 @@ def multi_tensor_scale(
 
 
 @torch.no_grad()
+def add_gradients(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """The sum of two gradients, sparse or dense, in the wider of their types; None stands for "no gradient".
+
+    Args:
+        left: Not changed.
+        right: Not changed; of the same shape.
+
+    Returns:
+        A new tensor, or the only one there is.
+    """
+    if left is None or right is None:
+        return right if left is None else left
+    # dense plus sparse is known to torch in this order only
+    return right + left if left.is_sparse and not right.is_sparse else left + right
+
+
+@torch.no_grad()
 def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """``target = source``, rounded to nearest-even where the target is narrower.
 
