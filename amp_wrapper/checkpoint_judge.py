@@ -73,7 +73,7 @@ def check_model(
     model: nn.Module,
     name: str = 'state_dict',
     prefix: str = '',
-    own: Mapping[str, str] = MappingProxyType({}),
+    plain: Mapping[str, str] = MappingProxyType({}),
     read: Callable[[str], str] = lambda key: key,
 ) -> None:
     """Whether saved weights are those of a model: the same keys, shapes and kinds of numbers.
@@ -85,7 +85,7 @@ def check_model(
         model: On any device, cast or not.
         name: How messages call ``saved``.
         prefix: What the names have in front beside that.
-        own: The model's names to those to compare by, where they differ.
+        plain: The model's names to those to compare by, where they differ.
         read: The same for the names of ``saved``, without ``prefix``.
 
     Raises:
@@ -96,10 +96,10 @@ def check_model(
     wrong = [key for key in saved if not isinstance(key, str)]
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
-    mine = {own.get(key, key): value for key, value in model.state_dict(keep_vars=True).items()}
+    mine = {plain.get(key, key): value for key, value in model.state_dict(keep_vars=True).items()}
     stripped = r'^module\.' if not hasattr(model, 'module') else '$^'
     theirs = {read(re.sub(stripped, '', key[len(prefix) :])): key for key in saved if key.startswith(prefix)}
-    own_way = [start for way in _own_ways(model) for start in {way, *_plain_starts(way, own)}]
+    own_way = [start for way in _own_ways(model) for start in {way, *_plain_starts(way, plain)}]
 
     def judged(key: str) -> bool:
         return not key.endswith('_extra_state') and not any(key.startswith(start) for start in own_way)
@@ -149,7 +149,7 @@ def check_average(
     saved: Any,
     model: nn.Module,
     average: nn.Module | None,
-    own: Mapping[str, str] = MappingProxyType({}),
+    plain: Mapping[str, str] = MappingProxyType({}),
     read: Callable[[str], str] = lambda key: key,
 ) -> None:
     """Whether a saved average (``module.`` and the model's names, and the average's own numbers) is that of a model.
@@ -158,7 +158,7 @@ def check_average(
         saved: By qualified names.
         model: The model that is averaged.
         average: The averaged model; None where it is not built yet.
-        own: As of :func:`check_model`.
+        plain: As of :func:`check_model`.
         read: As of :func:`check_model`.
 
     Raises:
@@ -170,7 +170,7 @@ def check_average(
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
     names = {key: value for key, value in saved.items() if key.startswith('module.')}
-    check_model(names, model, name, 'module.', own, read)
+    check_model(names, model, name, 'module.', plain, read)
     if average is None:
         return
     own = {key: value for key, value in average.state_dict().items() if not key.startswith('module.')}
@@ -192,9 +192,9 @@ def _kind(tensor: Tensor) -> str:
     return 'boolean' if tensor.dtype is torch.bool else 'whole numbers'
 
 
-def _plain_starts(start: str, own: Mapping[str, str]) -> list[str]:
+def _plain_starts(start: str, names: Mapping[str, str]) -> list[str]:
     """What a module's names begin with once the wrappers around it are off."""
-    lengths = [(key, plain, len(key) - len(start)) for key, plain in own.items() if key.startswith(start)]
+    lengths = [(key, plain, len(key) - len(start)) for key, plain in names.items() if key.startswith(start)]
     return [plain[: len(plain) - rest] for key, plain, rest in lengths if plain.endswith(key[len(start) :])]
 
 

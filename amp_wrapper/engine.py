@@ -45,7 +45,7 @@ from .errors import AmpAttachError, AmpCheckpointError, AmpError, AmpUsageError,
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
 from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state
-from .model_wrappers import Reducers
+from .model_wrappers import Reducers, check_unknown_listeners
 from .nested import HALF_TYPES, EnterObject
 from .policy import Policy, dtype_name
 from .scale_config import is_number
@@ -107,6 +107,7 @@ class AmpEngine:
         self._others: tuple[AmpEngine | foreign_gradients.OtherOptimizer, ...] = ()
         # whether gradients came from another optimizer's loss, and whether one of those was non-finite
         self._foreign_found: Tensor | None = None
+        self._foreign_asks = False
         # whether a loss of ours brought a non-finite gradient to another optimizer
         self._brought: list[Tensor | None] = [None] * policy.num_losses
         self._device = torch.device('cpu')
@@ -194,6 +195,8 @@ class AmpEngine:
             inner = scope.unwrap(model)
             self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
             reducers = Reducers(model, self.weights, inner.named_parameters())
+            if self.policy.casts_model and not reducers.ddps:
+                check_unknown_listeners(inner)
             reducers.check(not self._is_plain(), self.policy.casts_model)
             self._check_shared()
             done, shared_weights = self._cast_by_others()
@@ -341,11 +344,24 @@ class AmpEngine:
 
         Raises:
             AmpAttachError: ``torch.compile`` has wrapped the model meanwhile.
+            AmpUsageError: A change that DDP cannot follow, or ranks with another number of steps.
             AmpUsageError: Parameters were unfrozen where DDP cannot follow.
         """
         if self.policy.runs_16_bit and hasattr(model, '_orig_mod'):
             scope.check_compiled(model)
-        self._reducers.follow(self.stage is Stage.ACCUMULATING)
+        if self._reducers.joins() and not self._is_plain():
+            raise AmpUsageError(
+                'DistributedDataParallel.join(): ranks that take more steps than others would move their loss scale and '
+                'masters alone. Give every rank the same number of iterations, or use O0.'
+            )
+        self._reducers.follow(model, self._is_waiting)
+
+    def _is_waiting(self, ids: Iterable[int]) -> bool:
+        """Whether any of these parameters has a gradient in an open window of this engine."""
+        if self.stage is not Stage.ACCUMULATING:
+            return False
+        chosen = set(ids)
+        return self._has_gradient(weight for weight in self.weights() if id(weight) in chosen)
 
     @contextmanager
     def forward_context(self, model: nn.Module) -> Iterator[None]:
@@ -422,7 +438,8 @@ class AmpEngine:
         shares = self._shares()
         if self._sums is not None:
             self._sums.give_back(self._reducers.about_to_average())
-        with foreign_gradients.converted([share for _, share in shares], self._scale_of(loss_id)):
+        averaged_ones = self._reducers.about_to_average(everywhere=True) if shares else frozenset()
+        with foreign_gradients.converted([share for _, share in shares], self._scale_of(loss_id), averaged_ones):
             # checkpointed segments are recomputed in there
             with nullcontext() if self._ops is None else fp32_ops.in_backward(self._ops, self._seen_ops):
                 if self.policy.num_losses > 1 and self.policy.enabled:
@@ -518,6 +535,8 @@ class AmpEngine:
             gradients.accumulate_unscaled(self._pairs(), [], {}, None, None)
         elif self._sums is not None:
             self._sums.take(self.weights())
+        # on this rank alone, though this engine's own pass may average the gradients themselves
+        self._foreign_asks = self._foreign_asks or self._reducers.is_local()
         found_inf = found_inf.to(self._device)
         before = self._foreign_found
         self._foreign_found = found_inf if before is None else torch.maximum(before, found_inf)
@@ -533,6 +552,12 @@ class AmpEngine:
             parameter.grad = None
         try:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+            if self._reducers.is_unfinished():
+                raise AmpUsageError(
+                    f'backward() with num_losses={self.policy.num_losses} reached only some of the parameters that the forward '
+                    f'pass used, and DistributedDataParallel waits for the others before it averages: run the model once for '
+                    f'each loss, with find_unused_parameters=True, or add the losses up.'
+                )
         except BaseException:
             for parameter in own:
                 parameter.grad = before.get(id(parameter))
@@ -588,6 +613,7 @@ class AmpEngine:
         if skipped and clip is not None and clip.raises_on_nonfinite and not self.scalers[0].is_dynamic:
             # asked for by the user, and no dynamic scale is there that would learn from the overflow
             clip.apply(self._parameters())
+            raise RuntimeError('The total norm of gradients is non-finite on another rank, so it cannot be clipped.')
         norm = None
         if not skipped:
             if clip is not None:
@@ -637,12 +663,13 @@ class AmpEngine:
 
     def _agree(self) -> None:
         """Where the ranks' gradients may differ, a non-finite one on one rank counts on every rank."""
-        group = self._reducers.group_to_ask()
-        if group is None:
+        groups = self._reducers.groups_to_ask(self._foreign_asks)
+        if not groups:
             return
         zero = torch.zeros((), dtype=torch.float32, device=self._device)
         flags = torch.stack([zero if flag is None else flag for flag in self._flags()])
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
+        for group in groups:
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
         *each, self._foreign_found = flags.unbind()
         self._found, self._brought = list(each[: len(self._found)]), list(each[len(self._found) :])
 
@@ -681,6 +708,7 @@ class AmpEngine:
         self._found = [None] * len(self.scalers)
         self._brought = [None] * len(self.scalers)
         self._foreign_found = None
+        self._foreign_asks = False
 
     def _report_skip(self, streak: int, skips: int) -> None:
         streak, skips = streak + 1, skips + 1

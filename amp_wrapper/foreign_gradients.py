@@ -4,7 +4,7 @@ generator's loss flows. It carries the scale of this loss, and the other optimiz
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -63,7 +63,7 @@ class OtherOptimizer:
 
 
 @contextmanager
-def converted(shares: Sequence[Share], scale: Tensor | None) -> Iterator[None]:
+def converted(shares: Sequence[Share], scale: Tensor | None, averaged: Container[int] = frozenset()) -> Iterator[None]:
     """Around one backward pass: gradients that arrive elsewhere are put on the scale that is expected there.
 
     Each gradient is multiplied by the ratio of the two scales, in float32, and rounded to its own type: exact for powers
@@ -73,11 +73,12 @@ def converted(shares: Sequence[Share], scale: Tensor | None) -> Iterator[None]:
     Args:
         shares: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
         scale: The scale of this pass, a float32 scalar; None for 1.
+        averaged: Parameters, by id, that DDP averages in this pass. Where gradients wait there, it must find some.
 
     Raises:
         AmpUsageError: A gradient arrived at a parameter that two of the others step. All gradients there are as before.
     """
-    waiting = [(parameter, _set_aside(parameter)) for share in shares for parameter in share.parameters]
+    waiting = [(p, _set_aside(p, id(p) in averaged)) for share in shares for p in share.parameters]
     try:
         yield
         for share in shares:
@@ -91,10 +92,14 @@ def converted(shares: Sequence[Share], scale: Tensor | None) -> Iterator[None]:
         parameter.grad = gradient
 
 
-def _set_aside(parameter: Tensor) -> Tensor | None:
+def _set_aside(parameter: Tensor, averaged: bool) -> Tensor | None:
     gradient, parameter.grad = parameter.grad, None
+    if gradient is None:
+        return None
+    if averaged:
+        parameter.grad = torch.zeros_like(gradient)
     # DDP's buckets, which it may lie in, are overwritten by the next reduction
-    return None if gradient is None else gradient.clone()
+    return gradient.clone()
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ Each patch is the identity where no wrapper of ours is attached.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -135,7 +136,7 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     own = model_wrappers.plain_names(model)
     read = model_wrappers.reader(model, file['state_dict'])
-    checkpoint_judge.check_model(file['state_dict'], model, own=own, read=read)
+    checkpoint_judge.check_model(file['state_dict'], model, plain=own, read=read)
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
             checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), own, read)
@@ -239,14 +240,14 @@ def _patch_runner(cls: Any) -> None:
 
 
 def _epoch_length(filename: str) -> tuple[int, int] | None:
-    """How many iterations an epoch had when a file was written, and how many of the present one were done; None where the
-    file does not tell."""
+    """How many iterations an epoch had when a file was written, and how many of the present one were done (-1 where that is
+    guessed); None where the file does not tell."""
     file = checkpoint_file.load(filename, check=False, mmap=True)
     part, meta = file.get('exact_resume'), file['meta']
     if part:
         return part['length'], part['batches']
     done = meta.get('epoch', 0)
-    return (meta['iter'] // done, 0) if done > 0 and meta['iter'] % done == 0 else None
+    return (meta['iter'] // done, -1) if done > 0 and meta['iter'] % done == 0 else None
 
 
 def _follow_epochs(runner: Any, length: int, batches: int) -> None:
@@ -256,11 +257,24 @@ def _follow_epochs(runner: Any, length: int, batches: int) -> None:
     now = data_order.batches_of(loop)
     if not isinstance(loop, EpochBasedTrainLoop) or now < 1 or length < 1 or now == length:
         return
+    if batches < 0:
+        # guessed: the file of an iteration inside an epoch would tell another length
+        if loop._epoch * now <= loop._iter <= (loop._epoch + 1) * now:
+            return
+        batches = 0
     before, loop._iter = loop._iter, loop._epoch * now + min(batches, now)
     runner.logger.info(
         f'amp: an epoch had {length} iterations and has {now} now: the training goes on at iteration {loop._iter}, where '
         f'the checkpoint has {before}'
     )
+    schedulers = getattr(runner, 'param_schedulers', None) or []
+    built = itertools.chain(*schedulers.values()) if isinstance(schedulers, dict) else schedulers
+    names = [type(scheduler).__name__ for scheduler in built if not getattr(scheduler, 'by_epoch', True)]
+    if names:
+        runner.logger.warning(
+            f'amp: {", ".join(dict.fromkeys(names))} count iterations, and go on as they were planned for epochs of {length}: '
+            f'look at the learning rate, or load the weights only (resume=False) and plan anew'
+        )
 
 
 def _revise_keys(model: Any) -> list[tuple[str, str]]:

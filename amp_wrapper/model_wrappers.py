@@ -7,6 +7,7 @@ optimizer wrapper exists, so DDP has to look at the model once more.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +35,23 @@ _DDP_FIELDS = (
     'require_forward_param_sync',
 )
 
-# DDP -> the parameters that its reducer listens to, by id. Several optimizers share one DDP, so none of them owns this.
-_reduced: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+
+@dataclasses.dataclass
+class _Seen:
+    """What is known of a DDP; shared by all optimizers that train parts of its module.
+
+    Attributes:
+        parameters: Those it would listen to, were they trainable.
+        reduced: Those its reducer listens to, by id.
+        flags: Which of ``parameters`` were trainable when it was last looked at.
+    """
+
+    parameters: list[nn.Parameter]
+    reduced: frozenset[int]
+    flags: list[bool] | None = None
+
+
+_seen: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()
 
 
 class ForwardRecord:
@@ -45,7 +61,8 @@ class ForwardRecord:
 
     Attributes:
         state: 'unknown' before any forward pass with gradients; 'averaged' after one that synchronises; 'local' under
-            ``no_sync``; 'spent' once a backward pass has used it up: DDP averages once for each forward pass.
+            ``no_sync``; 'spent' once a backward pass has used it up: DDP averages once for each forward pass; 'void' where
+            the reducer was built anew between the forward pass and its backward pass.
     """
 
     def __init__(self) -> None:
@@ -72,20 +89,25 @@ class Reducers:
     def __init__(
         self, model: nn.Module | None, weights: Callable[[], Sequence[Tensor]], named: Iterable[tuple[str, Tensor]] = ()
     ) -> None:
-        # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
         self.ddps: list[DistributedDataParallel] = []
-        if model is not None:
-            self.ddps += [module for module in model.modules() if _is_ddp(module)]
         self._weights = weights
         self._names = {id(parameter): name for name, parameter in named}
-        self._count = -1
-        self._listed: dict[DistributedDataParallel, list[nn.Parameter]] = {}
-        self._flags: dict[DistributedDataParallel, list[bool]] = {}
+        self._ids: list[int] = []
         self._mine: list[DistributedDataParallel] = []
+        self._models: set[int] = set()
+        self._before: dict[Tensor, tuple[int, int] | None] = {}
         self._outside = False
         self._warned = False
         self._said = 0
-        if self.ddps:
+        if model is not None:
+            self._find(model)
+
+    def _find(self, model: nn.Module) -> None:
+        self._models.add(id(model))
+        # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
+        new = [module for module in model.modules() if _is_ddp(module) and module not in self.ddps]
+        self.ddps += new
+        if new:
             self._list()
 
     # -- attaching ---------------------------------------------------------------------------------------------------
@@ -116,7 +138,7 @@ class Reducers:
             if casts and getattr(ddp, '_delay_all_reduce_params', None):
                 raise AmpAttachError(
                     'DistributedDataParallel(delay_all_reduce_named_params=...) cannot be combined with a level that '
-                    'casts the model: drop the argument or use O1.'
+                    'casts the model: drop the argument, or use O0, O1 or O4.'
                 )
 
     def rebuild(self, changed: Iterable[Tensor]) -> None:
@@ -128,7 +150,7 @@ class Reducers:
         ids = {id(parameter) for parameter in changed}
         for ddp in self.ddps:
             if ids.intersection(map(id, ddp.module.parameters())):
-                _rebuild_and_note(ddp)
+                _rebuild_and_note(ddp, _seen[ddp].reduced if ddp.find_unused_parameters else frozenset())
 
     def record(self) -> None:
         """Watch the forward passes of the DDP modules. Idempotent."""
@@ -138,51 +160,72 @@ class Reducers:
 
     # -- before a forward pass ---------------------------------------------------------------------------------------
 
-    def follow(self, window_open: bool) -> None:
+    def follow(self, model: nn.Module, waiting: Callable[[Iterable[int]], bool]) -> None:
         """Let every DDP listen to the parameters that are trainable now. Each rank calls it, before a forward pass.
 
-        Parameters that DDP has never seen start from the values of rank 0, as in its constructor.
+        Parameters and buffers that DDP has never seen start from the values of rank 0, as in its constructor.
 
         Args:
-            window_open: Whether gradients of an accumulation window are waiting.
+            model: What is about to run; a DDP that was put around the model after it was attached is found here.
+            waiting: Whether any of these parameters, by id, has a gradient waiting in an open window.
 
         Raises:
-            AmpUsageError: Parameters were unfrozen in the middle of a window, under ``find_unused_parameters``.
+            AmpUsageError: A change in the middle of a window that DDP cannot follow, or a DDP that cannot be built anew.
         """
+        if id(model) not in self._models:
+            self._find(model)
+            self.record()
         if not self.ddps:
             return
-        if self._count != len(self._weights()):
+        if self._ids != [id(weight) for weight in self._weights()]:
             self._list()
-        for ddp, parameters in self._listed.items():
-            flags = [parameter.requires_grad for parameter in parameters]
-            if self._flags.get(ddp) == flags:
+        for ddp in self.ddps:
+            seen = _seen[ddp]
+            flags = [parameter.requires_grad for parameter in seen.parameters]
+            if seen.flags == flags:
                 continue
-            now = frozenset(id(p) for p, flag in zip(parameters, flags) if flag)
-            known = _reduced[ddp] if ddp in _reduced else _as_constructed(ddp, now)
-            _reduced[ddp] = known
-            grown = bool(now - known)
+            now = frozenset(id(p) for p, flag in zip(seen.parameters, flags) if flag)
+            grown = bool(now - seen.reduced)
             # frozen ones count as unused; with all of them frozen there is no backward pass to wait for
-            if grown or (now and now != known and not ddp.find_unused_parameters):
-                if grown and window_open and ddp.find_unused_parameters:
-                    raise AmpUsageError(
-                        'parameters were unfrozen in the middle of an accumulation window, and DistributedDataParallel('
-                        'find_unused_parameters=True) has counted only the others: unfreeze them between two steps.'
-                    )
-                self._say(now, known)
-                _rebuild_and_note(ddp)
-            self._flags[ddp] = flags
+            if grown or (now and now != seen.reduced and not ddp.find_unused_parameters):
+                self._check_rebuild(ddp, seen.reduced, now, waiting)
+                self._say(now, seen.reduced)
+                # those that are frozen by turns must not drop out by turns
+                _rebuild_and_note(ddp, seen.reduced if ddp.find_unused_parameters else frozenset())
+            seen.flags = flags
+
+    def _check_rebuild(
+        self,
+        ddp: DistributedDataParallel,
+        known: frozenset[int],
+        now: frozenset[int],
+        waiting: Callable[[Iterable[int]], bool],
+    ) -> None:
+        if getattr(ddp, '_delay_all_reduce_params', None):
+            raise AmpUsageError(
+                'parameters were frozen or unfrozen under DistributedDataParallel(delay_all_reduce_named_params=...), which '
+                'cannot be built anew: freeze them before it wraps the model, or drop the argument.'
+            )
+        left = not ddp.find_unused_parameters and waiting(known - now)
+        if left or (ddp.find_unused_parameters and waiting(known | now)):
+            raise AmpUsageError(
+                'parameters were frozen or unfrozen in the middle of an accumulation window, and DistributedDataParallel would '
+                'leave the gradients that are waiting on their ranks: change requires_grad between two steps.'
+            )
 
     def _list(self) -> None:
         weights = self._weights()
-        self._count = len(weights)
-        owned = {id(weight) for weight in weights}
+        self._ids = [id(weight) for weight in weights]
+        owned = set(self._ids)
         reduced: set[int] = set()
         inside: set[int] = set()
         self._mine = []
         for ddp in self.ddps:
             parameters = _parameters(ddp)
-            self._listed[ddp] = parameters
-            self._flags.pop(ddp, None)
+            if ddp not in _seen:
+                _seen[ddp] = _Seen(parameters, _listened_to(ddp))
+            elif [id(p) for p in _seen[ddp].parameters] != [id(p) for p in parameters]:
+                _seen[ddp].parameters, _seen[ddp].flags = parameters, None
             ids = set(map(id, parameters))
             reduced |= ids
             inside.update(map(id, ddp.module.parameters()))
@@ -217,55 +260,132 @@ class Reducers:
             True without DDP.
 
         Raises:
-            AmpUsageError: A second backward pass through one forward pass, which DDP does not average.
+            AmpUsageError: A second backward pass through one forward pass, which DDP does not average, or one whose DDP was
+                built anew since the forward pass.
         """
         states = [_state(ddp) for ddp in self._mine]
-        if states and all(state == 'spent' for state in states) and any(map(_has_several_ranks, self._mine)):
-            raise AmpUsageError(
-                'a second backward pass through one forward pass: DistributedDataParallel averages gradients once for each '
-                'forward pass, so these would stay on their ranks. Add the losses up, or run the model once for each loss.'
-            )
+        if any(map(_has_several_ranks, self._mine)):
+            if states and all(state == 'spent' for state in states):
+                raise AmpUsageError(_SECOND)
+            if 'void' in states:
+                raise AmpUsageError(
+                    'parameters were frozen or unfrozen between a forward pass and its backward pass, and '
+                    'DistributedDataParallel was built anew in between: run the model again before backward().'
+                )
+        self._before = {
+            parameter: _mark(parameter)
+            for ddp, state in zip(self._mine, states)
+            if state == 'spent' and _has_several_ranks(ddp)
+            for parameter in _seen[ddp].parameters
+        }
         return not states or 'averaged' in states
 
     def end_backward(self) -> None:
-        """A backward pass is through: what DDP averaged is averaged."""
+        """A backward pass is through: what DDP averaged is averaged.
+
+        Raises:
+            AmpUsageError: Gradients arrived at a DDP that had averaged for this forward pass already. They are there.
+        """
+        before, self._before = self._before, {}
+        if any(mark != _mark(parameter) for parameter, mark in before.items()):
+            raise AmpUsageError(_SECOND)
         for ddp in self._mine:
             record = _record(ddp)
             if record is not None and record.state == 'averaged' and _is_finalized(ddp):
                 record.state = 'spent'
 
-    def about_to_average(self) -> frozenset[int]:
-        """The parameters, by id, whose gradients the coming backward pass averages over several ranks."""
-        return frozenset(
-            id(parameter)
-            for ddp in self._mine
-            if _has_several_ranks(ddp) and _state(ddp) == 'averaged'
-            for parameter in self._listed[ddp]
+    def is_unfinished(self) -> bool:
+        """Whether a backward pass has left a DDP waiting for the gradients of another one."""
+        return any(
+            _has_several_ranks(ddp) and _state(ddp) == 'averaged' and not _is_finalized(ddp) for ddp in self._mine
         )
 
-    def same_everywhere(self) -> bool:
-        """Whether the gradients of now are averages, and so those of every rank. False without DDP."""
-        return any(map(_has_several_ranks, self._mine)) and self.group_to_ask() is None
+    def about_to_average(self, everywhere: bool = False) -> frozenset[int]:
+        """The parameters, by id, whose gradients the coming backward pass averages over several ranks.
+
+        Args:
+            everywhere: In all DDP modules of the model, not only in those of this optimizer.
+        """
+        return frozenset(
+            id(parameter)
+            for ddp in (self.ddps if everywhere else self._mine)
+            if _has_several_ranks(ddp) and _state(ddp) == 'averaged'
+            for parameter in _seen[ddp].parameters
+        )
+
+    def is_local(self) -> bool:
+        """Whether the last forward pass of any of the DDP modules was under ``no_sync``."""
+        return any(_has_several_ranks(ddp) and _state(ddp) == 'local' for ddp in self._mine)
+
+    def joins(self) -> bool:
+        """Whether ranks may take another number of steps: ``DistributedDataParallel.join``."""
+        return any(getattr(getattr(ddp, '_join_config', None), 'enable', False) for ddp in self._mine)
 
     # -- one decision ------------------------------------------------------------------------------------------------
 
-    def group_to_ask(self) -> dist.ProcessGroup | None:
-        """Where the ranks' gradients may differ at a step: the group over which they have to agree; None elsewhere.
+    def same_everywhere(self) -> bool:
+        """Whether the gradients of now are averages, and so those of every rank. False without DDP."""
+        return any(map(_has_several_ranks, self._mine)) and not self.groups_to_ask()
+
+    def groups_to_ask(self, always: bool = False) -> list[dist.ProcessGroup]:
+        """Where the ranks' gradients may differ at a step: the groups over which they have to agree, one after the other.
 
         They are the same everywhere where plain DDP averaged all of them last. Communication hooks may do anything,
         parameters outside of DDP are left to their ranks, and so are backward passes under ``no_sync``.
+
+        Args:
+            always: Ask all the same.
         """
         several = [ddp for ddp in self._mine if _has_several_ranks(ddp)]
-        if not several:
-            return None
-        groups = [ddp.process_group for ddp in several]
-        same = all(group is groups[0] for group in groups)
+        groups: list[dist.ProcessGroup] = []
+        for ddp in several:
+            if not any(ddp.process_group is group for group in groups):
+                groups.append(ddp.process_group)
         averaged = not self._outside and all(
             not getattr(ddp, '_comm_hooks', ()) and _state(ddp) != 'local' for ddp in several
         )
-        if same and averaged:
-            return None
-        return groups[0] if same else dist.group.WORLD
+        return [] if averaged and len(groups) < 2 and not always else groups
+
+
+_SECOND = (
+    'a second backward pass through one forward pass: DistributedDataParallel averages gradients once for each forward pass, '
+    'so these would stay on their ranks. Add the losses up, or run the model once for each loss.'
+)
+
+
+def _mark(parameter: Tensor) -> tuple[int, int] | None:
+    """Changes whenever a gradient is added."""
+    return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
+
+
+def check_unknown_listeners(model: nn.Module) -> None:
+    """Refuse to cast a model whose gradients somebody listens to from outside: a DDP around it that was not handed over.
+
+    Args:
+        model: Without any DDP around it or inside.
+
+    Raises:
+        AmpAttachError: Several ranks, and something holds on to the accumulation of a parameter's gradient.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            _accumulation(parameter).metadata['amp_wrapper'] = True
+            # torch makes a new one where nobody holds the old one
+            if _accumulation(parameter).metadata.pop('amp_wrapper', False):
+                raise AmpAttachError(
+                    f'something listens to the gradient of {name}, such as a DistributedDataParallel around the model, and '
+                    f'would stop averaging after the cast: hand over the wrapped model, optim_context(ddp) in place of '
+                    f'optim_context(ddp.module).'
+                )
+            return
+
+
+def _accumulation(parameter: Tensor) -> Any:
+    function = parameter.view_as(parameter).grad_fn
+    assert function is not None
+    return function.next_functions[0][0]
 
 
 def check_foreign_wrapper(model: nn.Module) -> None:
@@ -372,12 +492,24 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
         ddp._register_builtin_comm_hook(builtin)  # type: ignore[no-untyped-call]
 
 
-def _rebuild_and_note(ddp: DistributedDataParallel) -> None:
-    trainable = frozenset(id(p) for p in _parameters(ddp) if p.requires_grad)
-    # DDP refuses to be made around a module that is frozen as a whole; the first unfreezing makes up for it
-    if trainable:
-        rebuild_ddp(ddp)
-    _reduced[ddp] = trainable
+def _rebuild_and_note(ddp: DistributedDataParallel, keep: frozenset[int] = frozenset()) -> None:
+    """``keep``: parameters, by id, that stay in the reducer though they are frozen now."""
+    parameters = _parameters(ddp)
+    frozen = [p for p in parameters if not p.requires_grad and id(p) in keep]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        trainable = frozenset(id(p) for p in parameters if p.requires_grad)
+        # DDP refuses to be made around a module that is frozen as a whole; the first unfreezing makes up for it
+        if trainable:
+            rebuild_ddp(ddp)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    _seen[ddp] = _Seen(parameters, trainable)
+    record = _record(ddp)
+    if record is not None and record.state == 'averaged':
+        record.state = 'void'
 
 
 def _is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
@@ -399,26 +531,32 @@ def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return [parameter for name, parameter in ddp.module.named_parameters() if name not in ignored]
 
 
-def _as_constructed(ddp: DistributedDataParallel, now: frozenset[int]) -> frozenset[int]:
-    """What a DDP that we did not build listens to: torch tells the number and size of the parameters only."""
+def _listened_to(ddp: DistributedDataParallel) -> frozenset[int]:
+    """What the reducer of a DDP that we did not build listens to, by id."""
+    parameters = _parameters(ddp)
     told = _logged(ddp)
-    chosen = [parameter for parameter in _parameters(ddp) if id(parameter) in now]
-    # the model has not been cast yet where this is asked
-    size = sum(parameter.numel() * parameter.element_size() for parameter in chosen)
-    same = told.get('num_parameter_tensors') == len(chosen) and told.get('total_parameter_size_bytes') == size
-    return now if same else frozenset()
+    # torch tells number and size; where they are those of all parameters, it is all of them
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    if told.get('num_parameter_tensors') == len(parameters) and told.get('total_parameter_size_bytes') == size:
+        return frozenset(map(id, parameters))
+    try:
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:
+        # sparse gradients have no bucket before the first backward pass: build it anew at the first forward pass
+        return frozenset()
+    return frozenset(id(parameter) for bucket in buckets for parameter in bucket.parameters())
 
 
 def _sync_new(ddp: DistributedDataParallel) -> None:
     """Parameters and buffers that came after the wrapping take the values of the group's first rank."""
     before = set(map(id, ddp._module_parameters)) | set(map(id, getattr(ddp, 'modules_buffers', ())))
-    ignored = ddp.parameters_to_ignore
-    new = [p for name, p in ddp.module.named_parameters() if id(p) not in before and name not in ignored]
+    named = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
+    new = [tensor for name, tensor in named if id(tensor) not in before and name not in ddp.parameters_to_ignore]
     if new and _has_several_ranks(ddp):
         source = dist.get_global_rank(ddp.process_group, 0)
         with torch.no_grad():
-            for parameter in new:
-                dist.broadcast(parameter, source, group=ddp.process_group)
+            for tensor in new:
+                dist.broadcast(tensor, source, group=ddp.process_group)
 
 
 def _record(ddp: nn.Module) -> ForwardRecord | None:
