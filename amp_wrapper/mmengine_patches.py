@@ -171,6 +171,7 @@ def _patch_wrapper_dict() -> None:
                 member.member_name = name
                 member.join([other for other in members.values() if other is not member])
                 _warn_of_strangers(member, members)
+                _tell_of_missing_scales(member, members)
 
     OptimWrapperDict.initialize_count_status = initialize_count_status
     OptimWrapperDict.__init__ = init
@@ -186,6 +187,24 @@ def _warn_of_strangers(member: Any, members: dict[str, Any]) -> None:
             f"opt_level='O0' in its place.",
             logger='current',
             level=logging.WARNING,
+        )
+
+
+def _tell_of_missing_scales(member: Any, members: dict[str, Any]) -> None:
+    """A loss without a scale loses small gradients, and may overflow unseen, on its way through float16 modules of others."""
+    half = [
+        name
+        for name, other in members.items()
+        if other is not member
+        and _ours(other)
+        and torch.float16 in (other.policy.cast_model_type, other.policy.autocast_dtype)
+    ]
+    if half and member.policy.enabled and all(scaler.is_one for scaler in member.loss_scalers):
+        print_log(
+            f'amp: {member.member_name} has no loss scale: if its loss flows back through {half[0]}, which computes in '
+            f"float16, write loss_scale='dynamic' for {member.member_name}, too",
+            logger='current',
+            level=logging.INFO,
         )
 
 

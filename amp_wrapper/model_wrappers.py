@@ -442,20 +442,23 @@ def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
     own = plain_names(model)
     plain = set(own.values())
     keys = list(keys)
+
+    def shorter(key: str) -> str | None:
+        """Without one ``module`` that leaves a plain name."""
+        parts = key.split('.')
+        found = ('.'.join(parts[:index] + parts[index + 1 :]) for index, part in enumerate(parts) if part == 'module')
+        return next((name for name in found if name in plain), None)
+
     # a real submodule called "module" makes a single name ambiguous; the file as a whole tells
-    wrapped = sum(key in own for key in keys) > sum(key in plain for key in keys)
+    wrapped = any(key not in plain and (key in own or shorter(key) is not None) for key in keys)
 
     def read(key: str) -> str:
-        if key in own and (wrapped or key not in plain):
+        if wrapped and key in own:
             return own[key]
-        parts = key.split('.')
-        if key in plain or 'module' not in parts:
-            return key
-        for index, part in enumerate(parts):
-            shorter = '.'.join(parts[:index] + parts[index + 1 :])
-            if part == 'module' and shorter in plain:
-                return shorter
-        return read('.'.join(parts[1:])) if parts[0] == 'module' and len(parts) > 1 else key
+        cut = shorter(key)
+        if cut is not None and (wrapped or key not in plain):
+            return cut
+        return read(key[len('module.') :]) if key.startswith('module.') and key not in plain else key
 
     return read
 

@@ -209,6 +209,20 @@ def test_clearing_in_mid_window_forgets_the_sums(device: torch.device) -> None:
     assert toy.differences(*ends) == []
 
 
+@pytest.mark.parametrize('wide', [False, True])
+def test_hidden_edits_of_weights_with_gradients_are_treated_alike(wide: bool, device: torch.device) -> None:
+    """Only weights without a gradient follow edits through ``.data`` by themselves; a sum is a gradient."""
+    model = nn.Linear(4, 4).to(device)
+    wrapper = wrapped(model, 'O2', 1, lr=0.0, accumulate_in_fp32=wide)
+    with wrapper.optim_context(model):
+        loss = model(torch.ones(1, 4, device=device)).sum()
+    wrapper.backward(loss)
+    start = model.weight.detach().clone()
+    model.weight.data.fill_(3.0)
+    wrapper.step()
+    assert model.weight.equal(start)
+
+
 def test_what_the_option_may_be() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     with pytest.raises(AmpConfigError, match='accumulate_in_fp32=1 must be True or False'):

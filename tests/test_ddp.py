@@ -30,6 +30,10 @@ pytestmark = [
         'averages',
         'sync_batchnorm',
         'flexible',
+        'turns',
+        'refusals',
+        'late_wrapping',
+        'local_flags',
     ],
 )
 def test_scenario(scenario: str, tmp_path: Path, device: torch.device) -> None:
@@ -39,6 +43,10 @@ def test_scenario(scenario: str, tmp_path: Path, device: torch.device) -> None:
 
 def test_three_ranks_take_one_decision(tmp_path: Path, device: torch.device) -> None:
     ranks.succeed(tmp_path, 'random_overflows', device, world=3)
+
+
+def test_groups_that_are_not_the_world(tmp_path: Path, device: torch.device) -> None:
+    ranks.succeed(tmp_path, 'groups', device, world=3)
 
 
 @pytest.mark.parametrize('scenario', ['averaging', 'joint', 'changes'])

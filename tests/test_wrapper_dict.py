@@ -334,3 +334,168 @@ def test_members_log_under_their_names(device: torch.device, tmp_path: Any) -> N
     with toy.captured_log() as lines:
         wrappers.load_state_dict(wrappers.state_dict())
     assert any(line.startswith('amp: g: ') for line in lines) and any(line.startswith('amp: d: ') for line in lines)
+
+
+def test_losses_that_flow_through_each_other_find_their_scales(device: torch.device) -> None:
+    """Each brings the other what is too large for float16: both scales have to fall, not wait for one another."""
+    model = two(device)
+    wrappers = OptimWrapperDict(
+        **{
+            name: AmpOptimWrapper(
+                opt_level='O2', verbosity=0, optimizer=torch.optim.SGD(getattr(model, name).parameters(), lr=1e-6)
+            )
+            for name in ('generator', 'discriminator')
+        }
+    )
+    wrappers.initialize_count_status(model, 0, 100)
+    for step in range(40):
+        for wrapper in wrappers.values():
+            with wrapper.optim_context(model):
+                loss = model.discriminator(model.generator(batch(device, step))).float().square().mean() * 100
+            wrapper.update_params(loss)
+    for wrapper in wrappers.values():
+        steps, skips, streak = wrapper.loss_scaler.counts.tolist()
+        assert steps == 40 and skips < 25 and streak == 0, (steps, skips, streak)
+        assert wrapper.loss_scaler.get_scale() < 2.0**14
+
+
+@pytest.mark.parametrize('losses', [1, 2])
+@pytest.mark.parametrize('wide', [False, True])
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O5'])
+def test_gradients_that_arrive_where_others_wait_are_added(
+    level: str, wide: bool, losses: int, device: torch.device
+) -> None:
+    """Against autograd's own sum in float64, with three losses on three scales; the second one overflows nowhere."""
+    model = two(device)
+    words = dict(num_losses=losses, accumulate_in_fp32=wide and losses == 1, momentum=0)
+    wrappers = OptimWrapperDict(
+        g=amp('O0', model.generator, loss_scale=64.0),
+        d=amp(level, model.discriminator, loss_scale=16.0, accumulative_counts=3, **words),
+    )
+    wrappers.initialize_count_status(model, 0, 300)
+    exact = [torch.zeros_like(p, dtype=torch.float64) for p in model.discriminator.parameters()]
+    start = [p.detach().double() for p in wrappers['d'].master_params()]
+    for step, name in enumerate(('d', 'g', 'g', 'd')):
+        wrapper = wrappers[name]
+        with wrapper.optim_context(model):
+            out = model.discriminator(model.generator(batch(device, step)))
+        with wrapper.optim_context(model):
+            again = model.discriminator(model.generator(batch(device, step))).float().square().mean()
+        alone = torch.autograd.grad(again, list(model.discriminator.parameters()))
+        for total, part in zip(exact, alone):
+            total += part.double()
+        wrapper.backward(out.float().square().mean())
+        if name == 'g':
+            wrapper.step()
+            wrapper.zero_grad()
+            # put back what the step moved: only the sums are of interest
+            model.generator.load_state_dict(two(device).generator.state_dict())
+    wrappers['d'].step()
+    half = level in ('O2', 'O5')
+    unit = {'O0': 2.0**-23, 'O1': 2.0**-10, 'O2': 2.0**-10, 'O5': 2.0**-7}[level]
+    for before, after, total in zip(start, wrappers['d'].master_params(), exact):
+        moved = (before - after.detach().double()) / 0.25
+        size = total.abs().max() + 1e-3
+        assert float((moved - total).abs().max()) <= 8 * unit * float(size) * (1 if half else 2), (level, wide, losses)
+
+
+def test_sparse_and_dense_gradients_meet(device: torch.device) -> None:
+    """A tied embedding that gets rows first and a dense gradient afterwards, and the other way round."""
+    for first in ('rows', 'dense'):
+        table = nn.Embedding(6, 4, sparse=True).to(device)
+        layer = nn.Linear(4, 4).to(device)
+        wrappers = OptimWrapperDict(a=amp('O0', table, momentum=0), b=amp('O0', layer, loss_scale=8.0))
+        start = table.weight.detach().clone()
+        expected = torch.zeros_like(start)
+        for kind in ('rows', 'dense') if first == 'rows' else ('dense', 'rows'):
+            with wrappers['b'].optim_context(layer):
+                rows = table(torch.tensor([1, 1, 2], device=device)) if kind == 'rows' else table.weight
+                loss = rows.sum() + layer.weight.sum()
+            wrappers['b'].backward(loss)
+            if kind == 'rows':
+                expected[1] += 2
+                expected[2] += 1
+            else:
+                expected += 1
+        wrappers['b'].step()
+        wrappers['a'].step()
+        torch.testing.assert_close(table.weight, start - 0.25 * expected, rtol=0, atol=1e-6)
+
+
+def test_a_parameter_of_two_others_is_converted_once_or_refused(device: torch.device) -> None:
+    for scale in (1.0, 16.0):
+        model = two(device)
+        wrappers = OptimWrapperDict(
+            a=amp('O0', model.trunk, model.generator, loss_scale=scale),
+            b=amp('O0', model.trunk, model.discriminator, loss_scale=scale),
+            c=amp('O0', nn.Linear(1, 1).to(device), loss_scale=1.0),
+        )
+        loss = model.trunk(batch(device)).square().sum()
+        alone = torch.autograd.grad(loss, model.trunk.weight, retain_graph=True)[0]
+        if scale == 1.0:
+            wrappers['c'].backward(loss)
+            assert model.trunk.weight.grad.equal(alone)
+        else:
+            with pytest.raises(AmpUsageError, match='that two other wrappers step'):
+                wrappers['c'].backward(loss)
+            assert model.trunk.weight.grad is None
+
+
+def test_a_sibling_that_waits_elsewhere_does_not_stop_the_shared_part(device: torch.device) -> None:
+    """Two turns of b in a row, whose loss flows through a's own part: a waits there, and not on the shared trunk."""
+    model = two(device)
+    wrappers = OptimWrapperDict(
+        a=amp('O2', model.trunk, model.generator, loss_scale=8.0),
+        b=amp('O2', model.trunk, model.discriminator, loss_scale=8.0),
+    )
+    wrappers.initialize_count_status(model, 0, 10)
+    for step in range(2):
+        with wrappers['b'].optim_context(model):
+            loss = model.discriminator(model.generator(model.trunk(batch(device, step)))).float().mean()
+        wrappers['b'].update_params(loss)
+    assert wrappers['b'].loss_scaler.counts.tolist()[:2] == [2, 0]
+
+
+def test_a_weight_given_to_a_second_optimizer_later_keeps_its_master(device: torch.device) -> None:
+    model = two(device)
+    wrappers = OptimWrapperDict(a=amp('O2', model.generator), b=amp('O2', model.discriminator))
+    wrappers.initialize_count_status(model, 0, 10)
+    weight = model.generator[0].weight
+    wrappers['b'].optimizer.add_param_group(dict(params=[weight]))
+    twin = casting.fp32_twin(weight)
+    assert any(p is twin for p in wrappers['b'].master_params())
+    assert casting.fp32_twin(weight) is twin
+
+
+def test_gradients_cleared_by_the_model_take_their_flag_along(device: torch.device) -> None:
+    model = two(device)
+    wrappers = OptimWrapperDict(
+        g=amp('O2', model.generator, loss_scale=8.0), d=amp('O2', model.discriminator, loss_scale=8.0)
+    )
+    wrappers.initialize_count_status(model, 0, 10)
+    with wrappers['g'].optim_context(model):
+        loss = model.discriminator(model.generator(batch(device))).float().mean() * float('inf')
+    wrappers['g'].update_params(loss)
+    model.discriminator.zero_grad()
+    with wrappers['d'].optim_context(model):
+        loss = model.discriminator(batch(device)).float().mean()
+    wrappers['d'].update_params(loss)
+    assert wrappers['d'].loss_scaler.counts.tolist()[:2] == [1, 0]
+
+
+def test_a_member_without_a_scale_beside_float16_is_told(device: torch.device) -> None:
+    model = two(device)
+    for level, words, told in (('O0', {}, True), ('O5', {}, True), ('O0', dict(loss_scale='dynamic'), False)):
+        with toy.captured_log() as lines:
+            OptimWrapperDict(g=amp(level, model.generator, **words), d=amp('O2', model.discriminator))
+        assert any('g has no loss scale' in line and 'through d' in line for line in lines) == told
+
+
+def test_a_deep_copy_of_an_attached_wrapper_is_refused(device: torch.device) -> None:
+    model = two(device)
+    wrapper = amp('O2', model)
+    assert copy.deepcopy(wrapper).opt_level == 'O2'
+    wrapper.attach(model)
+    with pytest.raises(AmpUsageError, match='deep copy of an attached wrapper'):
+        copy.deepcopy((model, wrapper))
+    assert copy.deepcopy(model).trunk.weight.dtype == torch.float16
