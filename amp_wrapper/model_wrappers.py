@@ -453,7 +453,7 @@ def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
     wrapped = any(key not in plain and (key in own or shorter(key) is not None) for key in keys)
 
     def read(key: str) -> str:
-        if wrapped and key in own:
+        if wrapped and own.get(key, key) != key:
             return own[key]
         cut = shorter(key)
         if cut is not None and (wrapped or key not in plain):
