@@ -60,6 +60,7 @@ class Net(BaseModel):
         self.middle = nn.Linear(8, 8)
         self.last = nn.Linear(8, 3)
         self.side = nn.Linear(8, 3)
+        self.register_buffer('seen', torch.zeros(2))
         if tied:
             self.again = nn.Linear(8, 8)
             self.again.weight = self.middle.weight
@@ -70,6 +71,7 @@ class Net(BaseModel):
         return self.again(x) if self.tied else x
 
     def forward(self, inputs: Tensor, factor: float = 1.0, side: bool = False, mode: str = 'loss') -> Any:
+        self.seen.add_(0.125)
         x = self.first(inputs)
         x = checkpoint(self.body, x, use_reentrant=self.recompute == 'reentrant') if self.recompute else self.body(x)
         out = self.last(x) + (self.side(x) if side else 0)
@@ -206,6 +208,8 @@ def averaging(here: Here) -> None:
                 if key != 'bucket_cap_mb':
                     assert getattr(model, key) == value, (level, name, key)
             assert model.bucket_bytes_cap == int(settings.get('bucket_cap_mb', 25) * 1024 * 1024)
+            with torch.no_grad():
+                model.module.seen.add_(here.rank)
             for step in range(4):
                 with model.no_sync() if name != 'static' else nullcontext():
                     if name != 'static':
@@ -225,6 +229,7 @@ def averaging(here: Here) -> None:
                     assert {value.dtype for value in got.values()} == {kind}
                 wrapper.step()
                 wrapper.zero_grad()
+                assert differs_somewhere(here, [model.module.seen]) == (name != 'buffers'), (level, name)
                 same_on_all_ranks(here, weights_of(model), f'{level} {name} weights')
                 same_on_all_ranks(here, masters_of(wrapper), f'{level} {name} masters')
             if name == 'plain':
@@ -860,12 +865,14 @@ def averages(here: Here) -> None:
                 average.update_parameters(net)
                 copied = Net().to(here.device)
                 with torch.no_grad():
+                    copied.seen.copy_(net.seen)
                     for mine, parameter in zip(copied.parameters(), net.parameters()):
                         twin = casting.fp32_twin(parameter)
                         mine.copy_(parameter.float() if twin is None else twin)
                 outside.update_parameters(copied)
             same_on_all_ranks(here, average.module.parameters(), f'{level} average')
-            for mine, theirs in zip(average.module.parameters(), outside.module.parameters()):
+            assert not average.module.seen.equal(net.seen.float())
+            for mine, theirs in zip(average.module.state_dict().values(), outside.module.state_dict().values()):
                 assert mine.dtype == torch.float32 and mine.equal(theirs), (level, kind)
 
 
