@@ -44,11 +44,11 @@ from .accumulation import Fp32Sums
 from .errors import AmpAttachError, AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
-from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state
+from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state, warn_of_lost_eps
 from .model_wrappers import Reducers, check_unknown_listeners
 from .nested import HALF_TYPES, EnterObject
 from .policy import Policy, dtype_name
-from .scale_config import is_number
+from .step_flags import StepFlags
 
 #: Doors decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
@@ -105,14 +105,8 @@ class AmpEngine:
         self._reducers = Reducers(None, self.weights)
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
         self._others: tuple[AmpEngine | foreign_gradients.OtherOptimizer, ...] = ()
-        # whether gradients came from another optimizer's loss, and whether one of those was non-finite
-        self._foreign_found: Tensor | None = None
-        self._foreign_asks = False
-        # whether a loss of ours brought a non-finite gradient to another optimizer
-        self._brought: list[Tensor | None] = [None] * policy.num_losses
+        self._flags = StepFlags(policy.num_losses)
         self._device = torch.device('cpu')
-        self._used = [False] * policy.num_losses
-        self._found: list[Tensor | None] = [None] * policy.num_losses
         self._pending: checkpoint.SavedAmp | None = None
         if policy.enabled and optimizer is not None:
             scope.check_optimizer(optimizer)
@@ -144,7 +138,7 @@ class AmpEngine:
     @property
     def in_own_window(self) -> bool:
         """Whether a loss of this engine has had a backward pass since the last step."""
-        return any(self._used)
+        return any(self._flags.used)
 
     @property
     def casts(self) -> bool:
@@ -211,13 +205,15 @@ class AmpEngine:
                 self._masters.copy_to_weights()
             elif self.optimizer is not None:
                 cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
-                self._warn_of_lost_eps(plan)
+                if plan.parameters and self.policy.verbosity >= 1 and self.policy.cast_model_type is not None:
+                    warn_of_lost_eps(self.optimizer, self.policy.cast_model_type)
             self._reducers = reducers
             reducers.rebuild(plan.parameters.values())
             reducers.record()
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 self._log_casts(plan)
         self._device = self._gradient_device(model)
+        self._flags.to(self._device)
         for scaler in self.scalers:
             scaler.to(self._device)
         self.stage = Stage.READY
@@ -270,25 +266,6 @@ class AmpEngine:
         """Whether gradients go from backward to the optimizer untouched."""
         scaler = self.scalers[0]
         return not self.policy.enabled or (scaler.is_one and not scaler.checks and not self.policy.casts_model)
-
-    def _warn_of_lost_eps(self, plan: casting.CastPlan) -> None:
-        """float16 has no 1e-8: Adam's default eps is 0 there, and the first update divides by zero."""
-        assert self.optimizer is not None
-        dtype = self.policy.cast_model_type
-        lost = {
-            float(group['eps'])
-            for group in self.optimizer.param_groups
-            if is_number(group.get('eps'))
-            and group['eps'] > 0
-            and dtype in HALF_TYPES
-            and float(torch.tensor(group['eps'], dtype=dtype)) == 0
-        }
-        if lost and plan.parameters and self.policy.verbosity >= 1:
-            assert dtype is not None
-            logger.warning(
-                f'amp: {type(self.optimizer).__name__} steps {dtype_name(dtype)} weights without masters, and eps='
-                f'{min(lost):g} is 0 in that type: the weights will become NaN. Write eps=1e-4, or use O2.'
-            )
 
     def _log_casts(self, plan: casting.CastPlan) -> None:
         assert self.policy.cast_model_type is not None
@@ -451,7 +428,7 @@ class AmpEngine:
             self._sums.take(self.weights())
         for other, share in shares:
             self._hand_over(other, share, loss_id)
-        self._used[loss_id] = True
+        self._flags.used[loss_id] = True
         self.stage = Stage.ACCUMULATING
 
     def _scale_of(self, loss_id: int) -> Tensor | None:
@@ -511,8 +488,8 @@ class AmpEngine:
 
     def _forget_cleared(self) -> None:
         """The model's own ``zero_grad()`` clears gradients, and nobody tells whose loss they came from."""
-        if self._foreign_found is not None and not any(self._used) and not self._has_gradient(self.weights()):
-            self._foreign_found = None
+        if self._flags.has_received and not self.in_own_window and not self._has_gradient(self.weights()):
+            self._flags.forget_received()
 
     def _hand_over(
         self,
@@ -524,8 +501,7 @@ class AmpEngine:
             return
         if self.scalers[0].checks:
             # the scale of this loss was too large there: it is the one that has to learn
-            found, before = share.found_inf.to(self._device), self._brought[loss_id]
-            self._brought[loss_id] = found if before is None else torch.maximum(before, found)
+            self._flags.bring(loss_id, share.found_inf)
         if isinstance(other, AmpEngine):
             other._receive(share.found_inf)
 
@@ -535,11 +511,8 @@ class AmpEngine:
             gradients.accumulate_unscaled(self._pairs(), [], {}, None, None)
         elif self._sums is not None:
             self._sums.take(self.weights())
-        # on this rank alone, though this engine's own pass may average the gradients themselves
-        self._foreign_asks = self._foreign_asks or self._reducers.is_local()
-        found_inf = found_inf.to(self._device)
-        before = self._foreign_found
-        self._foreign_found = found_inf if before is None else torch.maximum(before, found_inf)
+        # this engine's own pass may average the gradients themselves, but not the flag
+        self._flags.receive(found_inf, self._reducers.is_local())
         if self.attached:
             self.stage = Stage.ACCUMULATING
 
@@ -565,16 +538,8 @@ class AmpEngine:
                 weight.grad = None
             raise
         scaler = self._scaler(loss_id)
-        found = self._flag(loss_id)
-        gradients.accumulate_unscaled(
-            self._pairs(), own, before, scaler.inverse_scale(), found if scaler.checks else None
-        )
-
-    def _flag(self, loss_id: int) -> Tensor:
-        found = self._found[loss_id]
-        if found is None:
-            found = self._found[loss_id] = torch.zeros((), dtype=torch.float32, device=self._device)
-        return found
+        found = self._flags.found(loss_id) if scaler.checks else None
+        gradients.accumulate_unscaled(self._pairs(), own, before, scaler.inverse_scale(), found)
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -654,61 +619,33 @@ class AmpEngine:
             self._pairs(),
             self._own_parameters(),
             scaler.inverse_scale(),
-            self._flag(0) if scaler.checks else None,
+            self._flags.found(0) if scaler.checks else None,
             (lambda weight: None) if self._sums is None else self._sums.get,
         )
         if self._sums is not None:
             # they are the masters' gradients now
             self._sums.clear()
 
-    def _agree(self) -> None:
-        """Where the ranks' gradients may differ, a non-finite one on one rank counts on every rank."""
-        groups = self._reducers.groups_to_ask(self._foreign_asks)
-        if not groups:
-            return
-        zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        flags = torch.stack([zero if flag is None else flag for flag in self._flags()])
-        for group in groups:
-            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
-        *each, self._foreign_found = flags.unbind()
-        self._found, self._brought = list(each[: len(self._found)]), list(each[len(self._found) :])
-
-    def _flags(self) -> list[Tensor | None]:
-        """Every reason to skip: what was found in our gradients, what our losses brought to others, what theirs brought."""
-        return [*self._found, *self._brought, self._foreign_found]
-
     def _decide(self) -> tuple[bool, int, int]:
         """The one host read of a step: is any flag up, how many skips in a row came before, and how many in all."""
-        self._agree()
-        flags = [found for found in self._flags() if found is not None]
-        if not flags:
+        self._flags.agree(self._reducers.groups_to_ask(self._flags.received_locally))
+        worst = self._flags.skipped()
+        if worst is None:
             return False, 0, 0
-        worst = torch.stack(flags).max().double()
-        found, skips, streak = torch.cat([worst.reshape(1), self.scalers[0].counts[1:].double()]).tolist()
+        row = torch.cat([worst.double().reshape(1), self.scalers[0].counts[1:].double()])
+        found, skips, streak = row.tolist()
         return found > 0, int(streak), int(skips)
 
     def _update_scalers(self) -> None:
-        flags = [found for found in self._flags() if found is not None]
-        skipped = torch.stack(flags).max() if flags else torch.zeros((), device=self._device)
+        worst = self._flags.skipped()
+        skipped = torch.zeros((), device=self._device) if worst is None else worst
         for index, scaler in enumerate(self.scalers):
             # a step is skipped for all losses; a scale moves only for a loss that took part
-            if self._used[index] and scaler.checks:
-                found = self._flag(index)
-                if self._foreign_found is not None and len(self.scalers) == 1:
-                    # the gradients were added up: what another loss brought is that one's to learn from
-                    found = (found - self._foreign_found).clamp_(min=0)
-                brought = self._brought[index]
-                scaler.update(found if brought is None else torch.maximum(found, brought), skipped)
+            if self._flags.used[index] and scaler.checks:
+                scaler.update(self._flags.learned(index), skipped)
             else:
                 scaler.count_step(skipped)
-        self._forget_pass()
-
-    def _forget_pass(self) -> None:
-        self._used = [False] * len(self.scalers)
-        self._found = [None] * len(self.scalers)
-        self._brought = [None] * len(self.scalers)
-        self._foreign_found = None
-        self._foreign_asks = False
+        self._flags.clear()
 
     def _report_skip(self, streak: int, skips: int) -> None:
         streak, skips = streak + 1, skips + 1
@@ -755,7 +692,7 @@ class AmpEngine:
             master.grad = None
         if self._sums is not None:
             self._sums.clear()
-        self._forget_pass()
+        self._flags.clear()
         if self.attached:
             self.stage = Stage.READY
 
@@ -841,9 +778,7 @@ class AmpEngine:
             list(zip(self.weights(), self._parameters())),
             self._sums,
             self.policy.num_losses > 1,
-            self._used,
-            self._found,
-            self._foreign_found,
+            self._flags,
         )
 
     def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
@@ -920,12 +855,7 @@ class AmpEngine:
         window = saved.window
         assert window is not None
         open_window.restore(window, list(zip(self.weights(), self._parameters())), self._sums)
-        self._used = list(window.used)
-        for index, found in enumerate(window.found_inf):
-            if window.used[index]:
-                self._flag(index).fill_(found)
-        if window.foreign_found_inf is not None:
-            self._foreign_found = torch.full((), window.foreign_found_inf, device=self._device)
+        self._flags.restore(window.used, window.found_inf, window.foreign_found_inf)
         self.stage = Stage.ACCUMULATING
         logger.info(
             'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',

@@ -9,15 +9,14 @@ from torch import Tensor, nn
 from .accumulation import Fp32Sums
 from .checkpoint import Window
 from .nested import HALF_TYPES
+from .step_flags import StepFlags
 
 
 def save(
     parameters: Sequence[tuple[nn.Parameter, nn.Parameter]],
     sums: Fp32Sums | None,
     unscaled: bool,
-    used: Sequence[bool],
-    found_inf: Sequence[Tensor | None],
-    foreign_found_inf: Tensor | None,
+    flags: StepFlags,
 ) -> Window:
     """Copy the gradients of a window. Syncs.
 
@@ -25,9 +24,7 @@ def save(
         parameters: (weight, what the optimizer steps for it) in the order of the optimizer's groups.
         sums: FP32 sums beside ``.grad``, if the window is summed so.
         unscaled: Whether gradients lie with what the optimizer steps, unscaled already (several losses).
-        used: Whether each loss took part.
-        found_inf: The flag of each loss.
-        foreign_found_inf: The flag of what losses of other optimizers brought; None where they brought nothing.
+        flags: What was found, and which losses took part.
     """
     saved: list[Tensor | None] = []
     for weight, stepped in parameters:
@@ -35,9 +32,8 @@ def save(
         if sums is not None and gradient is None:
             gradient = sums.get(weight)
         saved.append(None if gradient is None else gradient.detach().clone())
-    found = [0.0 if flag is None else float(flag) for flag in found_inf]
-    foreign = None if foreign_found_inf is None else float(foreign_found_inf)
-    return Window(saved, unscaled, list(used), found, foreign)
+    found, foreign = flags.state()
+    return Window(saved, unscaled, list(flags.used), found, foreign)
 
 
 def restore(window: Window, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], sums: Fp32Sums | None) -> None:

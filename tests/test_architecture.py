@@ -30,6 +30,7 @@ FLOOR_OF = {
     'accumulation': 'owners',
     'foreign_gradients': 'owners',
     'open_window': 'owners',
+    'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
     'checkpoint_apex': 'owners',
@@ -60,6 +61,7 @@ SIBLINGS = {
     ('checkpoint_transfer', 'checkpoint'),
     # a window's part of a file is made of gradients and their sums
     ('open_window', 'accumulation'),
+    ('open_window', 'step_flags'),
     ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),
