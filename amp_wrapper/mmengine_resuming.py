@@ -135,8 +135,11 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     checkpoint_judge.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     own = model_wrappers.plain_names(model)
-    read = model_wrappers.reader(model, file['state_dict'])
-    checkpoint_judge.check_model(file['state_dict'], model, plain=own, read=read)
+    state = file['state_dict']
+    read = model_wrappers.reader(
+        model, [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
+    )
+    checkpoint_judge.check_model(state, model, plain=own, read=read)
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
             checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), own, read)
@@ -321,9 +324,11 @@ def _patch_names() -> None:
     @functools.wraps(original)
     def load_to_model(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         state = checkpoint.get('state_dict') if _ours.get() else None
-        if isinstance(state, dict) and any('module' in key.split('.') for key in state):
-            read = model_wrappers.reader(model.module if is_model_wrapper(model) else model, state)
-            checkpoint = {**checkpoint, 'state_dict': {read(key): value for key, value in state.items()}}
+        if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
+            names = [key for key in state if isinstance(key, str)]
+            read = model_wrappers.reader(model.module if is_model_wrapper(model) else model, names)
+            plain = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
+            checkpoint = {**checkpoint, 'state_dict': plain}
         return original(model, checkpoint, *args, **kwargs)
 
     for module in (mmengine.runner.checkpoint, mmengine.runner.runner, mmengine._strategy.single_device):
