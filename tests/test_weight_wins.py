@@ -166,7 +166,7 @@ def test_a_key_encoder_moves_through_data(level: str) -> None:
 
 def test_where_masters_do_not_follow_the_key_encoder_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test before."""
-    monkeypatch.setattr(MasterWeights, 'follow_idle', lambda self: None)
+    monkeypatch.setattr(MasterWeights, 'follow_idle', lambda self, busy=(): None)
     with pytest.raises(AssertionError):
         test_a_key_encoder_moves_through_data('O2')
 
