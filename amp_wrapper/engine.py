@@ -324,6 +324,8 @@ class AmpEngine:
             AmpUsageError: A change that DDP cannot follow, or ranks with another number of steps.
             AmpUsageError: Parameters were unfrozen where DDP cannot follow.
         """
+        if not self.policy.enabled:
+            return
         if self.policy.runs_16_bit and hasattr(model, '_orig_mod'):
             scope.check_compiled(model)
         if self._reducers.joins() and not self._is_plain():

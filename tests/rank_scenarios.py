@@ -1149,6 +1149,23 @@ def refusals(here: Here) -> None:
 
 
 @scenario
+def disabled(here: Here) -> None:
+    """With enabled=False DDP is left as it is: a parameter that is unfrozen later stays on its rank, as in plain torch."""
+    net = Net()
+    net.side.requires_grad_(False)
+    model = wrap(here, net)
+    reducer = model.reducer
+    wrapper = amp(model.parameters(), 'O2', enabled=False)
+    wrapper.initialize_count_status(model, 0, 10)
+    for step in range(2):
+        net.side.requires_grad_(step == 1)
+        backward(wrapper, model, data(here, step), side=True)
+        same_on_all_ranks(here, [net.first.weight.grad], 'first')
+    assert differs_somewhere(here, [net.side.weight.grad])
+    assert model.reducer is reducer and {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+@scenario
 def late_wrapping(here: Here) -> None:
     """A DDP that is made around a model that was attached already is found at its first forward pass."""
     for level in ('O0', 'O2', 'O5'):

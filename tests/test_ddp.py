@@ -33,6 +33,7 @@ pytestmark = [
         'turns',
         'refusals',
         'late_wrapping',
+        'disabled',
         'local_flags',
     ],
 )
