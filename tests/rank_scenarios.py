@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, casting, model_wrappers
+from amp_wrapper.checkpoint import amp_part
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 HALF = {'O2': torch.float16, 'O3': torch.float16, 'O5': torch.bfloat16}
@@ -838,6 +839,11 @@ def gan(here: Here) -> None:
                     if not wrapper.in_window:
                         same_on_all_ranks(here, masters_of(wrapper), f'{pair} {freezes} masters')
             assert differs_somewhere(here, [data(here, 0)])
+            # what the generator's loss left in the discriminator is an average, and goes into files on several ranks, too
+            window = amp_part(wrappers['discriminator'].state_dict()).get('window')
+            assert (window is None) == freezes, (pair, freezes)
+            if window is not None:
+                same_on_all_ranks(here, window['gradients'], f'{pair} window')
             counts = [wrapper.loss_scaler.counts[0].item() for wrapper in wrappers.values()]
             assert counts == [
                 2 if wrappers['generator'].loss_scaler.checks else 0,
