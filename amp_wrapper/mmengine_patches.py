@@ -40,7 +40,7 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting, mmengine_resuming, mmengine_saving, model_wrappers, ops, scope
+from . import casting, mmengine_resuming, mmengine_saving, model_names, ops, scope
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 
@@ -244,11 +244,11 @@ def _patch_ema_order() -> None:
 
 def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: bool) -> None:
     """The names of a file, plain or not, become those of an averaged model that was copied with wrappers inside or not."""
-    read = model_wrappers.reader(average, checkpoint['state_dict'])
+    read = model_names.reader(average, checkpoint['state_dict'])
     checkpoint['state_dict'] = {read(key): value for key, value in checkpoint['state_dict'].items()}
     if 'ema_state_dict' not in checkpoint or not resumes:
         return
-    wanted = {plain: key for key, plain in model_wrappers.plain_names(average).items()}
+    wanted = {plain: key for key, plain in model_names.plain_names(average).items()}
 
     def name(plain: str) -> str:
         return wanted.get(plain, plain)

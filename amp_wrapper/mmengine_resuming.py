@@ -31,7 +31,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, FlexibleRunner, Runner
 
-from . import checkpoint_file, checkpoint_judge, data_order, model_wrappers
+from . import checkpoint_file, checkpoint_judge, data_order, model_names
 from .errors import AmpCheckpointError
 from .mmengine_saving import WAITING, is_local, wrappers_of
 
@@ -134,9 +134,9 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     checkpoint_judge.check_parts(file)
     checkpoint_judge.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    own = model_wrappers.plain_names(model)
+    own = model_names.plain_names(model)
     state = file['state_dict']
-    read = model_wrappers.reader(
+    read = model_names.reader(
         model, [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
     )
     checkpoint_judge.check_model(state, model, plain=own, read=read)
@@ -326,7 +326,7 @@ def _patch_names() -> None:
         state = checkpoint.get('state_dict') if _ours.get() else None
         if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
             names = [key for key in state if isinstance(key, str)]
-            read = model_wrappers.reader(model.module if is_model_wrapper(model) else model, names)
+            read = model_names.reader(model.module if is_model_wrapper(model) else model, names)
             plain = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
             checkpoint = {**checkpoint, 'state_dict': plain}
         return original(model, checkpoint, *args, **kwargs)

@@ -30,7 +30,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import FlexibleRunner, Runner
 
-from . import checkpoint_file, model_wrappers
+from . import checkpoint_file, model_names
 from .errors import AmpCheckpointError
 from .policy import Policy
 
@@ -160,7 +160,7 @@ def _named_plainly(checkpoint: dict[str, Any], model: Any) -> dict[str, Any]:
     model = model.module if is_model_wrapper(model) else model
     if not any(is_model_wrapper(module) for module in model.modules()):
         return checkpoint
-    names = model_wrappers.plain_names(model)
+    names = model_names.plain_names(model)
     for part, front in (('state_dict', ''), ('ema_state_dict', 'module.')):
         if part in checkpoint:
             plain = {front + key: front + name for key, name in names.items()}

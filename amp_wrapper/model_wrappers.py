@@ -8,32 +8,20 @@ optimizer wrapper exists, so DDP has to look at the model once more.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
+from .ddp_rebuild import logged, rebuild_ddp
 from .errors import AmpAttachError, AmpUsageError
 
 logger = logging.getLogger('amp_wrapper')
-
-# what nn.Module.__init__ makes anew, and DDP's constructor calls it
-_MODULE_FIELDS = tuple(nn.Module().__dict__)
-# what DDP's constructor makes anew and its arguments do not tell
-_DDP_FIELDS = (
-    '_join_config',
-    '_ddp_sink_clone',
-    '_divide_by_initial_world_size',
-    'device_mesh',
-    'require_backward_grad_sync',
-    'require_forward_param_sync',
-)
 
 
 @dataclasses.dataclass
@@ -410,91 +398,6 @@ def check_foreign_wrapper(model: nn.Module) -> None:
     )
 
 
-def plain_names(model: nn.Module) -> dict[str, str]:
-    """The names of a state dict without the ``module.`` of wrappers *inside* a model (one DDP for each child, say).
-
-    Args:
-        model: Without the wrapper around it.
-
-    Returns:
-        Each name of the model's state dict, and its plain form: the same where nothing is wrapped.
-    """
-    wrappers = [name.split('.') for name, module in model.named_modules() if name and _is_wrapper(module)]
-    names = {}
-    for key in model.state_dict(keep_vars=True):
-        parts = key.split('.')
-        # the part after a wrapper's own name is its "module", which a submodule may be called as well
-        cut = {len(name) for name in wrappers if parts[: len(name)] == name}
-        names[key] = '.'.join(part for index, part in enumerate(parts) if index not in cut)
-    return names
-
-
-def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
-    """How the names in a file become the plain names of a model, whatever wrappers either of them has inside.
-
-    Args:
-        model: Without the wrapper around it.
-        keys: All names in the file.
-
-    Returns:
-        A function for one name; what it does not know stays as it is.
-    """
-    own = plain_names(model)
-    plain = set(own.values())
-    keys = list(keys)
-
-    def shorter(key: str) -> str | None:
-        """Without one ``module`` that leaves a plain name."""
-        parts = key.split('.')
-        found = ('.'.join(parts[:index] + parts[index + 1 :]) for index, part in enumerate(parts) if part == 'module')
-        return next((name for name in found if name in plain), None)
-
-    # a real submodule called "module" makes a single name ambiguous; the file as a whole tells
-    wrapped = any(key not in plain and (key in own or shorter(key) is not None) for key in keys)
-
-    def read(key: str) -> str:
-        if wrapped and own.get(key, key) != key:
-            return own[key]
-        cut = shorter(key)
-        if cut is not None and (wrapped or key not in plain):
-            return cut
-        return read(key[len('module.') :]) if key.startswith('module.') and key not in plain else key
-
-    return read
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, (DataParallel, DistributedDataParallel))
-
-
-def rebuild_ddp(ddp: DistributedDataParallel) -> None:
-    """Let a DDP build its reducer anew, with its own settings and communication hooks.
-
-    The object keeps its identity, its class, its hooks, mode, and what a subclass put on it. Collective: each rank calls
-    it.
-
-    Args:
-        ddp: Around a model whose parameters changed their type or ``requires_grad``.
-    """
-    settings = _settings(ddp)
-    before = dict(ddp.__dict__)
-    comm_hooks = list(getattr(ddp, '_comm_hooks', []))
-    builtin = _builtin_comm_hook(ddp)
-    for handle in getattr(ddp, '_accum_grad_hooks', []):
-        handle.remove()
-    # the old reducer takes its hooks along, and its buckets need not lie beside the new ones
-    del ddp.reducer, before['reducer']
-    del ddp.logger, before['logger']
-    DistributedDataParallel.__init__(ddp, ddp.module, **settings)
-    for name in (*_MODULE_FIELDS, *_DDP_FIELDS):
-        if name in before:
-            ddp.__dict__[name] = before[name]
-    for hook, state in comm_hooks:
-        ddp.register_comm_hook(state, hook)
-    if builtin is not None:
-        ddp._register_builtin_comm_hook(builtin)  # type: ignore[no-untyped-call]
-
-
 def _rebuild_and_note(ddp: DistributedDataParallel, keep: frozenset[int] = frozenset()) -> None:
     """``keep``: parameters, by id, that stay in the reducer though they are frozen now."""
     parameters = _parameters(ddp)
@@ -523,11 +426,6 @@ def _has_several_ranks(ddp: DistributedDataParallel) -> bool:
     return ddp.process_group.size() > 1
 
 
-def _logged(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What the reducer tells about itself: torch keeps it nowhere else."""
-    return cast(dict[str, Any], ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
-
-
 def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """What DDP would listen to, were it trainable."""
     ignored = ddp.parameters_to_ignore
@@ -537,7 +435,7 @@ def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 def _listened_to(ddp: DistributedDataParallel) -> frozenset[int]:
     """What the reducer of a DDP that we did not build listens to, by id."""
     parameters = _parameters(ddp)
-    told = _logged(ddp)
+    told = logged(ddp)
     # torch tells number and size; where they are those of all parameters, it is all of them
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     if told.get('num_parameter_tensors') == len(parameters) and told.get('total_parameter_size_bytes') == size:
@@ -586,40 +484,3 @@ def _is_finalized(ddp: DistributedDataParallel) -> bool:
 def _steps_in_backward(hook: Any) -> bool:
     place = getattr(hook, '__module__', '') or ''
     return place.endswith('optimizer_overlap_hooks') or 'hook_then_optimizer' in getattr(hook, '__qualname__', '')
-
-
-def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
-    """torch keeps built-in communication hooks in the reducer alone; their name is in its log."""
-    name = str(_logged(ddp).get('comm_hook', '')).rpartition('.')[2]
-    return torch._C._distributed_c10d.BuiltinCommHookType.__members__.get(name)
-
-
-def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        'device_ids': ddp.device_ids,
-        'output_device': ddp.output_device,
-        'dim': ddp.dim,
-        'process_group': ddp.process_group,
-        'bucket_cap_mb': ddp.bucket_bytes_cap / (1024 * 1024),
-        'find_unused_parameters': ddp.find_unused_parameters,
-        'gradient_as_bucket_view': ddp.gradient_as_bucket_view,
-        'static_graph': ddp.static_graph,
-    }
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    if 'forward_sync_buffers' in known and hasattr(ddp, 'forward_sync_buffers'):
-        settings['forward_sync_buffers'] = ddp.forward_sync_buffers
-    else:
-        settings['broadcast_buffers'] = ddp.broadcast_buffers
-    for name in ('skip_all_reduce_unused_params', 'batched_grad_copy'):
-        if name in known and hasattr(ddp, name):
-            settings[name] = getattr(ddp, name)
-    if 'init_sync' in known:
-        # the ranks agree already, and a broadcast would only reach the rounded weights, not their masters
-        settings['init_sync'] = False
-    if getattr(ddp, 'bucket_bytes_cap_default', ddp.bucket_bytes_cap == 25 * 1024 * 1024):
-        # without a bound of its own, DDP starts with a small first bucket; an explicit 25 would change that
-        settings['bucket_cap_mb'] = None
-    sizes = getattr(ddp, 'bucket_bytes_cap_list', None)
-    if sizes and 'bucket_cap_mb_list' in known:
-        settings['bucket_cap_mb_list'] = [size / (1024 * 1024) for size in sizes]
-    return settings

@@ -27,6 +27,8 @@ FLOOR_OF = {
     'loss_scaler': 'owners',
     'master_weights': 'owners',
     'model_wrappers': 'owners',
+    'model_names': 'owners',
+    'ddp_rebuild': 'owners',
     'accumulation': 'owners',
     'foreign_gradients': 'owners',
     'open_window': 'owners',
@@ -59,6 +61,8 @@ SIBLINGS = {
     ('module_guard', 'forward_hooks'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
+    # building a DDP anew is the one thing done to it, and when is the other
+    ('model_wrappers', 'ddp_rebuild'),
     # a window's part of a file is made of gradients and their sums
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),

@@ -11,7 +11,7 @@ import toy
 from mmengine.registry import MODELS
 from torch import nn
 
-from amp_wrapper import model_wrappers
+from amp_wrapper import model_names
 
 SGD = dict(type='SGD', lr=0.1)
 
@@ -38,19 +38,19 @@ class Outer(nn.Module):
 def test_plain_names_and_how_they_are_read(direct: bool) -> None:
     wrapped, bare = Outer(True, direct), Outer(False, direct)
     plain = set(bare.state_dict())
-    own = model_wrappers.plain_names(wrapped)
+    own = model_names.plain_names(wrapped)
     assert set(own) == set(wrapped.state_dict()) and set(own.values()) == plain
     assert own['enc.module.module.weight'] == 'enc.module.weight'
     assert own['head.0.module.weight'] == 'head.0.weight'
-    assert model_wrappers.plain_names(bare) == {key: key for key in plain}
+    assert model_names.plain_names(bare) == {key: key for key in plain}
     for model in (wrapped, bare):
         for names in (plain, set(own)):
-            read = model_wrappers.reader(model, names)
+            read = model_names.reader(model, names)
             assert {read(name) for name in names} == plain, (model is bare, names)
             # a strategy of mmengine adds one in front
-            outside = model_wrappers.reader(model, [f'module.{name}' for name in plain])
+            outside = model_names.reader(model, [f'module.{name}' for name in plain])
             assert {outside(f'module.{name}') for name in plain} == plain
-    assert model_wrappers.reader(bare, plain)('unknown.module.weight') == 'unknown.module.weight'
+    assert model_names.reader(bare, plain)('unknown.module.weight') == 'unknown.module.weight'
 
 
 @MODELS.register_module()
