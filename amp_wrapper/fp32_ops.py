@@ -437,7 +437,8 @@ def _wrap_verb(cls: type, name: str) -> None:
     def verb(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _thread.passes:
             return call_method(_METHOD_OP, method, (self, *args), kwargs) if in_fp32 else method(self, *args, **kwargs)
-        ops = _attached.get(self)
+        # torch.compile would guard a plain model by the other models of its class that happen to be attached
+        ops = None if torch.compiler.is_compiling() else _attached.get(self)
         if ops is None:
             return method(self, *args, **kwargs)
         token = enter(ops)
