@@ -321,8 +321,7 @@ class AmpEngine:
 
         Raises:
             AmpAttachError: ``torch.compile`` has wrapped the model meanwhile.
-            AmpUsageError: A change that DDP cannot follow, or ranks with another number of steps.
-            AmpUsageError: Parameters were unfrozen where DDP cannot follow.
+            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps.
         """
         if not self.policy.enabled:
             return
