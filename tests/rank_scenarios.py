@@ -1223,8 +1223,8 @@ def late_wrapping(here: Here) -> None:
 @scenario
 def groups(here: Here) -> None:
     """Flags are exchanged in the groups of the DDP modules, and in no other: three ranks, of which two train."""
-    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
-    if here.rank < 2:
+    first, second = dist.new_group([1, 2]), dist.new_group([1, 2])
+    if here.rank > 0:
         parts = nn.ModuleList(
             DistributedDataParallel(nn.Linear(6, 6).to(here.device), process_group=group) for group in (first, second)
         )
@@ -1234,6 +1234,19 @@ def groups(here: Here) -> None:
                 out = parts[1](parts[0](data(here, step)))
             wrapper.update_params(out.float().square().mean() * (float('inf') if (step, here.rank) == (1, 1) else 1))
         assert wrapper.loss_scaler.counts.tolist()[:2] == [3, 1]
+        assert [part.process_group for part in parts] == [first, second]
+        # what comes later starts from the first rank of the group, which is not the first of the world
+        net = Heads()
+        model = DistributedDataParallel(net.to(here.device), process_group=first)
+        wrapper = amp(model.parameters(), 'O0')
+        wrapper.attach(model)
+        net.late = nn.Linear(2, 2).to(here.device)
+        with torch.no_grad():
+            net.late.weight.fill_(float(here.rank))
+        wrapper.optimizer.add_param_group(dict(params=list(net.late.parameters())))
+        with wrapper.optim_context(model):
+            assert model(data(here, 0))['loss'].isfinite()
+        assert bool((net.late.weight == 1).all())
     dist.barrier()
 
 
