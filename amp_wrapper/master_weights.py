@@ -159,9 +159,7 @@ class MasterWeights:
             return []
         flags = ops.multi_tensor_refresh([weight for weight, _ in chosen], [master for _, master in chosen])
         self.mark_clean(weight for weight, _ in chosen)
-        device = flags[0].device
-        found = torch.stack([flag.to(device) for flag in flags]).tolist()
-        return [self.name(weight) for (weight, _), differs in zip(chosen, found) if differs]
+        return [self.name(weight) for (weight, _), differs in zip(chosen, flags.tolist()) if differs]
 
     def name(self, weight: Tensor) -> str:
         """The qualified name of a weight in its model."""

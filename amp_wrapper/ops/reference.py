@@ -8,20 +8,25 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..nested import HALF_TYPES
+from .checks import check_floating, check_lists, check_refresh_types, check_scalar, is_direct
 
 _TINY = torch.finfo(torch.float32).tiny
 
+#: The order of sums of squares, as in ``csrc/common/planner.h``: rows of lanes make a block, blocks are summed in pairs.
+LANES, ROWS = 64, 16
+BLOCK = LANES * ROWS
+#: How many elements are brought to FP32 at a time.
+_PIECE = 2**22
 
-def _check_lists(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    if len(sources) != len(targets):
-        raise ValueError(f'sources has {len(sources)} tensors and targets {len(targets)}: the lists must pair up.')
-    for index, (source, target) in enumerate(zip(sources, targets)):
-        if source.shape != target.shape:
-            raise ValueError(
-                f'sources[{index}] has shape {tuple(source.shape)} and targets[{index}] {tuple(target.shape)}.'
-            )
+
+def device_of(tensors: Sequence[Tensor], otherwise: Tensor | None = None) -> torch.device:
+    """Where the tensors are; the device of ``otherwise``, or the CPU, where there are none."""
+    if tensors:
+        return tensors[0].device
+    return torch.device('cpu') if otherwise is None else otherwise.device
 
 
 def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
@@ -29,6 +34,29 @@ def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype],
     for index, tensor in enumerate(tensors):
         groups[tensor.device, tensor.dtype].append(index)
     return groups
+
+
+def _ordered(*lists: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
+    """The lists in the order of work: tensors that are worked on in place, then the others, which are read before anything.
+
+    Args:
+        *lists: Lists that pair up; the last of them is written, and keeps the tensors that it has.
+    """
+    direct = [is_direct(tensors) for tensors in zip(*lists)]
+    if all(direct):
+        return tuple(list(tensors) for tensors in lists)
+    first = [index for index, yes in enumerate(direct) if yes]
+    later = [index for index, yes in enumerate(direct) if not yes]
+    ordered = []
+    for position, tensors in enumerate(lists):
+        copies = position < len(lists) - 1
+        ordered.append([tensors[i] for i in first] + [tensors[i].clone() if copies else tensors[i] for i in later])
+    return tuple(ordered)
+
+
+def _raise_flag(found_inf: Tensor, bad: Tensor) -> None:
+    # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
+    torch.maximum(found_inf, bad.to(found_inf), out=found_inf)
 
 
 @torch.no_grad()
@@ -40,26 +68,34 @@ def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> No
     Args:
         tensors: Dense floating or complex tensors of any shape, dtype and device; the list may be empty.
         found_inf: float32 scalar (0.0 or 1.0), in place.
+
+    Raises:
+        ValueError: A sparse tensor, or a flag of another shape or dtype.
     """
+    check_lists([('tensors', tensors)])
+    check_scalar('found_inf', found_inf)
     for indices in _groups(tensors).values():
-        filled = [tensors[i] for i in indices if tensors[i].numel() > 0]
-        if not filled:
-            continue
-        # a complex number's modulus can overflow where its parts are finite
-        filled = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in filled]
-        norms = torch._foreach_norm(filled, math.inf)
-        bad = torch.stack([norm.isfinite() for norm in norms]).all().logical_not()
-        # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
-        torch.maximum(found_inf, bad.to(found_inf), out=found_inf)
+        filled = _real([tensors[i] for i in indices if tensors[i].numel() > 0])
+        if filled:
+            norms = torch._foreach_norm(filled, math.inf)
+            _raise_flag(found_inf, torch.stack([norm.isfinite() for norm in norms]).all().logical_not())
+
+
+def _real(tensors: Sequence[Tensor]) -> list[Tensor]:
+    # a complex number's modulus can overflow where its parts are finite
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 @torch.no_grad()
 def multi_tensor_scale(
-    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
-    """``target = source * scale``, rounded once, with a non-finite flag.
+    """``target = source * scale``, with a non-finite flag.
 
-    Each product is taken in the wider of the two types, float32 at least where they differ.
+    The product is taken in float32 (in a wider type where source or target has one), and rounded to the target.
 
     Args:
         sources: Dense floating tensors of any dtype and device.
@@ -68,22 +104,72 @@ def multi_tensor_scale(
         found_inf: float32 scalar set to 1.0 where a *source* element is non-finite, in place; None to skip the check.
 
     Raises:
-        ValueError: The lists do not pair up.
+        ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.
     """
-    _check_lists(sources, targets)
+    check_lists([('sources', sources)], [('targets', targets)])
+    check_floating(('sources', sources), ('targets', targets))
+    check_scalar('scale', scale)
+    check_scalar('found_inf', found_inf)
     if found_inf is not None:
         multi_tensor_isnonfinite(sources, found_inf)
+    sources, targets = _ordered(sources, targets)
     if scale is None:
-        multi_tensor_copy(sources, targets)
+        _copy(sources, targets)
         return
     # into another 16-bit type: the product is rounded, not the factor
     narrowing = [i for i, (s, t) in enumerate(zip(sources, targets)) if t.dtype in HALF_TYPES and s.dtype != t.dtype]
     for i in narrowing:
         targets[i].copy_(sources[i].float() * scale.to(sources[i].device))
     rest = sorted(set(range(len(sources))).difference(narrowing))
-    multi_tensor_copy([sources[i] for i in rest], [targets[i] for i in rest])
+    _copy([sources[i] for i in rest], [targets[i] for i in rest])
     for (device, _), indices in _groups([targets[i] for i in rest]).items():
         torch._foreach_mul_([targets[rest[i]] for i in indices], scale.to(device))
+
+
+@torch.no_grad()
+def multi_tensor_axpby(
+    xs: Sequence[Tensor],
+    ys: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    check_x: bool = True,
+    check_y: bool = True,
+) -> None:
+    """``target = x * a + y * b``, with a non-finite flag.
+
+    Two products and a sum, each rounded to float32 (to a wider type where one takes part), then rounded to the target.
+
+    Args:
+        xs: Dense floating tensors of any dtype and device.
+        ys: Tensors of the same shapes.
+        targets: Tensors of the same shapes; may be the xs or the ys themselves.
+        a: float32 scalar, or None for 1.
+        b: float32 scalar, or None for 1.
+        found_inf: float32 scalar set to 1.0 where a checked element is non-finite, in place; None to skip the check.
+        check_x: Whether the flag speaks of the xs.
+        check_y: Whether it speaks of the ys.
+
+    Raises:
+        ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.
+    """
+    check_lists([('xs', xs), ('ys', ys)], [('targets', targets)])
+    check_floating(('xs', xs), ('ys', ys), ('targets', targets))
+    for name, scalar in (('a', a), ('b', b), ('found_inf', found_inf)):
+        check_scalar(name, scalar)
+    if found_inf is not None:
+        multi_tensor_isnonfinite([*(xs if check_x else ()), *(ys if check_y else ())], found_inf)
+    xs, ys, targets = _ordered(xs, ys, targets)
+    wide = [torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32) for x, y in zip(xs, ys)]
+    for (device, dtype), indices in _groups([x.to(kind) for x, kind in zip(xs, wide)]).items():
+        left = [xs[i].to(dtype) for i in indices]
+        right = [ys[i].to(device=device, dtype=dtype) for i in indices]
+        if a is not None:
+            left = list(torch._foreach_mul(left, a.to(device)))
+        if b is not None:
+            right = list(torch._foreach_mul(right, b.to(device)))
+        torch._foreach_copy_([targets[i] for i in indices], torch._foreach_add(left, right))
 
 
 @torch.no_grad()
@@ -108,20 +194,24 @@ def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> N
     """``target = source``, rounded to nearest-even where the target is narrower.
 
     Args:
-        sources: Tensors of any dtype and device.
+        sources: Dense tensors of any dtype and device.
         targets: Tensors of the same shapes; a target that is its source is left alone.
 
     Raises:
-        ValueError: The lists do not pair up.
+        ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.
     """
-    _check_lists(sources, targets)
+    check_lists([('sources', sources)], [('targets', targets)])
+    _copy(*_ordered(sources, targets))
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     pairs = [(source, target) for source, target in zip(sources, targets) if source is not target]
     if pairs:
         torch._foreach_copy_([target for _, target in pairs], [source for source, _ in pairs])
 
 
 @torch.no_grad()
-def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> list[Tensor]:
+def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
     """``master = weight`` wherever the weight is not the rounded master, bit for bit.
 
     Args:
@@ -129,19 +219,149 @@ def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -
         masters: float32 tensors of the same shapes, in place.
 
     Returns:
-        One boolean scalar on the device for each pair: whether anything differed.
+        bool tensor with one element for each pair, on the device of the first: whether anything differed.
 
     Raises:
-        ValueError: The lists do not pair up.
+        ValueError: The lists do not pair up, have other dtypes, or share memory. Nothing is written then.
     """
-    _check_lists(weights, masters)
+    check_lists([('weights', weights)], [('masters', masters)])
+    check_refresh_types(weights, masters)
+    # what cannot be worked on in place is read before anything is written
+    read = [weight if is_direct((weight, master)) else weight.clone() for weight, master in zip(weights, masters)]
     flags = []
-    for weight, master in zip(weights, masters):
+    for weight, master in zip(read, masters):
         weight = weight.detach()
         differs = master.to(weight.dtype).view(torch.int16) != weight.view(torch.int16)
         master.copy_(torch.where(differs, weight.float(), master))
         flags.append(differs.any())
-    return flags
+    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """Sums over the last dimension: neighbours, then pairs of them, and so on; a missing one counts as zero."""
+    while values.shape[-1] > 1:
+        if values.shape[-1] % 2:
+            values = F.pad(values, (0, 1))
+        values = values[..., 0::2] + values[..., 1::2]
+    return values[..., 0]
+
+
+def _block_sums(flat: Tensor) -> Tensor:
+    """One sum of squares for each block of a vector whose length is a multiple of :data:`BLOCK`."""
+    squares = (flat * flat).view(-1, ROWS, LANES)
+    sums = squares[:, 0]
+    for row in range(1, ROWS):
+        sums = sums + squares[:, row]
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
+
+
+def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """One sum for each real tensor, in the order of ``csrc/common/planner.h``; all of one dtype on one device."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    blocks: list[Tensor] = []
+    waiting: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
+        flat = tensor.reshape(-1).to(dtype)
+        waiting.append(F.pad(flat, (0, -len(flat) % BLOCK)))
+        # many small tensors at once, large ones piece by piece
+        if index + 1 == len(tensors) or sum(map(len, waiting)) >= _PIECE:
+            joined = torch.cat(waiting)
+            sums = torch.cat([_block_sums(piece) for piece in joined.split(_PIECE)])
+            blocks += sums.split([len(part) // BLOCK for part in waiting])
+            waiting = []
+    # those of about one size together: a tree with more zeros has the same sum
+    trees: dict[int, list[int]] = defaultdict(list)
+    for index, sums in enumerate(blocks):
+        trees[1 << max(len(sums) - 1, 0).bit_length()].append(index)
+    result = torch.zeros(len(tensors), dtype=dtype, device=tensors[0].device)
+    for size, indices in trees.items():
+        result[indices] = _pairs(torch.stack([F.pad(blocks[i], (0, size - len(blocks[i]))) for i in indices]))
+    return result
+
+
+@torch.no_grad()
+def multi_tensor_l2norm(
+    tensors: Sequence[Tensor],
+    inverse_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    per_tensor: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The Euclidean norm over all elements, ``sqrt(sum(x * x)) * inverse_scale``, in float32.
+
+    The order of the sum depends on shapes alone, so the result is the same on every device, with any number of threads
+    and however the work is grouped. It is told in ``csrc/common/planner.h``. Squares are not scaled: finite elements
+    above 1.8e19 give infinity, and those below 1e-23 count as zero, as in torch.
+
+    Args:
+        tensors: Dense floating tensors of any dtype; the list may be empty.
+        inverse_scale: float32 scalar, or None for 1.
+        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None to skip the check.
+        per_tensor: Whether each tensor's own norm is asked for.
+
+    Returns:
+        (float32 scalar, float32 tensor with one norm for each tensor, or none), on the device of the first tensor.
+
+    Raises:
+        ValueError: A sparse tensor, or a scalar of another shape or dtype.
+    """
+    device = _check_norm(tensors, inverse_scale, found_inf)
+    sums = torch.zeros(len(tensors), device=device)
+    for indices in _groups(tensors).values():
+        sums[indices] = _sums_of_squares(_real([tensors[i] for i in indices])).to(sums)
+    total = _pairs(sums) if len(sums) else torch.zeros((), device=device)
+    return _norms(total.sqrt(), sums.sqrt() if per_tensor else sums[:0], inverse_scale)
+
+
+@torch.no_grad()
+def multi_tensor_maxnorm(
+    tensors: Sequence[Tensor],
+    inverse_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    per_tensor: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of all elements, ``max(abs(x)) * inverse_scale``; NaN where one is NaN.
+
+    Args:
+        tensors: Dense floating tensors of any dtype; the list may be empty, which gives 0.
+        inverse_scale: float32 scalar, or None for 1.
+        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None to skip the check.
+        per_tensor: Whether each tensor's own norm is asked for.
+
+    Returns:
+        (float32 scalar, float32 tensor with one norm for each tensor, or none), on the device of the first tensor.
+
+    Raises:
+        ValueError: A sparse tensor, or a scalar of another shape or dtype.
+    """
+    device = _check_norm(tensors, inverse_scale, found_inf)
+    most = torch.zeros(len(tensors), device=device)
+    for indices in _groups(tensors).values():
+        filled = [i for i in indices if tensors[i].numel()]
+        if filled:
+            norms = torch._foreach_norm(_real([tensors[i] for i in filled]), math.inf)
+            most[filled] = torch.stack(norms).float().to(device)
+    total = most.max() if len(most) else torch.zeros((), device=device)
+    return _norms(total, most if per_tensor else most[:0], inverse_scale)
+
+
+def _check_norm(tensors: Sequence[Tensor], inverse_scale: Tensor | None, found_inf: Tensor | None) -> torch.device:
+    check_lists([('tensors', tensors)])
+    check_floating(('tensors', tensors))
+    check_scalar('inverse_scale', inverse_scale)
+    check_scalar('found_inf', found_inf)
+    if found_inf is not None:
+        multi_tensor_isnonfinite(tensors, found_inf)
+    return device_of(tensors, found_inf)
+
+
+def _norms(total: Tensor, each: Tensor, inverse_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    if inverse_scale is None:
+        return total, each
+    factor = inverse_scale.to(total.device).reshape(())
+    return total * factor, each * factor
 
 
 @torch.no_grad()
@@ -154,8 +374,8 @@ def update_scale(
     backoff_factor: float,
     growth_interval: int,
     hysteresis: int,
-    min_scale: float | None,
-    max_scale: float | None,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
 ) -> None:
     """One step of the dynamic loss scale, in place; the rule is told in :class:`~amp_wrapper.loss_scaler.LossScaler`.
 

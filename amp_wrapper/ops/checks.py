@@ -1,0 +1,136 @@
+"""What a list of tensors has to be. ``csrc/common/lists.cpp`` checks the same, in the same words, for the compiled ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..nested import HALF_TYPES
+
+Named = tuple[str, Sequence[Tensor]]
+
+
+def _is_traced(tensor: Tensor) -> bool:
+    """Whether the tensor has no memory of its own to look at: under torch.compile, or a fake one."""
+    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
+
+
+def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
+    """Every list against the first, before anything is written.
+
+    Args:
+        read: (name, tensors) of the lists that are read.
+        written: Of those that are written, too.
+
+    Raises:
+        ValueError: Different lengths or shapes, sparse tensors, or memory that is written and shared. Names list and index.
+    """
+    lists = [*read, *written]
+    name, first = lists[0]
+    for other, tensors in lists[1:]:
+        if len(tensors) != len(first):
+            raise ValueError(f'{name} has {len(first)} tensors and {other} {len(tensors)}: the lists must pair up.')
+    for index, tensor in enumerate(first):
+        for other, tensors in lists[1:]:
+            if tensors[index].shape != tensor.shape:
+                raise ValueError(
+                    f'{name}[{index}] has shape {tuple(tensor.shape)} and {other}[{index}] {tuple(tensors[index].shape)}.'
+                )
+    for other, tensors in lists:
+        for index, tensor in enumerate(tensors):
+            if tensor.layout is not torch.strided:
+                raise ValueError(f'{other}[{index}] is not dense: give the values of a sparse tensor, coalesced.')
+    if any(_is_traced(tensor) for _, tensors in lists for tensor in tensors):
+        return
+    for other, tensors in written:
+        for index, tensor in enumerate(tensors):
+            if torch._debug_has_internal_overlap(tensor) == 1:
+                raise ValueError(
+                    f'{other}[{index}] has elements that share memory (an expanded tensor): it cannot be written to.'
+                )
+    for target in written:
+        _check_overlap(target, [other for other in lists if other is not target])
+
+
+def is_direct(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of one shape have no gaps, and their elements in one order: they are worked on in place."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return True
+    if any(_is_traced(tensor) for tensor in tensors):
+        return True
+    stride = tensors[0].stride()
+    return all(t.stride() == stride and torch._debug_has_internal_overlap(t) == 0 for t in tensors)
+
+
+def check_floating(*lists: Named) -> None:
+    """Floating or complex tensors only.
+
+    Raises:
+        ValueError: An integer or boolean one. Names list and index.
+    """
+    for name, tensors in lists:
+        for index, tensor in enumerate(tensors):
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise ValueError(f'{name}[{index}] has dtype {tensor.dtype}: a floating tensor is expected.')
+
+
+def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """(begin, end, index) in memory, in order, of the tensors without gaps; others are read whole before they are written."""
+    spans: list[tuple[int, int, int]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor.numel() and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0):
+            begin = tensor.data_ptr()
+            spans.append((begin, begin + tensor.numel() * tensor.element_size(), index))
+    return sorted(spans)
+
+
+def _check_overlap(written: Named, others: Sequence[Named]) -> None:
+    name, targets = written
+    spans = _spans(targets)
+    for (_, end, one), (begin, _, two) in zip(spans, spans[1:]):
+        if end > begin:
+            first, second = sorted((one, two))
+            raise ValueError(f'{name}[{first}] and {name}[{second}] share memory: give each tensor that is written once.')
+    for other, tensors in others:
+        start = 0
+        for begin, end, index in _spans(tensors):
+            while start < len(spans) and spans[start][1] <= begin:
+                start += 1
+            for span in spans[start:]:
+                if span[0] >= end:
+                    break
+                source, target = tensors[index], targets[span[2]]
+                same = source.data_ptr() == target.data_ptr() and source.stride() == target.stride()
+                if span[2] != index or not same or source.dtype is not target.dtype:
+                    raise ValueError(
+                        f'{other}[{index}] and {name}[{span[2]}] share memory, but are not the same tensor: what is written '
+                        'would be read.'
+                    )
+
+
+def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+    """A scalar argument: one element of ``dtype``.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if scalar is not None and (scalar.numel() != 1 or scalar.dtype is not dtype):
+        raise ValueError(
+            f'{name} has shape {tuple(scalar.shape)} and dtype {scalar.dtype}: one element of {dtype} is expected.'
+        )
+
+
+def check_refresh_types(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """16-bit weights, float32 masters.
+
+    Raises:
+        ValueError: Another dtype.
+    """
+    for index, weight in enumerate(weights):
+        if weight.dtype not in HALF_TYPES:
+            raise ValueError(f'weights[{index}] has dtype {weight.dtype}: float16 or bfloat16 is expected.')
+    for index, master in enumerate(masters):
+        if master.dtype is not torch.float32:
+            raise ValueError(f'masters[{index}] has dtype {master.dtype}: float32 is expected.')

@@ -1,0 +1,99 @@
+"""Finds the compiled library, or says why there is none and how to get it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_FOLDER = Path(__file__).parent
+HOW_TO_BUILD = 'pip install --no-build-isolation --force-reinstall --no-deps . in the source folder, with a C++ compiler'
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What was found.
+
+    Attributes:
+        loaded: Whether compiled kernels are registered.
+        devices: Device types that they serve: 'cpu', 'cuda'.
+        reason: Why there is no library, or none for CUDA; empty where nothing is missing.
+        chosen: Whether somebody asked for the reference; then nothing is said about it.
+        facts: What the build noted: versions of torch and CUDA, architectures, compiler.
+    """
+
+    loaded: bool
+    devices: frozenset[str] = frozenset()
+    reason: str = ''
+    chosen: bool = False
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _missing(reason: str, chosen: bool = False, **facts: Any) -> Library:
+    return Library(loaded=False, reason=reason, chosen=chosen, facts=facts)
+
+
+def _same_release(one: str, other: str) -> bool:
+    """Whether torch promises the two one binary interface: it does for patch releases."""
+    return one.split('+')[0].split('.')[:2] == other.split('+')[0].split('.')[:2]
+
+
+def _find(folder: Path) -> Library:
+    if os.environ.get('AMP_WRAPPER_OPS') == 'reference':
+        return _missing('AMP_WRAPPER_OPS=reference is set', chosen=True)
+    try:
+        facts: dict[str, Any] = json.loads((folder / '_build.json').read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+        return _missing('the ops were never built here')
+    if not facts.get('built'):
+        return _missing(str(facts.get('reason', 'the build failed')), bool(facts.get('chosen')), **facts)
+    if not _same_release(str(facts['torch']), torch.__version__):
+        # loading it could crash: the layout of torch's classes changes between releases
+        return _missing(f'it was built for torch {facts["torch"]}, and this is torch {torch.__version__}', **facts)
+    if facts['cuda'] and facts['cuda'] != torch.version.cuda:
+        return _missing(f'it was built for CUDA {facts["cuda"]}, and this torch has {torch.version.cuda}', **facts)
+    path = folder / '_C.so'
+    try:
+        torch.ops.load_library(path)
+    except (OSError, RuntimeError) as error:
+        return _missing(f'{path.name} could not be loaded: {error}', **facts)
+    devices = {'cpu', 'cuda'} if facts['cuda'] else {'cpu'}
+    return Library(loaded=True, devices=frozenset(devices), reason=str(facts.get('without_cuda', '')), facts=facts)
+
+
+@functools.cache
+def library() -> Library:
+    """The compiled library, loaded at the first call."""
+    return _find(_FOLDER)
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Say once in a process why the reference runs, where nobody asked for it."""
+    found = library()
+    if not found.loaded and not found.chosen:
+        warnings.warn(
+            f'amp_wrapper runs without its compiled ops, since {found.reason}. It computes the same, slower. To build them: '
+            f'{HOW_TO_BUILD}. AMP_WRAPPER_OPS=reference in the environment silences this.',
+            stacklevel=3,
+        )
+
+
+def changed_sources() -> bool | None:
+    """Whether ``csrc`` beside the package differs from what the library was built of; None where it cannot be told."""
+    root = _FOLDER.parents[1]
+    built_of = library().facts.get('sources')
+    if built_of is None or not (root / 'csrc' / 'common').is_dir():
+        return None
+    suffixes = ('.h', '.cpp', '.inl', '.cu', '.cuh')
+    total = hashlib.sha256()
+    for path in sorted((p.relative_to(root).as_posix() for p in (root / 'csrc').rglob('*') if p.suffix in suffixes)):
+        total.update(path.encode() + b'\0' + (root / path).read_bytes())
+    return bool(total.hexdigest() != built_of)

@@ -1,0 +1,76 @@
+"""The schemas of the ops, registered with torch's dispatcher, with their fake kernels and the reference behind them.
+
+``torch.ops.amp_wrapper.<name>`` exists whether or not anything was compiled. The compiled library registers kernels for the
+CPU and for CUDA; every other device, and a package without the library, is served by the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference
+
+NAMESPACE = 'amp_wrapper'
+
+#: Name to arguments and results. ``(a!)`` marks what is written.
+SCHEMAS = {
+    'multi_tensor_scale': (
+        '(Tensor[] sources, Tensor(a!)[] targets, Tensor? scale=None, Tensor(b!)? found_inf=None) -> ()'
+    ),
+    'multi_tensor_axpby': (
+        '(Tensor[] xs, Tensor[] ys, Tensor(a!)[] targets, Tensor? a=None, Tensor? b=None, '
+        'Tensor(b!)? found_inf=None, bool check_x=True, bool check_y=True) -> ()'
+    ),
+    'multi_tensor_copy': '(Tensor[] sources, Tensor(a!)[] targets) -> ()',
+    'multi_tensor_isnonfinite': '(Tensor[] tensors, Tensor(a!) found_inf) -> ()',
+    'multi_tensor_l2norm': (
+        '(Tensor[] tensors, Tensor? inverse_scale=None, Tensor(a!)? found_inf=None, bool per_tensor=False) '
+        '-> (Tensor, Tensor)'
+    ),
+    'multi_tensor_maxnorm': (
+        '(Tensor[] tensors, Tensor? inverse_scale=None, Tensor(a!)? found_inf=None, bool per_tensor=False) '
+        '-> (Tensor, Tensor)'
+    ),
+    'multi_tensor_refresh': '(Tensor[] weights, Tensor(a!)[] masters) -> Tensor',
+    'update_scale': (
+        '(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, '
+        'float growth_factor, float backoff_factor, int growth_interval, int hysteresis, '
+        'float? min_scale=None, float? max_scale=None) -> ()'
+    ),
+}
+
+_library = torch.library.Library(NAMESPACE, 'DEF')
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')
+
+
+def _writes_only(*args: object, **kwargs: object) -> None:
+    """What is written keeps its shape and type."""
+
+
+for _name in ('multi_tensor_scale', 'multi_tensor_axpby', 'multi_tensor_copy', 'multi_tensor_isnonfinite', 'update_scale'):
+    torch.library.register_fake(f'{NAMESPACE}::{_name}', _writes_only, lib=_library)
+
+
+def _fake_norm(
+    tensors: Sequence[Tensor],
+    inverse_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    per_tensor: bool = False,
+) -> tuple[Tensor, Tensor]:
+    device = reference.device_of(tensors, found_inf)
+    count = len(tensors) if per_tensor else 0
+    return torch.empty((), device=device), torch.empty(count, device=device)
+
+
+for _name in ('multi_tensor_l2norm', 'multi_tensor_maxnorm'):
+    torch.library.register_fake(f'{NAMESPACE}::{_name}', _fake_norm, lib=_library)
+
+
+@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)
+def _fake_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
+    return torch.empty(len(weights), dtype=torch.bool, device=reference.device_of(weights))

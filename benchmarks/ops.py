@@ -1,0 +1,353 @@
+"""The bundled ops beside torch's own: ``python -m benchmarks.ops [--write] [--device cuda] [--threads 1 2]``.
+
+Every op on four lists of tensors: one huge tensor, the parameters of ResNet-50 and of Swin-T, and 2,000 tiny tensors. Each
+is timed beside the sequences of torch operations that mean the same, and beside a copy of as many bytes, in one run and by
+turns. A ratio above 1 says how many times faster the op is than the fastest of torch's sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from amp_wrapper import ops
+
+RESULTS = Path(__file__).parent / 'results'
+Shapes = list[tuple[int, ...]]
+
+
+def resnet50() -> Shapes:
+    """The parameters of ResNet-50, in order: 161 tensors, 25.6 million elements."""
+    shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
+    width = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for out, into, kernel in ((planes, width, 1), (planes, planes, 3), (4 * planes, planes, 1)):
+                shapes += [(out, into, kernel, kernel), (out,), (out,)]
+            if block == 0:
+                shapes += [(4 * planes, width, 1, 1), (4 * planes,), (4 * planes,)]
+            width = 4 * planes
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def swin_t() -> Shapes:
+    """The parameters of Swin-T, in order: 173 tensors, 28.3 million elements."""
+    shapes: Shapes = [(96, 3, 4, 4), (96,), (96,), (96,)]
+    dims = 96
+    for stage, (depth, heads) in enumerate(((2, 3), (2, 6), (6, 12), (2, 24))):
+        for _ in range(depth):
+            shapes += [(dims,), (dims,), (169, heads), (3 * dims, dims), (3 * dims,), (dims, dims), (dims,)]
+            shapes += [(dims,), (dims,), (4 * dims, dims), (4 * dims,), (dims, 4 * dims), (dims,)]
+        if stage < 3:
+            shapes += [(4 * dims,), (4 * dims,), (2 * dims, 4 * dims)]
+            dims *= 2
+    return [*shapes, (dims,), (dims,), (1000, dims), (1000,)]
+
+
+def lists_of(huge: int) -> dict[str, Shapes]:
+    """The four lists."""
+    return {
+        'one huge tensor': [(huge,)],
+        'ResNet-50': resnet50(),
+        'Swin-T': swin_t(),
+        '2,000 tiny tensors': [(8 + index % 57,) for index in range(2000)],
+    }
+
+
+@dataclasses.dataclass
+class Case:
+    """One op on one list.
+
+    Attributes:
+        op: Its name.
+        what: Types and options.
+        ours: The call.
+        peers: Sequences of torch operations with the same meaning, by name.
+        bytes: Memory traffic that the op cannot avoid.
+    """
+
+    op: str
+    what: str
+    ours: Callable[[], object]
+    peers: dict[str, Callable[[], object]]
+    bytes: int
+
+
+def cases(shapes: Shapes, device: torch.device) -> list[Case]:
+    """Every list op, in the types that training has them in."""
+
+    def new(dtype: torch.dtype, factor: float = 1.0) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return [(torch.randn(shape, generator=generator) * factor).to(device, dtype) for shape in shapes]
+
+    count = sum(math.prod(shape) for shape in shapes)
+    single, other = new(torch.float32), new(torch.float32)
+    # 1 keeps what is scaled in place the same over thousands of calls; no sequence takes a short cut for it
+    one, found = torch.ones((), device=device), torch.zeros((), device=device)
+    found_1d = torch.zeros(1, device=device)
+    third = torch.tensor(1 / 3, device=device)
+    rows = []
+
+    def unscale(tensors: Sequence[Tensor]) -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found_1d, one)
+
+    for dtype in (torch.float16, torch.bfloat16):
+        half = new(dtype)
+        name = {torch.float16: 'float16', torch.bfloat16: 'bfloat16'}[dtype]
+
+        def upcast(half: list[Tensor] = half) -> None:
+            torch._foreach_copy_(other, half)
+            unscale(other)
+
+        def upcast_mul(half: list[Tensor] = half) -> None:
+            for source, target in zip(half, other):
+                torch.mul(source, one, out=target)
+            torch.stack(torch._foreach_norm(half, math.inf)).isfinite().all().logical_not()
+
+        def refresh(half: list[Tensor] = half) -> None:
+            ops.reference.multi_tensor_refresh(half, single)
+
+        def add(half: list[Tensor] = half) -> None:
+            torch._foreach_add(other, torch._foreach_mul([h.float() for h in half], third))
+
+        def add_alpha(half: list[Tensor] = half) -> None:
+            for y, x in zip(other, half):
+                torch.add(y, x, alpha=1 / 3, out=y)
+
+        def norm_of(tensors: list[Tensor] = half) -> None:
+            torch.nn.utils.get_total_norm(tensors)
+
+        def most_of(tensors: list[Tensor] = half) -> None:
+            torch.stack(torch._foreach_norm(tensors, math.inf)).max()
+
+        rows += [
+            Case(
+                'multi_tensor_scale',
+                f'{name} to float32, flag',
+                lambda half=half: ops.multi_tensor_scale(half, other, one, found),
+                {'_foreach_copy_, unscale_': upcast, 'mul(out=), _foreach_norm': upcast_mul},
+                6 * count,
+            ),
+            Case(
+                'multi_tensor_copy',
+                f'float32 to {name}',
+                lambda half=half: ops.multi_tensor_copy(single, half),
+                {'_foreach_copy_': lambda half=half: torch._foreach_copy_(half, single)},
+                6 * count,
+            ),
+            Case(
+                'multi_tensor_axpby',
+                f'{name} and float32 to float32',
+                lambda half=half: ops.multi_tensor_axpby(half, other, other, third, None, found, True, False),
+                {'float, _foreach_mul, _foreach_add': add, 'add(alpha=, out=), no flag': add_alpha},
+                10 * count,
+            ),
+            Case(
+                'multi_tensor_l2norm',
+                f'{name}, flag',
+                lambda half=half: ops.multi_tensor_l2norm(half, third, found),
+                {'get_total_norm, no flag': norm_of},
+                2 * count,
+            ),
+            Case(
+                'multi_tensor_maxnorm',
+                f'{name}, flag',
+                lambda half=half: ops.multi_tensor_maxnorm(half, third, found),
+                {'_foreach_norm(inf), max': most_of},
+                2 * count,
+            ),
+            Case(
+                'multi_tensor_isnonfinite',
+                name,
+                lambda half=half: ops.multi_tensor_isnonfinite(half, found),
+                {'_foreach_norm(inf), isfinite': lambda half=half: ops.reference.multi_tensor_isnonfinite(half, found)},
+                2 * count,
+            ),
+            Case(
+                'multi_tensor_refresh',
+                f'{name} and float32',
+                lambda half=half: ops.multi_tensor_refresh(half, single),
+                {'to, !=, where, copy_': refresh},
+                6 * count,
+            ),
+        ]
+    rows += [
+        Case(
+            'multi_tensor_scale',
+            'float32 in place, flag',
+            lambda: ops.multi_tensor_scale(other, other, one, found),
+            {'unscale_': lambda: unscale(other)},
+            8 * count,
+        ),
+        Case(
+            'multi_tensor_scale',
+            'float32 in place',
+            lambda: ops.multi_tensor_scale(other, other, one, None),
+            {'_foreach_mul_': lambda: torch._foreach_mul_(other, one)},
+            8 * count,
+        ),
+        Case(
+            'multi_tensor_copy',
+            'float32 to float32',
+            lambda: ops.multi_tensor_copy(single, other),
+            {'_foreach_copy_': lambda: torch._foreach_copy_(other, single)},
+            8 * count,
+        ),
+        Case(
+            'multi_tensor_axpby',
+            'float32, in place',
+            lambda: ops.multi_tensor_axpby(single, other, other, third, None, None),
+            {
+                '_foreach_mul, _foreach_add_': lambda: torch._foreach_add_(other, torch._foreach_mul(single, third)),
+                '_foreach_add_(alpha=)': lambda: torch._foreach_add_(other, single, alpha=1 / 3),
+            },
+            12 * count,
+        ),
+        Case(
+            'multi_tensor_l2norm',
+            'float32, flag',
+            lambda: ops.multi_tensor_l2norm(single, third, found),
+            {'get_total_norm, no flag': lambda: torch.nn.utils.get_total_norm(single)},
+            4 * count,
+        ),
+        Case(
+            'multi_tensor_maxnorm',
+            'float32, flag',
+            lambda: ops.multi_tensor_maxnorm(single, third, found),
+            {'_foreach_norm(inf), max': lambda: torch.stack(torch._foreach_norm(single, math.inf)).max()},
+            4 * count,
+        ),
+    ]
+    return rows
+
+
+def scale_case(device: torch.device) -> Case:
+    """The one op that takes no list."""
+    scale, tracker = torch.full((), 2.0**16, device=device), torch.zeros((), dtype=torch.int32, device=device)
+    left, found = torch.ones((), dtype=torch.int32, device=device), torch.zeros((), device=device)
+    return Case(
+        'update_scale',
+        'one scalar',
+        lambda: ops.update_scale(scale, tracker, left, found, 2.0, 0.5, 2000, 1, None, 2.0**24),
+        {'_amp_update_scale_': lambda: torch._amp_update_scale_(scale, tracker, found, 2.0, 0.5, 2000)},
+        0,
+    )
+
+
+def seconds(calls: dict[str, Callable[[], object]], device: torch.device, budget: float) -> dict[str, float]:
+    """Median time of each call, measured by turns, so that a busy moment of the machine meets all of them."""
+
+    def once(call: Callable[[], object], repeats: int) -> float:
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) / repeats
+
+    for call in calls.values():
+        once(call, 1)
+    slowest = max(once(call, 1) for call in calls.values())
+    # long enough for the clock, and at least nine rounds
+    repeats = max(1, int(2e-3 / max(slowest, 1e-7)))
+    rounds = max(9, min(51, int(budget / max(slowest * repeats * len(calls), 1e-6))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(once(call, repeats))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(device: torch.device, threads: int, huge: int, budget: float, only: str) -> list[list[str]]:
+    """Rows of the table for one number of threads."""
+    torch.set_num_threads(threads)
+    table = []
+    work = [('scalar', [scale_case(device)])]
+    for name, shapes in lists_of(huge).items():
+        work.append((name, []))
+        if not only or only in name:
+            rows = cases(shapes, device)
+            table += [row(case, name, threads, device, budget) for case in rows]
+            print('\n'.join('  '.join(line) for line in table[-len(rows) :]), file=sys.stderr, flush=True)
+    if not only:
+        table.append(row(work[0][1][0], 'one scalar', threads, device, budget))
+    return table
+
+
+def row(case: Case, name: str, threads: int, device: torch.device, budget: float) -> list[str]:
+    """One line: op, types, list, threads, microseconds, bytes per second, beside a copy, the fastest peer, the ratio."""
+    calls: dict[str, Callable[[], object]] = {'ours': case.ours, **case.peers}
+    if case.bytes:
+        # a copy reads and writes: half of the bytes each
+        source = torch.ones(max(case.bytes // 8, 1), device=device)
+        target = torch.empty_like(source)
+        calls['a copy'] = lambda: target.copy_(source)
+    times = seconds(calls, device, budget)
+    best = min(case.peers, key=lambda peer: times[peer])
+    speed = f'{case.bytes / times["ours"] / 1e9:.1f}' if case.bytes else ''
+    share = f'{times["a copy"] / times["ours"]:.2f}' if case.bytes else ''
+    return [
+        case.op,
+        case.what,
+        name,
+        str(threads),
+        f'{times["ours"] * 1e6:.0f}' if times['ours'] > 1e-5 else f'{times["ours"] * 1e6:.1f}',
+        speed,
+        share,
+        f'{best}: {times[best] * 1e6:.0f}' if times[best] > 1e-5 else f'{best}: {times[best] * 1e6:.1f}',
+        f'{times[best] / times["ours"]:.2f}',
+    ]
+
+
+HEAD = ['op', 'types', 'list', 'threads', 'microseconds', 'GB/s', 'of a copy', 'fastest of torch, microseconds', 'ratio']
+
+
+def main() -> None:
+    """Print the table; write it with ``--write``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--write', action='store_true', help='to benchmarks/results/ops_<device>.md')
+    parser.add_argument('--device', default='cpu')
+    parser.add_argument('--threads', type=int, nargs='+', default=[1, 2])
+    parser.add_argument('--huge', type=int, default=2**25, help='elements of the huge tensor')
+    parser.add_argument('--seconds', type=float, default=1.0, help='time for each row')
+    parser.add_argument('--only', default='', help='lists whose name contains this')
+    words = parser.parse_args()
+    device = torch.device(words.device)
+    threads = words.threads if device.type == 'cpu' else words.threads[:1]
+    rows = [line for count in threads for line in measure(device, count, words.huge, words.seconds, words.only)]
+    machine = torch.cuda.get_device_name(device) if device.type == 'cuda' else torch.backends.cpu.get_cpu_capability()
+    text = '\n'.join(
+        [
+            '# The bundled ops beside torch',
+            '',
+            f'{datetime.date.today()}, {platform.machine()} with {torch.get_num_threads()} of its cores, {machine}, '
+            f'Python {platform.python_version()}, torch {torch.__version__}, {ops.backend_of(device)}. '
+            'Medians of at least nine rounds, all calls of a row by turns. "Of a copy" compares with `copy_` over one pair '
+            'of float32 tensors with as many bytes in all. The ratio is the time of the fastest of torch\'s sequences over ours.',
+            '',
+            '| ' + ' | '.join(HEAD) + ' |',
+            '|' + ' --- |' * len(HEAD),
+            *('| ' + ' | '.join(line) + ' |' for line in rows),
+            '',
+        ]
+    )
+    print(text)
+    if words.write:
+        (RESULTS / f'ops_{device.type}.md').write_text(text, encoding='utf-8')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,261 @@
+#include "lists.h"
+
+#include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <limits>
+#include <sstream>
+
+namespace amp_wrapper {
+namespace {
+
+std::string shape_of(const at::Tensor& tensor) {
+  // as Python writes a tuple
+  std::ostringstream text;
+  text << '(';
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
+  text << (tensor.dim() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+std::optional<Type> type_of(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::Float:
+      return Type::kFloat;
+    case c10::ScalarType::Half:
+      return Type::kHalf;
+    case c10::ScalarType::BFloat16:
+      return Type::kBfloat;
+    default:
+      return std::nullopt;
+  }
+}
+
+// torch's C++ names for types are not those that users write.
+const char* name_of(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::Float:
+      return "torch.float32";
+    case c10::ScalarType::Double:
+      return "torch.float64";
+    case c10::ScalarType::Half:
+      return "torch.float16";
+    case c10::ScalarType::BFloat16:
+      return "torch.bfloat16";
+    case c10::ScalarType::Int:
+      return "torch.int32";
+    case c10::ScalarType::Long:
+      return "torch.int64";
+    case c10::ScalarType::Bool:
+      return "torch.bool";
+    default:
+      return c10::toString(type);
+  }
+}
+
+void check_one(const List& list, std::size_t index, c10::Device device) {
+  const at::Tensor& tensor = list.tensors[index];
+  TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Strided, list.name, "[", index,
+                    "] is not dense: give the values of a sparse tensor, coalesced.");
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.device() == device, list.name, "[", index, "] is on ", tensor.device(),
+                              " and the first tensor on ", device, ": one call of the compiled op serves one device.");
+  TORCH_CHECK_NOT_IMPLEMENTED(type_of(tensor.scalar_type()).has_value(), list.name, "[", index, "] has dtype ",
+                              name_of(tensor.scalar_type()), ": the compiled op takes float32, float16 and bfloat16.");
+  TORCH_CHECK_VALUE(!list.written || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, list.name, "[", index,
+                    "] has elements that share memory (an expanded tensor): it cannot be written to.");
+}
+
+// The memory of a tensor without gaps.
+struct Span {
+  std::uintptr_t begin;
+  std::uintptr_t end;
+  std::size_t index;
+
+  bool operator<(const Span& other) const { return begin < other.begin; }
+};
+
+std::vector<Span> spans_of(at::TensorList tensors) {
+  std::vector<Span> spans;
+  spans.reserve(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const at::Tensor& tensor = tensors[i];
+    if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) continue;
+    const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+    spans.push_back({begin, begin + tensor.nbytes(), i});
+  }
+  if (!std::is_sorted(spans.begin(), spans.end())) std::sort(spans.begin(), spans.end());
+  return spans;
+}
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.const_data_ptr() == b.const_data_ptr() && a.scalar_type() == b.scalar_type() && a.strides() == b.strides();
+}
+
+void check_overlap(const List* begin, const List* end) {
+  for (const List* written = begin; written != end; ++written) {
+    if (!written->written) continue;
+    const std::vector<Span> targets = spans_of(written->tensors);
+    for (std::size_t i = 1; i < targets.size(); ++i) {
+      const auto [first, second] = std::minmax(targets[i - 1].index, targets[i].index);
+      TORCH_CHECK_VALUE(targets[i - 1].end <= targets[i].begin, written->name, "[", first, "] and ", written->name, "[", second,
+                        "] share memory: give each tensor that is written once.");
+    }
+    for (const List* other = begin; other != end; ++other) {
+      if (other == written) continue;
+      const std::vector<Span> sources = spans_of(other->tensors);
+      // spans of targets are disjoint, so their ends are in order too
+      auto target = targets.begin();
+      for (const Span& source : sources) {
+        while (target != targets.end() && target->end <= source.begin) ++target;
+        for (auto hit = target; hit != targets.end() && hit->begin < source.end; ++hit) {
+          TORCH_CHECK_VALUE(hit->index == source.index &&
+                                same_memory(other->tensors[source.index], written->tensors[hit->index]),
+                            other->name, "[", source.index, "] and ", written->name, "[", hit->index,
+                            "] share memory, but are not the same tensor: what is written would be read.");
+        }
+      }
+    }
+  }
+}
+
+// All tensors of one index without gaps and with their elements in one order.
+bool in_place(const List* begin, const List* end, std::size_t index) {
+  bool contiguous = true;
+  for (const List* list = begin; list != end; ++list) {
+    const at::Tensor& tensor = list->tensors[index];
+    if (tensor.is_neg()) return false;
+    contiguous = contiguous && tensor.is_contiguous();
+  }
+  if (contiguous) return true;
+  for (const List* list = begin; list != end; ++list) {
+    const at::Tensor& tensor = list->tensors[index];
+    if (!tensor.is_non_overlapping_and_dense() || tensor.strides() != begin->tensors[index].strides()) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Flat::Flat(std::initializer_list<List> lists, c10::DeviceType device_type) {
+  const List& first = *lists.begin();
+  const std::size_t size = first.tensors.size();
+  for (const List& list : lists) {
+    TORCH_CHECK_VALUE(list.tensors.size() == size, first.name, " has ", size, " tensors and ", list.name, " ",
+                      list.tensors.size(), ": the lists must pair up.");
+  }
+  if (size == 0) return;
+  const c10::Device device = first.tensors[0].device();
+  TORCH_CHECK_NOT_IMPLEMENTED(device.type() == device_type, first.name, "[0] is on ", device,
+                              ": one call of the compiled op serves one device.");
+  for (std::size_t i = 0; i < size; ++i) {
+    for (const List& list : lists) {
+      TORCH_CHECK_VALUE(list.tensors[i].sizes() == first.tensors[i].sizes(), first.name, "[", i, "] has shape ",
+                        shape_of(first.tensors[i]), " and ", list.name, "[", i, "] ", shape_of(list.tensors[i]), ".");
+    }
+  }
+  for (const List& list : lists) {
+    for (std::size_t i = 0; i < size; ++i) check_one(list, i, device);
+  }
+  check_overlap(lists.begin(), lists.end());
+  for (const List& list : lists) {
+    if (!list.written) continue;
+    for (const at::Tensor& tensor : list.tensors) bump_version(tensor);
+  }
+
+  counts_.reserve(size);
+  operands_.resize(lists.size());
+  for (std::size_t i = 0; i < size; ++i) {
+    counts_.push_back(first.tensors[i].numel());
+    const bool direct = in_place(lists.begin(), lists.end(), i);
+    for (std::size_t which = 0; which < lists.size(); ++which) {
+      const List& list = lists.begin()[which];
+      if (i == 0) operands_[which].reserve(size);
+      const at::Tensor& tensor = list.tensors[i];
+      const Type type = *type_of(tensor.scalar_type());
+      if (direct) {
+        // mutable data even of what is only read would copy copy-on-write tensors
+        void* data = list.written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+        operands_[which].push_back({data, type});
+        continue;
+      }
+      at::Tensor temporary;
+      if (list.read) {
+        temporary = tensor.resolve_neg().clone(at::MemoryFormat::Contiguous);
+      } else {
+        temporary = at::empty(tensor.sizes(), tensor.options());
+      }
+      if (list.written) back_.emplace_back(tensor, temporary);
+      operands_[which].push_back({temporary.mutable_data_ptr(), type});
+      temporaries_.push_back(std::move(temporary));
+    }
+  }
+}
+
+void Flat::finish() const {
+  for (const auto& [tensor, temporary] : back_) tensor.copy_(temporary);
+}
+
+void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type) {
+  TORCH_CHECK_VALUE(scalar.numel() == 1 && scalar.scalar_type() == type, name, " has shape ", shape_of(scalar), " and dtype ",
+                    name_of(scalar.scalar_type()), ": one element of ", name_of(type), " is expected.");
+  TORCH_CHECK_NOT_IMPLEMENTED(scalar.device() == device, name, " is on ", scalar.device(), " and the first tensor on ", device,
+                              ": one call of the compiled op serves one device.");
+}
+
+void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device) {
+  if (scalar.has_value()) check_scalar(name, *scalar, device);
+}
+
+void bump_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
+
+void bump_version(const std::optional<at::Tensor>& tensor) {
+  if (tensor.has_value()) bump_version(*tensor);
+}
+
+c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise) {
+  if (!tensors.empty()) return tensors[0].device();
+  return otherwise.has_value() ? otherwise->device() : c10::Device(c10::kCPU);
+}
+
+std::tuple<at::Tensor, at::Tensor> new_norms(at::TensorList tensors, c10::Device device, bool per_tensor) {
+  const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
+  const auto count = per_tensor ? static_cast<std::int64_t>(tensors.size()) : 0;
+  return {at::empty({}, options), at::empty({count}, options)};
+}
+
+void check_refresh_types(at::TensorList weights, at::TensorList masters) {
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    TORCH_CHECK_VALUE(weights[i].scalar_type() == at::kHalf || weights[i].scalar_type() == at::kBFloat16, "weights[", i,
+                      "] has dtype ", name_of(weights[i].scalar_type()), ": float16 or bfloat16 is expected.");
+  }
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    TORCH_CHECK_VALUE(masters[i].scalar_type() == at::kFloat, "masters[", i, "] has dtype ", name_of(masters[i].scalar_type()),
+                      ": float32 is expected.");
+  }
+}
+
+ScaleUpdate scale_rule(double growth_factor, double backoff_factor, std::int64_t growth_interval, std::int64_t hysteresis,
+                       std::optional<double> min_scale, std::optional<double> max_scale) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  return ScaleUpdate{
+      static_cast<float>(growth_factor),
+      static_cast<float>(backoff_factor),
+      min_scale.has_value() ? static_cast<float>(*min_scale) : std::numeric_limits<float>::min(),
+      max_scale.has_value() ? static_cast<float>(*max_scale) : std::numeric_limits<float>::infinity(),
+      static_cast<std::int32_t>(std::min(growth_interval, kMost)),
+      static_cast<std::int32_t>(std::min(hysteresis, kMost)),
+  };
+}
+
+void check_scale_state(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+                       const at::Tensor& found_inf) {
+  check_scalar("scale", scale, scale.device());
+  check_scalar("growth_tracker", growth_tracker, scale.device(), at::kInt);
+  check_scalar("hysteresis_tracker", hysteresis_tracker, scale.device(), at::kInt);
+  check_scalar("found_inf", found_inf, scale.device());
+  for (const at::Tensor* state : {&scale, &growth_tracker, &hysteresis_tracker}) bump_version(*state);
+}
+
+}  // namespace amp_wrapper

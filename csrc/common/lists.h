@@ -1,0 +1,73 @@
+// Lists of tensors as the ops see them: checked as a whole before anything is written, then flat pieces of memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "functors.h"
+
+namespace amp_wrapper {
+
+struct List {
+  const char* name;
+  at::TensorList tensors;
+  bool written = false;
+  // a written list whose old values count as well
+  bool read = true;
+};
+
+// Tensors without gaps whose elements pair up in memory are used in place. Others are read into temporaries, all of them
+// before anything is written, and written back by finish() in the order of the list.
+class Flat {
+ public:
+  // Raises ValueError for what is wrong, naming list and index, and NotImplementedError for what is right but left to plain
+  // torch: several devices, or a type beside float32, float16 and bfloat16.
+  Flat(std::initializer_list<List> lists, c10::DeviceType device);
+
+  std::size_t size() const { return counts_.size(); }
+  const std::vector<std::int64_t>& counts() const { return counts_; }
+  void* data(std::size_t list, std::size_t index) const { return operands_[list][index].data; }
+  Type type(std::size_t list, std::size_t index) const { return operands_[list][index].type; }
+  void finish() const;
+
+ private:
+  struct Operand {
+    void* data;
+    Type type;
+  };
+  std::vector<std::vector<Operand>> operands_;
+  std::vector<std::int64_t> counts_;
+  std::vector<at::Tensor> temporaries_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> back_;
+};
+
+// A scalar argument: one float32 element on `device`. The name goes into the error.
+void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device,
+                  c10::ScalarType type = c10::ScalarType::Float);
+void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device);
+
+// Autograd must learn of the write before it happens, so that a tensor that may not be written raises with nothing done.
+void bump_version(const at::Tensor& tensor);
+void bump_version(const std::optional<at::Tensor>& tensor);
+
+// Where the tensors are; the flag's device, or the CPU, where there are none.
+c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise = std::nullopt);
+
+// Room for the results of a norm: a float32 scalar, and one float32 element for each tensor, or none.
+std::tuple<at::Tensor, at::Tensor> new_norms(at::TensorList tensors, c10::Device device, bool per_tensor);
+
+// float16 or bfloat16 weights, float32 masters.
+void check_refresh_types(at::TensorList weights, at::TensorList masters);
+
+// What the Python numbers of update_scale are as float32, and the tensors it changes, checked and marked as written.
+ScaleUpdate scale_rule(double growth_factor, double backoff_factor, std::int64_t growth_interval, std::int64_t hysteresis,
+                       std::optional<double> min_scale, std::optional<double> max_scale);
+void check_scale_state(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+                       const at::Tensor& found_inf);
+
+}  // namespace amp_wrapper

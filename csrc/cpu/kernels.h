@@ -1,0 +1,33 @@
+// What the CPU ops call for one chunk, in one version for each instruction set.
+#pragma once
+
+#include "../common/element.h"
+#include "../common/functors.h"
+#include "../common/planner.h"
+
+namespace amp_wrapper::cpu {
+
+// Pointers need no alignment. `count` is at most kChunk where a sum is formed, and anything otherwise.
+struct Kernels {
+  // target = source * factor; returns whether a source element is not finite
+  bool (*scale)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor);
+  // the same without a product, bit for bit where the types are equal
+  void (*copy)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count);
+  // target = x * a + y * b; bit 0 of the result: an x is not finite, bit 1: a y
+  int (*axpby)(Type x_type, const void* x, Type y_type, const void* y, Type target_type, void* target, std::int64_t count,
+               Axpby function);
+  // the sum of squares in the order of planner.h; sets *nonfinite, or leaves it
+  float (*sum_of_squares)(Type type, const void* data, std::int64_t count, bool* nonfinite);
+  // the largest magnitude as an integer, above kExponent where there is a NaN
+  std::int32_t (*largest)(Type type, const void* data, std::int64_t count);
+  // master = weight where the weight is not the rounded master, bit for bit; returns whether there was one
+  bool (*refresh)(Type weight_type, const void* weight, float* master, std::int64_t count);
+};
+
+extern const Kernels kDefault;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace amp_wrapper::cpu

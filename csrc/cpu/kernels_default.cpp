@@ -1,0 +1,8 @@
+// The kernels for any processor.
+#include "kernels.h"
+
+#define AMP_WIDTH 4
+#define AMP_TABLE kDefault
+#include "vector.inl"
+
+#include "kernels.inl"

@@ -1,0 +1,258 @@
+// The ops on a CPU: lists become chunks, and threads share them out.
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+
+#include "../common/lists.h"
+#include "kernels.h"
+
+namespace amp_wrapper::cpu {
+namespace {
+
+// The same choice as torch's, which ATEN_CPU_CAPABILITY in the environment can lower.
+const Kernels& kernels() {
+  static const Kernels& chosen = []() -> const Kernels& {
+#if defined(__x86_64__)
+    const std::string capability = at::get_cpu_capability();
+    if (capability == "AVX512") return kAvx512;
+    if (capability == "AVX2") return kAvx2;
+#endif
+    return kDefault;
+  }();
+  return chosen;
+}
+
+// Below this many elements for each thread, waking a thread costs more than it brings.
+constexpr std::int64_t kGrain = 32768;
+
+// Calls body(tensor, first element, count, chunk) for every chunk.
+template <typename F>
+void for_chunks(const Launch& launch, F body) {
+  const auto run = [&](std::int64_t begin, std::int64_t end) {
+    if (begin == end) return;
+    int entry = entry_of(launch.starts.data(), static_cast<int>(launch.entries.size()), begin);
+    for (std::int64_t chunk = begin; chunk < end; ++chunk) {
+      while (launch.starts[entry + 1] <= chunk) ++entry;
+      const Entry& piece = launch.entries[entry];
+      const std::int64_t offset = (chunk - launch.starts[entry]) * kChunk;
+      body(piece.tensor, piece.begin + offset, std::min(kChunk, piece.count - offset), chunk);
+    }
+  };
+  std::int64_t cost = 0;
+  for (const Entry& entry : launch.entries) cost += entry.count + kEntryCost;
+  const std::int64_t parts = std::min<std::int64_t>(at::get_num_threads(), cost / kGrain);
+  if (parts <= 1) {
+    run(0, launch.chunks());
+    return;
+  }
+  const std::vector<std::int64_t> bounds = split(launch, parts);
+  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) { run(bounds[begin], bounds[end]); });
+}
+
+Launch whole_plan(const std::vector<std::int64_t>& counts) {
+  constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
+  std::vector<Launch> launches = plan(counts, kAny, kAny);
+  return launches.empty() ? Launch() : std::move(launches.front());
+}
+
+void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::int64_t element) {
+  return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
+}
+
+float value_of(const std::optional<at::Tensor>& scalar) {
+  return scalar.has_value() ? *static_cast<const float*>(scalar->const_data_ptr()) : 1.0f;
+}
+
+void raise_flag(const std::optional<at::Tensor>& flag, bool found) {
+  // a maximum, never a sum: the flag stays 0 or 1
+  if (found) *static_cast<float*>(flag->mutable_data_ptr()) = 1.0f;
+}
+
+// In pairs of neighbours, those in pairs, and so on; a missing one counts as zero. Overwrites the values.
+float tree_sum(float* values, std::int64_t count) {
+  if (count == 0) return 0.0f;
+  for (; count > 1; count = (count + 1) / 2) {
+    for (std::int64_t i = 0; i < count / 2; ++i) values[i] = values[2 * i] + values[2 * i + 1];
+    if (count % 2) values[count / 2] = values[count - 1];
+  }
+  return values[0];
+}
+
+void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
+                        const std::optional<at::Tensor>& found_inf) {
+  const c10::Device device = device_of(sources, found_inf);
+  check_scalar("scale", scale, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU);
+  bump_version(found_inf);
+  const float factor = value_of(scale);
+  std::atomic<bool> found{false};
+  for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
+    if (kernels().scale(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+                        at_element(flat, 1, tensor, element), count, factor)) {
+      found.store(true, std::memory_order_relaxed);
+    }
+  });
+  flat.finish();
+  if (found_inf.has_value()) raise_flag(found_inf, found);
+}
+
+void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList targets, const std::optional<at::Tensor>& a,
+                        const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& found_inf, bool check_x,
+                        bool check_y) {
+  const c10::Device device = device_of(xs, found_inf);
+  check_scalar("a", a, device);
+  check_scalar("b", b, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCPU);
+  bump_version(found_inf);
+  const Axpby function{value_of(a), value_of(b)};
+  const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
+  std::atomic<bool> found{false};
+  for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
+    const int bad = kernels().axpby(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+                                    at_element(flat, 1, tensor, element), flat.type(2, tensor),
+                                    at_element(flat, 2, tensor, element), count, function);
+    if (bad & checked) found.store(true, std::memory_order_relaxed);
+  });
+  flat.finish();
+  if (found_inf.has_value()) raise_flag(found_inf, found);
+}
+
+void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU);
+  for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
+    kernels().copy(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+                   at_element(flat, 1, tensor, element), count);
+  });
+  flat.finish();
+}
+
+void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
+  check_scalar("found_inf", found_inf, device_of(tensors, found_inf));
+  const Flat flat({{"tensors", tensors}}, c10::kCPU);
+  bump_version(found_inf);
+  std::atomic<bool> found{false};
+  for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
+    if (kernels().largest(flat.type(0, tensor), at_element(flat, 0, tensor, element), count) >= kExponent) {
+      found.store(true, std::memory_order_relaxed);
+    }
+  });
+  raise_flag(found_inf, found);
+}
+
+std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
+                                                       const std::optional<at::Tensor>& found_inf, bool per_tensor) {
+  const c10::Device device = device_of(tensors, found_inf);
+  check_scalar("inverse_scale", inverse_scale, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"tensors", tensors}}, c10::kCPU);
+  bump_version(found_inf);
+  const Launch launch = whole_plan(flat.counts());
+  std::vector<float> chunks(launch.chunks());
+  std::atomic<bool> found{false};
+  for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
+    bool bad = false;
+    chunks[chunk] = kernels().sum_of_squares(flat.type(0, tensor), at_element(flat, 0, tensor, element), count, &bad);
+    if (bad) found.store(true, std::memory_order_relaxed);
+  });
+  std::vector<float> sums(tensors.size(), 0.0f);
+  for (std::size_t i = 0; i < launch.entries.size(); ++i) {
+    const std::int64_t begin = launch.starts[i];
+    sums[launch.entries[i].tensor] = tree_sum(chunks.data() + begin, launch.starts[i + 1] - begin);
+  }
+  auto result = new_norms(tensors, device, per_tensor);
+  const float factor = value_of(inverse_scale);
+  if (per_tensor) {
+    auto* norms = static_cast<float*>(std::get<1>(result).mutable_data_ptr());
+    for (std::size_t i = 0; i < sums.size(); ++i) norms[i] = std::sqrt(sums[i]) * factor;
+  }
+  *static_cast<float*>(std::get<0>(result).mutable_data_ptr()) =
+      std::sqrt(tree_sum(sums.data(), static_cast<std::int64_t>(sums.size()))) * factor;
+  if (found_inf.has_value()) raise_flag(found_inf, found);
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
+                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
+  const c10::Device device = device_of(tensors, found_inf);
+  check_scalar("inverse_scale", inverse_scale, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"tensors", tensors}}, c10::kCPU);
+  bump_version(found_inf);
+  const Launch launch = whole_plan(flat.counts());
+  std::vector<std::int32_t> chunks(launch.chunks());
+  for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
+    chunks[chunk] = kernels().largest(flat.type(0, tensor), at_element(flat, 0, tensor, element), count);
+  });
+  std::vector<std::int32_t> most(tensors.size(), 0);
+  std::int32_t all = 0;
+  for (std::size_t i = 0; i < launch.entries.size(); ++i) {
+    const auto begin = chunks.begin() + launch.starts[i];
+    const std::int32_t value = *std::max_element(begin, chunks.begin() + launch.starts[i + 1]);
+    most[launch.entries[i].tensor] = value;
+    all = std::max(all, value);
+  }
+  auto result = new_norms(tensors, device, per_tensor);
+  const float factor = value_of(inverse_scale);
+  if (per_tensor) {
+    auto* norms = static_cast<float*>(std::get<1>(result).mutable_data_ptr());
+    for (std::size_t i = 0; i < most.size(); ++i) norms[i] = float_of(most[i]) * factor;
+  }
+  *static_cast<float*>(std::get<0>(result).mutable_data_ptr()) = float_of(all) * factor;
+  if (found_inf.has_value()) raise_flag(found_inf, all >= kExponent);
+  return result;
+}
+
+at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) {
+  check_refresh_types(weights, masters);
+  const Flat flat({{"weights", weights}, {"masters", masters, true, true}}, c10::kCPU);
+  at::Tensor edited = at::zeros({static_cast<std::int64_t>(weights.size())},
+                                at::TensorOptions().dtype(at::kBool).device(device_of(weights)));
+  // one byte for each chunk, so that no two threads write to one place
+  const Launch launch = whole_plan(flat.counts());
+  std::vector<char> found(launch.chunks(), 0);
+  for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
+    found[chunk] = kernels().refresh(flat.type(0, tensor), at_element(flat, 0, tensor, element),
+                                     static_cast<float*>(at_element(flat, 1, tensor, element)), count);
+  });
+  flat.finish();
+  auto* flags = static_cast<bool*>(edited.mutable_data_ptr());
+  for (std::size_t i = 0; i < launch.entries.size(); ++i) {
+    for (std::int64_t chunk = launch.starts[i]; chunk < launch.starts[i + 1]; ++chunk) {
+      flags[launch.entries[i].tensor] |= found[chunk] != 0;
+    }
+  }
+  return edited;
+}
+
+void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+                  const at::Tensor& found_inf, double growth_factor, double backoff_factor, std::int64_t growth_interval,
+                  std::int64_t hysteresis, std::optional<double> min_scale, std::optional<double> max_scale) {
+  const ScaleUpdate rule = scale_rule(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale);
+  check_scale_state(scale, growth_tracker, hysteresis_tracker, found_inf);
+  rule(static_cast<float*>(scale.mutable_data_ptr()), static_cast<std::int32_t*>(growth_tracker.mutable_data_ptr()),
+       static_cast<std::int32_t*>(hysteresis_tracker.mutable_data_ptr()),
+       *static_cast<const float*>(found_inf.const_data_ptr()));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) {
+  library.impl("multi_tensor_scale", multi_tensor_scale);
+  library.impl("multi_tensor_axpby", multi_tensor_axpby);
+  library.impl("multi_tensor_copy", multi_tensor_copy);
+  library.impl("multi_tensor_isnonfinite", multi_tensor_isnonfinite);
+  library.impl("multi_tensor_l2norm", multi_tensor_l2norm);
+  library.impl("multi_tensor_maxnorm", multi_tensor_maxnorm);
+  library.impl("multi_tensor_refresh", multi_tensor_refresh);
+  library.impl("update_scale", update_scale);
+}
+
+}  // namespace amp_wrapper::cpu

@@ -1,0 +1,108 @@
+// A vector of floats, and how the element types become one. Included by kernels_*.cpp after AMP_WIDTH and AMP_TABLE are set
+// and the instruction set is switched on; everything here has internal linkage, so that no code for one instruction set is
+// ever called on a machine that lacks it.
+
+// functors.h was compiled for every processor, and is inlined here; GCC's own intrinsics begin with undefined registers
+#pragma GCC diagnostic ignored "-Wpsabi"
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+namespace {
+
+using namespace amp_wrapper;
+
+constexpr int kWidth = AMP_WIDTH;
+typedef float Floats __attribute__((vector_size(4 * AMP_WIDTH)));
+typedef std::int32_t Ints __attribute__((vector_size(4 * AMP_WIDTH)));
+typedef std::uint32_t Words __attribute__((vector_size(4 * AMP_WIDTH)));
+typedef std::uint16_t Shorts __attribute__((vector_size(2 * AMP_WIDTH)));
+
+template <typename V>
+inline V read(const void* from) {
+  V value;
+  std::memcpy(&value, from, sizeof(V));
+  return value;
+}
+
+inline Floats load(const float* from) { return read<Floats>(from); }
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof(value)); }
+
+inline Floats load(const Bfloat* from) {
+  const Words wide = __builtin_convertvector(read<Shorts>(from), Words);
+  return (Floats)(wide << 16);
+}
+
+inline Floats load(const Half* from) {
+#if AMP_WIDTH == 16
+  return (Floats)_mm512_cvtph_ps(read<__m256i>(from));
+#elif AMP_WIDTH == 8
+  return (Floats)_mm256_cvtph_ps(read<__m128i>(from));
+#else
+  Floats value;
+  for (int i = 0; i < kWidth; ++i) value[i] = to_float(from[i]);
+  return value;
+#endif
+}
+
+inline Shorts narrow(Words words) { return __builtin_convertvector(words, Shorts); }
+
+inline Shorts to_bfloats(Floats value) {
+  const Words bits = (Words)value;
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Ints is_nan = ((Ints)value & kMagnitude) > kExponent;
+  return narrow((Words)(((Ints)rounded & ~is_nan) | (is_nan & 0x7fc0)));
+}
+
+inline Shorts to_halves(Floats value) {
+#if AMP_WIDTH == 16
+  return (Shorts)_mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif AMP_WIDTH == 8
+  return (Shorts)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  Shorts result;
+  for (int i = 0; i < kWidth; ++i) result[i] = from_float<Half>(value[i]).bits;
+  return result;
+#endif
+}
+
+inline void store(Bfloat* to, Floats value) {
+  const Shorts narrowed = to_bfloats(value);
+  std::memcpy(to, &narrowed, sizeof(narrowed));
+}
+
+inline void store(Half* to, Floats value) {
+  const Shorts narrowed = to_halves(value);
+  std::memcpy(to, &narrowed, sizeof(narrowed));
+}
+
+inline Ints magnitude(Floats value) { return (Ints)value & kMagnitude; }
+
+// -1 in the lanes that are infinite or NaN
+inline Ints nonfinite(Floats value) { return magnitude(value) >= kExponent; }
+
+inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+
+inline bool any(Ints mask) {
+  std::int32_t result = 0;
+  for (int i = 0; i < kWidth; ++i) result |= mask[i];
+  return result != 0;
+}
+
+// The first `count` elements, fewer than a vector; the rest is zero.
+template <typename T>
+inline Floats load_some(const T* from, std::int64_t count) {
+  T buffer[kWidth] = {};
+  std::memcpy(buffer, from, static_cast<std::size_t>(count) * sizeof(T));
+  return load(buffer);
+}
+
+template <typename T>
+inline void store_some(T* to, Floats value, std::int64_t count) {
+  T buffer[kWidth];
+  store(buffer, value);
+  std::memcpy(to, buffer, static_cast<std::size_t>(count) * sizeof(T));
+}
+
+}  // namespace
