@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,9 @@ def compiled() -> dict[str, Any]:
         return pure('they are not built on Windows', wanted == '1')
     if shutil.which(shlex.split(compiler)[0]) is None:
         return pure(f'there is no C++ compiler ({compiler})', wanted == '1')
+    headers = Path(sysconfig.get_path('include'), 'Python.h')
+    if not headers.exists():
+        return pure(f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)', wanted == '1')
     try:
         import ninja
 
@@ -129,6 +133,7 @@ def compiled() -> dict[str, Any]:
         'cuda': torch.version.cuda if with_cuda else None,
         'architectures': os.environ.get('TORCH_CUDA_ARCH_LIST', 'those of the GPUs seen') if with_cuda else None,
         'without_cuda': without_cuda,
+        'python': sys.implementation.cache_tag,
         'sources': digest(),
     }
 
@@ -157,9 +162,7 @@ def compiled() -> dict[str, Any]:
 
     return {
         'ext_modules': [extension],
-        'cmdclass': {'build_ext': BuildOps.with_options(no_python_abi_suffix=True)},
-        # the library holds nothing of Python's: one file serves all versions
-        'options': {'bdist_wheel': {'py_limited_api': 'cp310'}},
+        'cmdclass': {'build_ext': BuildOps},
     }
 
 

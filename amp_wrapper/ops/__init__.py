@@ -6,8 +6,10 @@ of :mod:`amp_wrapper.ops.reference` otherwise. Both give the same bits.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,15 +19,19 @@ from . import checks, loader, reference
 from . import schemas as schemas
 from .reference import add_gradients
 
-_OPS = torch.ops.amp_wrapper
 #: What the compiled kernels take; anything else is left to the reference.
 COMPILED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def _library() -> ModuleType | None:
+    """The compiled functions, or None. Warns once where they are missing. Loaded at the first call."""
+    loader.warn_if_missing()
+    return loader.library().module
+
+
 @torch.compiler.assume_constant_result
 def compiled_devices() -> frozenset[str]:
-    """Types of the devices that compiled kernels serve. Warns once where the library is missing."""
-    loader.warn_if_missing()
+    """Types of the devices that compiled kernels serve."""
     return loader.library().devices
 
 
@@ -48,25 +54,31 @@ def backend() -> str:
 
 
 def _is_served(lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None]) -> bool:
-    """Whether one call of the compiled op can take all of this; a traced call cannot try and see."""
+    """Whether one call of the compiled op can take all of this."""
     everything = [tensor for tensors in lists for tensor in tensors]
-    devices = {tensor.device for tensor in [*everything, *(s for s in scalars if s is not None)]}
-    return len(devices) == 1 and all(tensor.dtype in COMPILED_DTYPES for tensor in everything)
+    places = {tensor.device for tensor in [*everything, *(scalar for scalar in scalars if scalar is not None)]}
+    return (
+        len(places) == 1
+        and places.pop().type in compiled_devices()
+        and all(tensor.dtype in COMPILED_DTYPES for tensor in everything)
+    )
 
 
-def _try(op: Any, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None], *options: Any) -> tuple[bool, Any]:
-    """(whether the compiled op took the call, its result)."""
-    if not lists[0] or lists[0][0].device.type not in compiled_devices():
-        return False, None
+def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None], *options: bool) -> Any:
+    """The result of the compiled op, or NotImplemented where the reference has to do it."""
     if torch.compiler.is_compiling():
-        if not _is_served(lists, scalars):
-            return False, None
-        return True, op(*lists, *scalars, *options)
+        # what is traced cannot try and see, and the graph wants the dispatcher's op
+        if _is_served(lists, scalars):
+            return getattr(torch.ops.amp_wrapper, name)(*lists, *scalars, *options)
+        return NotImplemented
+    module = _library()
+    if module is None or not lists[0]:
+        return NotImplemented
     try:
         # its own checks are the cheapest way to find out; they come before anything is written
-        return True, op(*lists, *scalars, *options)
+        return getattr(module, name)(*lists, *scalars, *options)
     except NotImplementedError:
-        return False, None
+        return NotImplemented
 
 
 def _by_device(
@@ -96,21 +108,18 @@ def _by_device(
     return True
 
 
-@torch.no_grad()
 def multi_tensor_scale(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
     scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    if _try(_OPS.multi_tensor_scale.default, (sources, targets), (scale, found_inf))[0]:
-        return
-    named = {'sources': sources, 'targets': targets}
-    if not _by_device(multi_tensor_scale, named, (scale,), found_inf):
-        reference.multi_tensor_scale(sources, targets, scale, found_inf)
+    if _try('multi_tensor_scale', (sources, targets), (scale, found_inf)) is NotImplemented:
+        named = {'sources': sources, 'targets': targets}
+        if not _by_device(multi_tensor_scale, named, (scale,), found_inf):
+            reference.multi_tensor_scale(sources, targets, scale, found_inf)
 
 
-@torch.no_grad()
 def multi_tensor_axpby(
     xs: Sequence[Tensor],
     ys: Sequence[Tensor],
@@ -121,75 +130,58 @@ def multi_tensor_axpby(
     check_x: bool = True,
     check_y: bool = True,
 ) -> None:
-    if _try(_OPS.multi_tensor_axpby.default, (xs, ys, targets), (a, b, found_inf), check_x, check_y)[0]:
-        return
-    named = {'xs': xs, 'ys': ys, 'targets': targets}
-
-    def call(*arguments: Any) -> None:
-        multi_tensor_axpby(*arguments, check_x=check_x, check_y=check_y)
-
-    if not _by_device(call, named, (a, b), found_inf):
-        reference.multi_tensor_axpby(xs, ys, targets, a, b, found_inf, check_x, check_y)
+    if _try('multi_tensor_axpby', (xs, ys, targets), (a, b, found_inf), check_x, check_y) is NotImplemented:
+        named = {'xs': xs, 'ys': ys, 'targets': targets}
+        once = functools.partial(multi_tensor_axpby, check_x=check_x, check_y=check_y)
+        if not _by_device(once, named, (a, b), found_inf):
+            reference.multi_tensor_axpby(xs, ys, targets, a, b, found_inf, check_x, check_y)
 
 
-@torch.no_grad()
 def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    if any(source is target for source, target in zip(sources, targets)) and len(sources) == len(targets):
-        # nothing is written there, and autograd shall not think so
-        pairs = [(source, target) for source, target in zip(sources, targets) if source is not target]
-        sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
-    if _try(_OPS.multi_tensor_copy.default, (sources, targets), ())[0]:
-        return
-    named = {'sources': sources, 'targets': targets}
-    if not _by_device(lambda s, t, _: multi_tensor_copy(s, t), named, (), None):
-        reference.multi_tensor_copy(sources, targets)
+    if _try('multi_tensor_copy', (sources, targets), ()) is NotImplemented:
+        named = {'sources': sources, 'targets': targets}
+        if not _by_device(lambda some, others, _: multi_tensor_copy(some, others), named, (), None):
+            reference.multi_tensor_copy(sources, targets)
 
 
-@torch.no_grad()
 def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
-    if not _try(_OPS.multi_tensor_isnonfinite.default, (tensors,), (found_inf,))[0]:
+    if _try('multi_tensor_isnonfinite', (tensors,), (found_inf,)) is NotImplemented:
         if not _by_device(multi_tensor_isnonfinite, {'tensors': tensors}, (), found_inf):
             reference.multi_tensor_isnonfinite(tensors, found_inf)
 
 
-@torch.no_grad()
 def multi_tensor_l2norm(
     tensors: Sequence[Tensor],
     inverse_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     per_tensor: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    done, norms = _try(_OPS.multi_tensor_l2norm.default, (tensors,), (inverse_scale, found_inf), per_tensor)
-    # the sum runs over tensors in the order of the list: several devices are left to the reference
-    result: tuple[Tensor, Tensor] = (
-        norms if done else reference.multi_tensor_l2norm(tensors, inverse_scale, found_inf, per_tensor)
-    )
-    return result
+    norms: Any = _try('multi_tensor_l2norm', (tensors,), (inverse_scale, found_inf), per_tensor)
+    if norms is NotImplemented:
+        # the sum runs over tensors in the order of the list: several devices are left to the reference
+        norms = reference.multi_tensor_l2norm(tensors, inverse_scale, found_inf, per_tensor)
+    return norms  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def multi_tensor_maxnorm(
     tensors: Sequence[Tensor],
     inverse_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     per_tensor: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    done, norms = _try(_OPS.multi_tensor_maxnorm.default, (tensors,), (inverse_scale, found_inf), per_tensor)
-    result: tuple[Tensor, Tensor] = (
-        norms if done else reference.multi_tensor_maxnorm(tensors, inverse_scale, found_inf, per_tensor)
-    )
-    return result
+    norms: Any = _try('multi_tensor_maxnorm', (tensors,), (inverse_scale, found_inf), per_tensor)
+    if norms is NotImplemented:
+        norms = reference.multi_tensor_maxnorm(tensors, inverse_scale, found_inf, per_tensor)
+    return norms  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
-    done, flags = _try(_OPS.multi_tensor_refresh.default, (weights, masters), ())
-    if done:
-        return flags  # type: ignore[no-any-return]
-    return reference.multi_tensor_refresh(weights, masters)
+    flags: Any = _try('multi_tensor_refresh', (weights, masters), ())
+    if flags is NotImplemented:
+        flags = reference.multi_tensor_refresh(weights, masters)
+    return flags  # type: ignore[no-any-return]
 
 
-@torch.no_grad()
 def update_scale(
     scale: Tensor,
     growth_tracker: Tensor,
@@ -202,8 +194,11 @@ def update_scale(
     min_scale: float | None = None,
     max_scale: float | None = None,
 ) -> None:
-    served = scale.device.type in compiled_devices()
-    (_OPS.update_scale.default if served else reference.update_scale)(
+    call: Any = torch.ops.amp_wrapper.update_scale
+    if not torch.compiler.is_compiling():
+        module = _library()
+        call = reference.update_scale if module is None else module.update_scale
+    call(
         scale,
         growth_tracker,
         hysteresis_tracker,

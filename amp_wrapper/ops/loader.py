@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import os
+import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,14 +25,14 @@ class Library:
     """What was found.
 
     Attributes:
-        loaded: Whether compiled kernels are registered.
+        module: The compiled functions; None where the reference runs.
         devices: Device types that they serve: 'cpu', 'cuda'.
         reason: Why there is no library, or none for CUDA; empty where nothing is missing.
         chosen: Whether somebody asked for the reference; then nothing is said about it.
         facts: What the build noted: versions of torch and CUDA, architectures, compiler.
     """
 
-    loaded: bool
+    module: ModuleType | None
     devices: frozenset[str] = frozenset()
     reason: str = ''
     chosen: bool = False
@@ -37,7 +40,7 @@ class Library:
 
 
 def _missing(reason: str, chosen: bool = False, **facts: Any) -> Library:
-    return Library(loaded=False, reason=reason, chosen=chosen, facts=facts)
+    return Library(module=None, reason=reason, chosen=chosen, facts=facts)
 
 
 def _same_release(one: str, other: str) -> bool:
@@ -51,21 +54,22 @@ def _find(folder: Path) -> Library:
     try:
         facts: dict[str, Any] = json.loads((folder / '_build.json').read_text(encoding='utf-8'))
     except (OSError, ValueError):
-        return _missing('the ops were never built here')
+        return _missing('they were never built here')
     if not facts.get('built'):
         return _missing(str(facts.get('reason', 'the build failed')), bool(facts.get('chosen')), **facts)
     if not _same_release(str(facts['torch']), torch.__version__):
         # loading it could crash: the layout of torch's classes changes between releases
-        return _missing(f'it was built for torch {facts["torch"]}, and this is torch {torch.__version__}', **facts)
+        return _missing(f'they were built for torch {facts["torch"]}, and this is torch {torch.__version__}', **facts)
     if facts['cuda'] and facts['cuda'] != torch.version.cuda:
-        return _missing(f'it was built for CUDA {facts["cuda"]}, and this torch has {torch.version.cuda}', **facts)
-    path = folder / '_C.so'
+        return _missing(f'they were built for CUDA {facts["cuda"]}, and this torch has {torch.version.cuda}', **facts)
+    if facts['python'] != sys.implementation.cache_tag:
+        return _missing(f'they were built for {facts["python"]}, and this is {sys.implementation.cache_tag}', **facts)
     try:
-        torch.ops.load_library(path)
-    except (OSError, RuntimeError) as error:
-        return _missing(f'{path.name} could not be loaded: {error}', **facts)
+        module = importlib.import_module('amp_wrapper.ops._C')
+    except (ImportError, OSError, RuntimeError) as error:
+        return _missing(f'the library could not be loaded ({error})', **facts)
     devices = {'cpu', 'cuda'} if facts['cuda'] else {'cpu'}
-    return Library(loaded=True, devices=frozenset(devices), reason=str(facts.get('without_cuda', '')), facts=facts)
+    return Library(module=module, devices=frozenset(devices), reason=str(facts.get('without_cuda', '')), facts=facts)
 
 
 @functools.cache
@@ -78,7 +82,7 @@ def library() -> Library:
 def warn_if_missing() -> None:
     """Say once in a process why the reference runs, where nobody asked for it."""
     found = library()
-    if not found.loaded and not found.chosen:
+    if found.module is None and not found.chosen:
         warnings.warn(
             f'amp_wrapper runs without its compiled ops, since {found.reason}. It computes the same, slower. To build them: '
             f'{HOW_TO_BUILD}. AMP_WRAPPER_OPS=reference in the environment silences this.',

@@ -161,7 +161,12 @@ Flat::Flat(std::initializer_list<List> lists, c10::DeviceType device_type) {
   check_overlap(lists.begin(), lists.end());
   for (const List& list : lists) {
     if (!list.written) continue;
-    for (const at::Tensor& tensor : list.tensors) bump_version(tensor);
+    for (std::size_t i = 0; i < size; ++i) {
+      // a copy of a tensor onto itself writes nothing
+      if (!(list.same_is_idle && list.tensors[i].is_same(first.tensors[i]))) {
+        bump_version(list.tensors[i]);
+      }
+    }
   }
 
   counts_.reserve(size);

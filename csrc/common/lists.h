@@ -19,6 +19,8 @@ struct List {
   bool written = false;
   // a written list whose old values count as well
   bool read = true;
+  // nothing is written where the tensor is that of the first list
+  bool same_is_idle = false;
 };
 
 // Tensors without gaps whose elements pair up in memory are used in place. Others are read into temporaries, all of them

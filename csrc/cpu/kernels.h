@@ -7,15 +7,17 @@
 
 namespace amp_wrapper::cpu {
 
-// Pointers need no alignment. `count` is at most kChunk where a sum is formed, and anything otherwise.
+// Pointers need no alignment. `streams`: the target is written around the caches where it is aligned.
+// `count` is at most kChunk where a sum is formed, and anything otherwise.
 struct Kernels {
   // target = source * factor; returns whether a source element is not finite
-  bool (*scale)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor);
+  bool (*scale)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor,
+                bool streams);
   // the same without a product, bit for bit where the types are equal
-  void (*copy)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count);
+  void (*copy)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, bool streams);
   // target = x * a + y * b; bit 0 of the result: an x is not finite, bit 1: a y
   int (*axpby)(Type x_type, const void* x, Type y_type, const void* y, Type target_type, void* target, std::int64_t count,
-               Axpby function);
+               Axpby function, bool streams);
   // the sum of squares in the order of planner.h; sets *nonfinite, or leaves it
   float (*sum_of_squares)(Type type, const void* data, std::int64_t count, bool* nonfinite);
   // the largest magnitude as an integer, above kExponent where there is a NaN

@@ -2,7 +2,7 @@
 
 namespace {
 
-// `body(vector, tail)` gets the element type of a runtime value as a null pointer.
+// Calls `body` with a null pointer of the element type that a value names.
 template <typename F>
 inline auto with_type(Type type, F body) {
   switch (type) {
@@ -15,22 +15,30 @@ inline auto with_type(Type type, F body) {
   }
 }
 
-template <typename S, typename T>
+// Lines of 64 bytes that four vectors of an element type take.
+template <typename T>
+inline void fetch_four(const T* from) {
+  constexpr int kLines = 4 * kWidth * sizeof(T) / 64;
+  for (int k = 0; k < (kLines > 0 ? kLines : 1); ++k) fetch_ahead(from + k * (64 / sizeof(T)));
+}
+
+template <bool kStream, typename S, typename T>
 bool scale_elements(const S* source, T* target, std::int64_t count, float factor) {
   const Scale function{factor};
   Ints bad = {};
   std::int64_t i = 0;
   for (; i + 4 * kWidth <= count; i += 4 * kWidth) {
+    fetch_four(source + i);
     // all loads first: the compiler may not move them over a store that could go to the same place
     const Floats x0 = load(source + i);
     const Floats x1 = load(source + i + kWidth);
     const Floats x2 = load(source + i + 2 * kWidth);
     const Floats x3 = load(source + i + 3 * kWidth);
     bad |= (nonfinite(x0) | nonfinite(x1)) | (nonfinite(x2) | nonfinite(x3));
-    store(target + i, function(x0));
-    store(target + i + kWidth, function(x1));
-    store(target + i + 2 * kWidth, function(x2));
-    store(target + i + 3 * kWidth, function(x3));
+    put<kStream>(target + i, function(x0));
+    put<kStream>(target + i + kWidth, function(x1));
+    put<kStream>(target + i + 2 * kWidth, function(x2));
+    put<kStream>(target + i + 3 * kWidth, function(x3));
   }
   for (; i < count; i += kWidth) {
     const std::int64_t some = count - i < kWidth ? count - i : kWidth;
@@ -38,77 +46,103 @@ bool scale_elements(const S* source, T* target, std::int64_t count, float factor
     bad |= nonfinite(x);
     store_some(target + i, function(x), some);
   }
+  if constexpr (kStream) finish_stream();
   return any(bad);
 }
 
-bool scale(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor) {
+bool scale(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor,
+           bool streams) {
   return with_type(source_type, [&](auto* s) {
     return with_type(target_type, [&](auto* t) {
-      return scale_elements(static_cast<decltype(s)>(const_cast<void*>(source)), static_cast<decltype(t)>(target), count, factor);
+      const auto* from = static_cast<decltype(s)>(const_cast<void*>(source));
+      auto* to = static_cast<decltype(t)>(target);
+      if (streams && is_aligned(to)) return scale_elements<true>(from, to, count, factor);
+      return scale_elements<false>(from, to, count, factor);
     });
   });
 }
 
-template <typename S, typename T>
+template <bool kStream, typename S, typename T>
 void copy_elements(const S* source, T* target, std::int64_t count) {
   std::int64_t i = 0;
-  for (; i + 2 * kWidth <= count; i += 2 * kWidth) {
+  for (; i + 4 * kWidth <= count; i += 4 * kWidth) {
+    fetch_four(source + i);
     const Floats x0 = load(source + i);
     const Floats x1 = load(source + i + kWidth);
-    store(target + i, x0);
-    store(target + i + kWidth, x1);
+    const Floats x2 = load(source + i + 2 * kWidth);
+    const Floats x3 = load(source + i + 3 * kWidth);
+    put<kStream>(target + i, x0);
+    put<kStream>(target + i + kWidth, x1);
+    put<kStream>(target + i + 2 * kWidth, x2);
+    put<kStream>(target + i + 3 * kWidth, x3);
   }
   for (; i < count; i += kWidth) {
     const std::int64_t some = count - i < kWidth ? count - i : kWidth;
     store_some(target + i, load_some(source + i, some), some);
   }
+  if constexpr (kStream) finish_stream();
 }
 
-void copy(Type source_type, const void* source, Type target_type, void* target, std::int64_t count) {
-  if (source_type == target_type) {
-    if (source != target) std::memcpy(target, source, static_cast<std::size_t>(count) * size_of(source_type));
+void copy(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, bool streams) {
+  if (source == target) return;
+  const bool around = streams && is_aligned(target);
+  if (source_type == target_type && !(around && source_type == Type::kFloat)) {
+    std::memcpy(target, source, static_cast<std::size_t>(count) * size_of(source_type));
     return;
   }
   with_type(source_type, [&](auto* s) {
     with_type(target_type, [&](auto* t) {
-      copy_elements(static_cast<decltype(s)>(const_cast<void*>(source)), static_cast<decltype(t)>(target), count);
+      const auto* from = static_cast<decltype(s)>(const_cast<void*>(source));
+      auto* to = static_cast<decltype(t)>(target);
+      if (around) {
+        copy_elements<true>(from, to, count);
+      } else {
+        copy_elements<false>(from, to, count);
+      }
     });
   });
 }
 
-template <typename X, typename Y, typename T>
+template <bool kStream, typename X, typename Y, typename T>
 int axpby_elements(const X* x, const Y* y, T* target, std::int64_t count, Axpby function) {
   Ints bad_x = {};
   Ints bad_y = {};
   std::int64_t i = 0;
-  for (; i + 2 * kWidth <= count; i += 2 * kWidth) {
-    const Floats x0 = load(x + i);
-    const Floats y0 = load(y + i);
-    const Floats x1 = load(x + i + kWidth);
-    const Floats y1 = load(y + i + kWidth);
-    bad_x |= nonfinite(x0) | nonfinite(x1);
-    bad_y |= nonfinite(y0) | nonfinite(y1);
-    store(target + i, function(x0, y0));
-    store(target + i + kWidth, function(x1, y1));
+  for (; i + 4 * kWidth <= count; i += 4 * kWidth) {
+    fetch_four(x + i);
+    fetch_four(y + i);
+    Floats result[4];
+    for (int k = 0; k < 4; ++k) {
+      const Floats a = load(x + i + k * kWidth);
+      const Floats b = load(y + i + k * kWidth);
+      bad_x |= nonfinite(a);
+      bad_y |= nonfinite(b);
+      result[k] = function(a, b);
+    }
+    for (int k = 0; k < 4; ++k) put<kStream>(target + i + k * kWidth, result[k]);
   }
   for (; i < count; i += kWidth) {
     const std::int64_t some = count - i < kWidth ? count - i : kWidth;
-    const Floats x0 = load_some(x + i, some);
-    const Floats y0 = load_some(y + i, some);
-    bad_x |= nonfinite(x0);
-    bad_y |= nonfinite(y0);
-    store_some(target + i, function(x0, y0), some);
+    const Floats a = load_some(x + i, some);
+    const Floats b = load_some(y + i, some);
+    bad_x |= nonfinite(a);
+    bad_y |= nonfinite(b);
+    store_some(target + i, function(a, b), some);
   }
+  if constexpr (kStream) finish_stream();
   return (any(bad_x) ? 1 : 0) | (any(bad_y) ? 2 : 0);
 }
 
 int axpby(Type x_type, const void* x, Type y_type, const void* y, Type target_type, void* target, std::int64_t count,
-          Axpby function) {
+          Axpby function, bool streams) {
   return with_type(x_type, [&](auto* a) {
     return with_type(y_type, [&](auto* b) {
       return with_type(target_type, [&](auto* t) {
-        return axpby_elements(static_cast<decltype(a)>(const_cast<void*>(x)), static_cast<decltype(b)>(const_cast<void*>(y)),
-                              static_cast<decltype(t)>(target), count, function);
+        const auto* left = static_cast<decltype(a)>(const_cast<void*>(x));
+        const auto* right = static_cast<decltype(b)>(const_cast<void*>(y));
+        auto* to = static_cast<decltype(t)>(target);
+        if (streams && is_aligned(to)) return axpby_elements<true>(left, right, to, count, function);
+        return axpby_elements<false>(left, right, to, count, function);
       });
     });
   });
@@ -134,6 +168,7 @@ float block_sum(const T* data, std::int64_t count, Ints* bad) {
   Floats sums[kSums] = {};
   std::int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
+    fetch_four(data + i);
     for (int k = 0; k < kSums; ++k) {
       const Floats x = load(data + i + k * kWidth);
       *bad |= nonfinite(x);
@@ -172,6 +207,7 @@ std::int32_t largest(Type type, const void* data, std::int64_t count) {
     Ints most[4] = {};
     std::int64_t i = 0;
     for (; i + 4 * kWidth <= count; i += 4 * kWidth) {
+      fetch_four(elements + i);
       for (int k = 0; k < 4; ++k) most[k] = larger(most[k], magnitude(load(elements + i + k * kWidth)));
     }
     for (; i < count; i += kWidth) {
@@ -184,24 +220,36 @@ std::int32_t largest(Type type, const void* data, std::int64_t count) {
   });
 }
 
+// -1 in the lanes whose weight is not the rounded master
+template <typename W>
+inline Ints edited_lanes(const Floats master, Shorts weight, const W* type) {
+  return __builtin_convertvector(to_shorts(master, type) ^ weight, Ints) != 0;
+}
+
 template <typename W>
 bool refresh_elements(const W* weight, float* master, std::int64_t count) {
   bool found = false;
-  for (std::int64_t i = 0; i < count; i += kWidth) {
-    const std::int64_t some = count - i < kWidth ? count - i : kWidth;
-    const bool whole = some == kWidth;
-    const Floats old = whole ? load(master + i) : load_some(master + i, some);
-    W rounded[kWidth];
-    store(rounded, old);
-    W present[kWidth] = {};
-    std::memcpy(present, weight + i, static_cast<std::size_t>(some) * sizeof(W));
+  std::int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    fetch_ahead(master + i);
+    fetch_ahead(weight + i);
+    const Floats old = load(master + i);
+    const Ints edited = edited_lanes(old, read<Shorts>(weight + i), weight);
     // edits are rare: nothing is written where all bits agree
-    const Shorts differs = read<Shorts>(rounded) ^ read<Shorts>(present);
-    const Ints edited = __builtin_convertvector(differs, Ints) != 0;
     if (!any(edited)) continue;
     found = true;
-    const Floats renewed = (Floats)(((Ints)old & ~edited) | ((Ints)load(present) & edited));
-    store_some(master + i, renewed, some);
+    store(master + i, (Floats)(((Ints)old & ~edited) | ((Ints)load(weight + i) & edited)));
+  }
+  if (i < count) {
+    const std::int64_t some = count - i;
+    W present[kWidth] = {};
+    std::memcpy(present, weight + i, static_cast<std::size_t>(some) * sizeof(W));
+    const Floats old = load_some(master + i, some);
+    const Ints edited = edited_lanes(old, read<Shorts>(present), weight);
+    if (any(edited)) {
+      found = true;
+      store_some(master + i, (Floats)(((Ints)old & ~edited) | ((Ints)load(present) & edited)), some);
+    }
   }
   return found;
 }

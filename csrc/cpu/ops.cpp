@@ -65,6 +65,21 @@ void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::i
   return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
 }
 
+// Targets of this many bytes would push everything else out of the caches, and be gone before anybody reads them.
+constexpr std::size_t kStreamBytes = std::size_t{32} << 20;
+
+// Whether a written list goes around the caches. One that is read as well was brought into them anyway.
+bool streams(const Flat& flat, std::size_t written) {
+  std::size_t bytes = 0;
+  for (std::size_t i = 0; i < flat.size(); ++i) {
+    bytes += flat.counts()[i] * size_of(flat.type(written, i));
+    for (std::size_t list = 0; list < written; ++list) {
+      if (flat.data(list, i) == flat.data(written, i) && flat.counts()[i] > 0) return false;
+    }
+  }
+  return bytes >= kStreamBytes;
+}
+
 float value_of(const std::optional<at::Tensor>& scalar) {
   return scalar.has_value() ? *static_cast<const float*>(scalar->const_data_ptr()) : 1.0f;
 }
@@ -93,9 +108,11 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   bump_version(found_inf);
   const float factor = value_of(scale);
   std::atomic<bool> found{false};
+  const auto kernel = kernels().scale;
+  const bool around = streams(flat, 1);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
-    if (kernels().scale(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
-                        at_element(flat, 1, tensor, element), count, factor)) {
+    if (kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+                        at_element(flat, 1, tensor, element), count, factor, around)) {
       found.store(true, std::memory_order_relaxed);
     }
   });
@@ -115,10 +132,12 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   const Axpby function{value_of(a), value_of(b)};
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
   std::atomic<bool> found{false};
+  const auto kernel = kernels().axpby;
+  const bool around = streams(flat, 2);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
-    const int bad = kernels().axpby(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+    const int bad = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
                                     at_element(flat, 1, tensor, element), flat.type(2, tensor),
-                                    at_element(flat, 2, tensor, element), count, function);
+                                    at_element(flat, 2, tensor, element), count, function, around);
     if (bad & checked) found.store(true, std::memory_order_relaxed);
   });
   flat.finish();
@@ -126,10 +145,12 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
 }
 
 void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false, true}}, c10::kCPU);
+  const auto kernel = kernels().copy;
+  const bool around = streams(flat, 1);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
-    kernels().copy(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
-                   at_element(flat, 1, tensor, element), count);
+    kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+                   at_element(flat, 1, tensor, element), count, around);
   });
   flat.finish();
 }
@@ -139,8 +160,9 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   const Flat flat({{"tensors", tensors}}, c10::kCPU);
   bump_version(found_inf);
   std::atomic<bool> found{false};
+  const auto kernel = kernels().largest;
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
-    if (kernels().largest(flat.type(0, tensor), at_element(flat, 0, tensor, element), count) >= kExponent) {
+    if (kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), count) >= kExponent) {
       found.store(true, std::memory_order_relaxed);
     }
   });
@@ -157,9 +179,10 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
   const Launch launch = whole_plan(flat.counts());
   std::vector<float> chunks(launch.chunks());
   std::atomic<bool> found{false};
+  const auto kernel = kernels().sum_of_squares;
   for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
     bool bad = false;
-    chunks[chunk] = kernels().sum_of_squares(flat.type(0, tensor), at_element(flat, 0, tensor, element), count, &bad);
+    chunks[chunk] = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), count, &bad);
     if (bad) found.store(true, std::memory_order_relaxed);
   });
   std::vector<float> sums(tensors.size(), 0.0f);
@@ -188,8 +211,9 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
   bump_version(found_inf);
   const Launch launch = whole_plan(flat.counts());
   std::vector<std::int32_t> chunks(launch.chunks());
+  const auto kernel = kernels().largest;
   for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
-    chunks[chunk] = kernels().largest(flat.type(0, tensor), at_element(flat, 0, tensor, element), count);
+    chunks[chunk] = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), count);
   });
   std::vector<std::int32_t> most(tensors.size(), 0);
   std::int32_t all = 0;
@@ -218,8 +242,9 @@ at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) 
   // one byte for each chunk, so that no two threads write to one place
   const Launch launch = whole_plan(flat.counts());
   std::vector<char> found(launch.chunks(), 0);
+  const auto kernel = kernels().refresh;
   for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
-    found[chunk] = kernels().refresh(flat.type(0, tensor), at_element(flat, 0, tensor, element),
+    found[chunk] = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element),
                                      static_cast<float*>(at_element(flat, 1, tensor, element)), count);
   });
   flat.finish();
