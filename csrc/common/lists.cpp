@@ -55,16 +55,15 @@ const char* name_of(c10::ScalarType type) {
   }
 }
 
-void check_one(const List& list, std::size_t index, c10::Device device) {
-  const at::Tensor& tensor = list.tensors[index];
+Type check_one(const List& list, std::size_t index, const at::Tensor& tensor, c10::Device device) {
   TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Strided, list.name, "[", index,
                     "] is not dense: give the values of a sparse tensor, coalesced.");
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.device() == device, list.name, "[", index, "] is on ", tensor.device(),
                               " and the first tensor on ", device, ": one call of the compiled op serves one device.");
-  TORCH_CHECK_NOT_IMPLEMENTED(type_of(tensor.scalar_type()).has_value(), list.name, "[", index, "] has dtype ",
-                              name_of(tensor.scalar_type()), ": the compiled op takes float32, float16 and bfloat16.");
-  TORCH_CHECK_VALUE(!list.written || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, list.name, "[", index,
-                    "] has elements that share memory (an expanded tensor): it cannot be written to.");
+  const std::optional<Type> type = type_of(tensor.scalar_type());
+  TORCH_CHECK_NOT_IMPLEMENTED(type.has_value(), list.name, "[", index, "] has dtype ", name_of(tensor.scalar_type()),
+                              ": the compiled op takes float32, float16 and bfloat16.");
+  return *type;
 }
 
 // The memory of a tensor without gaps.
@@ -76,43 +75,42 @@ struct Span {
   bool operator<(const Span& other) const { return begin < other.begin; }
 };
 
-std::vector<Span> spans_of(at::TensorList tensors) {
+template <typename Operands>
+std::vector<Span> spans_of(const Operands& operands) {
   std::vector<Span> spans;
-  spans.reserve(tensors.size());
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const at::Tensor& tensor = tensors[i];
-    if (tensor.numel() == 0 || !tensor.is_non_overlapping_and_dense()) continue;
-    const auto begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
-    spans.push_back({begin, begin + tensor.nbytes(), i});
+  spans.reserve(operands.size());
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    if (operands[i].bytes == 0 || !operands[i].dense) continue;
+    const auto begin = reinterpret_cast<std::uintptr_t>(operands[i].data);
+    spans.push_back({begin, begin + static_cast<std::uintptr_t>(operands[i].bytes), i});
   }
   if (!std::is_sorted(spans.begin(), spans.end())) std::sort(spans.begin(), spans.end());
   return spans;
 }
 
-bool same_memory(const at::Tensor& a, const at::Tensor& b) {
-  return a.const_data_ptr() == b.const_data_ptr() && a.scalar_type() == b.scalar_type() && a.strides() == b.strides();
-}
+}  // namespace
 
-void check_overlap(const List* begin, const List* end) {
-  for (const List* written = begin; written != end; ++written) {
-    if (!written->written) continue;
-    const std::vector<Span> targets = spans_of(written->tensors);
+void Flat::check_overlap(const List* lists) const {
+  for (std::size_t written = 0; written < operands_.size(); ++written) {
+    if (!lists[written].written) continue;
+    const char* name = lists[written].name;
+    const std::vector<Span> targets = spans_of(operands_[written]);
     for (std::size_t i = 1; i < targets.size(); ++i) {
       const auto [first, second] = std::minmax(targets[i - 1].index, targets[i].index);
-      TORCH_CHECK_VALUE(targets[i - 1].end <= targets[i].begin, written->name, "[", first, "] and ", written->name, "[", second,
+      TORCH_CHECK_VALUE(targets[i - 1].end <= targets[i].begin, name, "[", first, "] and ", name, "[", second,
                         "] share memory: give each tensor that is written once.");
     }
-    for (const List* other = begin; other != end; ++other) {
+    for (std::size_t other = 0; other < operands_.size(); ++other) {
       if (other == written) continue;
-      const std::vector<Span> sources = spans_of(other->tensors);
-      // spans of targets are disjoint, so their ends are in order too
+      // both are in order, and targets are disjoint, so their ends are in order too
       auto target = targets.begin();
-      for (const Span& source : sources) {
+      for (const Span& source : spans_of(operands_[other])) {
         while (target != targets.end() && target->end <= source.begin) ++target;
         for (auto hit = target; hit != targets.end() && hit->begin < source.end; ++hit) {
-          TORCH_CHECK_VALUE(hit->index == source.index &&
-                                same_memory(other->tensors[source.index], written->tensors[hit->index]),
-                            other->name, "[", source.index, "] and ", written->name, "[", hit->index,
+          const bool same = hit->index == source.index && hit->begin == source.begin && hit->end == source.end &&
+                            operands_[other][source.index].type == operands_[written][hit->index].type &&
+                            lists[other].tensors[source.index].strides() == lists[written].tensors[hit->index].strides();
+          TORCH_CHECK_VALUE(same, lists[other].name, "[", source.index, "] and ", name, "[", hit->index,
                             "] share memory, but are not the same tensor: what is written would be read.");
         }
       }
@@ -120,28 +118,12 @@ void check_overlap(const List* begin, const List* end) {
   }
 }
 
-// All tensors of one index without gaps and with their elements in one order.
-bool in_place(const List* begin, const List* end, std::size_t index) {
-  bool contiguous = true;
-  for (const List* list = begin; list != end; ++list) {
-    const at::Tensor& tensor = list->tensors[index];
-    if (tensor.is_neg()) return false;
-    contiguous = contiguous && tensor.is_contiguous();
-  }
-  if (contiguous) return true;
-  for (const List* list = begin; list != end; ++list) {
-    const at::Tensor& tensor = list->tensors[index];
-    if (!tensor.is_non_overlapping_and_dense() || tensor.strides() != begin->tensors[index].strides()) return false;
-  }
-  return true;
-}
-
-}  // namespace
-
-Flat::Flat(std::initializer_list<List> lists, c10::DeviceType device_type) {
-  const List& first = *lists.begin();
+Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type) {
+  const List* lists = list_of.begin();
+  const std::size_t width = list_of.size();
+  const List& first = lists[0];
   const std::size_t size = first.tensors.size();
-  for (const List& list : lists) {
+  for (const List& list : list_of) {
     TORCH_CHECK_VALUE(list.tensors.size() == size, first.name, " has ", size, " tensors and ", list.name, " ",
                       list.tensors.size(), ": the lists must pair up.");
   }
@@ -149,42 +131,52 @@ Flat::Flat(std::initializer_list<List> lists, c10::DeviceType device_type) {
   const c10::Device device = first.tensors[0].device();
   TORCH_CHECK_NOT_IMPLEMENTED(device.type() == device_type, first.name, "[0] is on ", device,
                               ": one call of the compiled op serves one device.");
-  for (std::size_t i = 0; i < size; ++i) {
-    for (const List& list : lists) {
-      TORCH_CHECK_VALUE(list.tensors[i].sizes() == first.tensors[i].sizes(), first.name, "[", i, "] has shape ",
-                        shape_of(first.tensors[i]), " and ", list.name, "[", i, "] ", shape_of(list.tensors[i]), ".");
-    }
-  }
-  for (const List& list : lists) {
-    for (std::size_t i = 0; i < size; ++i) check_one(list, i, device);
-  }
-  check_overlap(lists.begin(), lists.end());
-  for (const List& list : lists) {
-    if (!list.written) continue;
-    for (std::size_t i = 0; i < size; ++i) {
-      // a copy of a tensor onto itself writes nothing
-      if (!(list.same_is_idle && list.tensors[i].is_same(first.tensors[i]))) {
-        bump_version(list.tensors[i]);
-      }
-    }
-  }
 
+  // one pass over the tensors, which lie all over the memory
   counts_.reserve(size);
-  operands_.resize(lists.size());
+  operands_.resize(width);
+  for (auto& operands : operands_) operands.reserve(size);
+  std::vector<std::size_t> indirect;
   for (std::size_t i = 0; i < size; ++i) {
-    counts_.push_back(first.tensors[i].numel());
-    const bool direct = in_place(lists.begin(), lists.end(), i);
-    for (std::size_t which = 0; which < lists.size(); ++which) {
-      const List& list = lists.begin()[which];
-      if (i == 0) operands_[which].reserve(size);
+    const at::Tensor& model = first.tensors[i];
+    counts_.push_back(model.numel());
+    bool contiguous = true;
+    bool same_order = true;
+    bool negative = false;
+    for (std::size_t which = 0; which < width; ++which) {
+      const List& list = lists[which];
       const at::Tensor& tensor = list.tensors[i];
-      const Type type = *type_of(tensor.scalar_type());
-      if (direct) {
-        // mutable data even of what is only read would copy copy-on-write tensors
-        void* data = list.written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-        operands_[which].push_back({data, type});
-        continue;
-      }
+      TORCH_CHECK_VALUE(which == 0 || tensor.sizes() == model.sizes(), first.name, "[", i, "] has shape ", shape_of(model),
+                        " and ", list.name, "[", i, "] ", shape_of(tensor), ".");
+      const Type type = check_one(list, i, tensor, device);
+      const bool dense = tensor.is_non_overlapping_and_dense();
+      TORCH_CHECK_VALUE(!list.written || dense || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, list.name, "[", i,
+                        "] has elements that share memory (an expanded tensor): it cannot be written to.");
+      contiguous = contiguous && tensor.is_contiguous();
+      same_order = same_order && dense && (contiguous || tensor.strides() == model.strides());
+      negative = negative || tensor.is_neg();
+      // mutable data of what is only read would copy copy-on-write tensors
+      void* data = const_cast<void*>(tensor.const_data_ptr());
+      operands_[which].push_back({data, counts_[i] * size_of(type), type, dense});
+    }
+    if (negative || !(contiguous || same_order)) indirect.push_back(i);
+  }
+  check_overlap(lists);
+
+  for (std::size_t which = 0; which < width; ++which) {
+    if (!lists[which].written) continue;
+    for (std::size_t i = 0; i < size; ++i) {
+      const at::Tensor& tensor = lists[which].tensors[i];
+      // a copy of a tensor onto itself writes nothing
+      if (lists[which].same_is_idle && tensor.is_same(first.tensors[i])) continue;
+      bump_version(tensor);
+      operands_[which][i].data = tensor.mutable_data_ptr();
+    }
+  }
+  for (const std::size_t i : indirect) {
+    for (std::size_t which = 0; which < width; ++which) {
+      const List& list = lists[which];
+      const at::Tensor& tensor = list.tensors[i];
       at::Tensor temporary;
       if (list.read) {
         temporary = tensor.resolve_neg().clone(at::MemoryFormat::Contiguous);
@@ -192,7 +184,7 @@ Flat::Flat(std::initializer_list<List> lists, c10::DeviceType device_type) {
         temporary = at::empty(tensor.sizes(), tensor.options());
       }
       if (list.written) back_.emplace_back(tensor, temporary);
-      operands_[which].push_back({temporary.mutable_data_ptr(), type});
+      operands_[which][i].data = temporary.mutable_data_ptr();
       temporaries_.push_back(std::move(temporary));
     }
   }

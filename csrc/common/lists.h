@@ -40,8 +40,13 @@ class Flat {
  private:
   struct Operand {
     void* data;
+    std::int64_t bytes;
     Type type;
+    // without gaps, so that the bytes from data on are those of its elements
+    bool dense;
   };
+  void check_overlap(const List* lists) const;
+
   std::vector<std::vector<Operand>> operands_;
   std::vector<std::int64_t> counts_;
   std::vector<at::Tensor> temporaries_;
