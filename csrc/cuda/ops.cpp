@@ -7,19 +7,11 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <limits>
-#include <memory>
-
 #include "../common/lists.h"
-#include "../common/planner.h"
 #include "launch.h"
 
 namespace amp_wrapper::cuda {
 namespace {
-
-// A grid has at most 2^31 - 1 blocks.
-constexpr std::int64_t kMostChunks = std::numeric_limits<std::int32_t>::max();
 
 void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::int64_t element) {
   return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
@@ -33,30 +25,15 @@ float* flag_of(const std::optional<at::Tensor>& flag) {
   return flag.has_value() ? static_cast<float*>(flag->mutable_data_ptr()) : nullptr;
 }
 
-// Calls launch(work, chunks of earlier launches) until every element had its turn. `kLists` may be one more than the lists
-// there are: `extra` then gives the pointer of the last one.
 template <int kLists, typename F>
-void for_launches(const Flat& flat, F launch, std::uint8_t* extra = nullptr) {
-  const int lists = extra == nullptr ? kLists : kLists - 1;
-  std::int64_t before = 0;
-  for (const Launch& planned : plan(flat.counts(), Work<kLists>::kMost, kMostChunks)) {
-    // 32 KB: too much for some stacks
-    const auto work = std::make_unique<Work<kLists>>();
-    work->entries = static_cast<std::int32_t>(planned.entries.size());
-    for (std::int32_t i = 0; i < work->entries; ++i) {
-      const Entry& entry = planned.entries[i];
-      work->counts[i] = entry.count;
-      work->starts[i] = static_cast<std::int32_t>(planned.starts[i]);
-      for (int list = 0; list < lists; ++list) {
-        work->data[list][i] = at_element(flat, list, entry.tensor, entry.begin);
-        work->types[list][i] = static_cast<std::uint8_t>(flat.type(list, entry.tensor));
-      }
-      if (extra != nullptr) work->data[kLists - 1][i] = extra + entry.tensor;
-    }
-    work->starts[work->entries] = static_cast<std::int32_t>(planned.chunks());
-    C10_CUDA_CHECK(launch(*work, before));
-    before += planned.chunks();
-  }
+void launch_all(const Flat& flat, F launch) {
+  for_launches<kLists>(
+      flat.counts(),
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) {
+        *type = flat.type(list, tensor);
+        return at_element(flat, list, tensor, element);
+      },
+      [&](const auto& work, std::int64_t before) { C10_CUDA_CHECK(launch(work, before)); });
 }
 
 cudaStream_t stream_of(c10::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
@@ -70,7 +47,7 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
-  for_launches<2>(flat, [&](const auto& work, auto) {
+  launch_all<2>(flat, [&](const auto& work, auto) {
     return launch_scale(work, value_of(scale), flag_of(found_inf), stream_of(device));
   });
   flat.finish();
@@ -88,7 +65,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
-  for_launches<3>(flat, [&](const auto& work, auto) {
+  launch_all<3>(flat, [&](const auto& work, auto) {
     return launch_axpby(work, value_of(a), value_of(b), flag_of(found_inf), checked, stream_of(device));
   });
   flat.finish();
@@ -99,7 +76,7 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
   const Flat flat({{"sources", sources}, {"targets", targets, true, false, true}}, c10::kCUDA);
   if (flat.size() == 0) return;
   const c10::cuda::CUDAGuard guard(device);
-  for_launches<2>(flat, [&](const auto& work, auto) { return launch_copy(work, stream_of(device)); });
+  launch_all<2>(flat, [&](const auto& work, auto) { return launch_copy(work, stream_of(device)); });
   flat.finish();
 }
 
@@ -110,33 +87,9 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
-  for_launches<1>(flat, [&](const auto& work, auto) {
+  launch_all<1>(flat, [&](const auto& work, auto) {
     return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device));
   });
-}
-
-// The chunks of each tensor, one after the other as for_launches numbers them.
-template <typename F>
-void for_segments(const Flat& flat, F launch) {
-  const auto segments = std::make_unique<Segments>();
-  const auto size = static_cast<std::int64_t>(flat.size());
-  std::int64_t before = 0;
-  for (std::int64_t first = 0; first < size; first += Segments::kMost) {
-    segments->count = static_cast<std::int32_t>(std::min<std::int64_t>(Segments::kMost, size - first));
-    const std::int64_t base = before;
-    for (std::int32_t i = 0; i < segments->count; ++i) {
-      segments->starts[i] = static_cast<std::int32_t>(before - base);
-      before += chunks_of(flat.counts()[first + i]);
-    }
-    segments->starts[segments->count] = static_cast<std::int32_t>(before - base);
-    C10_CUDA_CHECK(launch(*segments, base, first));
-  }
-}
-
-std::int64_t all_chunks(const Flat& flat) {
-  std::int64_t chunks = 0;
-  for (const std::int64_t count : flat.counts()) chunks += chunks_of(count);
-  return chunks;
 }
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
@@ -150,15 +103,15 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
   const cudaStream_t stream = stream_of(device);
   auto result = new_norms(tensors, device, per_tensor);
   const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
-  const at::Tensor chunks = at::empty({all_chunks(flat)}, options);
+  const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, options);
   const at::Tensor sums = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
   auto* chunk_data = static_cast<float*>(chunks.mutable_data_ptr());
   auto* sum_data = static_cast<float*>(sums.mutable_data_ptr());
-  for_launches<1>(flat, [&](const auto& work, std::int64_t before) {
+  launch_all<1>(flat, [&](const auto& work, std::int64_t before) {
     return launch_sum_of_squares(work, chunk_data + before, flag_of(found_inf), stream);
   });
-  for_segments(flat, [&](const Segments& segments, std::int64_t base, std::int64_t first) {
-    return launch_join_sums(segments, chunk_data + base, sum_data + first, stream);
+  for_segments(flat.counts(), [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+    C10_CUDA_CHECK(launch_join_sums(segments, chunk_data + base, sum_data + first, stream));
   });
   auto* each = per_tensor ? static_cast<float*>(std::get<1>(result).mutable_data_ptr()) : nullptr;
   C10_CUDA_CHECK(launch_l2norm(sum_data, sums.numel(), value_of(inverse_scale),
@@ -177,15 +130,15 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
   const cudaStream_t stream = stream_of(device);
   auto result = new_norms(tensors, device, per_tensor);
   const auto options = at::TensorOptions().dtype(at::kInt).device(device);
-  const at::Tensor chunks = at::empty({all_chunks(flat)}, options);
+  const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, options);
   const at::Tensor most = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
   auto* chunk_data = static_cast<std::int32_t*>(chunks.mutable_data_ptr());
   auto* most_data = static_cast<std::int32_t*>(most.mutable_data_ptr());
-  for_launches<1>(flat, [&](const auto& work, std::int64_t before) {
+  launch_all<1>(flat, [&](const auto& work, std::int64_t before) {
     return launch_largest(work, chunk_data + before, nullptr, stream);
   });
-  for_segments(flat, [&](const Segments& segments, std::int64_t base, std::int64_t first) {
-    return launch_join_largest(segments, chunk_data + base, most_data + first, stream);
+  for_segments(flat.counts(), [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+    C10_CUDA_CHECK(launch_join_largest(segments, chunk_data + base, most_data + first, stream));
   });
   auto* each = per_tensor ? static_cast<float*>(std::get<1>(result).mutable_data_ptr()) : nullptr;
   C10_CUDA_CHECK(launch_maxnorm(most_data, most.numel(), value_of(inverse_scale),
@@ -200,9 +153,15 @@ at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) 
   const c10::cuda::CUDAGuard guard(device);
   at::Tensor edited = at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device));
   if (flat.size() == 0) return edited;
+  auto* flags = static_cast<char*>(edited.mutable_data_ptr());
   for_launches<3>(
-      flat, [&](const auto& work, auto) { return launch_refresh(work, stream_of(device)); },
-      static_cast<std::uint8_t*>(edited.mutable_data_ptr()));
+      flat.counts(),
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) -> void* {
+        if (list == 2) return flags + tensor;
+        *type = flat.type(list, tensor);
+        return at_element(flat, list, tensor, element);
+      },
+      [&](const auto& work, auto) { C10_CUDA_CHECK(launch_refresh(work, stream_of(device))); });
   flat.finish();
   return edited;
 }
