@@ -36,6 +36,8 @@ def nvcc() -> str:
 def compile_cpp(target: Path, sources: Sequence[Path], *flags: str) -> Path:
     """Compile and link; a failure shows the compiler's messages."""
     command = [*compiler(), '-std=c++20', '-Wall', '-Wno-unknown-pragmas', '-Wno-psabi', '-pthread', *flags]
-    done = subprocess.run([*command, *map(str, sources), '-o', str(target)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *map(str, sources), '-o', str(target)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return target

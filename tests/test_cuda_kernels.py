@@ -1,0 +1,205 @@
+"""The CUDA kernels without a GPU: run on a CPU under sanitizers, compiled for every architecture, and their reports read.
+
+``tests/cuda_shim`` gives CUDA's words a meaning on a CPU. The kernels are the files that nvcc compiles, unchanged, and their
+results are compared with those of the CPU kernels, bit for bit. Planted faults show that the checks can fail.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from native import CSRC, SHIM, compile_cpp, compiler, nvcc
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+#: 256 threads and no more than 64 registers each: four blocks fit on any of the architectures at once.
+MOST_REGISTERS = 64
+ADDRESS = ('-fsanitize=address,undefined', '-fno-sanitize-recover=all')
+THREAD = ('-fsanitize=thread',)
+
+JOIN = """  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+"""
+TAIL = '  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {\n    const float value = to_float(source[i]);'
+ALIGNED = """  int done = 0;
+  if (is_aligned(source) && is_aligned(target)) {
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
+      Pack<S> x"""
+
+
+def build(folder: Path, sanitizer: tuple[str, ...], plant: tuple[str, str] | None = None) -> Path:
+    """The harness as a program; ``plant`` replaces a piece of a copy of the kernels."""
+    shutil.copytree(CSRC, folder / 'csrc', dirs_exist_ok=True)
+    shutil.copytree(SHIM, folder / 'tests' / 'cuda_shim', dirs_exist_ok=True)
+    if plant is not None:
+        kernels = folder / 'csrc' / 'cuda' / 'kernels.cuh'
+        text = kernels.read_text()
+        assert text.count(plant[0]) == 1, f'the piece that the fault replaces is there {text.count(plant[0])} times'
+        kernels.write_text(text.replace(*plant))
+    return compile_cpp(
+        folder / 'harness',
+        [folder / 'tests' / 'cuda_shim' / 'harness.cpp', folder / 'csrc' / 'cpu' / 'kernels_default.cpp'],
+        *('-O1', '-g1', '-fno-strict-aliasing', '-ffp-contract=off'),
+        # so little that a few tensors need several launches
+        '-DAMP_ARGUMENT_BYTES=512',
+        *sanitizer,
+    )
+
+
+def run(program: Path, seed: int, rounds: int) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, 'TSAN_OPTIONS': 'halt_on_error=1', 'ASAN_OPTIONS': 'detect_leaks=0'}
+    return subprocess.run(
+        [program, str(seed), str(rounds)], capture_output=True, text=True, timeout=500, env=env, check=False
+    )
+
+
+def skip_without(sanitizer: tuple[str, ...], folder: Path) -> None:
+    """A machine may have a compiler without the sanitizer's library, or forbid what it needs."""
+    source = folder / 'probe.cpp'
+    source.write_text('int main() { return 0; }\n')
+    command = [*compiler(), str(source), '-o', str(folder / 'probe'), *sanitizer]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip(f'the compiler cannot link {sanitizer[0]}')
+    if subprocess.run([folder / 'probe'], capture_output=True, check=False).returncode:
+        pytest.skip(f'programs with {sanitizer[0]} do not run on this machine')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('sanitizer', 'rounds'), [(ADDRESS, 8), (THREAD, 2)], ids=['address-undefined', 'thread'])
+def test_kernels_equal_the_cpu_ops_and_the_sanitizers_are_silent(
+    sanitizer: tuple[str, ...], rounds: int, tmp_path: Path
+) -> None:
+    skip_without(sanitizer, tmp_path)
+    done = run(build(tmp_path, sanitizer), 0, rounds)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert f'{rounds} rounds, 0 wrong' in done.stdout
+
+
+FAULTS = {
+    'a missing barrier': (THREAD, (JOIN, JOIN.replace('  __syncthreads();\n', '')), 'data race'),
+    'a write out of bounds': (ADDRESS, (TAIL, TAIL.replace('i < count', 'i <= count')), 'heap-buffer-overflow'),
+    'a misaligned vector': (
+        ADDRESS,
+        (ALIGNED, ALIGNED.replace('is_aligned(source) && is_aligned(target)', 'is_aligned(target)')),
+        'misaligned address',
+    ),
+    'elements left out': ((), (TAIL, TAIL.replace('i < count', 'i < count - 1')), 'WRONG: scale'),
+    'another order of the sum': (
+        (),
+        ('join_block<Sum>(join_warp<Sum>(sums[0], 8))', 'join_block<Sum>(join_warp<Sum>(sums[0], 16))'),
+        'WRONG: l2norm',
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', FAULTS)
+def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
+    """Without this, a check that never says anything would look like a check that finds nothing."""
+    sanitizer, plant, message = FAULTS[fault]
+    if sanitizer:
+        skip_without(sanitizer, tmp_path)
+    program = build(tmp_path, sanitizer, plant)
+    done = run(program, 0, 4)
+    assert done.returncode != 0
+    assert message in done.stdout + done.stderr, done.stdout[-500:] + done.stderr[-1000:]
+
+
+# -- what nvcc says ------------------------------------------------------------------------------------------------
+
+
+def supported(program: str) -> list[int]:
+    done = subprocess.run([program, '--list-gpu-code'], capture_output=True, text=True, check=True)
+    return [int(name) for name in re.findall(r'sm_(\d+)$', done.stdout, re.MULTILINE)]
+
+
+FLAGS = ('-std=c++17', '-O3', '--fmad=false')
+
+
+def compile_reports(folder: Path) -> dict[int, dict[str, str]]:
+    """What ptxas says about each kernel on each architecture."""
+    program = nvcc()
+    missing = [name for name in ARCHITECTURES if name not in supported(program)]
+    if missing:
+        pytest.skip(f'this nvcc does not know sm_{", sm_".join(map(str, missing))}')
+    codes = [f'-gencode=arch=compute_{name},code=sm_{name}' for name in ARCHITECTURES]
+    command = [program, *FLAGS, *codes, '-Xptxas', '-v', '--threads', '2', '-c', str(CSRC / 'cuda' / 'kernels.cu')]
+    done = subprocess.run([*command, '-o', str(folder / 'kernels.o')], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 'warning' not in done.stderr, done.stderr
+    found: dict[int, dict[str, str]] = {name: {} for name in ARCHITECTURES}
+    pieces = re.split(r"Compiling entry function '(\w+)' for 'sm_(\d+)'", done.stderr)
+    for kernel, architecture, report in zip(pieces[1::3], pieces[2::3], pieces[3::3]):
+        found[int(architecture)][kernel] = report
+    return found
+
+
+def mangled(name: str) -> str:
+    """How a kernel's name stands inside its symbol."""
+    return f'{len(name)}{name}'
+
+
+# one test for all that is read from one compilation: tests of one file run in several processes
+@pytest.mark.slow
+def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: Path) -> None:
+    reports = compile_reports(tmp_path)
+    source = (CSRC / 'cuda' / 'kernels.cuh').read_text()
+    names = re.findall(r'__global__ void\s+(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(', source)
+    assert len(names) == 9
+    for architecture, found in reports.items():
+        for name in names:
+            assert any(mangled(name) in kernel for kernel in found), name
+        for kernel, report in found.items():
+            where = f'{kernel} on sm_{architecture}: {report}'
+            # a stack would mean that the arguments are copied to memory, since they are indexed
+            frame = re.search(r'(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads', report)
+            assert frame is not None and set(frame.groups()) == {'0'}, where
+            registers = re.search(r'Used (\d+) registers', report)
+            assert registers is not None and int(registers[1]) <= MOST_REGISTERS, where
+    assert len({tuple(sorted(found)) for found in reports.values()}) == 1
+
+
+@pytest.mark.slow
+def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path) -> None:
+    target = tmp_path / 'kernels.ptx'
+    command = [nvcc(), *FLAGS, '-arch=compute_75', '-ptx', str(CSRC / 'cuda' / 'kernels.cu'), '-o', str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    pieces = re.split(r'\.entry (\w+)\(', target.read_text())
+    ptx = dict(zip(pieces[1::2], pieces[2::2]))
+    assert len(ptx) >= 9
+    for kernel, text in ptx.items():
+        assert '.f64' not in text, kernel
+        # one rounding where the CPU has two
+        assert 'fma.' not in text, kernel
+    for name in ('scale', 'copy', 'axpby', 'refresh', 'sum_of_squares', 'largest'):
+        (text,) = [text for kernel, text in ptx.items() if mangled(f'{name}_kernel') in kernel]
+        assert re.search(r'ld\.global(\.nc)?\.v4\.(u|b)32', text), name
+        if name not in ('sum_of_squares', 'largest'):
+            assert re.search(r'st\.global\.v4\.(u|b)32', text), name
+
+
+@pytest.mark.slow
+def test_the_host_part_compiles_against_torch() -> None:
+    """Also with a torch without CUDA: its headers are there. ``ATen/cuda`` would need more than they have."""
+    home = Path(nvcc()).resolve().parents[1]
+    include = next((p for p in (Path('/usr/local/cuda/include'), home / 'include') if p.is_dir()), None)
+    if include is None:
+        pytest.skip('the headers of CUDA are not beside nvcc')
+    from torch.utils.cpp_extension import include_paths
+
+    text = (CSRC / 'cuda' / 'ops.cpp').read_text()
+    assert '#include <c10/cuda/' in text and 'ATen/cuda' not in text
+    flags = [f'-I{path}' for path in [*include_paths(), str(include)]]
+    define = [] if torch.version.cuda else ['-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE']
+    command = [*compiler(), '-std=c++20', '-Wall', '-fsyntax-only', *define, *flags, str(CSRC / 'cuda' / 'ops.cpp')]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
