@@ -177,14 +177,44 @@ def accumulate_unscaled(
         inverse_scale: float32 scalar, or None for 1.
         found_inf: As in :func:`unscale_to_masters`.
     """
-    pairs, own = list(pairs), list(own)
-    sums = {id(master): master.grad for _, master in pairs if master.grad is not None}
-    unscale_to_masters(pairs, own, inverse_scale, found_inf)
+    added: list[Tensor] = []
+    sums: list[Tensor] = []
+    other_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
     for weight, master in pairs:
-        weight.grad = None
-        master.grad = ops.add_gradients(sums.get(id(master)), master.grad)
+        if _both_dense(weight.grad, master.grad):
+            assert weight.grad is not None and master.grad is not None
+            master.requires_grad = weight.requires_grad
+            added.append(weight.grad)
+            sums.append(master.grad)
+            weight.grad = None
+        else:
+            other_pairs.append((weight, master))
+    other_own: list[nn.Parameter] = []
+    targets = list(sums)
     for parameter in own:
+        earlier = before.get(id(parameter))
+        if _both_dense(parameter.grad, earlier):
+            assert parameter.grad is not None and earlier is not None
+            added.append(parameter.grad)
+            sums.append(earlier)
+            # the earlier sum may be held by somebody else
+            targets.append(parameter.grad)
+        else:
+            other_own.append(parameter)
+    ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
+
+    # sparse gradients, and the first of a sum
+    earlier_sums = {id(master): master.grad for _, master in other_pairs if master.grad is not None}
+    unscale_to_masters(other_pairs, other_own, inverse_scale, found_inf)
+    for weight, master in other_pairs:
+        weight.grad = None
+        master.grad = ops.add_gradients(earlier_sums.get(id(master)), master.grad)
+    for parameter in other_own:
         parameter.grad = ops.add_gradients(before.get(id(parameter)), parameter.grad)
+
+
+def _both_dense(left: Tensor | None, right: Tensor | None) -> bool:
+    return left is not None and right is not None and not left.is_sparse and not right.is_sparse
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:

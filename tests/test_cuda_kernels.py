@@ -6,6 +6,7 @@ results are compared with those of the CPU kernels, bit for bit. Planted faults 
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -14,8 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from native import CSRC, SHIM, compile_cpp, compiler, nvcc
+from native import CSRC, ROOT, SHIM, compile_cpp, compiler, nvcc
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 #: 256 threads and no more than 64 registers each: four blocks fit on any of the architectures at once.
@@ -121,7 +121,11 @@ def supported(program: str) -> list[int]:
     return [int(name) for name in re.findall(r'sm_(\d+)$', done.stdout, re.MULTILINE)]
 
 
-FLAGS = ('-std=c++17', '-O3', '--fmad=false')
+def flags() -> list[str]:
+    """Those of setup.py, so that a flag that is lost there is missed here."""
+    found = re.search(r"'nvcc': (\[.*?\])", (ROOT / 'setup.py').read_text())
+    assert found is not None
+    return ['-std=c++17', *ast.literal_eval(found[1])]
 
 
 def compile_reports(folder: Path) -> dict[int, dict[str, str]]:
@@ -131,7 +135,7 @@ def compile_reports(folder: Path) -> dict[int, dict[str, str]]:
     if missing:
         pytest.skip(f'this nvcc does not know sm_{", sm_".join(map(str, missing))}')
     codes = [f'-gencode=arch=compute_{name},code=sm_{name}' for name in ARCHITECTURES]
-    command = [program, *FLAGS, *codes, '-Xptxas', '-v', '--threads', '2', '-c', str(CSRC / 'cuda' / 'kernels.cu')]
+    command = [program, *flags(), *codes, '-Xptxas', '-v', '--threads', '2', '-c', str(CSRC / 'cuda' / 'kernels.cu')]
     done = subprocess.run([*command, '-o', str(folder / 'kernels.o')], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert 'warning' not in done.stderr, done.stderr
@@ -170,7 +174,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: P
 @pytest.mark.slow
 def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path) -> None:
     target = tmp_path / 'kernels.ptx'
-    command = [nvcc(), *FLAGS, '-arch=compute_75', '-ptx', str(CSRC / 'cuda' / 'kernels.cu'), '-o', str(target)]
+    command = [nvcc(), *flags(), '-arch=compute_75', '-ptx', str(CSRC / 'cuda' / 'kernels.cu'), '-o', str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     pieces = re.split(r'\.entry (\w+)\(', target.read_text())

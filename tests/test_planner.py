@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from native import SHIM, compile_cpp
 
 Numbers = ctypes.POINTER(ctypes.c_int64)
