@@ -93,7 +93,9 @@ def compiled() -> dict[str, Any]:
         return pure(f'there is no C++ compiler ({compiler})', wanted == '1')
     headers = Path(sysconfig.get_path('include'), 'Python.h')
     if not headers.exists():
-        return pure(f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)', wanted == '1')
+        return pure(
+            f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)', wanted == '1'
+        )
     try:
         import ninja
 

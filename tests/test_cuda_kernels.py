@@ -26,7 +26,8 @@ THREAD = ('-fsanitize=thread',)
 JOIN = """  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
 """
-TAIL = '  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {\n    const float value = to_float(source[i]);'
+TAIL = """  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    const float value = to_float(source[i]);"""
 ALIGNED = """  int done = 0;
   if (is_aligned(source) && is_aligned(target)) {
     const int vectors = count / kVector;

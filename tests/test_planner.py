@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -117,7 +118,7 @@ def test_split_shares_the_chunks_out(planner: ctypes.CDLL, counts: list[int], pa
     costs = [cost for count in counts if count for cost in chunk_costs(count, size)]
     fair = sum(costs) / parts if len(costs) < 10**5 else None
     if fair is not None:
-        for begin, end in zip(found, found[1:]):
+        for begin, end in itertools.pairwise(found):
             assert sum(costs[begin:end]) <= fair + size + 64 * len(counts) + parts
 
 

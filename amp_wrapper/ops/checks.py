@@ -92,7 +92,9 @@ def _check_overlap(written: Named, others: Sequence[Named]) -> None:
     for (_, end, one), (begin, _, two) in zip(spans, spans[1:]):
         if end > begin:
             first, second = sorted((one, two))
-            raise ValueError(f'{name}[{first}] and {name}[{second}] share memory: give each tensor that is written once.')
+            raise ValueError(
+                f'{name}[{first}] and {name}[{second}] share memory: give each tensor that is written once.'
+            )
     for other, tensors in others:
         start = 0
         for begin, end, index in _spans(tensors):

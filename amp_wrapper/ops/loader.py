@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 _FOLDER = Path(__file__).parent
-HOW_TO_BUILD = 'pip install --no-build-isolation --force-reinstall --no-deps . in the source folder, with a C++ compiler'
+HOW_TO_BUILD = (
+    'pip install --no-build-isolation --force-reinstall --no-deps . in the source folder, with a C++ compiler'
+)
 
 
 @dataclasses.dataclass(frozen=True)
