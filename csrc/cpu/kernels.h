@@ -1,6 +1,8 @@
 // What the CPU ops call for one chunk, in one version for each instruction set.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/element.h"
 #include "../common/functors.h"
 #include "../common/planner.h"
@@ -10,14 +12,14 @@ namespace amp_wrapper::cpu {
 // Pointers need no alignment. `streams`: the target is written around the caches where it is aligned.
 // `count` is at most kChunk where a sum is formed, and anything otherwise.
 struct Kernels {
-  // target = source * factor; returns whether a source element is not finite
+  // target = source * factor; returns whether a source element is not finite, where `checks` asks for it
   bool (*scale)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor,
-                bool streams);
+                bool checks, bool streams);
   // the same without a product, bit for bit where the types are equal
   void (*copy)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, bool streams);
   // target = x * a + y * b; bit 0 of the result: an x is not finite, bit 1: a y
   int (*axpby)(Type x_type, const void* x, Type y_type, const void* y, Type target_type, void* target, std::int64_t count,
-               Axpby function, bool streams);
+               Axpby function, bool checks, bool streams);
   // the sum of squares in the order of planner.h; sets *nonfinite, or leaves it
   float (*sum_of_squares)(Type type, const void* data, std::int64_t count, bool* nonfinite);
   // the largest magnitude as an integer, above kExponent where there is a NaN

@@ -15,6 +15,12 @@ inline auto with_type(Type type, F body) {
   }
 }
 
+// Calls `body` with a constant of the value.
+template <typename F>
+inline auto with_flag(bool value, F body) {
+  return value ? body(std::true_type()) : body(std::false_type());
+}
+
 // Lines of 64 bytes that four vectors of an element type take.
 template <typename T>
 inline void fetch_four(const T* from) {
@@ -22,19 +28,20 @@ inline void fetch_four(const T* from) {
   for (int k = 0; k < (kLines > 0 ? kLines : 1); ++k) fetch_ahead(from + k * (64 / sizeof(T)));
 }
 
-template <bool kStream, typename S, typename T>
+template <bool kStream, bool kCheck, typename S, typename T>
 bool scale_elements(const S* source, T* target, std::int64_t count, float factor) {
   const Scale function{factor};
   Ints bad = {};
   std::int64_t i = 0;
   for (; i + 4 * kWidth <= count; i += 4 * kWidth) {
-    fetch_four(source + i);
+    // where the target is read as well, the processor's own foresight is better
+    if constexpr (kStream) fetch_four(source + i);
     // all loads first: the compiler may not move them over a store that could go to the same place
     const Floats x0 = load(source + i);
     const Floats x1 = load(source + i + kWidth);
     const Floats x2 = load(source + i + 2 * kWidth);
     const Floats x3 = load(source + i + 3 * kWidth);
-    bad |= (nonfinite(x0) | nonfinite(x1)) | (nonfinite(x2) | nonfinite(x3));
+    if constexpr (kCheck) bad |= (nonfinite(x0) | nonfinite(x1)) | (nonfinite(x2) | nonfinite(x3));
     put<kStream>(target + i, function(x0));
     put<kStream>(target + i + kWidth, function(x1));
     put<kStream>(target + i + 2 * kWidth, function(x2));
@@ -43,7 +50,7 @@ bool scale_elements(const S* source, T* target, std::int64_t count, float factor
   for (; i < count; i += kWidth) {
     const std::int64_t some = count - i < kWidth ? count - i : kWidth;
     const Floats x = load_some(source + i, some);
-    bad |= nonfinite(x);
+    if constexpr (kCheck) bad |= nonfinite(x);
     store_some(target + i, function(x), some);
   }
   if constexpr (kStream) finish_stream();
@@ -51,13 +58,16 @@ bool scale_elements(const S* source, T* target, std::int64_t count, float factor
 }
 
 bool scale(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor,
-           bool streams) {
+           bool checks, bool streams) {
   return with_type(source_type, [&](auto* s) {
     return with_type(target_type, [&](auto* t) {
       const auto* from = static_cast<decltype(s)>(const_cast<void*>(source));
       auto* to = static_cast<decltype(t)>(target);
-      if (streams && is_aligned(to)) return scale_elements<true>(from, to, count, factor);
-      return scale_elements<false>(from, to, count, factor);
+      return with_flag(checks, [&](auto check) {
+        return with_flag(streams && is_aligned(to), [&](auto stream) {
+          return scale_elements<decltype(stream)::value, decltype(check)::value>(from, to, count, factor);
+        });
+      });
     });
   });
 }
@@ -66,7 +76,7 @@ template <bool kStream, typename S, typename T>
 void copy_elements(const S* source, T* target, std::int64_t count) {
   std::int64_t i = 0;
   for (; i + 4 * kWidth <= count; i += 4 * kWidth) {
-    fetch_four(source + i);
+    if constexpr (kStream) fetch_four(source + i);
     const Floats x0 = load(source + i);
     const Floats x1 = load(source + i + kWidth);
     const Floats x2 = load(source + i + 2 * kWidth);
@@ -103,20 +113,24 @@ void copy(Type source_type, const void* source, Type target_type, void* target, 
   });
 }
 
-template <bool kStream, typename X, typename Y, typename T>
+template <bool kStream, bool kCheck, typename X, typename Y, typename T>
 int axpby_elements(const X* x, const Y* y, T* target, std::int64_t count, Axpby function) {
   Ints bad_x = {};
   Ints bad_y = {};
   std::int64_t i = 0;
   for (; i + 4 * kWidth <= count; i += 4 * kWidth) {
-    fetch_four(x + i);
-    fetch_four(y + i);
+    if constexpr (kStream) {
+      fetch_four(x + i);
+      fetch_four(y + i);
+    }
     Floats result[4];
     for (int k = 0; k < 4; ++k) {
       const Floats a = load(x + i + k * kWidth);
       const Floats b = load(y + i + k * kWidth);
-      bad_x |= nonfinite(a);
-      bad_y |= nonfinite(b);
+      if constexpr (kCheck) {
+        bad_x |= nonfinite(a);
+        bad_y |= nonfinite(b);
+      }
       result[k] = function(a, b);
     }
     for (int k = 0; k < 4; ++k) put<kStream>(target + i + k * kWidth, result[k]);
@@ -125,8 +139,10 @@ int axpby_elements(const X* x, const Y* y, T* target, std::int64_t count, Axpby 
     const std::int64_t some = count - i < kWidth ? count - i : kWidth;
     const Floats a = load_some(x + i, some);
     const Floats b = load_some(y + i, some);
-    bad_x |= nonfinite(a);
-    bad_y |= nonfinite(b);
+    if constexpr (kCheck) {
+      bad_x |= nonfinite(a);
+      bad_y |= nonfinite(b);
+    }
     store_some(target + i, function(a, b), some);
   }
   if constexpr (kStream) finish_stream();
@@ -134,15 +150,18 @@ int axpby_elements(const X* x, const Y* y, T* target, std::int64_t count, Axpby 
 }
 
 int axpby(Type x_type, const void* x, Type y_type, const void* y, Type target_type, void* target, std::int64_t count,
-          Axpby function, bool streams) {
+          Axpby function, bool checks, bool streams) {
   return with_type(x_type, [&](auto* a) {
     return with_type(y_type, [&](auto* b) {
       return with_type(target_type, [&](auto* t) {
         const auto* left = static_cast<decltype(a)>(const_cast<void*>(x));
         const auto* right = static_cast<decltype(b)>(const_cast<void*>(y));
         auto* to = static_cast<decltype(t)>(target);
-        if (streams && is_aligned(to)) return axpby_elements<true>(left, right, to, count, function);
-        return axpby_elements<false>(left, right, to, count, function);
+        return with_flag(checks, [&](auto check) {
+          return with_flag(streams && is_aligned(to), [&](auto stream) {
+            return axpby_elements<decltype(stream)::value, decltype(check)::value>(left, right, to, count, function);
+          });
+        });
       });
     });
   });

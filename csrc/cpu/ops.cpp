@@ -112,7 +112,7 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   const bool around = streams(flat, 1);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
     if (kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
-                        at_element(flat, 1, tensor, element), count, factor, around)) {
+                        at_element(flat, 1, tensor, element), count, factor, found_inf.has_value(), around)) {
       found.store(true, std::memory_order_relaxed);
     }
   });
@@ -131,13 +131,14 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   bump_version(found_inf);
   const Axpby function{value_of(a), value_of(b)};
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
+  const bool checks = found_inf.has_value() && checked != 0;
   std::atomic<bool> found{false};
   const auto kernel = kernels().axpby;
   const bool around = streams(flat, 2);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
     const int bad = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
                                     at_element(flat, 1, tensor, element), flat.type(2, tensor),
-                                    at_element(flat, 2, tensor, element), count, function, around);
+                                    at_element(flat, 2, tensor, element), count, function, checks, around);
     if (bad & checked) found.store(true, std::memory_order_relaxed);
   });
   flat.finish();

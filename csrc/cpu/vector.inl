@@ -136,19 +136,38 @@ inline bool any(Ints mask) {
   return result != 0;
 }
 
-// The first `count` elements, fewer than a vector; the rest is zero.
+// The first `count` elements, at most a vector; the rest is zero, and not read.
 template <typename T>
 inline Floats load_some(const T* from, std::int64_t count) {
+#if AMP_WIDTH == 16
+  const auto mask = static_cast<__mmask16>((1u << count) - 1u);
+  if constexpr (sizeof(T) == 4) {
+    return (Floats)_mm512_maskz_loadu_ps(mask, from);
+  } else {
+    const __m256i present = _mm256_maskz_loadu_epi16(mask, from);
+    return load(reinterpret_cast<const T*>(&present));
+  }
+#else
   T buffer[kWidth] = {};
   std::memcpy(buffer, from, static_cast<std::size_t>(count) * sizeof(T));
   return load(buffer);
+#endif
 }
 
 template <typename T>
 inline void store_some(T* to, Floats value, std::int64_t count) {
+#if AMP_WIDTH == 16
+  const auto mask = static_cast<__mmask16>((1u << count) - 1u);
+  if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_ps(to, mask, (__m512)value);
+  } else {
+    _mm256_mask_storeu_epi16(to, mask, (__m256i)to_shorts(value, to));
+  }
+#else
   T buffer[kWidth];
   store(buffer, value);
   std::memcpy(to, buffer, static_cast<std::size_t>(count) * sizeof(T));
+#endif
 }
 
 }  // namespace

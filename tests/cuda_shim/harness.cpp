@@ -123,7 +123,7 @@ void test_scale(Random& random, const std::vector<std::int64_t>& counts) {
   });
   bool bad = false;
   for (std::size_t i = 0; i < counts.size(); ++i) {
-    bad = cpu::kDefault.scale(sources[i].type, sources[i].data(), expected[i].type, expected[i].data(), counts[i], factor, false) || bad;
+    bad = cpu::kDefault.scale(sources[i].type, sources[i].data(), expected[i].type, expected[i].data(), counts[i], factor, true, false) || bad;
     expect(targets[i].same(expected[i]), "scale", i);
   }
   expect(found == (bad && flag != nullptr ? 1.0f : 0.0f), "flag of scale", counts.size());
@@ -137,7 +137,7 @@ void test_scale_in_place(Random& random, const std::vector<std::int64_t>& counts
     shim::launch(blocks, shim::kThreads, [&] { cuda::scale_kernel(work, &factor, nullptr); });
   });
   for (std::size_t i = 0; i < counts.size(); ++i) {
-    cpu::kDefault.scale(expected[i].type, expected[i].data(), expected[i].type, expected[i].data(), counts[i], factor, false);
+    cpu::kDefault.scale(expected[i].type, expected[i].data(), expected[i].type, expected[i].data(), counts[i], factor, true, false);
     expect(tensors[i].same(expected[i]), "scale in place", i);
   }
 }
@@ -171,7 +171,7 @@ void test_axpby(Random& random, const std::vector<std::int64_t>& counts) {
   int bad = 0;
   for (std::size_t i = 0; i < counts.size(); ++i) {
     bad |= cpu::kDefault.axpby(xs[i].type, xs[i].data(), ys[i].type, ys[i].data(), expected[i].type, expected[i].data(), counts[i],
-                               Axpby{a, b}, false);
+                               Axpby{a, b}, true, false);
     // infinity minus infinity is NaN, whose sign no rule settles
     if ((bad & 3) == 0) expect(targets[i].same(expected[i]), "axpby", i);
   }
