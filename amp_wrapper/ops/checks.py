@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -89,10 +90,12 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 def _check_overlap(written: Named, others: Sequence[Named]) -> None:
     name, targets = written
     spans = _spans(targets)
-    for (_, end, one), (begin, _, two) in zip(spans, spans[1:]):
+    for (_, end, one), (begin, _, two) in itertools.pairwise(spans):
         if end > begin:
             first, second = sorted((one, two))
-            raise ValueError(f'{name}[{first}] and {name}[{second}] share memory: give each tensor that is written once.')
+            raise ValueError(
+                f'{name}[{first}] and {name}[{second}] share memory: give each tensor that is written once.'
+            )
     for other, tensors in others:
         start = 0
         for begin, end, index in _spans(tensors):

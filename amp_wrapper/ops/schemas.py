@@ -42,17 +42,23 @@ SCHEMAS = {
     ),
 }
 
-_library = torch.library.Library(NAMESPACE, 'DEF')
+_library = torch.library.Library(NAMESPACE, 'DEF')  # type: ignore[no-untyped-call]
 for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
 
 
 def _writes_only(*args: object, **kwargs: object) -> None:
     """What is written keeps its shape and type."""
 
 
-for _name in ('multi_tensor_scale', 'multi_tensor_axpby', 'multi_tensor_copy', 'multi_tensor_isnonfinite', 'update_scale'):
+for _name in (
+    'multi_tensor_scale',
+    'multi_tensor_axpby',
+    'multi_tensor_copy',
+    'multi_tensor_isnonfinite',
+    'update_scale',
+):
     torch.library.register_fake(f'{NAMESPACE}::{_name}', _writes_only, lib=_library)
 
 
@@ -71,6 +77,6 @@ for _name in ('multi_tensor_l2norm', 'multi_tensor_maxnorm'):
     torch.library.register_fake(f'{NAMESPACE}::{_name}', _fake_norm, lib=_library)
 
 
-@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)
+@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)  # type: ignore[untyped-decorator]
 def _fake_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
     return torch.empty(len(weights), dtype=torch.bool, device=reference.device_of(weights))
