@@ -1,0 +1,502 @@
+// The CUDA kernels. Besides CUDA's own words this file needs nothing, so that a header can give those words a meaning on a CPU (tests/cuda_shim).
+//
+// One block works on one chunk (planner.h), whatever tensor and type it is of: a list of any lengths and types is one launch.
+#pragma once
+
+#include <type_traits>
+
+#include "../common/functors.h"
+#include "../common/planner.h"
+#include "work.h"
+
+namespace amp_wrapper::cuda {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+// elements that a thread moves at once: 128 bits of a 16-bit type
+constexpr int kVector = 8;
+// vectors that a thread has under way, so that the memory is busy while it waits
+constexpr int kUnroll = 4;
+
+struct alignas(16) Quad {
+  std::uint32_t words[4];
+};
+
+__device__ inline float element_of(const Quad* quads, int i, const float*) { return float_of(quads[i / 4].words[i % 4]); }
+template <typename T>
+__device__ inline float element_of(const Quad* quads, int i, const T*) {
+  const std::uint32_t word = quads[0].words[i / 2];
+  return to_float(T{static_cast<std::uint16_t>(i % 2 ? word >> 16 : word & 0xffffu)});
+}
+
+__device__ inline void set_element(Quad* quads, int i, float value, const float*) { quads[i / 4].words[i % 4] = bits_of(value); }
+template <typename T>
+__device__ inline void set_element(Quad* quads, int i, float value, const T*) {
+  const std::uint32_t bits = from_float<T>(value).bits;
+  // the first of two writes the whole word
+  if (i % 2) {
+    quads[0].words[i / 2] |= bits << 16;
+  } else {
+    quads[0].words[i / 2] = bits;
+  }
+}
+
+// kVector elements in registers.
+template <typename T>
+struct Pack {
+  static constexpr int kQuads = kVector * static_cast<int>(sizeof(T)) / 16;
+  Quad quads[kQuads];
+
+  __device__ float get(int i) const { return element_of(quads, i, static_cast<const T*>(nullptr)); }
+  __device__ void set(int i, float value) { set_element(quads, i, value, static_cast<const T*>(nullptr)); }
+};
+
+template <typename T>
+__device__ inline Pack<T> load_pack(const T* from) {
+  Pack<T> pack;
+#pragma unroll
+  for (int k = 0; k < Pack<T>::kQuads; ++k) pack.quads[k] = reinterpret_cast<const Quad*>(from)[k];
+  return pack;
+}
+
+template <typename T>
+__device__ inline void store_pack(T* to, const Pack<T>& pack) {
+#pragma unroll
+  for (int k = 0; k < Pack<T>::kQuads; ++k) reinterpret_cast<Quad*>(to)[k] = pack.quads[k];
+}
+
+template <typename T>
+__device__ inline bool is_aligned(const T* place) {
+  return reinterpret_cast<std::uintptr_t>(place) % 16 == 0;
+}
+
+// Calls `body` with a null pointer of the element type.
+template <typename F>
+__device__ inline auto with_type(std::uint8_t type, F body) {
+  switch (static_cast<Type>(type)) {
+    case Type::kHalf:
+      return body(static_cast<Half*>(nullptr));
+    case Type::kBfloat:
+      return body(static_cast<Bfloat*>(nullptr));
+    default:
+      return body(static_cast<float*>(nullptr));
+  }
+}
+
+// The part of an entry that this block works on.
+struct Place {
+  int entry;
+  std::int64_t begin;
+  int count;
+};
+
+template <int kLists>
+__device__ inline Place place_of(const Work<kLists>& work) {
+  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x);
+  const int entry = entry_of(work.starts, work.entries, chunk);
+  const std::int64_t begin = static_cast<std::int64_t>(chunk - work.starts[entry]) * kChunk;
+  const std::int64_t left = work.counts[entry] - begin;
+  return {entry, begin, static_cast<int>(left < kChunk ? left : kChunk)};
+}
+
+template <typename T, int kLists>
+__device__ inline T* data_of(const Work<kLists>& work, int list, const Place& place) {
+  return static_cast<T*>(work.data[list][place.entry]) + place.begin;
+}
+
+// A maximum, never a sum: the flag stays 0 or 1. Every thread of the block calls it.
+__device__ inline void raise_flag(bool bad, float* found_inf) {
+  if (__syncthreads_or(bad) && threadIdx.x == 0 && found_inf != nullptr) {
+    atomicMax(reinterpret_cast<int*>(found_inf), static_cast<int>(bits_of(1.0f)));
+  }
+}
+
+// target[i] = function(source[i]); returns whether this thread saw an element that is not finite.
+template <typename S, typename T, typename F>
+__device__ inline bool map_elements(const S* source, T* target, int count, F function) {
+  bool bad = false;
+  int done = 0;
+  if (is_aligned(source) && is_aligned(target)) {
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
+      Pack<S> x[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) x[u] = load_pack(source + (v + u * kThreads) * kVector);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) {
+          Pack<T> result;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            const float value = x[u].get(i);
+            bad = bad || is_nonfinite(value);
+            result.set(i, function(value));
+          }
+          store_pack(target + (v + u * kThreads) * kVector, result);
+        }
+      }
+    }
+  }
+  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    const float value = to_float(source[i]);
+    bad = bad || is_nonfinite(value);
+    target[i] = from_float<T>(function(value));
+  }
+  return bad;
+}
+
+// target = source * scale, and the flag for sources that are not finite. The scale may be missing, and the flag too.
+__global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {
+  const Place place = place_of(work);
+  const Scale function{scale == nullptr ? 1.0f : *scale};
+  const bool bad = with_type(work.types[0][place.entry], [&](auto* s) {
+    return with_type(work.types[1][place.entry], [&](auto* t) {
+      using S = std::remove_pointer_t<decltype(s)>;
+      using T = std::remove_pointer_t<decltype(t)>;
+      return map_elements(data_of<const S>(work, 0, place), data_of<T>(work, 1, place), place.count, function);
+    });
+  });
+  raise_flag(bad, found_inf);
+}
+
+// Bits of one type as they are: a conversion there and back would change the payload of a NaN.
+template <typename T>
+__device__ inline void copy_bits(const T* source, T* target, int count) {
+  int done = 0;
+  if (is_aligned(source) && is_aligned(target)) {
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
+      Pack<T> x[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) x[u] = load_pack(source + (v + u * kThreads) * kVector);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) store_pack(target + (v + u * kThreads) * kVector, x[u]);
+      }
+    }
+  }
+  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) target[i] = source[i];
+}
+
+struct Identity {
+  __device__ float operator()(float x) const { return x; }
+};
+
+// target = source, rounded where the target is narrower.
+__global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Work<2> work) {
+  const Place place = place_of(work);
+  with_type(work.types[0][place.entry], [&](auto* s) {
+    with_type(work.types[1][place.entry], [&](auto* t) {
+      using S = std::remove_pointer_t<decltype(s)>;
+      using T = std::remove_pointer_t<decltype(t)>;
+      const S* source = data_of<const S>(work, 0, place);
+      T* target = data_of<T>(work, 1, place);
+      if constexpr (std::is_same_v<S, T>) {
+        copy_bits(source, target, place.count);
+      } else {
+        map_elements(source, target, place.count, Identity());
+      }
+    });
+  });
+}
+
+// target[i] = x[i] * a + y[i] * b. Bit 0 of the result: an x is not finite, bit 1: a y.
+template <typename X, typename Y, typename T>
+__device__ inline int axpby_elements(const X* x, const Y* y, T* target, int count, Axpby function) {
+  int bad = 0;
+  int done = 0;
+  if (is_aligned(x) && is_aligned(y) && is_aligned(target)) {
+    // two vectors under way, of two lists
+    constexpr int kPairs = kUnroll / 2;
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kPairs) {
+      Pack<X> a[kPairs];
+      Pack<Y> b[kPairs];
+#pragma unroll
+      for (int u = 0; u < kPairs; ++u) {
+        if (v + u * kThreads < vectors) {
+          a[u] = load_pack(x + (v + u * kThreads) * kVector);
+          b[u] = load_pack(y + (v + u * kThreads) * kVector);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kPairs; ++u) {
+        if (v + u * kThreads < vectors) {
+          Pack<T> result;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) {
+            bad |= (is_nonfinite(a[u].get(i)) ? 1 : 0) | (is_nonfinite(b[u].get(i)) ? 2 : 0);
+            result.set(i, function(a[u].get(i), b[u].get(i)));
+          }
+          store_pack(target + (v + u * kThreads) * kVector, result);
+        }
+      }
+    }
+  }
+  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    const float a = to_float(x[i]);
+    const float b = to_float(y[i]);
+    bad |= (is_nonfinite(a) ? 1 : 0) | (is_nonfinite(b) ? 2 : 0);
+    target[i] = from_float<T>(function(a, b));
+  }
+  return bad;
+}
+
+// `checked`: which bits of axpby_elements raise the flag.
+__global__ void __launch_bounds__(kThreads) axpby_kernel(const __grid_constant__ Work<3> work, const float* a, const float* b,
+                                                         float* found_inf, int checked) {
+  const Place place = place_of(work);
+  const Axpby function{a == nullptr ? 1.0f : *a, b == nullptr ? 1.0f : *b};
+  const int bad = with_type(work.types[0][place.entry], [&](auto* x) {
+    return with_type(work.types[1][place.entry], [&](auto* y) {
+      return with_type(work.types[2][place.entry], [&](auto* t) {
+        using X = std::remove_pointer_t<decltype(x)>;
+        using Y = std::remove_pointer_t<decltype(y)>;
+        using T = std::remove_pointer_t<decltype(t)>;
+        return axpby_elements(data_of<const X>(work, 0, place), data_of<const Y>(work, 1, place), data_of<T>(work, 2, place),
+                              place.count, function);
+      });
+    });
+  });
+  raise_flag((bad & checked) != 0, found_inf);
+}
+
+// Two kinds of results for each chunk, joined in pairs of neighbours: see planner.h.
+struct Sum {
+  using Value = float;
+  __device__ static float join(float a, float b) { return a + b; }
+  __device__ static float norm(float value) { return sqrtf(value); }
+  __device__ static bool is_bad(float) { return false; }
+};
+
+struct Largest {
+  using Value = std::int32_t;
+  __device__ static std::int32_t join(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
+  __device__ static float norm(std::int32_t value) { return float_of(static_cast<std::uint32_t>(value)); }
+  __device__ static bool is_bad(std::int32_t value) { return value >= kExponent; }
+};
+
+constexpr unsigned kAll = 0xffffffffu;
+
+// The values of threads that are `first`, 2 * `first`, ... apart, up to half a warp, joined.
+template <typename R>
+__device__ inline typename R::Value join_warp(typename R::Value value, int first) {
+#pragma unroll
+  for (int apart = 1; apart < 32; apart *= 2) {
+    if (apart >= first) value = R::join(value, __shfl_xor_sync(kAll, value, apart));
+  }
+  return value;
+}
+
+// The values of all warps joined, in thread 0. Every thread of the block calls it.
+template <typename R>
+__device__ inline typename R::Value join_block(typename R::Value value) {
+  __shared__ typename R::Value of_warp[kWarps];
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    typename R::Value values[kWarps];
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) values[i] = of_warp[i];
+#pragma unroll
+    for (int apart = 1; apart < kWarps; apart *= 2) {
+#pragma unroll
+      for (int i = 0; i < kWarps; i += 2 * apart) values[i] = R::join(values[i], values[i + apart]);
+    }
+    value = values[0];
+  }
+  // before the next call writes to of_warp
+  __syncthreads();
+  return value;
+}
+
+// The sum of squares of a chunk. Eight threads share a block of 1024 elements: each has eight of its 64 lanes.
+template <typename T>
+__device__ inline float sum_of_chunk(const T* data, int count, bool* bad) {
+  const int group = static_cast<int>(threadIdx.x) / 8;
+  const int first = group * kBlock + static_cast<int>(threadIdx.x) % 8 * kVector;
+  const bool aligned = is_aligned(data);
+  float sums[kVector] = {};
+#pragma unroll 4
+  for (int row = 0; row < kRows; ++row) {
+    const int begin = first + row * kLanes;
+    if (aligned && begin + kVector <= count) {
+      const Pack<T> pack = load_pack(data + begin);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float value = pack.get(i);
+        *bad = *bad || is_nonfinite(value);
+        sums[i] += Square()(value);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float value = begin + i < count ? to_float(data[begin + i]) : 0.0f;
+        *bad = *bad || is_nonfinite(value);
+        sums[i] += Square()(value);
+      }
+    }
+  }
+  // lane i with i + 32, i + 16, i + 8, which other threads have, and then with i + 4, i + 2, i + 1
+#pragma unroll
+  for (int apart = 4; apart >= 1; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] += __shfl_xor_sync(kAll, sums[i], apart);
+  }
+#pragma unroll
+  for (int apart = 4; apart >= 1; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart];
+  }
+  // the four blocks of a warp, and then the warps
+  return join_block<Sum>(join_warp<Sum>(sums[0], 8));
+}
+
+static_assert(kThreads / 8 == kBlocks, "a block of threads works on one chunk");
+
+__global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(const __grid_constant__ Work<1> work, float* chunks, float* found_inf) {
+  const Place place = place_of(work);
+  bool bad = false;
+  const float sum = with_type(work.types[0][place.entry], [&](auto* t) {
+    return sum_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(work, 0, place), place.count, &bad);
+  });
+  if (threadIdx.x == 0) chunks[blockIdx.x] = sum;
+  raise_flag(bad, found_inf);
+}
+
+template <typename T>
+__device__ inline std::int32_t largest_of_chunk(const T* data, int count) {
+  std::int32_t most = 0;
+  int done = 0;
+  if (is_aligned(data)) {
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+#pragma unroll 4
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads) {
+      const Pack<T> pack = load_pack(data + v * kVector);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) most = Largest::join(most, magnitude_of(pack.get(i)));
+    }
+  }
+  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    most = Largest::join(most, magnitude_of(to_float(data[i])));
+  }
+  return join_block<Largest>(join_warp<Largest>(most, 1));
+}
+
+// The largest magnitude of each chunk, as an integer; nothing is written where `chunks` is missing.
+__global__ void __launch_bounds__(kThreads) largest_kernel(const __grid_constant__ Work<1> work, std::int32_t* chunks, float* found_inf) {
+  const Place place = place_of(work);
+  const std::int32_t most = with_type(work.types[0][place.entry], [&](auto* t) {
+    return largest_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(work, 0, place), place.count);
+  });
+  if (threadIdx.x == 0 && chunks != nullptr) chunks[blockIdx.x] = most;
+  raise_flag(threadIdx.x == 0 && Largest::is_bad(most), found_inf);
+}
+
+// Joins `count` values in pairs of neighbours, and those in pairs, and so on, by overwriting them; thread 0 has the result.
+template <typename R>
+__device__ inline typename R::Value join_all(typename R::Value* values, std::int64_t count) {
+  using Value = typename R::Value;
+  Value result = Value(0);
+  do {
+    const std::int64_t parts = (count + 2 * kThreads - 1) / (2 * kThreads);
+    for (std::int64_t part = 0; part < parts; ++part) {
+      const std::int64_t i = part * 2 * kThreads + 2 * static_cast<std::int64_t>(threadIdx.x);
+      const Value left = i < count ? values[i] : Value(0);
+      const Value right = i + 1 < count ? values[i + 1] : Value(0);
+      result = join_block<R>(join_warp<R>(R::join(left, right), 1));
+      // behind the barriers of join_block: this place was read, and is not needed again
+      if (threadIdx.x == 0) values[part] = result;
+    }
+    count = parts;
+    __syncthreads();
+  } while (count > 1);
+  return result;
+}
+
+// One block for each tensor: its chunks become one value.
+template <typename R>
+__global__ void __launch_bounds__(kThreads) join_tensors_kernel(const __grid_constant__ Segments segments, typename R::Value* chunks,
+                                                                typename R::Value* tensors) {
+  const int tensor = static_cast<int>(blockIdx.x);
+  const std::int32_t begin = segments.starts[tensor];
+  const typename R::Value value = join_all<R>(chunks + begin, segments.starts[tensor + 1] - begin);
+  if (threadIdx.x == 0) tensors[tensor] = value;
+}
+
+// One block: the values of the tensors become the norms. `each` may be missing; the values are overwritten.
+template <typename R>
+__global__ void __launch_bounds__(kThreads) join_norms_kernel(typename R::Value* tensors, std::int64_t count, const float* inverse_scale,
+                                                              float* total, float* each, float* found_inf) {
+  const float factor = inverse_scale == nullptr ? 1.0f : *inverse_scale;
+  if (each != nullptr) {
+    for (std::int64_t i = threadIdx.x; i < count; i += kThreads) each[i] = R::norm(tensors[i]) * factor;
+    __syncthreads();
+  }
+  const typename R::Value value = join_all<R>(tensors, count);
+  if (threadIdx.x == 0) *total = R::norm(value) * factor;
+  raise_flag(threadIdx.x == 0 && R::is_bad(value), found_inf);
+}
+
+// master[i] = weight[i] where the weight is not the rounded master, bit for bit. The third list holds a byte for each tensor,
+// which is set where there was one.
+template <typename W>
+__device__ inline bool refresh_elements(const W* weight, float* master, int count) {
+  bool found = false;
+  int done = 0;
+  if (is_aligned(weight) && is_aligned(master)) {
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads) {
+      const Pack<W> present = load_pack(weight + v * kVector);
+      Pack<float> old = load_pack(master + v * kVector);
+      Pack<W> rounded;
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) rounded.set(i, old.get(i));
+      bool edited = false;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) edited = edited || rounded.quads[0].words[k] != present.quads[0].words[k];
+      if (edited) {
+        found = true;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          const std::uint32_t differs = (rounded.quads[0].words[i / 2] ^ present.quads[0].words[i / 2]) >> (i % 2 * 16);
+          if (differs & 0xffffu) old.set(i, present.get(i));
+        }
+        store_pack(master + v * kVector, old);
+      }
+    }
+  }
+  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    if (from_float<W>(master[i]).bits != weight[i].bits) {
+      master[i] = to_float(weight[i]);
+      found = true;
+    }
+  }
+  return found;
+}
+
+__global__ void __launch_bounds__(kThreads) refresh_kernel(const __grid_constant__ Work<3> work) {
+  const Place place = place_of(work);
+  float* master = data_of<float>(work, 1, place);
+  const bool found = static_cast<Type>(work.types[0][place.entry]) == Type::kHalf
+                         ? refresh_elements(data_of<const Half>(work, 0, place), master, place.count)
+                         : refresh_elements(data_of<const Bfloat>(work, 0, place), master, place.count);
+  // blocks of one tensor may all write it; it is the same byte
+  if (__syncthreads_or(found) && threadIdx.x == 0) *static_cast<std::uint8_t*>(work.data[2][place.entry]) = 1;
+}
+
+__global__ void update_scale_kernel(ScaleUpdate rule, float* scale, std::int32_t* growth_tracker, std::int32_t* hysteresis_tracker,
+                                    const float* found_inf) {
+  rule(scale, growth_tracker, hysteresis_tracker, *found_inf);
+}
+
+}  // namespace amp_wrapper::cuda

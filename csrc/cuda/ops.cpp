@@ -1,0 +1,194 @@
+// The ops on a GPU: lists become launches on the current stream. Nothing here waits for the device, and all memory comes from
+// torch's allocator, so the ops may stand inside a CUDA graph.
+
+#include <ATen/Functions.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include "../common/lists.h"
+#include "launch.h"
+
+namespace amp_wrapper::cuda {
+namespace {
+
+void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::int64_t element) {
+  return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
+}
+
+const float* value_of(const std::optional<at::Tensor>& scalar) {
+  return scalar.has_value() ? static_cast<const float*>(scalar->const_data_ptr()) : nullptr;
+}
+
+float* flag_of(const std::optional<at::Tensor>& flag) {
+  return flag.has_value() ? static_cast<float*>(flag->mutable_data_ptr()) : nullptr;
+}
+
+template <int kLists, typename F>
+void launch_all(const Flat& flat, F launch) {
+  for_launches<kLists>(
+      flat.counts(),
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) {
+        *type = flat.type(list, tensor);
+        return at_element(flat, list, tensor, element);
+      },
+      [&](const auto& work, std::int64_t before) { C10_CUDA_CHECK(launch(work, before)); });
+}
+
+cudaStream_t stream_of(c10::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
+
+void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
+                        const std::optional<at::Tensor>& found_inf) {
+  const c10::Device device = device_of(sources, found_inf);
+  check_scalar("scale", scale, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA);
+  if (flat.size() == 0) return;
+  bump_version(found_inf);
+  const c10::cuda::CUDAGuard guard(device);
+  launch_all<2>(flat, [&](const auto& work, auto) {
+    return launch_scale(work, value_of(scale), flag_of(found_inf), stream_of(device));
+  });
+  flat.finish();
+}
+
+void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList targets, const std::optional<at::Tensor>& a,
+                        const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& found_inf, bool check_x,
+                        bool check_y) {
+  const c10::Device device = device_of(xs, found_inf);
+  check_scalar("a", a, device);
+  check_scalar("b", b, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCUDA);
+  if (flat.size() == 0) return;
+  bump_version(found_inf);
+  const c10::cuda::CUDAGuard guard(device);
+  const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
+  launch_all<3>(flat, [&](const auto& work, auto) {
+    return launch_axpby(work, value_of(a), value_of(b), flag_of(found_inf), checked, stream_of(device));
+  });
+  flat.finish();
+}
+
+void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
+  const c10::Device device = device_of(sources);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false, true}}, c10::kCUDA);
+  if (flat.size() == 0) return;
+  const c10::cuda::CUDAGuard guard(device);
+  launch_all<2>(flat, [&](const auto& work, auto) { return launch_copy(work, stream_of(device)); });
+  flat.finish();
+}
+
+void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
+  const c10::Device device = device_of(tensors, found_inf);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"tensors", tensors}}, c10::kCUDA);
+  if (flat.size() == 0) return;
+  bump_version(found_inf);
+  const c10::cuda::CUDAGuard guard(device);
+  launch_all<1>(flat, [&](const auto& work, auto) {
+    return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device));
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
+                                                       const std::optional<at::Tensor>& found_inf, bool per_tensor) {
+  const c10::Device device = device_of(tensors, found_inf);
+  check_scalar("inverse_scale", inverse_scale, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"tensors", tensors}}, c10::kCUDA);
+  bump_version(found_inf);
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = stream_of(device);
+  auto result = new_norms(tensors, device, per_tensor);
+  const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
+  const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, options);
+  const at::Tensor sums = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
+  auto* chunk_data = static_cast<float*>(chunks.mutable_data_ptr());
+  auto* sum_data = static_cast<float*>(sums.mutable_data_ptr());
+  launch_all<1>(flat, [&](const auto& work, std::int64_t before) {
+    return launch_sum_of_squares(work, chunk_data + before, flag_of(found_inf), stream);
+  });
+  for_segments(flat.counts(), [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+    C10_CUDA_CHECK(launch_join_sums(segments, chunk_data + base, sum_data + first, stream));
+  });
+  auto* each = per_tensor ? static_cast<float*>(std::get<1>(result).mutable_data_ptr()) : nullptr;
+  C10_CUDA_CHECK(launch_l2norm(sum_data, sums.numel(), value_of(inverse_scale),
+                               static_cast<float*>(std::get<0>(result).mutable_data_ptr()), each, stream));
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
+                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
+  const c10::Device device = device_of(tensors, found_inf);
+  check_scalar("inverse_scale", inverse_scale, device);
+  check_scalar("found_inf", found_inf, device);
+  const Flat flat({{"tensors", tensors}}, c10::kCUDA);
+  bump_version(found_inf);
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaStream_t stream = stream_of(device);
+  auto result = new_norms(tensors, device, per_tensor);
+  const auto options = at::TensorOptions().dtype(at::kInt).device(device);
+  const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, options);
+  const at::Tensor most = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
+  auto* chunk_data = static_cast<std::int32_t*>(chunks.mutable_data_ptr());
+  auto* most_data = static_cast<std::int32_t*>(most.mutable_data_ptr());
+  launch_all<1>(flat, [&](const auto& work, std::int64_t before) {
+    return launch_largest(work, chunk_data + before, nullptr, stream);
+  });
+  for_segments(flat.counts(), [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+    C10_CUDA_CHECK(launch_join_largest(segments, chunk_data + base, most_data + first, stream));
+  });
+  auto* each = per_tensor ? static_cast<float*>(std::get<1>(result).mutable_data_ptr()) : nullptr;
+  C10_CUDA_CHECK(launch_maxnorm(most_data, most.numel(), value_of(inverse_scale),
+                                static_cast<float*>(std::get<0>(result).mutable_data_ptr()), each, flag_of(found_inf), stream));
+  return result;
+}
+
+at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) {
+  check_refresh_types(weights, masters);
+  const c10::Device device = device_of(weights);
+  const Flat flat({{"weights", weights}, {"masters", masters, true, true}}, c10::kCUDA);
+  const c10::cuda::CUDAGuard guard(device);
+  at::Tensor edited = at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device));
+  if (flat.size() == 0) return edited;
+  auto* flags = static_cast<char*>(edited.mutable_data_ptr());
+  for_launches<3>(
+      flat.counts(),
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) -> void* {
+        if (list == 2) return flags + tensor;
+        *type = flat.type(list, tensor);
+        return at_element(flat, list, tensor, element);
+      },
+      [&](const auto& work, auto) { C10_CUDA_CHECK(launch_refresh(work, stream_of(device))); });
+  flat.finish();
+  return edited;
+}
+
+void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+                  const at::Tensor& found_inf, double growth_factor, double backoff_factor, std::int64_t growth_interval,
+                  std::int64_t hysteresis, std::optional<double> min_scale, std::optional<double> max_scale) {
+  const ScaleUpdate rule = scale_rule(growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale);
+  check_scale_state(scale, growth_tracker, hysteresis_tracker, found_inf);
+  const c10::cuda::CUDAGuard guard(scale.device());
+  C10_CUDA_CHECK(launch_update_scale(rule, static_cast<float*>(scale.mutable_data_ptr()),
+                                     static_cast<std::int32_t*>(growth_tracker.mutable_data_ptr()),
+                                     static_cast<std::int32_t*>(hysteresis_tracker.mutable_data_ptr()),
+                                     static_cast<const float*>(found_inf.const_data_ptr()), stream_of(scale.device())));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(amp_wrapper, CUDA, library) {
+  library.impl("multi_tensor_scale", multi_tensor_scale);
+  library.impl("multi_tensor_axpby", multi_tensor_axpby);
+  library.impl("multi_tensor_copy", multi_tensor_copy);
+  library.impl("multi_tensor_isnonfinite", multi_tensor_isnonfinite);
+  library.impl("multi_tensor_l2norm", multi_tensor_l2norm);
+  library.impl("multi_tensor_maxnorm", multi_tensor_maxnorm);
+  library.impl("multi_tensor_refresh", multi_tensor_refresh);
+  library.impl("update_scale", update_scale);
+}
+
+}  // namespace amp_wrapper::cuda

@@ -1,0 +1,335 @@
+// Runs the CUDA kernels of csrc/cuda on a CPU and compares them, bit for bit, with the CPU kernels: harness SEED ROUNDS.
+//
+// Every tensor has a buffer of its own of exactly its size, so that an address sanitizer sees one byte too many.
+
+#include "shim.h"
+
+#include "../../csrc/cpu/kernels.h"
+#include "../../csrc/cuda/kernels.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+using namespace amp_wrapper;
+using cuda::Segments;
+using cuda::Work;
+
+namespace {
+
+int failures = 0;
+
+void expect(bool good, const char* what, std::size_t index) {
+  if (good) return;
+  std::printf("WRONG: %s, tensor %zu\n", what, index);
+  ++failures;
+}
+
+// A buffer of exactly `count` elements, which begins `shift` elements behind an aligned place.
+class Tensor {
+ public:
+  Tensor(Type type, std::int64_t count, int shift)
+      : type(type), count(count), offset_(static_cast<std::size_t>(shift * size_of(type))), bytes_(offset_ + count * size_of(type)) {
+    // malloc aligns to 16 bytes, and ends where it was told to
+    memory_ = static_cast<char*>(std::malloc(bytes_ == 0 ? 1 : bytes_));
+    std::memset(memory_, 0, bytes_);
+  }
+  Tensor(const Tensor& other) : Tensor(other.type, other.count, static_cast<int>(other.offset_ / size_of(other.type))) {
+    std::memcpy(memory_, other.memory_, bytes_);
+  }
+  ~Tensor() { std::free(memory_); }
+  Tensor& operator=(const Tensor&) = delete;
+
+  char* data() const { return memory_ + offset_; }
+  void* at(std::int64_t element) const { return data() + element * size_of(type); }
+  bool same(const Tensor& other) const { return std::memcmp(data(), other.data(), count * size_of(type)) == 0; }
+
+  const Type type;
+  const std::int64_t count;
+
+ private:
+  std::size_t offset_;
+  std::size_t bytes_;
+  char* memory_;
+};
+
+using List = std::vector<Tensor>;
+
+class Random {
+ public:
+  explicit Random(unsigned seed) : engine_(seed) {}
+
+  int below(int limit) { return static_cast<int>(engine_() % static_cast<unsigned>(limit)); }
+  bool chance(int percent) { return below(100) < percent; }
+
+  float value() {
+    std::normal_distribution<float> normal;
+    return std::ldexp(normal(engine_), below(20) - 10);
+  }
+
+  std::vector<std::int64_t> counts(bool many) {
+    static const std::int64_t sizes[] = {0, 0, 1, 2, 7, 8, 9, 63, 64, 65, 1023, 1024, 1025, 2056, 32767, 32768, 32769, 70001};
+    std::vector<std::int64_t> result;
+    for (int i = below(many ? 24 : 6); i >= 0; --i) result.push_back(sizes[below(many ? 8 : 18)]);
+    return result;
+  }
+
+  List list(const std::vector<std::int64_t>& counts, int types, int first_type = 0) {
+    List result;
+    result.reserve(counts.size());
+    for (const std::int64_t count : counts) {
+      result.emplace_back(static_cast<Type>(first_type + below(types)), count, chance(30) ? 1 + below(7) : 0);
+      std::vector<float> values(static_cast<std::size_t>(count));
+      for (float& value : values) value = this->value();
+      if (count > 0 && chance(10)) values[below(static_cast<int>(count))] = chance(50) ? INFINITY : -INFINITY;
+      const Tensor& made = result.back();
+      cpu::kDefault.copy(Type::kFloat, values.data(), made.type, made.data(), count, false);
+    }
+    return result;
+  }
+
+ private:
+  std::mt19937 engine_;
+};
+
+std::vector<std::int64_t> counts_of(const List& list) {
+  std::vector<std::int64_t> counts;
+  for (const Tensor& tensor : list) counts.push_back(tensor.count);
+  return counts;
+}
+
+template <int kLists, typename F>
+void for_each_launch(const std::vector<const List*>& lists, F body) {
+  cuda::for_launches<kLists>(
+      counts_of(*lists[0]),
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) {
+        *type = (*lists[list])[tensor].type;
+        return (*lists[list])[tensor].at(element);
+      },
+      [&](const Work<kLists>& work, std::int64_t before) {
+        body(work, before, static_cast<unsigned>(work.starts[work.entries]));
+      });
+}
+
+void test_scale(Random& random, const std::vector<std::int64_t>& counts) {
+  const List sources = random.list(counts, 3);
+  List targets = random.list(counts, 3);
+  const List expected(targets);
+  const float factor = random.chance(50) ? 1.0f / 3.0f : 0x1p-16f;
+  float found = 0.0f;
+  float* flag = random.chance(80) ? &found : nullptr;
+  for_each_launch<2>({&sources, &targets}, [&](const auto& work, auto, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads, [&, flag] { cuda::scale_kernel(work, &factor, flag); });
+  });
+  bool bad = false;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    bad = cpu::kDefault.scale(sources[i].type, sources[i].data(), expected[i].type, expected[i].data(), counts[i], factor, false) || bad;
+    expect(targets[i].same(expected[i]), "scale", i);
+  }
+  expect(found == (bad && flag != nullptr ? 1.0f : 0.0f), "flag of scale", counts.size());
+}
+
+void test_scale_in_place(Random& random, const std::vector<std::int64_t>& counts) {
+  const List tensors = random.list(counts, 3);
+  const List expected(tensors);
+  const float factor = 3.0f;
+  for_each_launch<2>({&tensors, &tensors}, [&](const auto& work, auto, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads, [&] { cuda::scale_kernel(work, &factor, nullptr); });
+  });
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    cpu::kDefault.scale(expected[i].type, expected[i].data(), expected[i].type, expected[i].data(), counts[i], factor, false);
+    expect(tensors[i].same(expected[i]), "scale in place", i);
+  }
+}
+
+void test_copy(Random& random, const std::vector<std::int64_t>& counts) {
+  const List sources = random.list(counts, 3);
+  List targets = random.list(counts, 3);
+  const List expected(targets);
+  for_each_launch<2>({&sources, &targets}, [&](const auto& work, auto, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads, [&] { cuda::copy_kernel(work); });
+  });
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    cpu::kDefault.copy(sources[i].type, sources[i].data(), expected[i].type, expected[i].data(), counts[i], false);
+    expect(targets[i].same(expected[i]), "copy", i);
+  }
+}
+
+void test_axpby(Random& random, const std::vector<std::int64_t>& counts) {
+  const List xs = random.list(counts, 3);
+  const List ys = random.list(counts, 3);
+  List targets = random.list(counts, 3);
+  const List expected(targets);
+  const float a = 1.0f / 3.0f;
+  const float b = 7.0f;
+  const int checked = random.below(4);
+  float found = 0.0f;
+  for_each_launch<3>({&xs, &ys, &targets}, [&](const auto& work, auto, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads, [&] { cuda::axpby_kernel(work, &a, &b, &found, checked); });
+  });
+  int bad = 0;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    bad |= cpu::kDefault.axpby(xs[i].type, xs[i].data(), ys[i].type, ys[i].data(), expected[i].type, expected[i].data(), counts[i],
+                               Axpby{a, b}, false);
+    // infinity minus infinity is NaN, whose sign no rule settles
+    if ((bad & 3) == 0) expect(targets[i].same(expected[i]), "axpby", i);
+  }
+  expect(found == ((bad & checked) ? 1.0f : 0.0f), "flag of axpby", counts.size());
+}
+
+template <typename V, typename J>
+V tree(std::vector<V> values, J join) {
+  if (values.empty()) return V(0);
+  while (values.size() > 1) {
+    if (values.size() % 2) values.push_back(V(0));
+    for (std::size_t i = 0; i < values.size() / 2; ++i) values[i] = join(values[2 * i], values[2 * i + 1]);
+    values.resize(values.size() / 2);
+  }
+  return values[0];
+}
+
+template <typename R, typename K, typename C>
+void test_norm(Random& random, const std::vector<std::int64_t>& counts, const char* name, K kernel, C chunk_of) {
+  using V = typename R::Value;
+  const List tensors = random.list(counts, 3);
+  // exactly as long as they have to be, and full of what would be seen
+  std::vector<V> chunks(cuda::all_chunks(counts), V(77));
+  std::vector<V> values(counts.size(), V(77));
+  for_each_launch<1>({&tensors}, [&](const auto& work, std::int64_t before, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads, [&, before] { kernel(work, chunks.data() + before); });
+  });
+  cuda::for_segments(counts, [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+    shim::launch(static_cast<unsigned>(segments.count), shim::kThreads,
+                 [&, base, first] { cuda::join_tensors_kernel<R>(segments, chunks.data() + base, values.data() + first); });
+  });
+  const float inverse = 0.5f;
+  float total = -1.0f;
+  float found = 0.0f;
+  std::vector<float> each(counts.size(), -1.0f);
+  shim::launch(1, shim::kThreads, [&] {
+    cuda::join_norms_kernel<R>(values.data(), static_cast<std::int64_t>(counts.size()), &inverse, &total, each.data(), &found);
+  });
+  std::vector<V> expected;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    std::vector<V> parts;
+    for (std::int64_t begin = 0; begin < counts[i]; begin += kChunk) {
+      parts.push_back(chunk_of(tensors[i], begin, std::min(kChunk, counts[i] - begin)));
+    }
+    expected.push_back(tree(parts, R::join));
+    expect(bits_of(each[i]) == bits_of(R::norm(expected[i]) * inverse), name, i);
+  }
+  const V all = tree(expected, R::join);
+  expect(bits_of(total) == bits_of(R::norm(all) * inverse), name, counts.size());
+  expect(found == (R::is_bad(all) ? 1.0f : 0.0f), "flag of a norm", counts.size());
+}
+
+void test_norms(Random& random, const std::vector<std::int64_t>& counts) {
+  test_norm<cuda::Sum>(
+      random, counts, "l2norm", [](const Work<1>& work, float* chunks) { cuda::sum_of_squares_kernel(work, chunks, nullptr); },
+      [](const Tensor& tensor, std::int64_t begin, std::int64_t count) {
+        bool bad = false;
+        return cpu::kDefault.sum_of_squares(tensor.type, tensor.at(begin), count, &bad);
+      });
+  test_norm<cuda::Largest>(
+      random, counts, "maxnorm", [](const Work<1>& work, std::int32_t* chunks) { cuda::largest_kernel(work, chunks, nullptr); },
+      [](const Tensor& tensor, std::int64_t begin, std::int64_t count) {
+        return cpu::kDefault.largest(tensor.type, tensor.at(begin), count);
+      });
+}
+
+void test_flags(Random& random, const std::vector<std::int64_t>& counts) {
+  const List tensors = random.list(counts, 3);
+  float by_sum = 0.0f;
+  float by_largest = 0.0f;
+  std::vector<float> chunks(cuda::all_chunks(counts));
+  for_each_launch<1>({&tensors}, [&](const auto& work, std::int64_t before, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads, [&, before] { cuda::sum_of_squares_kernel(work, chunks.data() + before, &by_sum); });
+    shim::launch(blocks, shim::kThreads, [&] { cuda::largest_kernel(work, nullptr, &by_largest); });
+  });
+  bool bad = false;
+  for (const Tensor& tensor : tensors) bad = bad || cpu::kDefault.largest(tensor.type, tensor.data(), tensor.count) >= kExponent;
+  expect(by_sum == (bad ? 1.0f : 0.0f), "flag of sum_of_squares", counts.size());
+  expect(by_largest == (bad ? 1.0f : 0.0f), "flag of largest", counts.size());
+}
+
+// A tree that needs several rounds: more values than a block of threads takes at once.
+void test_long_tree(Random& random) {
+  for (const std::int64_t count : {std::int64_t{1}, std::int64_t{511}, std::int64_t{513}, std::int64_t{2500}}) {
+    std::vector<float> values(count);
+    for (float& value : values) value = random.value();
+    const float expected = tree(values, cuda::Sum::join);
+    Segments segments{};
+    segments.count = 1;
+    segments.starts[1] = static_cast<std::int32_t>(count);
+    float result = -1.0f;
+    shim::launch(1, shim::kThreads, [&] { cuda::join_tensors_kernel<cuda::Sum>(segments, values.data(), &result); });
+    expect(bits_of(result) == bits_of(expected), "a long tree", static_cast<std::size_t>(count));
+  }
+}
+
+void test_refresh(Random& random, const std::vector<std::int64_t>& counts) {
+  const List weights = random.list(counts, 2, 1);
+  List masters = random.list(counts, 1);
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    // mostly what rounding gives, and some edits
+    std::vector<float> values(static_cast<std::size_t>(counts[i]));
+    cpu::kDefault.copy(weights[i].type, weights[i].data(), Type::kFloat, values.data(), counts[i], false);
+    for (float& value : values) value *= random.chance(2) ? 2.0f : 1.00001f;
+    std::memcpy(masters[i].data(), values.data(), values.size() * sizeof(float));
+  }
+  const List expected(masters);
+  std::vector<std::uint8_t> flags(counts.size(), 0);
+  cuda::for_launches<3>(
+      counts,
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) -> void* {
+        if (list == 2) return flags.data() + tensor;
+        const Tensor& chosen = list == 0 ? weights[tensor] : masters[tensor];
+        *type = chosen.type;
+        return chosen.at(element);
+      },
+      [&](const Work<3>& work, auto) {
+        shim::launch(static_cast<unsigned>(work.starts[work.entries]), shim::kThreads, [&] { cuda::refresh_kernel(work); });
+      });
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    const bool edited =
+        cpu::kDefault.refresh(weights[i].type, weights[i].data(), reinterpret_cast<float*>(expected[i].data()), counts[i]);
+    expect(masters[i].same(expected[i]), "refresh", i);
+    expect((flags[i] != 0) == edited, "flag of refresh", i);
+  }
+}
+
+void test_update_scale(Random& random) {
+  const ScaleUpdate rule{2.0f, 0.5f, 1.0f, 0x1p24f, 3, 2};
+  float scale = 0x1p16f;
+  float expected_scale = scale;
+  std::int32_t state[2] = {0, 2};
+  std::int32_t expected_state[2] = {0, 2};
+  for (int step = 0; step < 50; ++step) {
+    const float found = random.chance(40) ? 1.0f : 0.0f;
+    shim::launch(1, 1, [&] { cuda::update_scale_kernel(rule, &scale, &state[0], &state[1], &found); });
+    rule(&expected_scale, &expected_state[0], &expected_state[1], found);
+    expect(scale == expected_scale && state[0] == expected_state[0] && state[1] == expected_state[1], "update_scale", step);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const unsigned seed = argc > 1 ? static_cast<unsigned>(std::atoi(argv[1])) : 0u;
+  const int rounds = argc > 2 ? std::atoi(argv[2]) : 3;
+  Random random(seed);
+  for (int round = 0; round < rounds; ++round) {
+    const bool many = round % 2 == 1;
+    test_scale(random, random.counts(many));
+    test_scale_in_place(random, random.counts(many));
+    test_copy(random, random.counts(many));
+    test_axpby(random, random.counts(many));
+    test_norms(random, random.counts(many));
+    test_flags(random, random.counts(many));
+    test_refresh(random, random.counts(many));
+  }
+  test_long_tree(random);
+  test_update_scale(random);
+  std::printf("%d rounds, %d wrong\n", rounds, failures);
+  return failures == 0 ? 0 : 1;
+}
