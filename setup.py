@@ -66,10 +66,12 @@ def sources(*suffixes: str) -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
-def digest() -> str:
-    """A hash over all sources, the same as amp_wrapper.ops.loader computes."""
+def digest(with_cuda: bool) -> str:
+    """A hash over all sources of the library, the same as amp_wrapper.ops.loader computes."""
     total = hashlib.sha256()
     for name in sources('.h', '.cpp', '.inl', '.cu', '.cuh'):
+        if not with_cuda and '/cuda/' in name:
+            continue
         total.update(name.encode() + b'\0' + (ROOT / name).read_bytes())
     return total.hexdigest()
 
@@ -200,7 +202,7 @@ def compiled() -> dict[str, Any]:
         'compiler': first_line(*shlex.split(compiler)),
         'nvcc': first_line(str(Path(CUDA_HOME, 'bin', 'nvcc'))) if with_cuda else None,
         'python': sys.implementation.cache_tag,
-        'sources': digest(),
+        'sources': digest(with_cuda),
     }
 
     class BuildOps(BuildExtension):  # type: ignore[misc, valid-type]

@@ -100,7 +100,8 @@ def changed_sources() -> bool | None:
         return None
     suffixes = ('.h', '.cpp', '.inl', '.cu', '.cuh')
     # the folders that setup.py compiles
-    folders = [root / 'csrc' / name for name in ('', 'common', 'cpu', 'cuda')]
+    used = ('', 'common', 'cpu', 'cuda') if library().facts.get('cuda') else ('', 'common', 'cpu')
+    folders = [root / 'csrc' / name for name in used]
     names = (path.relative_to(root).as_posix() for f in folders for path in f.glob('*') if path.suffix in suffixes)
     total = hashlib.sha256()
     for name in sorted(names):
