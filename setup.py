@@ -100,6 +100,23 @@ def destination(command: Command, inplace: bool) -> Path:
     return ROOT if inplace else Path(command.build_lib)
 
 
+def cxx_compiler() -> str:
+    """The command, with its arguments if it has any."""
+    return os.environ.get('CXX') or 'c++'
+
+
+def what_is_missing() -> str:
+    """Why nothing can be compiled here, whatever torch there is; empty where it can."""
+    if sys.platform == 'win32':
+        return 'they are not built on Windows'
+    if shutil.which(shlex.split(cxx_compiler())[0]) is None:
+        return f'there is no C++ compiler ({cxx_compiler()})'
+    headers = Path(sysconfig.get_path('include'), 'Python.h')
+    if not headers.exists():
+        return f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)'
+    return ''
+
+
 def pure(reason: str, demanded_by: str) -> dict[str, Any]:
     """The arguments of setup() for a package without compiled ops."""
     if demanded_by:
@@ -141,24 +158,16 @@ def compiled() -> dict[str, Any]:
         )
     if wanted == '0':
         return pure('', '')
+    forced = os.environ.get('FORCE_CUDA') == '1'
+    missing = what_is_missing()
+    if missing:
+        return pure(missing, 'AMP_WRAPPER_WITH_OPS' if wanted == '1' else 'FORCE_CUDA' if forced else '')
     try:
         import torch
     except (ImportError, OSError) as error:
         raise SystemExit(NO_TORCH.format(error)) from None
-    forced = os.environ.get('FORCE_CUDA') == '1'
-    demanded_by = 'AMP_WRAPPER_WITH_OPS' if wanted == '1' else 'FORCE_CUDA' if forced else ''
-    compiler = os.environ.get('CXX') or 'c++'
-    if sys.platform == 'win32':
-        return pure('they are not built on Windows', demanded_by)
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        return pure(f'there is no C++ compiler ({compiler})', demanded_by)
-    headers = Path(sysconfig.get_path('include'), 'Python.h')
-    if not headers.exists():
-        return pure(
-            f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)', demanded_by
-        )
     # torch compiles with this one, and setuptools would link with the one that Python was built with
-    os.environ['CXX'] = compiler
+    compiler = os.environ['CXX'] = cxx_compiler()
     try:
         import ninja
 
@@ -227,8 +236,9 @@ def compiled() -> dict[str, Any]:
             except Exception as error:
                 record(base, built=False, reason='the last build of them failed', chosen=False)
                 raise SystemExit(
-                    f'The compiled ops could not be built: {error}\nThe messages of the compiler stand above (pip shows them '
-                    'with -v). AMP_WRAPPER_WITH_OPS=0 installs the package without them; it computes the same, slower.'
+                    f'The compiled ops could not be built: {error}\nThe messages of the compiler are part of this output '
+                    '(with pip: of that with -v). AMP_WRAPPER_WITH_OPS=0 installs the package without them; '
+                    'it computes the same, slower.'
                 ) from error
             record(base, built=True, **facts)
 
@@ -238,11 +248,9 @@ def compiled() -> dict[str, Any]:
 arguments: dict[str, Any] = {}
 if BUILDING & set(sys.argv):
     arguments = compiled()
-elif (
-    'dist_info' in sys.argv
-    and os.environ.get('AMP_WRAPPER_WITH_OPS') != '0'
-    and importlib.util.find_spec('torch') is None
-):
-    # pip asks for this first. It would fetch a torch of several GB before the build could say that it cannot see it
-    raise SystemExit(NO_TORCH.format('there is none in the environment of the build'))
+elif 'dist_info' in sys.argv and importlib.util.find_spec('torch') is None and not what_is_missing():
+    wanted = os.environ.get('AMP_WRAPPER_WITH_OPS') != '0'
+    if wanted:
+        # pip asks for this first. It would fetch a torch of several GB before the build could say that it cannot see it
+        raise SystemExit(NO_TORCH.format('there is none in the environment of the build'))
 setup(**arguments)
