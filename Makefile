@@ -21,7 +21,9 @@ KILLS ?= 200
 FILES ?= 10000
 SEED ?= 0
 
-.PHONY: help train test test-downstream crash-test fuzz-test lint format type docs bench clean
+CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
+
+.PHONY: help ops train test test-downstream crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
@@ -29,7 +31,8 @@ help:
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
 	@echo 'make crash-test  kill 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
 	@echo 'make fuzz-test   resume from 10,000 damaged checkpoints (FILES=, SEED=)'
-	@echo 'make lint    ruff; make format applies it'
+	@echo 'make ops     build the compiled ops (FORCE_CUDA=1, TORCH_CUDA_ARCH_LIST=, MAX_JOBS=, AMP_WRAPPER_WITH_OPS=0)'
+	@echo 'make lint    ruff, clang-format; make format applies them'
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
 	@echo 'make bench   measure, and print the tables'
@@ -50,11 +53,26 @@ $(VENV)/.runtime: $(VENV)/pyvenv.cfg requirements/build.txt requirements/runtime
 	$(PIP) install --quiet -r requirements/build.txt
 	$(PIP) install --quiet -r requirements/runtime.txt
 	$(PIP) install --quiet --no-deps -r requirements/openmmlab.txt
-	@echo '== building amp_wrapper'
-	$(PIP) install --quiet --no-build-isolation --no-deps -e .
+	@echo '== installing amp_wrapper'
+	AMP_WRAPPER_WITH_OPS=0 $(PIP) install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt
+# the ops apart from the installation, which hides what a compiler says, and again where csrc/ changed. Other values of
+# FORCE_CUDA and the like than at the last build are not seen here: make ops builds in any case
+build_ops = @echo '== building the compiled ops'; \
+	$(BIN)/python setup.py build_ext --inplace > $(VENV)/ops.log || { cat $(VENV)/ops.log >&2; exit 1; }
+
+$(VENV)/.ops: $(VENV)/.runtime setup.py $(CXX_SOURCES)
+	$(build_ops)
+	@touch $@
+
+ops: $(VENV)/.runtime
+	$(build_ops)
+	@touch $(VENV)/.ops
+	@$(BIN)/python -m amp_wrapper.info
+
+# the ops stand after the bar: they are brought up to date, but are no reason to install anything again
+$(VENV)/.dev: $(VENV)/.runtime requirements/dev.txt | $(VENV)/.ops
 	@echo '== installing the test tools'
 	$(PIP) install --quiet -r requirements/dev.txt
 	@touch $@
@@ -64,7 +82,7 @@ $(VENV)/.docs: $(VENV)/.dev requirements/docs.txt
 	$(PIP) install --quiet -r requirements/docs.txt
 	@touch $@
 
-train: $(VENV)/.runtime
+train: $(VENV)/.ops
 	$(BIN)/python tools/train.py configs/digits/cnn_o2.py
 
 test: $(VENV)/.dev
@@ -90,6 +108,7 @@ $(DOWNSTREAM)/.done-$(notdir $(MMCV)): requirements/build.txt requirements/runti
 	@touch $@
 
 test-downstream: $(DOWNSTREAM)/.done-$(notdir $(MMCV))
+	$(MAKE) --no-print-directory VENV=$(DOWNSTREAM) $(DOWNSTREAM)/.ops
 	rm -rf $(RESULTS)
 	$(DOWNSTREAM)/bin/python -m pytest tests/downstream -n $(WORKERS) --dist worksteal --results $(RESULTS) $(PYTEST_ARGS)
 	$(DOWNSTREAM)/bin/python tests/downstream/report.py $(RESULTS)
@@ -97,10 +116,12 @@ test-downstream: $(DOWNSTREAM)/.done-$(notdir $(MMCV))
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_SOURCES)
 
 type: $(VENV)/.dev
 	$(BIN)/mypy
@@ -108,10 +129,11 @@ type: $(VENV)/.dev
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict --site-dir site
 
-bench: $(VENV)/.runtime
+bench: $(VENV)/.ops
 	$(BIN)/python -m benchmarks.hooks
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.distributed
 
 clean:
+	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json
 	rm -rf $(VENV) $(DOWNSTREAM) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,13 +4,15 @@ Environment variables, named as in mmcv:
 
 * ``AMP_WRAPPER_WITH_OPS``: 0 installs pure Python, 1 fails where the ops cannot be built. Unset: they are built where there is
   a compiler, and left out with a warning where there is none.
-* ``FORCE_CUDA=1``: builds the CUDA ops although no GPU is seen. Needs a torch with CUDA, and nvcc.
+* ``FORCE_CUDA=1``: builds the CUDA ops although no GPU is seen, or fails. Needs a torch with CUDA, and nvcc.
 * ``TORCH_CUDA_ARCH_LIST``: architectures, such as "9.0"; ``MAX_JOBS``: compilers at a time; ``CXX``, ``CUDA_HOME``.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import importlib.util
 import json
 import os
 import shlex
@@ -18,16 +20,33 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import warnings
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Command, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 RECORD = Path('amp_wrapper', 'ops', '_build.json')
+#: Whatever else may lie in csrc/ is no part of the library.
+FOLDERS = ('', 'common', 'cpu', 'cuda')
+#: Commands that build the package; all others need neither torch nor a compiler.
+BUILDING = {
+    'bdist',
+    'bdist_egg',
+    'bdist_rpm',
+    'bdist_wheel',
+    'build',
+    'build_ext',
+    'build_py',
+    'develop',
+    'editable_wheel',
+    'install',
+}
 NO_TORCH = """
-The compiled ops of amp_wrapper are built against the torch that they will run with, and no torch can be imported here.
+The compiled ops of amp_wrapper are built against the torch that they will run with, and no torch can be imported here
+({}).
   1. Install torch first:  pip install torch
   2. Build in that environment, not in an isolated one:  pip install --no-build-isolation .
 Or leave the ops out:  AMP_WRAPPER_WITH_OPS=0 pip install .
@@ -43,13 +62,16 @@ def record(base: Path, **facts: Any) -> None:
 
 def sources(*suffixes: str) -> list[str]:
     """Paths below csrc/, relative to this file, as setuptools wants them."""
-    return sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / 'csrc').rglob('*') if p.suffix in suffixes)
+    found = [path for folder in FOLDERS for path in (ROOT / 'csrc' / folder).glob('*') if path.suffix in suffixes]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
-def digest() -> str:
-    """A hash over all sources, the same as amp_wrapper.ops.loader computes."""
+def digest(with_cuda: bool) -> str:
+    """A hash over all sources of the library, the same as amp_wrapper.ops.loader computes."""
     total = hashlib.sha256()
     for name in sources('.h', '.cpp', '.inl', '.cu', '.cuh'):
+        if not with_cuda and '/cuda/' in name:
+            continue
         total.update(name.encode() + b'\0' + (ROOT / name).read_bytes())
     return total.hexdigest()
 
@@ -62,40 +84,90 @@ def default_architectures(cuda: str) -> str:
     return ';'.join(names) + '+PTX'
 
 
-def pure(reason: str, wanted: bool) -> dict[str, Any]:
+def first_line(*command: str) -> str:
+    """What a program says about itself; its name where it says nothing."""
+    try:
+        done = subprocess.run([*command, '--version'], capture_output=True, text=True, check=False)
+    except OSError:
+        return command[0]
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    # nvcc introduces itself first
+    return next((line for line in lines if 'release' in line), lines[0] if lines else command[0])
+
+
+def destination(command: Command, inplace: bool) -> Path:
+    """Where the package is put together: the source tree itself, or the folder that becomes a wheel."""
+    return ROOT if inplace else Path(command.build_lib)
+
+
+def cxx_compiler() -> str:
+    """The command, with its arguments if it has any."""
+    return os.environ.get('CXX') or 'c++'
+
+
+def what_is_missing() -> str:
+    """Why nothing can be compiled here, whatever torch there is; empty where it can."""
+    if sys.platform == 'win32':
+        return 'they are not built on Windows'
+    if shutil.which(shlex.split(cxx_compiler())[0]) is None:
+        return f'there is no C++ compiler ({cxx_compiler()})'
+    headers = Path(sysconfig.get_path('include'), 'Python.h')
+    if not headers.exists():
+        return f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)'
+    return ''
+
+
+def pure(reason: str, demanded_by: str) -> dict[str, Any]:
     """The arguments of setup() for a package without compiled ops."""
-    if wanted:
-        raise SystemExit(f'AMP_WRAPPER_WITH_OPS=1, but {reason}.')
+    if demanded_by:
+        raise SystemExit(f'{demanded_by}=1, but {reason}.')
     if reason:
-        warnings.warn(
-            f'amp_wrapper is installed without its compiled ops, since {reason}. It computes the same, slower. '
+        print(
+            f'warning: amp_wrapper is built without its compiled ops, since {reason}. It computes the same, slower. '
             'To build them: install g++ (Debian and Ubuntu: apt-get install g++), then '
-            'pip install --no-build-isolation --force-reinstall --no-deps . (or run "make" again).',
-            stacklevel=2,
+            'pip install --no-build-isolation --force-reinstall --no-deps . in the source folder (or "make ops").',
+            file=sys.stderr,
         )
-    record(ROOT, built=False, reason=reason or 'it was installed with AMP_WRAPPER_WITH_OPS=0', chosen=not reason)
-    return {}
+    facts = {'built': False, 'reason': reason or 'it was installed with AMP_WRAPPER_WITH_OPS=0', 'chosen': not reason}
+
+    class RecordOnly(build_py):
+        """Notes why there is no library, so that one left from an earlier build is not loaded."""
+
+        def run(self) -> None:
+            super().run()
+            base = destination(self, self.editable_mode)
+            for stale in () if base == ROOT else base.glob('amp_wrapper/ops/_C.*'):
+                stale.unlink()
+            record(base, **facts)
+
+    class NothingToBuild(build_ext):
+        """The same for ``build_ext --inplace``."""
+
+        def run(self) -> None:
+            record(destination(self, self.inplace), **facts)
+
+    return {'cmdclass': {'build_py': RecordOnly, 'build_ext': NothingToBuild}}
 
 
 def compiled() -> dict[str, Any]:
     """The arguments of setup() that build the ops."""
     wanted = os.environ.get('AMP_WRAPPER_WITH_OPS', '')
+    if wanted not in ('', '0', '1'):
+        raise SystemExit(
+            f'AMP_WRAPPER_WITH_OPS={wanted} means nothing: 0 leaves the compiled ops out, 1 insists on them.'
+        )
     if wanted == '0':
-        return pure('', False)
+        return pure('', '')
+    forced = os.environ.get('FORCE_CUDA') == '1'
+    missing = what_is_missing()
+    if missing:
+        return pure(missing, 'AMP_WRAPPER_WITH_OPS' if wanted == '1' else 'FORCE_CUDA' if forced else '')
     try:
         import torch
-    except ImportError:
-        raise SystemExit(NO_TORCH) from None
-    compiler = os.environ.get('CXX', 'c++')
-    if sys.platform == 'win32':
-        return pure('they are not built on Windows', wanted == '1')
-    if shutil.which(shlex.split(compiler)[0]) is None:
-        return pure(f'there is no C++ compiler ({compiler})', wanted == '1')
-    headers = Path(sysconfig.get_path('include'), 'Python.h')
-    if not headers.exists():
-        return pure(
-            f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)', wanted == '1'
-        )
+    except (ImportError, OSError) as error:
+        raise SystemExit(NO_TORCH.format(error)) from None
+    # torch compiles with this one, and setuptools would link with the one that Python was built with
+    compiler = os.environ['CXX'] = cxx_compiler()
     try:
         import ninja
 
@@ -106,7 +178,6 @@ def compiled() -> dict[str, Any]:
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
     without_cuda = ''
-    forced = os.environ.get('FORCE_CUDA') == '1'
     if torch.version.cuda is None:
         without_cuda = 'this torch was built without CUDA'
     elif not forced and not torch.cuda.is_available():
@@ -116,8 +187,11 @@ def compiled() -> dict[str, Any]:
     if without_cuda and forced:
         raise SystemExit(f'FORCE_CUDA=1, but {without_cuda}.')
     with_cuda = not without_cuda
-    if with_cuda and not torch.cuda.is_available():
-        os.environ.setdefault('TORCH_CUDA_ARCH_LIST', default_architectures(torch.version.cuda))
+    if with_cuda and not os.environ.get('TORCH_CUDA_ARCH_LIST'):
+        # named here and not by torch, so that the record can say them
+        seen = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
+        names = ';'.join(f'{major}.{minor}' for major, minor in seen)
+        os.environ['TORCH_CUDA_ARCH_LIST'] = f'{names}+PTX' if names else default_architectures(torch.version.cuda)
 
     # a product and a sum keep their two roundings, so that every device and every instruction set gives the same bits
     cxx = ['-O3', '-g0', '-ffp-contract=off', '-fvisibility=hidden', '-Wno-psabi']
@@ -129,14 +203,15 @@ def compiled() -> dict[str, Any]:
         sources=[name for name in sources('.cpp', '.cu') if with_cuda or '/cuda/' not in name],
         extra_compile_args={'cxx': cxx, 'nvcc': ['-O3', '--fmad=false']},
     )
-    extension.depends = sources('.h', '.inl', '.cuh')
     facts = {
         'torch': torch.__version__,
         'cuda': torch.version.cuda if with_cuda else None,
-        'architectures': os.environ.get('TORCH_CUDA_ARCH_LIST', 'those of the GPUs seen') if with_cuda else None,
+        'architectures': os.environ['TORCH_CUDA_ARCH_LIST'] if with_cuda else None,
         'without_cuda': without_cuda,
+        'compiler': first_line(*shlex.split(compiler)),
+        'nvcc': first_line(str(Path(CUDA_HOME, 'bin', 'nvcc'))) if with_cuda else None,
         'python': sys.implementation.cache_tag,
-        'sources': digest(),
+        'sources': digest(with_cuda),
     }
 
     class BuildOps(BuildExtension):  # type: ignore[misc, valid-type]
@@ -146,28 +221,36 @@ def compiled() -> dict[str, Any]:
             super().finalize_options()
             kind = f'{torch.__version__}-{"cuda" if with_cuda else "cpu"}-{sys.implementation.cache_tag}'
             self.build_temp = str(ROOT / 'build' / f'ops-{kind}')
+            # what has to be compiled is judged by ninja. A library that is newer than its sources may still be one for
+            # another torch, or without CUDA
+            self.force = True
 
         def run(self) -> None:
+            base = destination(self, self.inplace)
             # an interrupted build must not leave a record that speaks of a finished one
-            record(ROOT, built=False, reason='a build was begun and not finished', chosen=False)
+            record(base, built=False, reason='a build was begun and not finished', chosen=False)
             try:
                 super().run()
-            except (Exception, subprocess.SubprocessError) as error:
+                # what the library misses is found here, and not at the first step of a training
+                ctypes.CDLL(str(base / self.get_ext_filename('amp_wrapper.ops._C')), mode=os.RTLD_NOW)
+            except Exception as error:
+                record(base, built=False, reason='the last build of them failed', chosen=False)
                 raise SystemExit(
-                    f'The compiled ops could not be built: {error}\nThe messages of the compiler stand above (pip shows them '
-                    'with -v). AMP_WRAPPER_WITH_OPS=0 installs the package without them; it computes the same, slower.'
+                    f'The compiled ops could not be built: {error}\nThe messages of the compiler are part of this output '
+                    '(with pip: of that with -v). AMP_WRAPPER_WITH_OPS=0 installs the package without them; '
+                    'it computes the same, slower.'
                 ) from error
-            version = subprocess.run([*shlex.split(compiler), '--version'], capture_output=True, text=True, check=False)
-            first = version.stdout.splitlines()[0] if version.stdout else compiler
-            for base in {ROOT, Path(self.build_lib)}:
-                record(base, built=True, compiler=first, **facts)
+            record(base, built=True, **facts)
 
-    return {
-        'ext_modules': [extension],
-        'cmdclass': {'build_ext': BuildOps},
-    }
+    return {'ext_modules': [extension], 'cmdclass': {'build_ext': BuildOps}}
 
 
-# commands that compile nothing need no torch
-passive = {'sdist', 'egg_info', 'dist_info', 'clean', '--version', '--help'}
-setup(**({} if passive & set(sys.argv) else compiled()))
+arguments: dict[str, Any] = {}
+if BUILDING & set(sys.argv):
+    arguments = compiled()
+elif 'dist_info' in sys.argv and importlib.util.find_spec('torch') is None and not what_is_missing():
+    wanted = os.environ.get('AMP_WRAPPER_WITH_OPS') != '0'
+    if wanted:
+        # pip asks for this first. It would fetch a torch of several GB before the build could say that it cannot see it
+        raise SystemExit(NO_TORCH.format('there is none in the environment of the build'))
+setup(**arguments)

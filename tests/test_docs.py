@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ from mmengine.registry import HOOKS
 from torch import nn
 
 import amp_wrapper
+import amp_wrapper.ops
 from amp_wrapper import AmpConfigError, AmpOptimWrapper, fp32_registry, policy
 from amp_wrapper.policy import LEVELS, dtype_name, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
-LINKED = [*PAGES, ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md']
+LINKED = [*PAGES, ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', ROOT / 'csrc/README.md']
 FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```', re.MULTILINE | re.DOTALL
 )
@@ -272,6 +274,93 @@ def test_the_registry_is_documented() -> None:
         assert f'`{name}`' in (ROOT / 'docs/fp32_ops.md').read_text()
 
 
+def call_of_op(name: str, dtype: torch.dtype, function: Any) -> None:
+    """One call of an op, with tensors of a type in the role that its row of the table speaks of."""
+    x, y = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+    one, flag = torch.ones(()), torch.zeros(())
+    count, left = (torch.zeros((), dtype=torch.int32) for _ in range(2))
+    arguments = {
+        'multi_tensor_scale': ([x], [y], one, flag),
+        'multi_tensor_axpby': ([x], [x.clone()], [y], one, one, flag),
+        'multi_tensor_copy': ([x], [y]),
+        'multi_tensor_isnonfinite': ([x], flag),
+        'multi_tensor_l2norm': ([x], one, flag),
+        'multi_tensor_maxnorm': ([x], one, flag),
+        'multi_tensor_refresh': ([x], [torch.zeros(3)]),
+        'update_scale': (torch.ones((), dtype=dtype), count, left, flag, 2.0, 0.5, 2000, 1),
+    }
+    function(*arguments[name])
+
+
+def verdict_of_op(name: str, dtype: torch.dtype) -> str:
+    """What the table has to say: read from the front, the kernel for the CPU, and the registrations of the CUDA kernels."""
+    try:
+        call_of_op(name, dtype, getattr(amp_wrapper.ops, name))
+    except (ValueError, RuntimeError):
+        return 'error'
+    devices = []
+    if amp_wrapper.ops.loader.library().module is not None:
+        try:
+            call_of_op(name, dtype, getattr(torch.ops.amp_wrapper, name))
+            devices.append('CPU')
+        except NotImplementedError:
+            pass
+    elif dtype in amp_wrapper.ops.COMPILED_DTYPES:
+        devices.append('CPU')
+    # both kinds of kernel take their types from csrc/common/lists.cpp
+    if devices and name in registered('cuda'):
+        devices.append('CUDA')
+    return ', '.join(devices) or 'reference'
+
+
+def registered(kind: str) -> set[str]:
+    """Names of the ops with a kernel for a kind of device, in the sources."""
+    text = (ROOT / 'csrc' / kind / 'ops.cpp').read_text()
+    blocks = re.findall(
+        rf'TORCH_LIBRARY_IMPL\(amp_wrapper, {kind.upper()}, library\) {{(.*?)^}}', text, re.MULTILINE | re.DOTALL
+    )
+    return {name for block in blocks for name in re.findall(r'library\.impl\("(\w+)"', block)}
+
+
+def test_ops_of_the_page_are_those_of_the_kernels() -> None:
+    text = (ROOT / 'docs/ops.md').read_text()
+    # the first table says what each op computes
+    head, _, rest = text.partition('<!-- ops:')
+    meanings = table(head, 'op')
+    rows = table(rest, 'op')
+    names = [f'`{name}`' for name in amp_wrapper.ops.schemas.SCHEMAS]
+    assert [row[0] for row in rows[1:]] == [row[0] for row in meanings[1:]] == names
+    assert registered('cpu') == set(amp_wrapper.ops.schemas.SCHEMAS)
+    for name, *cells in rows[1:]:
+        found = [verdict_of_op(name.strip('`'), getattr(torch, dtype)) for dtype in rows[0][1:]]
+        assert cells == found, name
+
+
+def test_reasons_of_a_missing_library_are_those_of_the_code() -> None:
+    """Every reason that the build or the loader can give is in the table, and no other."""
+    listed = [row[0].strip('`') for row in table((ROOT / 'docs/ops.md').read_text(), 'reason')[1:]]
+    code = (ROOT / 'setup.py').read_text() + (ROOT / 'amp_wrapper/ops/loader.py').read_text()
+    code = code.replace('{facts["python"]}', sys.implementation.name)
+    assert [reason for reason in listed if reason not in code] == []
+    given = re.findall(
+        r"(?:_missing\(|return |reason=|without_cuda = )f?'(th[^'{]+|no [^'{]+|a build[^'{]+|AMP[^'{]+|nvcc [^'{]+)",
+        code,
+    )
+    assert len(given) > 10
+    assert [reason for reason in given if not any(reason.startswith(known) for known in listed)] == []
+
+
+def test_build_variables_of_the_page_are_those_of_the_build() -> None:
+    """Those of the page are told in setup.py, and the other way round."""
+    names = {
+        name
+        for row in table((ROOT / 'docs/ops.md').read_text(), 'variable')[1:]
+        for name in re.findall(r'`([A-Z_]+)', row[0])
+    }
+    docstring = ast.get_docstring(ast.parse((ROOT / 'setup.py').read_text())) or ''
+    assert names == set(re.findall(r'``([A-Z_]+)', docstring))
+
+
 # -- links, paths, commands -------------------------------------------------------------------------------------------
 
 
@@ -333,9 +422,9 @@ def test_commands_name_what_exists() -> None:
                 assert (ROOT / word).is_file(), word
                 seen.add(word)
     assert {'tools/train.py', 'tools/test.py', 'configs/digits/cnn_o2.py'} <= seen
-    for page in (*PAGES, ROOT / 'CONTRIBUTING.md'):
+    for page in (*PAGES, ROOT / 'CONTRIBUTING.md', ROOT / 'csrc/README.md'):
         for path in re.findall(
-            r'`((?:tools|configs|examples|tests|amp_wrapper|docs|requirements)/[\w./]+\.\w+)`', page.read_text()
+            r'`((?:tools|configs|examples|tests|amp_wrapper|docs|requirements|csrc)/[\w./]+\.\w+)`', page.read_text()
         ):
             assert (ROOT / path).is_file(), f'{page.name}: {path}'
 

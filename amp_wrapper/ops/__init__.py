@@ -29,7 +29,7 @@ def _library() -> ModuleType | None:
     return loader.library().module
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def compiled_devices() -> frozenset[str]:
     """Types of the devices that compiled kernels serve."""
     return loader.library().devices
@@ -146,7 +146,8 @@ def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> N
 
 def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
     if _try('multi_tensor_isnonfinite', (tensors,), (found_inf,)) is NotImplemented:
-        if not _by_device(multi_tensor_isnonfinite, {'tensors': tensors}, (), found_inf):
+        named = {'tensors': tensors}
+        if not _by_device(multi_tensor_isnonfinite, named, (), found_inf):
             reference.multi_tensor_isnonfinite(tensors, found_inf)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -89,7 +90,7 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 def _check_overlap(written: Named, others: Sequence[Named]) -> None:
     name, targets = written
     spans = _spans(targets)
-    for (_, end, one), (begin, _, two) in zip(spans, spans[1:]):
+    for (_, end, one), (begin, _, two) in itertools.pairwise(spans):
         if end > begin:
             first, second = sorted((one, two))
             raise ValueError(

@@ -41,7 +41,7 @@ class Library:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _missing(reason: str, chosen: bool = False, **facts: Any) -> Library:
+def _missing(reason: str, facts: dict[str, Any], chosen: bool = False) -> Library:
     return Library(module=None, reason=reason, chosen=chosen, facts=facts)
 
 
@@ -52,24 +52,24 @@ def _same_release(one: str, other: str) -> bool:
 
 def _find(folder: Path) -> Library:
     if os.environ.get('AMP_WRAPPER_OPS') == 'reference':
-        return _missing('AMP_WRAPPER_OPS=reference is set', chosen=True)
+        return _missing('AMP_WRAPPER_OPS=reference is set', {}, chosen=True)
     try:
         facts: dict[str, Any] = json.loads((folder / '_build.json').read_text(encoding='utf-8'))
     except (OSError, ValueError):
-        return _missing('they were never built here')
+        return _missing('they were never built here', {})
     if not facts.get('built'):
-        return _missing(str(facts.get('reason', 'the build failed')), bool(facts.get('chosen')), **facts)
+        return _missing(str(facts.get('reason', 'the build failed')), facts, bool(facts.get('chosen')))
     if not _same_release(str(facts['torch']), torch.__version__):
         # loading it could crash: the layout of torch's classes changes between releases
-        return _missing(f'they were built for torch {facts["torch"]}, and this is torch {torch.__version__}', **facts)
+        return _missing(f'they were built for torch {facts["torch"]}, and this is torch {torch.__version__}', facts)
     if facts['cuda'] and facts['cuda'] != torch.version.cuda:
-        return _missing(f'they were built for CUDA {facts["cuda"]}, and this torch has {torch.version.cuda}', **facts)
+        return _missing(f'they were built for CUDA {facts["cuda"]}, and this torch has {torch.version.cuda}', facts)
     if facts['python'] != sys.implementation.cache_tag:
-        return _missing(f'they were built for {facts["python"]}, and this is {sys.implementation.cache_tag}', **facts)
+        return _missing(f'they were built for {facts["python"]}, and this is {sys.implementation.cache_tag}', facts)
     try:
         module = importlib.import_module('amp_wrapper.ops._C')
     except (ImportError, OSError, RuntimeError) as error:
-        return _missing(f'the library could not be loaded ({error})', **facts)
+        return _missing(f'the library could not be loaded ({error})', facts)
     devices = {'cpu', 'cuda'} if facts['cuda'] else {'cpu'}
     return Library(module=module, devices=frozenset(devices), reason=str(facts.get('without_cuda', '')), facts=facts)
 
@@ -99,7 +99,11 @@ def changed_sources() -> bool | None:
     if built_of is None or not (root / 'csrc' / 'common').is_dir():
         return None
     suffixes = ('.h', '.cpp', '.inl', '.cu', '.cuh')
+    # the folders that setup.py compiles
+    used = ('', 'common', 'cpu', 'cuda') if library().facts.get('cuda') else ('', 'common', 'cpu')
+    folders = [root / 'csrc' / name for name in used]
+    names = (path.relative_to(root).as_posix() for f in folders for path in f.glob('*') if path.suffix in suffixes)
     total = hashlib.sha256()
-    for path in sorted((p.relative_to(root).as_posix() for p in (root / 'csrc').rglob('*') if p.suffix in suffixes)):
-        total.update(path.encode() + b'\0' + (root / path).read_bytes())
+    for name in sorted(names):
+        total.update(name.encode() + b'\0' + (root / name).read_bytes())
     return bool(total.hexdigest() != built_of)

@@ -269,8 +269,8 @@ def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         # many small tensors at once, large ones piece by piece
         if index + 1 == len(tensors) or sum(map(len, waiting)) >= _PIECE:
             joined = torch.cat(waiting)
-            sums = torch.cat([_block_sums(piece) for piece in joined.split(_PIECE)])
-            blocks += sums.split([len(part) // BLOCK for part in waiting])
+            sums = torch.cat([_block_sums(piece) for piece in torch.split(joined, _PIECE)])
+            blocks += torch.split(sums, [len(part) // BLOCK for part in waiting])
             waiting = []
     # those of about one size together: a tree with more zeros has the same sum
     trees: dict[int, list[int]] = defaultdict(list)

@@ -42,10 +42,10 @@ SCHEMAS = {
     ),
 }
 
-_library = torch.library.Library(NAMESPACE, 'DEF')
+_library = torch.library.Library(NAMESPACE, 'DEF')  # type: ignore[no-untyped-call]
 for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
 
 
 def _writes_only(*args: object, **kwargs: object) -> None:
@@ -77,6 +77,6 @@ for _name in ('multi_tensor_l2norm', 'multi_tensor_maxnorm'):
     torch.library.register_fake(f'{NAMESPACE}::{_name}', _fake_norm, lib=_library)
 
 
-@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)
+@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)  # type: ignore[untyped-decorator]
 def _fake_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
     return torch.empty(len(weights), dtype=torch.bool, device=reference.device_of(weights))
