@@ -181,8 +181,7 @@ def accumulate_unscaled(
     sums: list[Tensor] = []
     other_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
     for weight, master in pairs:
-        if _both_dense(weight.grad, master.grad):
-            assert weight.grad is not None and master.grad is not None
+        if weight.grad is not None and master.grad is not None and _are_dense(weight.grad, master.grad):
             master.requires_grad = weight.requires_grad
             added.append(weight.grad)
             sums.append(master.grad)
@@ -193,8 +192,7 @@ def accumulate_unscaled(
     targets = list(sums)
     for parameter in own:
         earlier = before.get(id(parameter))
-        if _both_dense(parameter.grad, earlier):
-            assert parameter.grad is not None and earlier is not None
+        if parameter.grad is not None and earlier is not None and _are_dense(parameter.grad, earlier):
             added.append(parameter.grad)
             sums.append(earlier)
             # the earlier sum may be held by somebody else
@@ -213,8 +211,8 @@ def accumulate_unscaled(
         parameter.grad = ops.add_gradients(before.get(id(parameter)), parameter.grad)
 
 
-def _both_dense(left: Tensor | None, right: Tensor | None) -> bool:
-    return left is not None and right is not None and not left.is_sparse and not right.is_sparse
+def _are_dense(*tensors: Tensor) -> bool:
+    return not any(tensor.is_sparse for tensor in tensors)
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:

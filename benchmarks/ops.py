@@ -346,7 +346,7 @@ def main() -> None:
             f'{datetime.date.today()}, {platform.machine()} with {torch.get_num_threads()} of its cores, {machine}, '
             f'Python {platform.python_version()}, torch {torch.__version__}, {ops.backend_of(device)}. '
             'Medians of at least nine rounds, all calls of a row by turns. "Of a copy" compares with `copy_` over one pair '
-            "of float32 tensors with as many bytes in all. The ratio is the time of the fastest of torch's sequences over ours.",
+            'of float32 tensors with as many bytes in all. The ratio is the time of the fastest of torch over ours.',
             '',
             '| ' + ' | '.join(HEAD) + ' |',
             '|' + ' --- |' * len(HEAD),
