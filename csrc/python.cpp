@@ -8,13 +8,22 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstring>
+
 namespace {
 
 using Optional = std::optional<at::Tensor>;
 using Traits = c10::MaybeOwnedTraits<at::Tensor>;
 
+// As Python's type(x).__name__; what C calls the name has the module before it where the type was written in C.
+const char* type_of(PyObject* object) {
+  const char* name = Py_TYPE(object)->tp_name;
+  const char* dot = std::strrchr(name, '.');
+  return dot == nullptr ? name : dot + 1;
+}
+
 const at::Tensor& tensor_of(const char* name, PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), name, " must be a tensor, not ", Py_TYPE(object)->tp_name, ".");
+  TORCH_CHECK_TYPE(THPVariable_Check(object), name, " must be a tensor, not ", type_of(object), ".");
   return THPVariable_Unpack(object);
 }
 
@@ -56,7 +65,7 @@ class Borrowed {
       PyObject* item = PyTuple_GET_ITEM(held_, i);
       if (!THPVariable_Check(item)) {
         release();
-        TORCH_CHECK_TYPE(false, name, "[", i, "] must be a tensor, not ", Py_TYPE(item)->tp_name, ".");
+        TORCH_CHECK_TYPE(false, name, "[", i, "] must be a tensor, not ", type_of(item), ".");
       }
       tensors_.push_back(Traits::createBorrow(THPVariable_Unpack(item)));
     }
@@ -83,9 +92,10 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Ops are not differentiable, and say so by not being asked; other threads of Python run meanwhile.
+// Ops are not differentiable, and say so by not being asked; other threads of Python run meanwhile. The layer that counts
+// versions stays: where the dispatcher calls the reference, what that writes is counted there.
 struct Call {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::AutoDispatchBelowAutograd below_autograd;
   pybind11::gil_scoped_release no_gil;
 };
 
@@ -220,7 +230,7 @@ PyObject* update_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const at::Tensor& hysteresis_tracker = tensor_of("hysteresis_tracker", args[2]);
   const at::Tensor& found_inf = tensor_of("found_inf", args[3]);
   // the caller holds the arguments, and nobody waits for work of this size
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const at::AutoDispatchBelowAutograd below_autograd;
   op.call(scale, growth_tracker, hysteresis_tracker, found_inf, double_of(args[4]), double_of(args[5]), integer_of(args[6]),
           integer_of(args[7]), optional_double_of(args[8]), optional_double_of(args[9]));
   Py_RETURN_NONE;

@@ -52,7 +52,13 @@ def _writes_only(*args: object, **kwargs: object) -> None:
     """What is written keeps its shape and type."""
 
 
-for _name in ('multi_tensor_scale', 'multi_tensor_axpby', 'multi_tensor_copy', 'multi_tensor_isnonfinite', 'update_scale'):
+for _name in (
+    'multi_tensor_scale',
+    'multi_tensor_axpby',
+    'multi_tensor_copy',
+    'multi_tensor_isnonfinite',
+    'update_scale',
+):
     torch.library.register_fake(f'{NAMESPACE}::{_name}', _writes_only, lib=_library)
 
 
