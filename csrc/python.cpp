@@ -92,10 +92,10 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Ops are not differentiable, and say so by not being asked; other threads of Python run meanwhile. The layer that counts
-// versions stays: where the dispatcher calls the reference, what that writes is counted there.
+// Ops are not differentiable, and say so by not being asked; other threads of Python run meanwhile. Kernels count versions
+// themselves, which the reference does not: it is not called through here.
 struct Call {
-  at::AutoDispatchBelowAutograd below_autograd;
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
   pybind11::gil_scoped_release no_gil;
 };
 
@@ -230,7 +230,7 @@ PyObject* update_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const at::Tensor& hysteresis_tracker = tensor_of("hysteresis_tracker", args[2]);
   const at::Tensor& found_inf = tensor_of("found_inf", args[3]);
   // the caller holds the arguments, and nobody waits for work of this size
-  const at::AutoDispatchBelowAutograd below_autograd;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   op.call(scale, growth_tracker, hysteresis_tracker, found_inf, double_of(args[4]), double_of(args[5]), integer_of(args[6]),
           integer_of(args[7]), optional_double_of(args[8]), optional_double_of(args[9]));
   Py_RETURN_NONE;

@@ -1,4 +1,4 @@
-"""What the tests of the ops share: tensors of every layout, arguments of every op, and a worker that prints digests of results."""
+"""What the tests of the ops share: tensors, arguments of every op, and a worker that prints digests of results."""
 
 from __future__ import annotations
 

@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ops_models import LISTED, NORMS, PAIRED, Call, bits, make_call, same_bits, state, without_compiled, zero
 from torch import Tensor
 
 from amp_wrapper import ops
 from amp_wrapper.ops import reference
-
-from ops_models import LISTED, NORMS, PAIRED, Call, bits, make_call, same_bits, state, without_compiled, zero
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 #: Who is asked: the package's functions, torch.ops, and the reference by itself.
 FACES = {'front': ops, 'raw': torch.ops.amp_wrapper, 'reference': reference}
 FIRST = dict(
     multi_tensor_scale='sources', multi_tensor_axpby='xs', multi_tensor_copy='sources', multi_tensor_refresh='weights'
-) | {name: 'tensors' for name in ('multi_tensor_isnonfinite', *NORMS)}
+) | dict.fromkeys(('multi_tensor_isnonfinite', *NORMS), 'tensors')
 TARGET = {name: 'masters' if name == 'multi_tensor_refresh' else 'targets' for name in PAIRED}
 SCALARS = dict(
     multi_tensor_scale=['scale', 'found_inf'],

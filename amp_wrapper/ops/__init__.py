@@ -64,6 +64,11 @@ def _is_served(lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | Non
     )
 
 
+def _has_kernel(first: object) -> bool:
+    """Whether to call the compiled function, which turns off the layer that counts versions: the reference needs it."""
+    return not isinstance(first, Tensor) or first.device.type in loader.library().devices
+
+
 def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None], *options: bool) -> Any:
     """The result of the compiled op, or NotImplemented where the reference has to do it."""
     if torch.compiler.is_compiling():
@@ -72,7 +77,7 @@ def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor 
             return getattr(torch.ops.amp_wrapper, name)(*lists, *scalars, *options)
         return NotImplemented
     module = _library()
-    if module is None or not lists[0]:
+    if module is None or not lists[0] or not _has_kernel(lists[0][0]):
         return NotImplemented
     try:
         # its own checks are the cheapest way to find out; they come before anything is written
@@ -84,8 +89,9 @@ def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor 
 def _by_device(
     call: Callable[..., None],
     named: Mapping[str, Sequence[Tensor]],
-    factors: Sequence[Tensor | None],
+    factors: Mapping[str, Tensor | None],
     found_inf: Tensor | None,
+    floating: bool = True,
 ) -> bool:
     """Call once for each device, where every tuple of tensors is on one; False, and nothing done, where that is not so."""
     lists = list(named.values())
@@ -99,8 +105,13 @@ def _by_device(
     # all of it, before the first of the calls writes anything
     *read, written = named.items()
     checks.check_lists(read or [written], [written] if read else [])
+    if floating:
+        checks.check_floating(*named.items())
+    for name, factor in factors.items():
+        checks.check_scalar(name, factor)
+    checks.check_scalar('found_inf', found_inf, written=True)
     for device, indices in groups.items():
-        moved = [None if factor is None else factor.to(device) for factor in factors]
+        moved = [None if factor is None else factor.to(device) for factor in factors.values()]
         flag = None if found_inf is None else torch.zeros((), device=device)
         call(*([tensors[i] for i in indices] for tensors in lists), *moved, flag)
         if flag is not None and found_inf is not None:
@@ -116,7 +127,7 @@ def multi_tensor_scale(
 ) -> None:
     if _try('multi_tensor_scale', (sources, targets), (scale, found_inf)) is NotImplemented:
         named = {'sources': sources, 'targets': targets}
-        if not _by_device(multi_tensor_scale, named, (scale,), found_inf):
+        if not _by_device(multi_tensor_scale, named, {'scale': scale}, found_inf):
             reference.multi_tensor_scale(sources, targets, scale, found_inf)
 
 
@@ -133,21 +144,26 @@ def multi_tensor_axpby(
     if _try('multi_tensor_axpby', (xs, ys, targets), (a, b, found_inf), check_x, check_y) is NotImplemented:
         named = {'xs': xs, 'ys': ys, 'targets': targets}
         once = functools.partial(multi_tensor_axpby, check_x=check_x, check_y=check_y)
-        if not _by_device(once, named, (a, b), found_inf):
+        if not _by_device(once, named, {'a': a, 'b': b}, found_inf):
             reference.multi_tensor_axpby(xs, ys, targets, a, b, found_inf, check_x, check_y)
+
+
+def _copy_and_no_flag(sources: Sequence[Tensor], targets: Sequence[Tensor], _: None) -> None:
+    multi_tensor_copy(sources, targets)
 
 
 def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     if _try('multi_tensor_copy', (sources, targets), ()) is NotImplemented:
         named = {'sources': sources, 'targets': targets}
-        if not _by_device(lambda some, others, _: multi_tensor_copy(some, others), named, (), None):
+        if not _by_device(_copy_and_no_flag, named, {}, None, floating=False):
             reference.multi_tensor_copy(sources, targets)
 
 
 def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
-    if _try('multi_tensor_isnonfinite', (tensors,), (found_inf,)) is NotImplemented:
-        if not _by_device(multi_tensor_isnonfinite, {'tensors': tensors}, (), found_inf):
-            reference.multi_tensor_isnonfinite(tensors, found_inf)
+    if _try('multi_tensor_isnonfinite', (tensors,), (found_inf,)) is NotImplemented and not _by_device(
+        multi_tensor_isnonfinite, {'tensors': tensors}, {}, found_inf
+    ):
+        reference.multi_tensor_isnonfinite(tensors, found_inf)
 
 
 def multi_tensor_l2norm(
@@ -197,7 +213,7 @@ def update_scale(
     call: Any = torch.ops.amp_wrapper.update_scale
     if not torch.compiler.is_compiling():
         module = _library()
-        call = reference.update_scale if module is None else module.update_scale
+        call = reference.update_scale if module is None or not _has_kernel(scale) else module.update_scale
     call(
         scale,
         growth_tracker,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ Named = tuple[str, Sequence[Tensor]]
 
 def _is_traced(tensor: Tensor) -> bool:
     """Whether the tensor has no memory of its own to look at: under torch.compile, or a fake one."""
-    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
+    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta
 
 
 def _check_tensor(label: str, tensor: object) -> None:
@@ -58,12 +59,10 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
         for index, tensor in enumerate(tensors):
             if tensor.layout is not torch.strided:
                 raise ValueError(f'{other}[{index}] is not dense: give the values of a sparse tensor, coalesced.')
-    if any(_is_traced(tensor) for _, tensors in lists for tensor in tensors):
-        return
     for other, tensors in written:
         for index, tensor in enumerate(tensors):
             _check_writable(f'{other}[{index}]', tensor)
-            if torch._debug_has_internal_overlap(tensor) == 1:
+            if not _is_traced(tensor) and torch._debug_has_internal_overlap(tensor) == 1:
                 raise ValueError(
                     f'{other}[{index}] has elements that share memory (an expanded tensor): it cannot be written to.'
                 )
@@ -97,7 +96,11 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """(begin, end, index) in memory, in order, of the tensors without gaps; others are read whole before they are written."""
     spans: list[tuple[int, int, int]] = []
     for index, tensor in enumerate(tensors):
-        if tensor.numel() and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0):
+        if (
+            not _is_traced(tensor)
+            and tensor.numel()
+            and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0)
+        ):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.numel() * tensor.element_size(), index))
     return sorted(spans)
@@ -106,7 +109,7 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
 def _check_overlap(written: Named, others: Sequence[Named]) -> None:
     name, targets = written
     spans = _spans(targets)
-    for (_, end, one), (begin, _, two) in zip(spans, spans[1:]):
+    for (_, end, one), (begin, _, two) in itertools.pairwise(spans):
         if end > begin:
             first, second = sorted((one, two))
             raise ValueError(

@@ -106,6 +106,6 @@ def changed_sources() -> bool | None:
         return None
     suffixes = ('.h', '.cpp', '.inl', '.cu', '.cuh')
     total = hashlib.sha256()
-    for path in sorted((p.relative_to(root).as_posix() for p in (root / 'csrc').rglob('*') if p.suffix in suffixes)):
+    for path in sorted(p.relative_to(root).as_posix() for p in (root / 'csrc').rglob('*') if p.suffix in suffixes):
         total.update(path.encode() + b'\0' + (root / path).read_bytes())
     return bool(total.hexdigest() != built_of)
