@@ -29,10 +29,15 @@ def _library() -> ModuleType | None:
     return loader.library().module
 
 
-@torch.compiler.assume_constant_result
 def compiled_devices() -> frozenset[str]:
     """Types of the devices that compiled kernels serve."""
     return loader.library().devices
+
+
+@torch.compiler.assume_constant_result
+def _serves(kind: str) -> bool:
+    # torch.compile knows what to do with a constant bool, and not with a set
+    return kind in loader.library().devices
 
 
 def backend_of(device: torch.device | str) -> str:
@@ -59,7 +64,7 @@ def _is_served(lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | Non
     places = {tensor.device for tensor in [*everything, *(scalar for scalar in scalars if scalar is not None)]}
     return (
         len(places) == 1
-        and places.pop().type in compiled_devices()
+        and _serves(places.pop().type)
         and all(tensor.dtype in COMPILED_DTYPES for tensor in everything)
     )
 

@@ -46,6 +46,8 @@ _library = torch.library.Library(NAMESPACE, 'DEF')
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')
+    # not differentiable: results want no gradient, whatever the inputs do
+    _library.impl(_name, torch.library.fallthrough_kernel, 'Autograd')
 
 
 def _refuse_meta_beside_real(*arguments: object) -> None:
