@@ -78,8 +78,10 @@ def random_tensor(
         special: Whether zeros, subnormal numbers, ties, infinities and NaN are among the values.
     """
     generator = torch.Generator().manual_seed(seed)
-    power = torch.randint(-9, 10, shape, generator=generator)
-    values = torch.randn(shape, generator=generator) * 2.0**power
+    # exact arithmetic only: torch's normal numbers and powers depend on the instruction set
+    powers = torch.tensor([2.0**power for power in range(-9, 10)])
+    power = powers[torch.randint(0, len(powers), shape, generator=generator)]
+    values = (torch.rand(shape, generator=generator) * 4 - 2) * power
     if special and values.numel():
         strange = torch.tensor(
             [

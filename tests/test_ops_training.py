@@ -49,12 +49,13 @@ def train(level: str, device: torch.device) -> dict[str, Any]:
     total, trace = hashlib.sha256(), []
     for step in range(8):
         for index in (2 * step, 2 * step + 1):
-            if step == 3 and index % 2:
+            # bfloat16 has no loss scale, and nothing is skipped
+            if level == 'O2' and step == 3 and index % 2:
                 with poisoned(run.parameter('fc.weight')):
                     run.backward(index)
             else:
                 run.backward(index)
-        result = run.engine.step(GradientClip(max_norm=0.05))
+        result = run.engine.step(GradientClip.parse(dict(max_norm=0.05)))
         run.engine.zero_grad()
         trace.append([bool(result.skipped), repr(result)])
         for name, tensor in sorted(run.bits().items()):
@@ -81,7 +82,7 @@ def test_the_reference_trains_to_the_same_bits(level: str, device: torch.device)
     assert level != 'O2' or calls['update_scale'] == 8
     assert reference.pop('calls') == {}
     skipped = [row[0] for row in compiled['trace']]
-    assert skipped == [step == 3 for step in range(8)]
+    assert skipped == [level == 'O2' and step == 3 for step in range(8)]
     assert compiled == reference
 
 
