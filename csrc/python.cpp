@@ -8,13 +8,22 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <cstring>
+
 namespace {
 
 using Optional = std::optional<at::Tensor>;
 using Traits = c10::MaybeOwnedTraits<at::Tensor>;
 
+// As Python's type(x).__name__; what C calls the name has the module before it where the type was written in C.
+const char* type_of(PyObject* object) {
+  const char* name = Py_TYPE(object)->tp_name;
+  const char* dot = std::strrchr(name, '.');
+  return dot == nullptr ? name : dot + 1;
+}
+
 const at::Tensor& tensor_of(const char* name, PyObject* object) {
-  TORCH_CHECK_TYPE(THPVariable_Check(object), name, " must be a tensor, not ", Py_TYPE(object)->tp_name, ".");
+  TORCH_CHECK_TYPE(THPVariable_Check(object), name, " must be a tensor, not ", type_of(object), ".");
   return THPVariable_Unpack(object);
 }
 
@@ -56,7 +65,7 @@ class Borrowed {
       PyObject* item = PyTuple_GET_ITEM(held_, i);
       if (!THPVariable_Check(item)) {
         release();
-        TORCH_CHECK_TYPE(false, name, "[", i, "] must be a tensor, not ", Py_TYPE(item)->tp_name, ".");
+        TORCH_CHECK_TYPE(false, name, "[", i, "] must be a tensor, not ", type_of(item), ".");
       }
       tensors_.push_back(Traits::createBorrow(THPVariable_Unpack(item)));
     }
@@ -83,7 +92,8 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Ops are not differentiable, and say so by not being asked; other threads of Python run meanwhile.
+// Ops are not differentiable, and say so by not being asked; other threads of Python run meanwhile. Kernels count versions
+// themselves, which the reference does not: it is not called through here.
 struct Call {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   pybind11::gil_scoped_release no_gil;

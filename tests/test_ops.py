@@ -1,4 +1,4 @@
-"""Every op against a model in float64 or element by element."""
+"""Every op against a model in float64 or element by element. Parity with the reference: test_ops_parity.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ops_models import FLOATS, HALVES, NoHostRead, random_tensor, same_bits, zero
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import ops
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HALVES = (torch.float16, torch.bfloat16)
 SHAPES: list[tuple[int, ...]] = [(), (0,), (1,), (2, 0, 3), (3,), (7,), (2, 3), (33,), (1, 1, 5)]
 WIDTH = {torch.float16: 1, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 
@@ -26,43 +24,7 @@ dtypes = st.sampled_from(FLOATS)
 bad_values = st.sampled_from([math.nan, math.inf, -math.inf])
 
 
-class NoHostRead(TorchDispatchMode):
-    """Fails on a read of the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, 'the host read the device'
-        return func(*args, **(kwargs or {}))
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in type, shape and every bit; any NaN equals any other."""
-    if a.dtype is not b.dtype or a.shape != b.shape:
-        return False
-    view = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    x, y = a.detach().cpu().contiguous().view(view), b.detach().cpu().contiguous().view(view)
-    return bool(((x == y) | (a.detach().cpu().isnan() & b.detach().cpu().isnan())).all())
-
-
-def random_tensor(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: int) -> Tensor:
-    """Values over many magnitudes; layout 1 is transposed, 2 strided, 3 misaligned."""
-    generator = torch.Generator().manual_seed(seed)
-    power = torch.randint(-9, 10, shape, generator=generator)
-    tensor = (torch.randn(shape, generator=generator) * 2.0**power).to(dtype).to(device)
-    if layout == 1 and tensor.dim() == 2:
-        return tensor.t().contiguous().t()
-    if layout == 2 and tensor.dim() >= 1:
-        wide = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] * 2, dtype=dtype, device=device)[..., ::2]
-        return wide.copy_(tensor)
-    if layout == 3 and tensor.dim() == 1:
-        return torch.zeros(len(tensor) + 1, dtype=dtype, device=device)[1:].copy_(tensor)
-    return tensor
-
-
 lists = st.lists(st.tuples(st.integers(0, 99), shapes, dtypes, st.integers(0, 3)), max_size=5)
-
-
-def zero(device: torch.device, value: float = 0.0) -> Tensor:
-    return torch.full((), value, device=device)
 
 
 def poison(tensors: Sequence[Tensor], index: int, value: float) -> bool:
@@ -305,7 +267,7 @@ def test_refresh_flags_each_pair(device: torch.device) -> None:
     weights = [masters[0].half(), masters[1].bfloat16(), torch.tensor([0.5], device=device).bfloat16()]
     assert [flag.item() for flag in ops.multi_tensor_refresh(weights, masters)] == [False, False, True]
     assert masters[0].item() == pytest.approx(0.1, rel=1e-7) and masters[2].item() == 0.5
-    assert ops.multi_tensor_refresh([], []) == []
+    assert ops.multi_tensor_refresh([], []).shape == (0,)
 
 
 # -- update_scale -------------------------------------------------------------------------------------------------
@@ -380,4 +342,9 @@ def test_update_scale(
 
 def test_backend_says_what_runs() -> None:
     assert isinstance(ops.backend(), str) and ops.backend()
-    assert set(ops.__all__) == {name for name in vars(ops) if not name.startswith('_') and name != 'reference'}
+    own = {
+        name
+        for name, value in vars(ops).items()
+        if getattr(value, '__module__', None) in (ops.__name__, ops.reference.__name__) and not name.startswith('_')
+    }
+    assert set(ops.__all__) == own | {'COMPILED_DTYPES'}

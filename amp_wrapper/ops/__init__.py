@@ -29,10 +29,15 @@ def _library() -> ModuleType | None:
     return loader.library().module
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def compiled_devices() -> frozenset[str]:
     """Types of the devices that compiled kernels serve."""
     return loader.library().devices
+
+
+@torch.compiler.assume_constant_result
+def _serves(kind: str) -> bool:
+    # torch.compile knows what to do with a constant bool, and not with a set
+    return kind in loader.library().devices
 
 
 def backend_of(device: torch.device | str) -> str:
@@ -59,9 +64,14 @@ def _is_served(lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | Non
     places = {tensor.device for tensor in [*everything, *(scalar for scalar in scalars if scalar is not None)]}
     return (
         len(places) == 1
-        and places.pop().type in compiled_devices()
+        and _serves(places.pop().type)
         and all(tensor.dtype in COMPILED_DTYPES for tensor in everything)
     )
+
+
+def _has_kernel(first: object) -> bool:
+    """Whether to call the compiled function, which turns off the layer that counts versions: the reference needs it."""
+    return not isinstance(first, Tensor) or first.device.type in loader.library().devices
 
 
 def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None], *options: bool) -> Any:
@@ -72,7 +82,7 @@ def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor 
             return getattr(torch.ops.amp_wrapper, name)(*lists, *scalars, *options)
         return NotImplemented
     module = _library()
-    if module is None or not lists[0]:
+    if module is None or not lists[0] or not _has_kernel(lists[0][0]):
         return NotImplemented
     try:
         # its own checks are the cheapest way to find out; they come before anything is written
@@ -84,8 +94,9 @@ def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor 
 def _by_device(
     call: Callable[..., None],
     named: Mapping[str, Sequence[Tensor]],
-    factors: Sequence[Tensor | None],
+    factors: Mapping[str, Tensor | None],
     found_inf: Tensor | None,
+    floating: bool = True,
 ) -> bool:
     """Call once for each device, where every tuple of tensors is on one; False, and nothing done, where that is not so."""
     lists = list(named.values())
@@ -99,8 +110,13 @@ def _by_device(
     # all of it, before the first of the calls writes anything
     *read, written = named.items()
     checks.check_lists(read or [written], [written] if read else [])
+    if floating:
+        checks.check_floating(*named.items())
+    for name, factor in factors.items():
+        checks.check_scalar(name, factor)
+    checks.check_scalar('found_inf', found_inf, written=True)
     for device, indices in groups.items():
-        moved = [None if factor is None else factor.to(device) for factor in factors]
+        moved = [None if factor is None else factor.to(device) for factor in factors.values()]
         flag = None if found_inf is None else torch.zeros((), device=device)
         call(*([tensors[i] for i in indices] for tensors in lists), *moved, flag)
         if flag is not None and found_inf is not None:
@@ -116,7 +132,7 @@ def multi_tensor_scale(
 ) -> None:
     if _try('multi_tensor_scale', (sources, targets), (scale, found_inf)) is NotImplemented:
         named = {'sources': sources, 'targets': targets}
-        if not _by_device(multi_tensor_scale, named, (scale,), found_inf):
+        if not _by_device(multi_tensor_scale, named, {'scale': scale}, found_inf):
             reference.multi_tensor_scale(sources, targets, scale, found_inf)
 
 
@@ -133,22 +149,26 @@ def multi_tensor_axpby(
     if _try('multi_tensor_axpby', (xs, ys, targets), (a, b, found_inf), check_x, check_y) is NotImplemented:
         named = {'xs': xs, 'ys': ys, 'targets': targets}
         once = functools.partial(multi_tensor_axpby, check_x=check_x, check_y=check_y)
-        if not _by_device(once, named, (a, b), found_inf):
+        if not _by_device(once, named, {'a': a, 'b': b}, found_inf):
             reference.multi_tensor_axpby(xs, ys, targets, a, b, found_inf, check_x, check_y)
+
+
+def _copy_and_no_flag(sources: Sequence[Tensor], targets: Sequence[Tensor], _: None) -> None:
+    multi_tensor_copy(sources, targets)
 
 
 def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     if _try('multi_tensor_copy', (sources, targets), ()) is NotImplemented:
         named = {'sources': sources, 'targets': targets}
-        if not _by_device(lambda some, others, _: multi_tensor_copy(some, others), named, (), None):
+        if not _by_device(_copy_and_no_flag, named, {}, None, floating=False):
             reference.multi_tensor_copy(sources, targets)
 
 
 def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
-    if _try('multi_tensor_isnonfinite', (tensors,), (found_inf,)) is NotImplemented:
-        named = {'tensors': tensors}
-        if not _by_device(multi_tensor_isnonfinite, named, (), found_inf):
-            reference.multi_tensor_isnonfinite(tensors, found_inf)
+    if _try('multi_tensor_isnonfinite', (tensors,), (found_inf,)) is NotImplemented and not _by_device(
+        multi_tensor_isnonfinite, {'tensors': tensors}, {}, found_inf
+    ):
+        reference.multi_tensor_isnonfinite(tensors, found_inf)
 
 
 def multi_tensor_l2norm(
@@ -198,7 +218,7 @@ def update_scale(
     call: Any = torch.ops.amp_wrapper.update_scale
     if not torch.compiler.is_compiling():
         module = _library()
-        call = reference.update_scale if module is None else module.update_scale
+        call = reference.update_scale if module is None or not _has_kernel(scale) else module.update_scale
     call(
         scale,
         growth_tracker,

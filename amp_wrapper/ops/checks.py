@@ -15,7 +15,18 @@ Named = tuple[str, Sequence[Tensor]]
 
 def _is_traced(tensor: Tensor) -> bool:
     """Whether the tensor has no memory of its own to look at: under torch.compile, or a fake one."""
-    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter)
+    return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta
+
+
+def _check_tensor(label: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f'{label} must be a tensor, not {type(tensor).__name__}.')
+
+
+def _check_writable(label: str, tensor: Tensor) -> None:
+    # torch would say so too, but at the first write, when others were made already
+    if not torch.compiler.is_compiling() and tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f'{label} was made in inference mode: outside of it, it cannot be written to.')
 
 
 def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
@@ -26,9 +37,14 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
         written: Of those that are written, too.
 
     Raises:
-        ValueError: Different lengths or shapes, sparse tensors, or memory that is written and shared. Names list and index.
+        TypeError: Something is no tensor. Names list and index, as all of these do.
+        ValueError: Different lengths or shapes, sparse tensors, memory that is written and shared, or a tensor of inference
+            mode that would be written outside of it.
     """
     lists = [*read, *written]
+    for other, tensors in lists:
+        for index, tensor in enumerate(tensors):
+            _check_tensor(f'{other}[{index}]', tensor)
     name, first = lists[0]
     for other, tensors in lists[1:]:
         if len(tensors) != len(first):
@@ -43,11 +59,12 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
         for index, tensor in enumerate(tensors):
             if tensor.layout is not torch.strided:
                 raise ValueError(f'{other}[{index}] is not dense: give the values of a sparse tensor, coalesced.')
-    if any(_is_traced(tensor) for _, tensors in lists for tensor in tensors):
+    if torch.compiler.is_compiling():
         return
     for other, tensors in written:
         for index, tensor in enumerate(tensors):
-            if torch._debug_has_internal_overlap(tensor) == 1:
+            _check_writable(f'{other}[{index}]', tensor)
+            if not _is_traced(tensor) and torch._debug_has_internal_overlap(tensor) == 1:
                 raise ValueError(
                     f'{other}[{index}] has elements that share memory (an expanded tensor): it cannot be written to.'
                 )
@@ -81,7 +98,11 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """(begin, end, index) in memory, in order, of the tensors without gaps; others are read whole before they are written."""
     spans: list[tuple[int, int, int]] = []
     for index, tensor in enumerate(tensors):
-        if tensor.numel() and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0):
+        if (
+            not _is_traced(tensor)
+            and tensor.numel()
+            and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0)
+        ):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.numel() * tensor.element_size(), index))
     return sorted(spans)
@@ -113,16 +134,22 @@ def _check_overlap(written: Named, others: Sequence[Named]) -> None:
                     )
 
 
-def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.float32) -> None:
+def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.float32, written: bool = False) -> None:
     """A scalar argument: one element of ``dtype``.
 
     Raises:
-        ValueError: It is something else.
+        TypeError: It is no tensor.
+        ValueError: It is another tensor, or one of inference mode that would be ``written`` outside of it.
     """
-    if scalar is not None and (scalar.numel() != 1 or scalar.dtype is not dtype):
+    if scalar is None:
+        return
+    _check_tensor(name, scalar)
+    if scalar.numel() != 1 or scalar.dtype is not dtype:
         raise ValueError(
             f'{name} has shape {tuple(scalar.shape)} and dtype {scalar.dtype}: one element of {dtype} is expected.'
         )
+    if written:
+        _check_writable(name, scalar)
 
 
 def check_refresh_types(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

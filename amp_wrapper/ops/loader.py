@@ -41,8 +41,8 @@ class Library:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _missing(reason: str, facts: dict[str, Any], chosen: bool = False) -> Library:
-    return Library(module=None, reason=reason, chosen=chosen, facts=facts)
+def _missing(reason: str, facts: dict[str, Any] | None = None, chosen: bool = False) -> Library:
+    return Library(module=None, reason=reason, chosen=chosen, facts=facts or {})
 
 
 def _same_release(one: str, other: str) -> bool:
@@ -52,25 +52,31 @@ def _same_release(one: str, other: str) -> bool:
 
 def _find(folder: Path) -> Library:
     if os.environ.get('AMP_WRAPPER_OPS') == 'reference':
-        return _missing('AMP_WRAPPER_OPS=reference is set', {}, chosen=True)
+        return _missing('AMP_WRAPPER_OPS=reference is set', chosen=True)
     try:
-        facts: dict[str, Any] = json.loads((folder / '_build.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError):
-        return _missing('they were never built here', {})
-    if not facts.get('built'):
+        text = (folder / '_build.json').read_text(encoding='utf-8')
+    except OSError:
+        return _missing('they were never built here')
+    try:
+        facts = json.loads(text)
+        record = {name: facts[name] for name in ('torch', 'cuda', 'python')} if facts.get('built') else {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # written by another version, or cut short
+        return _missing(f'the record of their build, {folder / "_build.json"}, cannot be understood')
+    if not record:
         return _missing(str(facts.get('reason', 'the build failed')), facts, bool(facts.get('chosen')))
-    if not _same_release(str(facts['torch']), torch.__version__):
+    if not _same_release(str(record['torch']), torch.__version__):
         # loading it could crash: the layout of torch's classes changes between releases
-        return _missing(f'they were built for torch {facts["torch"]}, and this is torch {torch.__version__}', facts)
-    if facts['cuda'] and facts['cuda'] != torch.version.cuda:
-        return _missing(f'they were built for CUDA {facts["cuda"]}, and this torch has {torch.version.cuda}', facts)
-    if facts['python'] != sys.implementation.cache_tag:
-        return _missing(f'they were built for {facts["python"]}, and this is {sys.implementation.cache_tag}', facts)
+        return _missing(f'they were built for torch {record["torch"]}, and this is torch {torch.__version__}', facts)
+    if record['cuda'] and record['cuda'] != torch.version.cuda:
+        return _missing(f'they were built for CUDA {record["cuda"]}, and this torch has {torch.version.cuda}', facts)
+    if record['python'] != sys.implementation.cache_tag:
+        return _missing(f'they were built for {record["python"]}, and this is {sys.implementation.cache_tag}', facts)
     try:
         module = importlib.import_module('amp_wrapper.ops._C')
     except (ImportError, OSError, RuntimeError) as error:
         return _missing(f'the library could not be loaded ({error})', facts)
-    devices = {'cpu', 'cuda'} if facts['cuda'] else {'cpu'}
+    devices = {'cpu', 'cuda'} if record['cuda'] else {'cpu'}
     return Library(module=module, devices=frozenset(devices), reason=str(facts.get('without_cuda', '')), facts=facts)
 
 

@@ -14,6 +14,7 @@ from ..nested import HALF_TYPES
 from .checks import check_floating, check_lists, check_refresh_types, check_scalar, is_direct
 
 _TINY = torch.finfo(torch.float32).tiny
+_MOST = torch.iinfo(torch.int32).max
 
 #: The order of sums of squares, as in ``csrc/common/planner.h``: rows of lanes make a block, blocks are summed in pairs.
 LANES, ROWS = 64, 16
@@ -36,22 +37,24 @@ def _groups(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype],
     return groups
 
 
-def _ordered(*lists: Sequence[Tensor]) -> tuple[list[Tensor], ...]:
-    """The lists in the order of work: tensors that are worked on in place, then the others, which are read before anything.
+def _batches(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    """The lists in the order of work: tensors that are worked on in place, then each of the others by itself.
+
+    What the others read is read before anything is written.
 
     Args:
         *lists: Lists that pair up; the last of them is written, and keeps the tensors that it has.
     """
     direct = [is_direct(tensors) for tensors in zip(*lists)]
     if all(direct):
-        return tuple(list(tensors) for tensors in lists)
+        return [tuple(list(tensors) for tensors in lists)]
+    *read, written = lists
     first = [index for index, yes in enumerate(direct) if yes]
-    later = [index for index, yes in enumerate(direct) if not yes]
-    ordered = []
-    for position, tensors in enumerate(lists):
-        copies = position < len(lists) - 1
-        ordered.append([tensors[i] for i in first] + [tensors[i].clone() if copies else tensors[i] for i in later])
-    return tuple(ordered)
+    batches = [tuple([tensors[i] for i in first] for tensors in lists)]
+    for i, yes in enumerate(direct):
+        if not yes:
+            batches.append((*([tensors[i].clone()] for tensors in read), [written[i]]))
+    return batches
 
 
 def _raise_flag(found_inf: Tensor, bad: Tensor) -> None:
@@ -73,7 +76,8 @@ def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> No
         ValueError: A sparse tensor, or a flag of another shape or dtype.
     """
     check_lists([('tensors', tensors)])
-    check_scalar('found_inf', found_inf)
+    check_floating(('tensors', tensors))
+    check_scalar('found_inf', found_inf, written=True)
     for indices in _groups(tensors).values():
         filled = _real([tensors[i] for i in indices if tensors[i].numel() > 0])
         if filled:
@@ -109,10 +113,14 @@ def multi_tensor_scale(
     check_lists([('sources', sources)], [('targets', targets)])
     check_floating(('sources', sources), ('targets', targets))
     check_scalar('scale', scale)
-    check_scalar('found_inf', found_inf)
+    check_scalar('found_inf', found_inf, written=True)
     if found_inf is not None:
         multi_tensor_isnonfinite(sources, found_inf)
-    sources, targets = _ordered(sources, targets)
+    for batch in _batches(sources, targets):
+        _scale(*batch, scale)
+
+
+def _scale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None) -> None:
     if scale is None:
         _copy(sources, targets)
         return
@@ -156,13 +164,22 @@ def multi_tensor_axpby(
     """
     check_lists([('xs', xs), ('ys', ys)], [('targets', targets)])
     check_floating(('xs', xs), ('ys', ys), ('targets', targets))
-    for name, scalar in (('a', a), ('b', b), ('found_inf', found_inf)):
-        check_scalar(name, scalar)
+    check_scalar('a', a)
+    check_scalar('b', b)
+    check_scalar('found_inf', found_inf, written=True)
     if found_inf is not None:
         multi_tensor_isnonfinite([*(xs if check_x else ()), *(ys if check_y else ())], found_inf)
-    xs, ys, targets = _ordered(xs, ys, targets)
-    wide = [torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32) for x, y in zip(xs, ys)]
-    for (device, dtype), indices in _groups([x.to(kind) for x, kind in zip(xs, wide)]).items():
+    for batch in _batches(xs, ys, targets):
+        _axpby(*batch, a, b)
+
+
+def _axpby(
+    xs: Sequence[Tensor], ys: Sequence[Tensor], targets: Sequence[Tensor], a: Tensor | None, b: Tensor | None
+) -> None:
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for index, (x, y) in enumerate(zip(xs, ys)):
+        groups[x.device, torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)].append(index)
+    for (device, dtype), indices in groups.items():
         left = [xs[i].to(dtype) for i in indices]
         right = [ys[i].to(device=device, dtype=dtype) for i in indices]
         if a is not None:
@@ -201,7 +218,11 @@ def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> N
         ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.
     """
     check_lists([('sources', sources)], [('targets', targets)])
-    _copy(*_ordered(sources, targets))
+    # said before copies are made of what has gaps
+    pairs = [(source, target) for source, target in zip(sources, targets) if source is not target]
+    if pairs:
+        for batch in _batches(*zip(*pairs)):
+            _copy(*batch)
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -212,7 +233,7 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
-    """``master = weight`` wherever the weight is not the rounded master, bit for bit.
+    """``master = weight`` wherever the weight is not the rounded master, bit for bit. Any NaN is the rounded other.
 
     Args:
         weights: float16 or bfloat16 tensors.
@@ -232,6 +253,8 @@ def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -
     for weight, master in zip(read, masters):
         weight = weight.detach()
         differs = master.to(weight.dtype).view(torch.int16) != weight.view(torch.int16)
+        # which of many NaN a rounding gives depends on the device, and on the instruction set
+        differs &= ~(master.isnan() & weight.isnan())
         master.copy_(torch.where(differs, weight.float(), master))
         flags.append(differs.any())
     return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
@@ -258,13 +281,20 @@ def _block_sums(flat: Tensor) -> Tensor:
     return sums[:, 0]
 
 
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """A vector of the elements: as they lie in memory where there are no gaps, and otherwise the last dimension first."""
+    if not tensor.is_contiguous() and is_direct((tensor,)) and not tensor.is_neg():
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+    return tensor.reshape(-1)
+
+
 def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """One sum for each real tensor, in the order of ``csrc/common/planner.h``; all of one dtype on one device."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     blocks: list[Tensor] = []
     waiting: list[Tensor] = []
     for index, tensor in enumerate(tensors):
-        flat = tensor.reshape(-1).to(dtype)
+        flat = _in_memory_order(tensor).to(dtype)
         waiting.append(F.pad(flat, (0, -len(flat) % BLOCK)))
         # many small tensors at once, large ones piece by piece
         if index + 1 == len(tensors) or sum(map(len, waiting)) >= _PIECE:
@@ -291,8 +321,9 @@ def multi_tensor_l2norm(
 ) -> tuple[Tensor, Tensor]:
     """The Euclidean norm over all elements, ``sqrt(sum(x * x)) * inverse_scale``, in float32.
 
-    The order of the sum depends on shapes alone, so the result is the same on every device, with any number of threads
-    and however the work is grouped. It is told in ``csrc/common/planner.h``. Squares are not scaled: finite elements
+    The order of the sum depends on shapes alone (and on strides, where a tensor without gaps is not contiguous), so the
+    result is the same on every device, with any number of threads and however the work is grouped. It is told in
+    ``csrc/common/planner.h``. Squares are not scaled: finite elements
     above 1.8e19 give infinity, and those below 1e-23 count as zero, as in torch.
 
     Args:
@@ -312,7 +343,12 @@ def multi_tensor_l2norm(
     for indices in _groups(tensors).values():
         sums[indices] = _sums_of_squares(_real([tensors[i] for i in indices])).to(sums)
     total = _pairs(sums) if len(sums) else torch.zeros((), device=device)
-    return _norms(total.sqrt(), sums.sqrt() if per_tensor else sums[:0], inverse_scale)
+    return _norms(_root(total), _root(sums) if per_tensor else sums[:0], inverse_scale)
+
+
+def _root(sums: Tensor) -> Tensor:
+    # torch's float32 root on a CPU can be one unit off; that of float64, rounded, is the right one
+    return sums.double().sqrt().float()
 
 
 @torch.no_grad()
@@ -351,7 +387,7 @@ def _check_norm(tensors: Sequence[Tensor], inverse_scale: Tensor | None, found_i
     check_lists([('tensors', tensors)])
     check_floating(('tensors', tensors))
     check_scalar('inverse_scale', inverse_scale)
-    check_scalar('found_inf', found_inf)
+    check_scalar('found_inf', found_inf, written=True)
     if found_inf is not None:
         multi_tensor_isnonfinite(tensors, found_inf)
     return device_of(tensors, found_inf)
@@ -390,14 +426,23 @@ def update_scale(
         hysteresis: What a clean step refills ``hysteresis_tracker`` to.
         min_scale: Floor, or None for the smallest normal float32.
         max_scale: Ceiling, or None for none below infinity.
+
+    Raises:
+        ValueError: A tensor of another shape or dtype. Nothing is written then.
     """
+    check_scalar('scale', scale, written=True)
+    check_scalar('growth_tracker', growth_tracker, torch.int32, written=True)
+    check_scalar('hysteresis_tracker', hysteresis_tracker, torch.int32, written=True)
+    check_scalar('found_inf', found_inf)
+    growth_interval, hysteresis = min(growth_interval, _MOST), min(hysteresis, _MOST)
     overflow = found_inf > 0
     left = (hysteresis_tracker - 1).clamp_(min=0)
     lowered = (scale * backoff_factor).clamp_(min=_TINY if min_scale is None else min_scale)
     # a floor above the present scale never raises it
     lowered = torch.where(left > 0, scale, torch.minimum(lowered, scale))
+    # compared before the addition, which could pass the largest integer
+    due = growth_tracker >= growth_interval - 1
     tracker = growth_tracker + 1
-    due = tracker >= growth_interval
     raised = scale * growth_factor
     if max_scale is not None:
         raised.clamp_(max=max_scale)

@@ -46,10 +46,20 @@ _library = torch.library.Library(NAMESPACE, 'DEF')  # type: ignore[no-untyped-ca
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
+    # not differentiable: results want no gradient, whatever the inputs do
+    _library.impl(_name, torch.library.fallthrough_kernel, 'Autograd')  # type: ignore[no-untyped-call]
+
+
+def _refuse_meta_beside_real(*arguments: object) -> None:
+    """The dispatcher sends lists of both here, where nothing is computed: the real ones would be left as they are."""
+    tensors = [t for value in arguments for t in (value if isinstance(value, (list, tuple)) else [value])]
+    if len({tensor.is_meta for tensor in tensors if isinstance(tensor, Tensor)}) > 1:
+        raise NotImplementedError('One call takes meta tensors or real ones, not both.')
 
 
 def _writes_only(*args: object, **kwargs: object) -> None:
     """What is written keeps its shape and type."""
+    _refuse_meta_beside_real(*args, *kwargs.values())
 
 
 for _name in (
@@ -68,6 +78,7 @@ def _fake_norm(
     found_inf: Tensor | None = None,
     per_tensor: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    _refuse_meta_beside_real(tensors, inverse_scale, found_inf)
     device = reference.device_of(tensors, found_inf)
     count = len(tensors) if per_tensor else 0
     return torch.empty((), device=device), torch.empty(count, device=device)
@@ -79,4 +90,5 @@ for _name in ('multi_tensor_l2norm', 'multi_tensor_maxnorm'):
 
 @torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)  # type: ignore[untyped-decorator]
 def _fake_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
+    _refuse_meta_beside_real(weights, masters)
     return torch.empty(len(weights), dtype=torch.bool, device=reference.device_of(weights))

@@ -2,6 +2,8 @@
 
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -34,26 +36,11 @@ std::optional<Type> type_of(c10::ScalarType type) {
 }
 
 // torch's C++ names for types are not those that users write.
-const char* name_of(c10::ScalarType type) {
-  switch (type) {
-    case c10::ScalarType::Float:
-      return "torch.float32";
-    case c10::ScalarType::Double:
-      return "torch.float64";
-    case c10::ScalarType::Half:
-      return "torch.float16";
-    case c10::ScalarType::BFloat16:
-      return "torch.bfloat16";
-    case c10::ScalarType::Int:
-      return "torch.int32";
-    case c10::ScalarType::Long:
-      return "torch.int64";
-    case c10::ScalarType::Bool:
-      return "torch.bool";
-    default:
-      return c10::toString(type);
-  }
-}
+std::string name_of(c10::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
+
+// torch would say so too, but at the first write, when others were made already.
+bool is_writable(const at::Tensor& tensor) { return !tensor.is_inference() || c10::InferenceMode::is_enabled(); }
+constexpr const char* kNotWritable = " was made in inference mode: outside of it, it cannot be written to.";
 
 Type check_one(const List& list, std::size_t index, const at::Tensor& tensor, c10::Device device) {
   TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Strided, list.name, "[", index,
@@ -72,7 +59,10 @@ struct Span {
   std::uintptr_t end;
   std::size_t index;
 
-  bool operator<(const Span& other) const { return begin < other.begin; }
+  // in full, so that the error names the same tensors as that of checks.py
+  bool operator<(const Span& other) const {
+    return std::tie(begin, end, index) < std::tie(other.begin, other.end, other.index);
+  }
 };
 
 template <typename Operands>
@@ -150,6 +140,7 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type) {
                         " and ", list.name, "[", i, "] ", shape_of(tensor), ".");
       const Type type = check_one(list, i, tensor, device);
       const bool dense = tensor.is_non_overlapping_and_dense();
+      TORCH_CHECK_VALUE(!list.written || is_writable(tensor), list.name, "[", i, "]", kNotWritable);
       TORCH_CHECK_VALUE(!list.written || dense || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, list.name, "[", i,
                         "] has elements that share memory (an expanded tensor): it cannot be written to.");
       contiguous = contiguous && tensor.is_contiguous();
@@ -183,7 +174,8 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type) {
       } else {
         temporary = at::empty(tensor.sizes(), tensor.options());
       }
-      if (list.written) back_.emplace_back(tensor, temporary);
+      const bool idle = list.same_is_idle && tensor.is_same(first.tensors[i]);
+      if (list.written && !idle) back_.emplace_back(tensor, temporary);
       operands_[which][i].data = temporary.mutable_data_ptr();
       temporaries_.push_back(std::move(temporary));
     }
@@ -191,18 +183,30 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type) {
 }
 
 void Flat::finish() const {
+  // the versions were counted when the lists were checked
+  const at::AutoDispatchBelowADInplaceOrView once;
   for (const auto& [tensor, temporary] : back_) tensor.copy_(temporary);
 }
 
-void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type) {
+void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type,
+                  bool written) {
   TORCH_CHECK_VALUE(scalar.numel() == 1 && scalar.scalar_type() == type, name, " has shape ", shape_of(scalar), " and dtype ",
                     name_of(scalar.scalar_type()), ": one element of ", name_of(type), " is expected.");
   TORCH_CHECK_NOT_IMPLEMENTED(scalar.device() == device, name, " is on ", scalar.device(), " and the first tensor on ", device,
                               ": one call of the compiled op serves one device.");
+  TORCH_CHECK_VALUE(!written || is_writable(scalar), name, kNotWritable);
 }
 
 void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device) {
   if (scalar.has_value()) check_scalar(name, *scalar, device);
+}
+
+void check_flag(const char* name, const at::Tensor& flag, c10::Device device) {
+  check_scalar(name, flag, device, c10::ScalarType::Float, true);
+}
+
+void check_flag(const char* name, const std::optional<at::Tensor>& flag, c10::Device device) {
+  if (flag.has_value()) check_flag(name, *flag, device);
 }
 
 void bump_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
@@ -248,9 +252,9 @@ ScaleUpdate scale_rule(double growth_factor, double backoff_factor, std::int64_t
 
 void check_scale_state(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
                        const at::Tensor& found_inf) {
-  check_scalar("scale", scale, scale.device());
-  check_scalar("growth_tracker", growth_tracker, scale.device(), at::kInt);
-  check_scalar("hysteresis_tracker", hysteresis_tracker, scale.device(), at::kInt);
+  check_flag("scale", scale, scale.device());
+  check_scalar("growth_tracker", growth_tracker, scale.device(), at::kInt, true);
+  check_scalar("hysteresis_tracker", hysteresis_tracker, scale.device(), at::kInt, true);
   check_scalar("found_inf", found_inf, scale.device());
   for (const at::Tensor* state : {&scale, &growth_tracker, &hysteresis_tracker}) bump_version(*state);
 }

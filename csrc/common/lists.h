@@ -55,8 +55,12 @@ class Flat {
 
 // A scalar argument: one float32 element on `device`. The name goes into the error.
 void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device,
-                  c10::ScalarType type = c10::ScalarType::Float);
+                  c10::ScalarType type = c10::ScalarType::Float, bool written = false);
 void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device);
+
+// A flag: a scalar that is written.
+void check_flag(const char* name, const at::Tensor& flag, c10::Device device);
+void check_flag(const char* name, const std::optional<at::Tensor>& flag, c10::Device device);
 
 // Autograd must learn of the write before it happens, so that a tensor that may not be written raises with nothing done.
 void bump_version(const at::Tensor& tensor);

@@ -13,6 +13,7 @@ namespace amp_wrapper {
 //   a block of 1024 elements, as 16 rows of 64 lanes, is summed row after row, then lane i with i + 32, i + 16, ... i + 1;
 //   the blocks of a tensor, and then the tensors of the list, are summed in pairs of neighbours, and those in pairs, and so
 //   on; what is missing from a full tree counts as zero.
+// The elements of a tensor without gaps are counted as they lie in memory; of others the last dimension runs first.
 // A chunk, the piece of work of one thread or one CUDA block, is a whole subtree: 32 blocks.
 constexpr int kLanes = 64;
 constexpr int kRows = 16;

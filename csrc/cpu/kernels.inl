@@ -239,6 +239,9 @@ std::int32_t largest(Type type, const void* data, std::int64_t count) {
   });
 }
 
+// -1 in the lanes where both are NaN. Which of many NaN a rounding gives depends on the device: any is the rounded other.
+inline Ints both_nan(Floats a, Floats b) { return (magnitude(a) > kExponent) & (magnitude(b) > kExponent); }
+
 // -1 in the lanes whose weight is not the rounded master
 template <typename W>
 inline Ints edited_lanes(const Floats master, Shorts weight, const W* type) {
@@ -253,18 +256,21 @@ bool refresh_elements(const W* weight, float* master, std::int64_t count) {
     fetch_ahead(master + i);
     fetch_ahead(weight + i);
     const Floats old = load(master + i);
-    const Ints edited = edited_lanes(old, read<Shorts>(weight + i), weight);
+    Ints edited = edited_lanes(old, read<Shorts>(weight + i), weight);
     // edits are rare: nothing is written where all bits agree
     if (!any(edited)) continue;
+    const Floats present = load(weight + i);
+    edited &= ~both_nan(old, present);
+    if (!any(edited)) continue;
     found = true;
-    store(master + i, (Floats)(((Ints)old & ~edited) | ((Ints)load(weight + i) & edited)));
+    store(master + i, (Floats)(((Ints)old & ~edited) | ((Ints)present & edited)));
   }
   if (i < count) {
     const std::int64_t some = count - i;
     W present[kWidth] = {};
     std::memcpy(present, weight + i, static_cast<std::size_t>(some) * sizeof(W));
     const Floats old = load_some(master + i, some);
-    const Ints edited = edited_lanes(old, read<Shorts>(present), weight);
+    const Ints edited = edited_lanes(old, read<Shorts>(present), weight) & ~both_nan(old, load(present));
     if (any(edited)) {
       found = true;
       store_some(master + i, (Floats)(((Ints)old & ~edited) | ((Ints)load(present) & edited)), some);

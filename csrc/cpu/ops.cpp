@@ -103,7 +103,7 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
                         const std::optional<at::Tensor>& found_inf) {
   const c10::Device device = device_of(sources, found_inf);
   check_scalar("scale", scale, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU);
   bump_version(found_inf);
   const float factor = value_of(scale);
@@ -126,7 +126,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   const c10::Device device = device_of(xs, found_inf);
   check_scalar("a", a, device);
   check_scalar("b", b, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCPU);
   bump_version(found_inf);
   const Axpby function{value_of(a), value_of(b)};
@@ -157,7 +157,7 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
 }
 
 void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
-  check_scalar("found_inf", found_inf, device_of(tensors, found_inf));
+  check_flag("found_inf", found_inf, device_of(tensors, found_inf));
   const Flat flat({{"tensors", tensors}}, c10::kCPU);
   bump_version(found_inf);
   std::atomic<bool> found{false};
@@ -174,7 +174,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCPU);
   bump_version(found_inf);
   const Launch launch = whole_plan(flat.counts());
@@ -207,7 +207,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
                                                         const std::optional<at::Tensor>& found_inf, bool per_tensor) {
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCPU);
   bump_version(found_inf);
   const Launch launch = whole_plan(flat.counts());

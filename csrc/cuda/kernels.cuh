@@ -446,6 +446,9 @@ __global__ void __launch_bounds__(kThreads) join_norms_kernel(typename R::Value*
   raise_flag(threadIdx.x == 0 && R::is_bad(value), found_inf);
 }
 
+// Which of many NaN a rounding gives depends on the device: any is the rounded other.
+__device__ inline bool both_nan(float a, float b) { return magnitude_of(a) > kExponent && magnitude_of(b) > kExponent; }
+
 // master[i] = weight[i] where the weight is not the rounded master, bit for bit. The third list holds a byte for each tensor,
 // which is set where there was one.
 template <typename W>
@@ -465,18 +468,22 @@ __device__ inline bool refresh_elements(const W* weight, float* master, int coun
 #pragma unroll
       for (int k = 0; k < 4; ++k) edited = edited || rounded.quads[0].words[k] != present.quads[0].words[k];
       if (edited) {
-        found = true;
+        edited = false;
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
           const std::uint32_t differs = (rounded.quads[0].words[i / 2] ^ present.quads[0].words[i / 2]) >> (i % 2 * 16);
-          if (differs & 0xffffu) old.set(i, present.get(i));
+          if ((differs & 0xffffu) && !both_nan(old.get(i), present.get(i))) {
+            old.set(i, present.get(i));
+            edited = true;
+          }
         }
-        store_pack(master + v * kVector, old);
+        if (edited) store_pack(master + v * kVector, old);
+        found = found || edited;
       }
     }
   }
   for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    if (from_float<W>(master[i]).bits != weight[i].bits) {
+    if (from_float<W>(master[i]).bits != weight[i].bits && !both_nan(master[i], to_float(weight[i]))) {
       master[i] = to_float(weight[i]);
       found = true;
     }

@@ -42,7 +42,7 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
                         const std::optional<at::Tensor>& found_inf) {
   const c10::Device device = device_of(sources, found_inf);
   check_scalar("scale", scale, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA);
   if (flat.size() == 0) return;
   bump_version(found_inf);
@@ -59,7 +59,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   const c10::Device device = device_of(xs, found_inf);
   check_scalar("a", a, device);
   check_scalar("b", b, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCUDA);
   if (flat.size() == 0) return;
   bump_version(found_inf);
@@ -82,7 +82,7 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
 
 void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
   const c10::Device device = device_of(tensors, found_inf);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCUDA);
   if (flat.size() == 0) return;
   bump_version(found_inf);
@@ -96,7 +96,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCUDA);
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
@@ -123,7 +123,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
                                                         const std::optional<at::Tensor>& found_inf, bool per_tensor) {
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
-  check_scalar("found_inf", found_inf, device);
+  check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCUDA);
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);

@@ -273,10 +273,16 @@ void test_refresh(Random& random, const std::vector<std::int64_t>& counts) {
   List masters = random.list(counts, 1);
   for (std::size_t i = 0; i < counts.size(); ++i) {
     if (counts[i] == 0) continue;
+    const float nan = std::nanf("1");
+    if (random.chance(50)) cpu::kDefault.copy(Type::kFloat, &nan, weights[i].type, weights[i].at(random.below(static_cast<int>(counts[i]))), 1, false);
     // mostly what rounding gives, and some edits
     std::vector<float> values(static_cast<std::size_t>(counts[i]));
     cpu::kDefault.copy(weights[i].type, weights[i].data(), Type::kFloat, values.data(), counts[i], false);
-    for (float& value : values) value *= random.chance(2) ? 2.0f : 1.00001f;
+    for (float& value : values) {
+      value *= random.chance(2) ? 2.0f : 1.00001f;
+      // any NaN is the rounded other, and an edit where only one is
+      if (random.chance(1)) value = std::nanf("7");
+    }
     std::memcpy(masters[i].data(), values.data(), values.size() * sizeof(float));
   }
   const List expected(masters);
