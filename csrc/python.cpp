@@ -111,7 +111,8 @@ PyObject* pair_of(std::tuple<at::Tensor, at::Tensor>&& result) {
 
 PyObject* multi_tensor_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  static const auto op = find<void(at::TensorList, at::TensorList, const Optional&, const Optional&)>("amp_wrapper::multi_tensor_scale");
+  static const auto op =
+      find<void(at::TensorList, at::TensorList, const Optional&, const Optional&)>("amp_wrapper::multi_tensor_scale");
   expect(count, 4);
   const Borrowed sources("sources", args[0]);
   const Borrowed targets("targets", args[1]);
@@ -127,8 +128,9 @@ PyObject* multi_tensor_scale(PyObject*, PyObject* const* args, Py_ssize_t count)
 
 PyObject* multi_tensor_axpby(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  static const auto op = find<void(at::TensorList, at::TensorList, at::TensorList, const Optional&, const Optional&,
-                                   const Optional&, bool, bool)>("amp_wrapper::multi_tensor_axpby");
+  static const auto op =
+      find<void(at::TensorList, at::TensorList, at::TensorList, const Optional&, const Optional&, const Optional&, bool, bool)>(
+          "amp_wrapper::multi_tensor_axpby");
   expect(count, 8);
   const Borrowed xs("xs", args[0]);
   const Borrowed ys("ys", args[1]);

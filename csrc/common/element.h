@@ -65,9 +65,7 @@ AMP_INLINE float float_of(std::uint32_t bits) {
 }
 
 // The magnitude as an integer: it orders numbers as they are ordered, infinity above them and NaN above infinity.
-AMP_INLINE std::int32_t magnitude_of(float value) {
-  return static_cast<std::int32_t>(bits_of(value)) & kMagnitude;
-}
+AMP_INLINE std::int32_t magnitude_of(float value) { return static_cast<std::int32_t>(bits_of(value)) & kMagnitude; }
 AMP_INLINE bool is_nonfinite(float value) { return magnitude_of(value) >= kExponent; }
 
 AMP_INLINE float to_float(float value) { return value; }

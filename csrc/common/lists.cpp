@@ -188,8 +188,7 @@ void Flat::finish() const {
   for (const auto& [tensor, temporary] : back_) tensor.copy_(temporary);
 }
 
-void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type,
-                  bool written) {
+void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type, bool written) {
   TORCH_CHECK_VALUE(scalar.numel() == 1 && scalar.scalar_type() == type, name, " has shape ", shape_of(scalar), " and dtype ",
                     name_of(scalar.scalar_type()), ": one element of ", name_of(type), " is expected.");
   TORCH_CHECK_NOT_IMPLEMENTED(scalar.device() == device, name, " is on ", scalar.device(), " and the first tensor on ", device,

@@ -54,8 +54,8 @@ class Flat {
 };
 
 // A scalar argument: one float32 element on `device`. The name goes into the error.
-void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device,
-                  c10::ScalarType type = c10::ScalarType::Float, bool written = false);
+void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type = c10::ScalarType::Float,
+                  bool written = false);
 void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device);
 
 // A flag: a scalar that is written.

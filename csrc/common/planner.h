@@ -39,8 +39,7 @@ struct Launch {
 };
 
 // Every element of every tensor in exactly one entry, in order. Tensors without elements have none, wherever they stand.
-inline std::vector<Launch> plan(const std::vector<std::int64_t>& counts, std::int64_t most_entries,
-                                std::int64_t most_chunks) {
+inline std::vector<Launch> plan(const std::vector<std::int64_t>& counts, std::int64_t most_entries, std::int64_t most_chunks) {
   std::vector<Launch> launches;
   Launch now;
   for (std::size_t tensor = 0; tensor < counts.size(); ++tensor) {

@@ -57,8 +57,8 @@ bool scale_elements(const S* source, T* target, std::int64_t count, float factor
   return any(bad);
 }
 
-bool scale(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor,
-           bool checks, bool streams) {
+bool scale(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor, bool checks,
+           bool streams) {
   return with_type(source_type, [&](auto* s) {
     return with_type(target_type, [&](auto* t) {
       const auto* from = static_cast<decltype(s)>(const_cast<void*>(source));

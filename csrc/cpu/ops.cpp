@@ -112,7 +112,7 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   const bool around = streams(flat, 1);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
     if (kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
-                        at_element(flat, 1, tensor, element), count, factor, found_inf.has_value(), around)) {
+               at_element(flat, 1, tensor, element), count, factor, found_inf.has_value(), around)) {
       found.store(true, std::memory_order_relaxed);
     }
   });
@@ -137,8 +137,8 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   const bool around = streams(flat, 2);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
     const int bad = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
-                                    at_element(flat, 1, tensor, element), flat.type(2, tensor),
-                                    at_element(flat, 2, tensor, element), count, function, checks, around);
+                           at_element(flat, 1, tensor, element), flat.type(2, tensor), at_element(flat, 2, tensor, element),
+                           count, function, checks, around);
     if (bad & checked) found.store(true, std::memory_order_relaxed);
   });
   flat.finish();
@@ -151,7 +151,7 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
   const bool around = streams(flat, 1);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
     kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
-                   at_element(flat, 1, tensor, element), count, around);
+           at_element(flat, 1, tensor, element), count, around);
   });
   flat.finish();
 }
@@ -238,15 +238,15 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
 at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) {
   check_refresh_types(weights, masters);
   const Flat flat({{"weights", weights}, {"masters", masters, true, true}}, c10::kCPU);
-  at::Tensor edited = at::zeros({static_cast<std::int64_t>(weights.size())},
-                                at::TensorOptions().dtype(at::kBool).device(device_of(weights)));
+  at::Tensor edited =
+      at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device_of(weights)));
   // one byte for each chunk, so that no two threads write to one place
   const Launch launch = whole_plan(flat.counts());
   std::vector<char> found(launch.chunks(), 0);
   const auto kernel = kernels().refresh;
   for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
     found[chunk] = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element),
-                                     static_cast<float*>(at_element(flat, 1, tensor, element)), count);
+                          static_cast<float*>(at_element(flat, 1, tensor, element)), count);
   });
   flat.finish();
   auto* flags = static_cast<bool*>(edited.mutable_data_ptr());

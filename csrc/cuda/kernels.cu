@@ -25,7 +25,8 @@ cudaError_t launch_copy(const Work<2>& work, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t launch_axpby(const Work<3>& work, const float* a, const float* b, float* found_inf, int checked, cudaStream_t stream) {
+cudaError_t launch_axpby(const Work<3>& work, const float* a, const float* b, float* found_inf, int checked,
+                         cudaStream_t stream) {
   axpby_kernel<<<blocks_of(work), kThreads, 0, stream>>>(work, a, b, found_inf, checked);
   return cudaGetLastError();
 }

@@ -1,4 +1,5 @@
-// The CUDA kernels. Besides CUDA's own words this file needs nothing, so that a header can give those words a meaning on a CPU (tests/cuda_shim).
+// The CUDA kernels. Besides CUDA's own words this file needs nothing, so that a header can give those words a meaning on a CPU
+// (tests/cuda_shim).
 //
 // One block works on one chunk (planner.h), whatever tensor and type it is of: a list of any lengths and types is one launch.
 #pragma once
@@ -29,7 +30,9 @@ __device__ inline float element_of(const Quad* quads, int i, const T*) {
   return to_float(T{static_cast<std::uint16_t>(i % 2 ? word >> 16 : word & 0xffffu)});
 }
 
-__device__ inline void set_element(Quad* quads, int i, float value, const float*) { quads[i / 4].words[i % 4] = bits_of(value); }
+__device__ inline void set_element(Quad* quads, int i, float value, const float*) {
+  quads[i / 4].words[i % 4] = bits_of(value);
+}
 template <typename T>
 __device__ inline void set_element(Quad* quads, int i, float value, const T*) {
   const std::uint32_t bits = from_float<T>(value).bits;
@@ -149,7 +152,8 @@ __device__ inline bool map_elements(const S* source, T* target, int count, F fun
 }
 
 // target = source * scale, and the flag for sources that are not finite. The scale may be missing, and the flag too.
-__global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {
   const Place place = place_of(work);
   const Scale function{scale == nullptr ? 1.0f : *scale};
   const bool bad = with_type(work.types[0][place.entry], [&](auto* s) {
@@ -250,8 +254,8 @@ __device__ inline int axpby_elements(const X* x, const Y* y, T* target, int coun
 }
 
 // `checked`: which bits of axpby_elements raise the flag.
-__global__ void __launch_bounds__(kThreads) axpby_kernel(const __grid_constant__ Work<3> work, const float* a, const float* b,
-                                                         float* found_inf, int checked) {
+__global__ void __launch_bounds__(kThreads)
+    axpby_kernel(const __grid_constant__ Work<3> work, const float* a, const float* b, float* found_inf, int checked) {
   const Place place = place_of(work);
   const Axpby function{a == nullptr ? 1.0f : *a, b == nullptr ? 1.0f : *b};
   const int bad = with_type(work.types[0][place.entry], [&](auto* x) {
@@ -361,7 +365,8 @@ __device__ inline float sum_of_chunk(const T* data, int count, bool* bad) {
 
 static_assert(kThreads / 8 == kBlocks, "a block of threads works on one chunk");
 
-__global__ void __launch_bounds__(kThreads) sum_of_squares_kernel(const __grid_constant__ Work<1> work, float* chunks, float* found_inf) {
+__global__ void __launch_bounds__(kThreads)
+    sum_of_squares_kernel(const __grid_constant__ Work<1> work, float* chunks, float* found_inf) {
   const Place place = place_of(work);
   bool bad = false;
   const float sum = with_type(work.types[0][place.entry], [&](auto* t) {
@@ -392,7 +397,8 @@ __device__ inline std::int32_t largest_of_chunk(const T* data, int count) {
 }
 
 // The largest magnitude of each chunk, as an integer; nothing is written where `chunks` is missing.
-__global__ void __launch_bounds__(kThreads) largest_kernel(const __grid_constant__ Work<1> work, std::int32_t* chunks, float* found_inf) {
+__global__ void __launch_bounds__(kThreads)
+    largest_kernel(const __grid_constant__ Work<1> work, std::int32_t* chunks, float* found_inf) {
   const Place place = place_of(work);
   const std::int32_t most = with_type(work.types[0][place.entry], [&](auto* t) {
     return largest_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(work, 0, place), place.count);
@@ -424,8 +430,8 @@ __device__ inline typename R::Value join_all(typename R::Value* values, std::int
 
 // One block for each tensor: its chunks become one value.
 template <typename R>
-__global__ void __launch_bounds__(kThreads) join_tensors_kernel(const __grid_constant__ Segments segments, typename R::Value* chunks,
-                                                                typename R::Value* tensors) {
+__global__ void __launch_bounds__(kThreads)
+    join_tensors_kernel(const __grid_constant__ Segments segments, typename R::Value* chunks, typename R::Value* tensors) {
   const int tensor = static_cast<int>(blockIdx.x);
   const std::int32_t begin = segments.starts[tensor];
   const typename R::Value value = join_all<R>(chunks + begin, segments.starts[tensor + 1] - begin);
@@ -434,8 +440,9 @@ __global__ void __launch_bounds__(kThreads) join_tensors_kernel(const __grid_con
 
 // One block: the values of the tensors become the norms. `each` may be missing; the values are overwritten.
 template <typename R>
-__global__ void __launch_bounds__(kThreads) join_norms_kernel(typename R::Value* tensors, std::int64_t count, const float* inverse_scale,
-                                                              float* total, float* each, float* found_inf) {
+__global__ void __launch_bounds__(kThreads)
+    join_norms_kernel(typename R::Value* tensors, std::int64_t count, const float* inverse_scale, float* total, float* each,
+                      float* found_inf) {
   const float factor = inverse_scale == nullptr ? 1.0f : *inverse_scale;
   if (each != nullptr) {
     for (std::int64_t i = threadIdx.x; i < count; i += kThreads) each[i] = R::norm(tensors[i]) * factor;
@@ -501,8 +508,8 @@ __global__ void __launch_bounds__(kThreads) refresh_kernel(const __grid_constant
   if (__syncthreads_or(found) && threadIdx.x == 0) *static_cast<std::uint8_t*>(work.data[2][place.entry]) = 1;
 }
 
-__global__ void update_scale_kernel(ScaleUpdate rule, float* scale, std::int32_t* growth_tracker, std::int32_t* hysteresis_tracker,
-                                    const float* found_inf) {
+__global__ void update_scale_kernel(ScaleUpdate rule, float* scale, std::int32_t* growth_tracker,
+                                    std::int32_t* hysteresis_tracker, const float* found_inf) {
   rule(scale, growth_tracker, hysteresis_tracker, *found_inf);
 }
 

@@ -47,9 +47,8 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
-  launch_all<2>(flat, [&](const auto& work, auto) {
-    return launch_scale(work, value_of(scale), flag_of(found_inf), stream_of(device));
-  });
+  launch_all<2>(
+      flat, [&](const auto& work, auto) { return launch_scale(work, value_of(scale), flag_of(found_inf), stream_of(device)); });
   flat.finish();
 }
 
@@ -87,9 +86,8 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
-  launch_all<1>(flat, [&](const auto& work, auto) {
-    return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device));
-  });
+  launch_all<1>(flat,
+                [&](const auto& work, auto) { return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device)); });
 }
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
@@ -134,9 +132,8 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
   const at::Tensor most = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
   auto* chunk_data = static_cast<std::int32_t*>(chunks.mutable_data_ptr());
   auto* most_data = static_cast<std::int32_t*>(most.mutable_data_ptr());
-  launch_all<1>(flat, [&](const auto& work, std::int64_t before) {
-    return launch_largest(work, chunk_data + before, nullptr, stream);
-  });
+  launch_all<1>(
+      flat, [&](const auto& work, std::int64_t before) { return launch_largest(work, chunk_data + before, nullptr, stream); });
   for_segments(flat.counts(), [&](const Segments& segments, std::int64_t base, std::int64_t first) {
     C10_CUDA_CHECK(launch_join_largest(segments, chunk_data + base, most_data + first, stream));
   });
@@ -151,7 +148,8 @@ at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) 
   const c10::Device device = device_of(weights);
   const Flat flat({{"weights", weights}, {"masters", masters, true, true}}, c10::kCUDA);
   const c10::cuda::CUDAGuard guard(device);
-  at::Tensor edited = at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device));
+  at::Tensor edited =
+      at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device));
   if (flat.size() == 0) return edited;
   auto* flags = static_cast<char*>(edited.mutable_data_ptr());
   for_launches<3>(

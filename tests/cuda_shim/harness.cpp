@@ -29,7 +29,10 @@ void expect(bool good, const char* what, std::size_t index) {
 class Tensor {
  public:
   Tensor(Type type, std::int64_t count, int shift)
-      : type(type), count(count), offset_(static_cast<std::size_t>(shift * size_of(type))), bytes_(offset_ + count * size_of(type)) {
+      : type(type),
+        count(count),
+        offset_(static_cast<std::size_t>(shift * size_of(type))),
+        bytes_(offset_ + count * size_of(type)) {
     // malloc aligns to 16 bytes, and ends where it was told to
     memory_ = static_cast<char*>(std::malloc(bytes_ == 0 ? 1 : bytes_));
     std::memset(memory_, 0, bytes_);
@@ -123,7 +126,9 @@ void test_scale(Random& random, const std::vector<std::int64_t>& counts) {
   });
   bool bad = false;
   for (std::size_t i = 0; i < counts.size(); ++i) {
-    bad = cpu::kDefault.scale(sources[i].type, sources[i].data(), expected[i].type, expected[i].data(), counts[i], factor, true, false) || bad;
+    bad = cpu::kDefault.scale(sources[i].type, sources[i].data(), expected[i].type, expected[i].data(), counts[i], factor, true,
+                              false) ||
+          bad;
     expect(targets[i].same(expected[i]), "scale", i);
   }
   expect(found == (bad && flag != nullptr ? 1.0f : 0.0f), "flag of scale", counts.size());
@@ -137,7 +142,8 @@ void test_scale_in_place(Random& random, const std::vector<std::int64_t>& counts
     shim::launch(blocks, shim::kThreads, [&] { cuda::scale_kernel(work, &factor, nullptr); });
   });
   for (std::size_t i = 0; i < counts.size(); ++i) {
-    cpu::kDefault.scale(expected[i].type, expected[i].data(), expected[i].type, expected[i].data(), counts[i], factor, true, false);
+    cpu::kDefault.scale(expected[i].type, expected[i].data(), expected[i].type, expected[i].data(), counts[i], factor, true,
+                        false);
     expect(tensors[i].same(expected[i]), "scale in place", i);
   }
 }
@@ -170,8 +176,8 @@ void test_axpby(Random& random, const std::vector<std::int64_t>& counts) {
   });
   int bad = 0;
   for (std::size_t i = 0; i < counts.size(); ++i) {
-    bad |= cpu::kDefault.axpby(xs[i].type, xs[i].data(), ys[i].type, ys[i].data(), expected[i].type, expected[i].data(), counts[i],
-                               Axpby{a, b}, true, false);
+    bad |= cpu::kDefault.axpby(xs[i].type, xs[i].data(), ys[i].type, ys[i].data(), expected[i].type, expected[i].data(),
+                               counts[i], Axpby{a, b}, true, false);
     // infinity minus infinity is NaN, whose sign no rule settles
     if ((bad & 3) == 0) expect(targets[i].same(expected[i]), "axpby", i);
   }
@@ -248,7 +254,8 @@ void test_flags(Random& random, const std::vector<std::int64_t>& counts) {
     shim::launch(blocks, shim::kThreads, [&] { cuda::largest_kernel(work, nullptr, &by_largest); });
   });
   bool bad = false;
-  for (const Tensor& tensor : tensors) bad = bad || cpu::kDefault.largest(tensor.type, tensor.data(), tensor.count) >= kExponent;
+  for (const Tensor& tensor : tensors)
+    bad = bad || cpu::kDefault.largest(tensor.type, tensor.data(), tensor.count) >= kExponent;
   expect(by_sum == (bad ? 1.0f : 0.0f), "flag of sum_of_squares", counts.size());
   expect(by_largest == (bad ? 1.0f : 0.0f), "flag of largest", counts.size());
 }
@@ -274,7 +281,9 @@ void test_refresh(Random& random, const std::vector<std::int64_t>& counts) {
   for (std::size_t i = 0; i < counts.size(); ++i) {
     if (counts[i] == 0) continue;
     const float nan = std::nanf("1");
-    if (random.chance(50)) cpu::kDefault.copy(Type::kFloat, &nan, weights[i].type, weights[i].at(random.below(static_cast<int>(counts[i]))), 1, false);
+    if (random.chance(50))
+      cpu::kDefault.copy(Type::kFloat, &nan, weights[i].type, weights[i].at(random.below(static_cast<int>(counts[i]))), 1,
+                         false);
     // mostly what rounding gives, and some edits
     std::vector<float> values(static_cast<std::size_t>(counts[i]));
     cpu::kDefault.copy(weights[i].type, weights[i].data(), Type::kFloat, values.data(), counts[i], false);
