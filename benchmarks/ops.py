@@ -75,6 +75,7 @@ class Case:
         ours: The call.
         peers: Sequences of torch operations with the same meaning, by name.
         bytes: Memory traffic that the op cannot avoid.
+        written: What ours and the peers write, if it is no result.
     """
 
     op: str
@@ -82,153 +83,149 @@ class Case:
     ours: Callable[[], object]
     peers: dict[str, Callable[[], object]]
     bytes: int
+    written: Sequence[Tensor] = ()
+
+
+NAMES = {torch.float32: 'float32', torch.float16: 'float16', torch.bfloat16: 'bfloat16'}
 
 
 def cases(shapes: Shapes, device: torch.device) -> list[Case]:
     """Every list op, in the types that training has them in."""
 
-    def new(dtype: torch.dtype, factor: float = 1.0) -> list[Tensor]:
+    def new(dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        return [(torch.randn(shape, generator=generator) * factor).to(device, dtype) for shape in shapes]
+        return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
-    count = sum(math.prod(shape) for shape in shapes)
-    single, other = new(torch.float32), new(torch.float32)
     # 1 keeps what is scaled in place the same over thousands of calls; no sequence takes a short cut for it
     one, found = torch.ones((), device=device), torch.zeros((), device=device)
-    found_1d = torch.zeros(1, device=device)
     third = torch.tensor(1 / 3, device=device)
-    rows = []
-
-    def unscale(tensors: Sequence[Tensor]) -> None:
-        torch._amp_foreach_non_finite_check_and_unscale_(list(tensors), found_1d, one)
-
-    for dtype in (torch.float16, torch.bfloat16):
-        half = new(dtype)
-        name = {torch.float16: 'float16', torch.bfloat16: 'bfloat16'}[dtype]
-
-        def upcast(half: list[Tensor] = half) -> None:
-            torch._foreach_copy_(other, half)
-            unscale(other)
-
-        def upcast_mul(half: list[Tensor] = half) -> None:
-            for source, target in zip(half, other):
-                torch.mul(source, one, out=target)
-            torch.stack(torch._foreach_norm(half, math.inf)).isfinite().all().logical_not()
-
-        def refresh(half: list[Tensor] = half) -> None:
-            ops.reference.multi_tensor_refresh(half, single)
-
-        def add(half: list[Tensor] = half) -> None:
-            torch._foreach_add(other, torch._foreach_mul([h.float() for h in half], third))
-
-        def add_alpha(half: list[Tensor] = half) -> None:
-            for y, x in zip(other, half):
-                torch.add(y, x, alpha=1 / 3, out=y)
-
-        def norm_of(tensors: list[Tensor] = half) -> None:
-            torch.nn.utils.get_total_norm(tensors)
-
-        def most_of(tensors: list[Tensor] = half) -> None:
-            torch.stack(torch._foreach_norm(tensors, math.inf)).max()
-
-        rows += [
-            Case(
-                'multi_tensor_scale',
-                f'{name} to float32, flag',
-                lambda half=half: ops.multi_tensor_scale(half, other, one, found),
-                {'_foreach_copy_, unscale_': upcast, 'mul(out=), _foreach_norm': upcast_mul},
-                6 * count,
-            ),
-            Case(
-                'multi_tensor_copy',
-                f'float32 to {name}',
-                lambda half=half: ops.multi_tensor_copy(single, half),
-                {'_foreach_copy_': lambda half=half: torch._foreach_copy_(half, single)},
-                6 * count,
-            ),
-            Case(
-                'multi_tensor_axpby',
-                f'{name} and float32 to float32',
-                lambda half=half: ops.multi_tensor_axpby(half, other, other, third, None, found, True, False),
-                {'float, _foreach_mul, _foreach_add': add, 'add(alpha=, out=), no flag': add_alpha},
-                10 * count,
-            ),
-            Case(
-                'multi_tensor_l2norm',
-                f'{name}, flag',
-                lambda half=half: ops.multi_tensor_l2norm(half, third, found),
-                {'get_total_norm, no flag': norm_of},
-                2 * count,
-            ),
-            Case(
-                'multi_tensor_maxnorm',
-                f'{name}, flag',
-                lambda half=half: ops.multi_tensor_maxnorm(half, third, found),
-                {'_foreach_norm(inf), max': most_of},
-                2 * count,
-            ),
-            Case(
-                'multi_tensor_isnonfinite',
-                name,
-                lambda half=half: ops.multi_tensor_isnonfinite(half, found),
-                {'_foreach_norm(inf), isfinite': lambda half=half: ops.reference.multi_tensor_isnonfinite(half, found)},
-                2 * count,
-            ),
-            Case(
-                'multi_tensor_refresh',
-                f'{name} and float32',
-                lambda half=half: ops.multi_tensor_refresh(half, single),
-                {'to, !=, where, copy_': refresh},
-                6 * count,
-            ),
-        ]
+    single, sums = new(torch.float32), new(torch.float32)
+    count = sum(math.prod(shape) for shape in shapes)
+    rows: list[Case] = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        rows += _cases_of(dtype, new(dtype), single, sums, count, one, third, found)
     rows += [
         Case(
             'multi_tensor_scale',
             'float32 in place, flag',
-            lambda: ops.multi_tensor_scale(other, other, one, found),
-            {'unscale_': lambda: unscale(other)},
+            lambda: ops.multi_tensor_scale(sums, sums, one, found),
+            {'unscale_': lambda: _unscale(sums, found, one)},
             8 * count,
+            sums,
         ),
         Case(
             'multi_tensor_scale',
             'float32 in place',
-            lambda: ops.multi_tensor_scale(other, other, one, None),
-            {'_foreach_mul_': lambda: torch._foreach_mul_(other, one)},
+            lambda: ops.multi_tensor_scale(sums, sums, one, None),
+            {'_foreach_mul_': lambda: torch._foreach_mul_(sums, one)},
             8 * count,
+            sums,
+        ),
+    ]
+    return rows
+
+
+def _unscale(tensors: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found.view(1), inverse)
+
+
+def _cases_of(
+    dtype: torch.dtype,
+    tensors: list[Tensor],
+    single: list[Tensor],
+    sums: list[Tensor],
+    count: int,
+    one: Tensor,
+    third: Tensor,
+    found: Tensor,
+) -> list[Case]:
+    """The ops that read ``tensors`` of a type."""
+    name, size = NAMES[dtype], dtype.itemsize
+
+    def copy_unscale() -> None:
+        torch._foreach_copy_(sums, tensors)
+        _unscale(sums, found, one)
+
+    def mul_norm() -> None:
+        for source, target in zip(tensors, sums):
+            torch.mul(source, one, out=target)
+        torch.maximum(found, largest().isfinite().logical_not().float(), out=found)
+
+    def mul_add() -> None:
+        torch._foreach_add_(sums, torch._foreach_mul([tensor.float() for tensor in tensors], third))
+
+    def add_each() -> None:
+        for total, tensor in zip(sums, tensors):
+            torch.add(total, tensor, alpha=1 / 3, out=total)
+
+    def largest() -> Tensor:
+        return torch.stack(torch._foreach_norm(tensors, math.inf)).max()
+
+    adds = {'_foreach_mul, _foreach_add_': mul_add, 'add(alpha=, out=)': add_each}
+    if dtype is torch.float32:
+        adds = {'_foreach_add_(alpha=)': lambda: torch._foreach_add_(sums, tensors, alpha=1 / 3)}
+    rows = [
+        Case(
+            'multi_tensor_scale',
+            f'{name} to float32, flag',
+            lambda: ops.multi_tensor_scale(tensors, sums, one, found),
+            {'_foreach_copy_, unscale_': copy_unscale, 'mul(out=), _foreach_norm': mul_norm},
+            (size + 4) * count,
+            sums,
         ),
         Case(
             'multi_tensor_copy',
-            'float32 to float32',
-            lambda: ops.multi_tensor_copy(single, other),
-            {'_foreach_copy_': lambda: torch._foreach_copy_(other, single)},
-            8 * count,
+            f'float32 to {name}',
+            lambda: ops.multi_tensor_copy(single, tensors),
+            {'_foreach_copy_': lambda: torch._foreach_copy_(tensors, single)},
+            (4 + size) * count,
+            tensors,
         ),
         Case(
             'multi_tensor_axpby',
-            'float32, in place',
-            lambda: ops.multi_tensor_axpby(single, other, other, third, None, None),
-            {
-                '_foreach_mul, _foreach_add_': lambda: torch._foreach_add_(other, torch._foreach_mul(single, third)),
-                '_foreach_add_(alpha=)': lambda: torch._foreach_add_(other, single, alpha=1 / 3),
-            },
-            12 * count,
+            f'{name} added to float32',
+            lambda: ops.multi_tensor_axpby(tensors, sums, sums, third, None, None),
+            adds,
+            (size + 8) * count,
+            sums,
         ),
         Case(
             'multi_tensor_l2norm',
-            'float32, flag',
-            lambda: ops.multi_tensor_l2norm(single, third, found),
-            {'get_total_norm, no flag': lambda: torch.nn.utils.get_total_norm(single)},
-            4 * count,
+            f'{name}, flag',
+            lambda: ops.multi_tensor_l2norm(tensors, one, found)[0],
+            {'get_total_norm, no flag': lambda: torch.nn.utils.get_total_norm(tensors)},
+            size * count,
         ),
         Case(
             'multi_tensor_maxnorm',
-            'float32, flag',
-            lambda: ops.multi_tensor_maxnorm(single, third, found),
-            {'_foreach_norm(inf), max': lambda: torch.stack(torch._foreach_norm(single, math.inf)).max()},
-            4 * count,
+            f'{name}, flag',
+            lambda: ops.multi_tensor_maxnorm(tensors, one, found)[0],
+            {'_foreach_norm(inf), max, no flag': largest},
+            size * count,
+        ),
+        Case(
+            'multi_tensor_isnonfinite',
+            name,
+            lambda: ops.multi_tensor_isnonfinite(tensors, found),
+            {
+                '_foreach_norm(inf), isfinite': lambda: ops.reference.multi_tensor_isnonfinite(tensors, found),
+                'unscale_ by 1': lambda: _unscale(tensors, found, one),
+            },
+            size * count,
+            [found],
         ),
     ]
+    if dtype is not torch.float32:
+        rows.append(
+            Case(
+                'multi_tensor_refresh',
+                f'{name} and float32',
+                lambda: ops.multi_tensor_refresh(tensors, single),
+                {'to, !=, where, copy_': lambda: ops.reference.multi_tensor_refresh(tensors, single)},
+                (size + 4) * count,
+                single,
+            )
+        )
     return rows
 
 
@@ -258,16 +255,17 @@ def seconds(calls: dict[str, Callable[[], object]], device: torch.device, budget
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) / repeats
 
-    for call in calls.values():
+    # each often enough for the clock, and so that its own data is as warm as in a loop of nothing else
+    repeats = {}
+    for name, call in calls.items():
         once(call, 1)
-    slowest = max(once(call, 1) for call in calls.values())
-    # long enough for the clock, and at least nine rounds
-    repeats = max(1, int(2e-3 / max(slowest, 1e-7)))
-    rounds = max(9, min(51, int(budget / max(slowest * repeats * len(calls), 1e-6))))
+        repeats[name] = max(1, int(2e-3 / max(once(call, 1), 1e-7)))
+    round_trip = sum(once(call, repeats[name]) * repeats[name] for name, call in calls.items())
+    rounds = max(9, min(51, int(budget / max(round_trip, 1e-6))))
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(once(call, repeats))
+            times[name].append(once(call, repeats[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
