@@ -72,7 +72,7 @@ def test_patch_releases_are_one_release() -> None:
 )
 def test_a_record_that_cannot_be_understood(record: str, tmp_path: Path) -> None:
     found = find(tmp_path, record)
-    assert found.reason == f'the record of their build, {tmp_path / "_build.json"}, cannot be understood'
+    assert found.reason == f'the record of their build cannot be understood ({tmp_path / "_build.json"})'
     assert not found.chosen
 
 

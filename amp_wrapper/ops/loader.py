@@ -62,7 +62,7 @@ def _find(folder: Path) -> Library:
         record = {name: facts[name] for name in ('torch', 'cuda', 'python')} if facts.get('built') else {}
     except (ValueError, KeyError, TypeError, AttributeError):
         # written by another version, or cut short
-        return _missing(f'the record of their build, {folder / "_build.json"}, cannot be understood')
+        return _missing(f'the record of their build cannot be understood ({folder / "_build.json"})')
     if not record:
         return _missing(str(facts.get('reason', 'the build failed')), facts, bool(facts.get('chosen')))
     if not _same_release(str(record['torch']), torch.__version__):

@@ -116,22 +116,23 @@ def multi_tensor_scale(
     check_scalar('found_inf', found_inf, written=True)
     if found_inf is not None:
         multi_tensor_isnonfinite(sources, found_inf)
-    for batch in _batches(sources, targets):
-        _scale(*batch, scale)
+    for some_sources, some_targets in _batches(sources, targets):
+        _scale(some_sources, some_targets, scale)
 
 
 def _scale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None) -> None:
     if scale is None:
         _copy(sources, targets)
         return
-    # into another 16-bit type: the product is rounded, not the factor
-    narrowing = [i for i, (s, t) in enumerate(zip(sources, targets)) if t.dtype in HALF_TYPES and s.dtype != t.dtype]
+    # into a 16-bit type: the product is rounded, and not the factor before it
+    narrowing = [i for i, target in enumerate(targets) if target.dtype in HALF_TYPES]
     for i in narrowing:
         targets[i].copy_(sources[i].float() * scale.to(sources[i].device))
     rest = sorted(set(range(len(sources))).difference(narrowing))
     _copy([sources[i] for i in rest], [targets[i] for i in rest])
-    for (device, _), indices in _groups([targets[i] for i in rest]).items():
-        torch._foreach_mul_([targets[rest[i]] for i in indices], scale.to(device))
+    for (device, dtype), indices in _groups([targets[i] for i in rest]).items():
+        factor = scale.to(device, torch.float64) if dtype is torch.float64 else scale.to(device)
+        torch._foreach_mul_([targets[rest[i]] for i in indices], factor)
 
 
 @torch.no_grad()
@@ -169,8 +170,8 @@ def multi_tensor_axpby(
     check_scalar('found_inf', found_inf, written=True)
     if found_inf is not None:
         multi_tensor_isnonfinite([*(xs if check_x else ()), *(ys if check_y else ())], found_inf)
-    for batch in _batches(xs, ys, targets):
-        _axpby(*batch, a, b)
+    for some_xs, some_ys, some_targets in _batches(xs, ys, targets):
+        _axpby(some_xs, some_ys, some_targets, a, b)
 
 
 def _axpby(
@@ -284,7 +285,8 @@ def _block_sums(flat: Tensor) -> Tensor:
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """A vector of the elements: as they lie in memory where there are no gaps, and otherwise the last dimension first."""
     if not tensor.is_contiguous() and is_direct((tensor,)) and not tensor.is_neg():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True))
     return tensor.reshape(-1)
 
 
