@@ -291,7 +291,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """One sum for each real tensor, in the order of ``csrc/common/planner.h``; all of one dtype on one device."""
+    """One sum for each real tensor that is not empty, in the order of ``csrc/common/planner.h``; all of one dtype on one device."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     blocks: list[Tensor] = []
     waiting: list[Tensor] = []
@@ -343,7 +343,9 @@ def multi_tensor_l2norm(
     device = _check_norm(tensors, inverse_scale, found_inf)
     sums = torch.zeros(len(tensors), device=device)
     for indices in _groups(tensors).values():
-        sums[indices] = _sums_of_squares(_real([tensors[i] for i in indices])).to(sums)
+        filled = [i for i in indices if tensors[i].numel()]
+        if filled:
+            sums[filled] = _sums_of_squares(_real([tensors[i] for i in filled])).to(sums)
     total = _pairs(sums) if len(sums) else torch.zeros((), device=device)
     return _norms(_root(total), _root(sums) if per_tensor else sums[:0], inverse_scale)
 
