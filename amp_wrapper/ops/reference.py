@@ -291,7 +291,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """One sum for each real tensor that is not empty, in the order of ``csrc/common/planner.h``; all of one dtype on one device."""
+    """One sum for each tensor, in the order of ``csrc/common/planner.h``; all of one real dtype, on one device, none empty."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     blocks: list[Tensor] = []
     waiting: list[Tensor] = []
