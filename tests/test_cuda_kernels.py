@@ -131,6 +131,8 @@ def flags() -> list[str]:
 
 def compile_reports(folder: Path) -> dict[int, dict[str, str]]:
     """What ptxas says about each kernel on each architecture."""
+    # nvcc calls it
+    compiler()
     program = nvcc()
     missing = [name for name in ARCHITECTURES if name not in supported(program)]
     if missing:
@@ -174,6 +176,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: P
 
 @pytest.mark.slow
 def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path) -> None:
+    compiler()
     target = tmp_path / 'kernels.ptx'
     command = [nvcc(), *flags(), '-arch=compute_75', '-ptx', str(CSRC / 'cuda' / 'kernels.cu'), '-o', str(target)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
