@@ -26,6 +26,7 @@ def planner(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         getattr(library, name).restype = ctypes.c_int64
     library.plan_rows.argtypes = [Numbers, *[ctypes.c_int64] * 3, Numbers, ctypes.c_int64]
     library.find_entry.argtypes = [Numbers, ctypes.c_int, ctypes.c_int64]
+    library.launches_of.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int]
     library.split_bounds.argtypes = [Numbers, ctypes.c_int64, ctypes.c_int64, Numbers]
     library.segment_rows.argtypes = [Numbers, ctypes.c_int64, Numbers]
     return library
@@ -151,3 +152,16 @@ def test_a_tensor_of_more_than_a_grid(planner: ctypes.CDLL) -> None:
     rows = plan(planner, [5, size * (most + 10), 7], 1000, most)
     assert [row[:2] for row in rows] == [(0, 0), (0, 1), (1, 1), (1, 2)]
     assert rows[1][3] + rows[2][3] == size * (most + 10)
+
+
+@pytest.mark.parametrize('lists', [1, 2, 3])
+def test_the_number_of_launches_does_not_grow_with_the_number_of_tensors(planner: ctypes.CDLL, lists: int) -> None:
+    """One launch up to the limit of the arguments, whatever the sizes are; the list of ResNet-50 is far below it."""
+    most = planner.most_tensors(lists)
+    assert most > 800
+    for count in (1, 161, most):
+        counts = [1 + 40_000 * (i % 3) for i in range(count)]
+        assert planner.launches_of(numbers(counts), count, lists) == 1
+    over = [5] * (2 * most + 1)
+    assert planner.launches_of(numbers(over), len(over), lists) == 3
+    assert planner.launches_of(numbers([0] * 7), 7, lists) == 0

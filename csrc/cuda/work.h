@@ -40,6 +40,9 @@ struct Segments {
   std::int32_t count;
 };
 
+static_assert(sizeof(Work<1>) + 64 <= kArgumentBytes && sizeof(Work<2>) + 64 <= kArgumentBytes);
+static_assert(sizeof(Work<3>) + 64 <= kArgumentBytes && sizeof(Segments) + 64 <= kArgumentBytes);
+
 // A grid has at most 2^31 - 1 blocks.
 constexpr std::int64_t kMostChunks = std::numeric_limits<std::int32_t>::max();
 

@@ -28,6 +28,22 @@ std::int64_t plan_rows(const std::int64_t* counts, std::int64_t size, std::int64
   return used;
 }
 
+int most_tensors(int lists) {
+  return lists == 1 ? cuda::Work<1>::kMost : lists == 2 ? cuda::Work<2>::kMost : cuda::Work<3>::kMost;
+}
+
+// Launches of an op with that many lists, and of the second kernel of a norm.
+int launches_of(const std::int64_t* counts, std::int64_t size, int lists) {
+  int launches = 0;
+  const auto operand = [](int, std::int64_t, std::int64_t, Type*) -> void* { return nullptr; };
+  const auto count = [&](const auto&, std::int64_t) { ++launches; };
+  const std::vector<std::int64_t> all(counts, counts + size);
+  if (lists == 1) cuda::for_launches<1>(all, operand, count);
+  if (lists == 2) cuda::for_launches<2>(all, operand, count);
+  if (lists == 3) cuda::for_launches<3>(all, operand, count);
+  return launches;
+}
+
 int find_entry(const std::int64_t* starts, int entries, std::int64_t chunk) { return entry_of(starts, entries, chunk); }
 
 // The bounds of `parts` runs of the chunks of one launch, parts + 1 numbers; returns the number of chunks.
