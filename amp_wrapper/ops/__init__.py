@@ -34,7 +34,7 @@ def compiled_devices() -> frozenset[str]:
     return loader.library().devices
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _serves(kind: str) -> bool:
     # torch.compile knows what to do with a constant bool, and not with a set
     return kind in loader.library().devices

@@ -116,8 +116,8 @@ def multi_tensor_scale(
     check_scalar('found_inf', found_inf, written=True)
     if found_inf is not None:
         multi_tensor_isnonfinite(sources, found_inf)
-    for batch in _batches(sources, targets):
-        _scale(*batch, scale)
+    for read, written in _batches(sources, targets):
+        _scale(read, written, scale)
 
 
 def _scale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None) -> None:
@@ -169,8 +169,8 @@ def multi_tensor_axpby(
     check_scalar('found_inf', found_inf, written=True)
     if found_inf is not None:
         multi_tensor_isnonfinite([*(xs if check_x else ()), *(ys if check_y else ())], found_inf)
-    for batch in _batches(xs, ys, targets):
-        _axpby(*batch, a, b)
+    for left, right, written in _batches(xs, ys, targets):
+        _axpby(left, right, written, a, b)
 
 
 def _axpby(
@@ -284,7 +284,8 @@ def _block_sums(flat: Tensor) -> Tensor:
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """A vector of the elements: as they lie in memory where there are no gaps, and otherwise the last dimension first."""
     if not tensor.is_contiguous() and is_direct((tensor,)) and not tensor.is_neg():
-        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+        strides: tuple[int, ...] = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
     return tensor.reshape(-1)
 
 
