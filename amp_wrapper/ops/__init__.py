@@ -117,10 +117,10 @@ def _by_device(
     checks.check_scalar('found_inf', found_inf, written=True)
     for device, indices in groups.items():
         moved = [None if factor is None else factor.to(device) for factor in factors.values()]
-        flag = None if found_inf is None else torch.zeros((), device=device)
+        flag = None if found_inf is None else torch.zeros((), dtype=torch.float32, device=device)
         call(*([tensors[i] for i in indices] for tensors in lists), *moved, flag)
         if flag is not None and found_inf is not None:
-            torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
+            torch.maximum(found_inf, flag.to(found_inf.device).view_as(found_inf), out=found_inf)
     return True
 
 
