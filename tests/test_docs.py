@@ -340,7 +340,7 @@ def test_reasons_of_a_missing_library_are_those_of_the_code() -> None:
     """Every reason that the build or the loader can give is in the table, and no other."""
     listed = [row[0].strip('`') for row in table((ROOT / 'docs/ops.md').read_text(), 'reason')[1:]]
     code = (ROOT / 'setup.py').read_text() + (ROOT / 'amp_wrapper/ops/loader.py').read_text()
-    code = code.replace('{facts["python"]}', sys.implementation.name)
+    code = code.replace('{record["python"]}', sys.implementation.name)
     assert [reason for reason in listed if reason not in code] == []
     given = re.findall(
         r"(?:_missing\(|return |reason=|without_cuda = )f?'(th[^'{]+|no [^'{]+|a build[^'{]+|AMP[^'{]+|nvcc [^'{]+)",
