@@ -110,20 +110,28 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
             torch._foreach_copy_(other, half)
             unscale(other)
 
+        def finite(half: list[Tensor] = half) -> None:
+            torch.stack(torch._foreach_norm(half, math.inf)).isfinite().all().logical_not()
+
         def upcast_mul(half: list[Tensor] = half) -> None:
             for source, target in zip(half, other):
                 torch.mul(source, one, out=target)
-            torch.stack(torch._foreach_norm(half, math.inf)).isfinite().all().logical_not()
+            finite(half)
 
+        # bare, without the checks that our own reference has
         def refresh(half: list[Tensor] = half) -> None:
-            ops.reference.multi_tensor_refresh(half, single)
+            flags = []
+            for weight, master in zip(half, single):
+                differs = master.to(weight.dtype) != weight
+                master.copy_(torch.where(differs, weight, master))
+                flags.append(differs.any())
+            torch.stack(flags)
 
         def add(half: list[Tensor] = half) -> None:
             torch._foreach_add(other, torch._foreach_mul([h.float() for h in half], third))
 
         def add_alpha(half: list[Tensor] = half) -> None:
-            for y, x in zip(other, half):
-                torch.add(y, x, alpha=1 / 3, out=y)
+            torch._foreach_add_(other, half, alpha=1 / 3)
 
         def norm_of(tensors: list[Tensor] = half) -> None:
             torch.nn.utils.get_total_norm(tensors)
@@ -150,7 +158,7 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
                 'multi_tensor_axpby',
                 f'{name} and float32 to float32',
                 lambda half=half: ops.multi_tensor_axpby(half, other, other, third, None, found, True, False),
-                {'float, _foreach_mul, _foreach_add': add, 'add(alpha=, out=), no flag': add_alpha},
+                {'float, _foreach_mul, _foreach_add': add, '_foreach_add_(alpha=), no flag': add_alpha},
                 10 * count,
             ),
             Case(
@@ -171,7 +179,7 @@ def cases(shapes: Shapes, device: torch.device) -> list[Case]:
                 'multi_tensor_isnonfinite',
                 name,
                 lambda half=half: ops.multi_tensor_isnonfinite(half, found),
-                {'_foreach_norm(inf), isfinite': lambda half=half: ops.reference.multi_tensor_isnonfinite(half, found)},
+                {'_foreach_norm(inf), isfinite': finite},
                 2 * count,
             ),
             Case(
@@ -274,16 +282,14 @@ def seconds(calls: dict[str, Callable[[], object]], device: torch.device, budget
 def measure(device: torch.device, threads: int, huge: int, budget: float, only: str) -> list[list[str]]:
     """Rows of the table for one number of threads."""
     torch.set_num_threads(threads)
-    table = []
-    work = [('scalar', [scale_case(device)])]
+    table: list[list[str]] = []
     for name, shapes in lists_of(huge).items():
-        work.append((name, []))
         if not only or only in name:
             rows = cases(shapes, device)
             table += [row(case, name, threads, device, budget) for case in rows]
             print('\n'.join('  '.join(line) for line in table[-len(rows) :]), file=sys.stderr, flush=True)
     if not only:
-        table.append(row(work[0][1][0], 'one scalar', threads, device, budget))
+        table.append(row(scale_case(device), 'one scalar', threads, device, budget))
     return table
 
 
