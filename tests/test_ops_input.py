@@ -467,7 +467,9 @@ def test_autograd_notices_a_write(face: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize('name', LISTED)
 @pytest.mark.parametrize('shape', [(1,), (1, 1)])
-def test_one_element_of_any_shape_is_a_scalar(name: str, shape: tuple[int, ...], face: str, device: torch.device) -> None:
+def test_one_element_of_any_shape_is_a_scalar(
+    name: str, shape: tuple[int, ...], face: str, device: torch.device
+) -> None:
     expected, call = good(name, device), good(name, device)
     for scalar in SCALARS[name]:
         call.arguments[scalar] = call.arguments[scalar].reshape(shape)
@@ -486,7 +488,9 @@ def test_one_element_of_any_shape_is_a_state_of_the_scale(which: int, face: str,
 
 @pytest.mark.parametrize('name', NORMS)
 @pytest.mark.parametrize('count', [0, 3])
-def test_the_default_type_of_the_process_changes_nothing(name: str, count: int, face: str, device: torch.device) -> None:
+def test_the_default_type_of_the_process_changes_nothing(
+    name: str, count: int, face: str, device: torch.device
+) -> None:
     tensors = [torch.ones(2, dtype=F32, device=device)] * count
     found_inf = torch.zeros((), dtype=F32, device=device)
     before = torch.get_default_dtype()
