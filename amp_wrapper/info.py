@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import __version__
+from .errors import AmpError
 from .ops import loader, schemas
 
 #: What changes the ops at run time, and how.
@@ -167,7 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog='python -m amp_wrapper.info', description=(__doc__ or '').splitlines()[0])
     parser.add_argument('--json', action='store_true', help='print one JSON object')
     wanted = parser.parse_args(arguments)
-    facts = report()
+    try:
+        facts = report()
+    except AmpError as error:
+        raise SystemExit(str(error)) from None
     print(json.dumps(facts, indent=1) if wanted.json else text(facts))
 
 

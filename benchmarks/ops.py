@@ -149,21 +149,32 @@ def _cases_of(
     def mul_norm() -> None:
         for source, target in zip(tensors, sums):
             torch.mul(source, one, out=target)
-        torch.maximum(found, largest().isfinite().logical_not().float(), out=found)
+        finite()
 
     def mul_add() -> None:
         torch._foreach_add_(sums, torch._foreach_mul([tensor.float() for tensor in tensors], third))
 
-    def add_each() -> None:
-        for total, tensor in zip(sums, tensors):
-            torch.add(total, tensor, alpha=1 / 3, out=total)
+    def finite() -> None:
+        torch.maximum(
+            found, torch.stack(torch._foreach_norm(tensors, math.inf)).isfinite().all().logical_not().float(), out=found
+        )
+
+    # bare, without the checks that our own reference has
+    def refresh() -> None:
+        flags = []
+        for weight, master in zip(tensors, single):
+            differs = master.to(dtype) != weight
+            master.copy_(torch.where(differs, weight, master))
+            flags.append(differs.any())
+        torch.stack(flags)
 
     def largest() -> Tensor:
         return torch.stack(torch._foreach_norm(tensors, math.inf)).max()
 
-    adds = {'_foreach_mul, _foreach_add_': mul_add, 'add(alpha=, out=)': add_each}
-    if dtype is torch.float32:
-        adds = {'_foreach_add_(alpha=)': lambda: torch._foreach_add_(sums, tensors, alpha=1 / 3)}
+    adds = {
+        '_foreach_mul, _foreach_add_': mul_add,
+        '_foreach_add_(alpha=)': lambda: torch._foreach_add_(sums, tensors, alpha=1 / 3),
+    }
     rows = [
         Case(
             'multi_tensor_scale',
@@ -208,7 +219,7 @@ def _cases_of(
             name,
             lambda: ops.multi_tensor_isnonfinite(tensors, found),
             {
-                '_foreach_norm(inf), isfinite': lambda: ops.reference.multi_tensor_isnonfinite(tensors, found),
+                '_foreach_norm(inf), isfinite': finite,
                 'unscale_ by 1': lambda: _unscale(tensors, found, one),
             },
             size * count,
@@ -221,7 +232,7 @@ def _cases_of(
                 'multi_tensor_refresh',
                 f'{name} and float32',
                 lambda: ops.multi_tensor_refresh(tensors, single),
-                {'to, !=, where, copy_': lambda: ops.reference.multi_tensor_refresh(tensors, single)},
+                {'to, !=, where, copy_': refresh},
                 (size + 4) * count,
                 single,
             )
@@ -272,16 +283,14 @@ def seconds(calls: dict[str, Callable[[], object]], device: torch.device, budget
 def measure(device: torch.device, threads: int, huge: int, budget: float, only: str) -> list[list[str]]:
     """Rows of the table for one number of threads."""
     torch.set_num_threads(threads)
-    table = []
-    work = [('scalar', [scale_case(device)])]
+    table: list[list[str]] = []
     for name, shapes in lists_of(huge).items():
-        work.append((name, []))
         if not only or only in name:
             rows = cases(shapes, device)
             table += [row(case, name, threads, device, budget) for case in rows]
             print('\n'.join('  '.join(line) for line in table[-len(rows) :]), file=sys.stderr, flush=True)
     if not only:
-        table.append(row(work[0][1][0], 'one scalar', threads, device, budget))
+        table.append(row(scale_case(device), 'one scalar', threads, device, budget))
     return table
 
 

@@ -460,3 +460,44 @@ def test_autograd_notices_a_write(face: str, device: torch.device) -> None:
     Call('multi_tensor_copy', dict(sources=[torch.zeros(3, device=device)], targets=[y.detach()]), ()).run(FACES[face])
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         z.backward()
+
+
+# -- scalars of any shape, and another default type ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', LISTED)
+@pytest.mark.parametrize('shape', [(1,), (1, 1)])
+def test_one_element_of_any_shape_is_a_scalar(
+    name: str, shape: tuple[int, ...], face: str, device: torch.device
+) -> None:
+    expected, call = good(name, device), good(name, device)
+    for scalar in SCALARS[name]:
+        call.arguments[scalar] = call.arguments[scalar].reshape(shape)
+    results = zip(expected.run(reference), call.run(FACES[face]), strict=True)
+    assert all(same_bits(old.reshape(-1), new.reshape(-1)) for old, new in results)
+
+
+@pytest.mark.parametrize('which', range(4))
+def test_one_element_of_any_shape_is_a_state_of_the_scale(which: int, face: str, device: torch.device) -> None:
+    types = (F32, torch.int32, torch.int32, F32)
+    state = [torch.tensor(value, dtype=dtype, device=device) for value, dtype in zip((8.0, 0, 1, 1.0), types)]
+    state[which] = state[which].reshape(1)
+    FACES[face].update_scale(*state, 2.0, 0.5, 10, 1, None, None)
+    assert [tensor.item() for tensor in state] == [4.0, 0, 0, 1.0]
+
+
+@pytest.mark.parametrize('name', NORMS)
+@pytest.mark.parametrize('count', [0, 3])
+def test_the_default_type_of_the_process_changes_nothing(
+    name: str, count: int, face: str, device: torch.device
+) -> None:
+    tensors = [torch.ones(2, dtype=F32, device=device)] * count
+    found_inf = torch.zeros((), dtype=F32, device=device)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        total, each = getattr(FACES[face], name)(tensors, None, found_inf, True)
+    finally:
+        torch.set_default_dtype(before)
+    assert total.dtype is each.dtype is F32
+    assert each.shape == (count,)

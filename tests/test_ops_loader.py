@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from ops_models import ROOT, in_fresh_process
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_wrapper import info, ops
+from amp_wrapper.errors import AmpConfigError
 from amp_wrapper.ops import loader
 
 CHANGED = {'torch': '1.0.0', 'cuda': '1.0', 'python': 'cpython-20'}
@@ -80,6 +85,37 @@ def test_the_reference_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv('AMP_WRAPPER_OPS', 'reference')
     found = find(tmp_path, GOOD)
     assert found.reason == 'AMP_WRAPPER_OPS=reference is set' and found.chosen
+
+
+def test_a_slip_of_the_pen_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('AMP_WRAPPER_OPS', 'refrence')
+    with pytest.raises(
+        AmpConfigError, match=r"AMP_WRAPPER_OPS='refrence' means nothing \(did you mean 'reference'\?\)"
+    ):
+        find(tmp_path, GOOD)
+    with pytest.raises(SystemExit, match='refrence'):
+        info.main([])
+
+
+@pytest.mark.parametrize('gpu', [False, True])
+def test_a_library_without_cuda_says_so_where_there_is_a_gpu(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = loader.Library(module=ModuleType('_C'), devices=frozenset({'cpu'}), reason='no GPU was seen')
+    monkeypatch.setattr(loader, 'library', lambda: found)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpu)
+    assert ops.backend() == ('CPU op; reference on GPUs' if gpu else 'CPU op')
+    loader.warn_if_cuda_is_missing.cache_clear()
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        if gpu:
+            for _ in range(2):
+                tensors = [torch.ones(3, device='cuda')]
+                ops.multi_tensor_scale(tensors, tensors, torch.ones((), device='cuda'))
+        else:
+            ops.multi_tensor_copy([], [])
+    loader.warn_if_cuda_is_missing.cache_clear()
+    said = [str(one.message) for one in caught if 'compiled ops' in str(one.message)]
+    assert len(said) == gpu
+    assert all('on GPUs, since no GPU was seen.' in text for text in said)
 
 
 def test_a_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

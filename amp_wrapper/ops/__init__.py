@@ -55,7 +55,8 @@ def backend() -> str:
     served = sorted(loader.library().devices)
     if not served:
         return 'reference (plain torch)'
-    return ', '.join(f'{kind.upper()} op' for kind in served)
+    text = ', '.join(f'{kind.upper()} op' for kind in served)
+    return f'{text}; reference on GPUs' if 'cuda' not in served and torch.cuda.is_available() else text
 
 
 def _is_served(lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None]) -> bool:
@@ -71,7 +72,11 @@ def _is_served(lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | Non
 
 def _has_kernel(first: object) -> bool:
     """Whether to call the compiled function, which turns off the layer that counts versions: the reference needs it."""
-    return not isinstance(first, Tensor) or first.device.type in loader.library().devices
+    if not isinstance(first, Tensor) or first.device.type in loader.library().devices:
+        return True
+    if first.device.type == 'cuda':
+        loader.warn_if_cuda_is_missing()
+    return False
 
 
 def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None], *options: bool) -> Any:
@@ -82,7 +87,7 @@ def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor 
             return getattr(torch.ops.amp_wrapper, name)(*lists, *scalars, *options)
         return NotImplemented
     module = _library()
-    if module is None or not lists[0] or not _has_kernel(lists[0][0]):
+    if module is None or len(lists[0]) == 0 or not _has_kernel(lists[0][0]):
         return NotImplemented
     try:
         # its own checks are the cheapest way to find out; they come before anything is written
@@ -117,10 +122,10 @@ def _by_device(
     checks.check_scalar('found_inf', found_inf, written=True)
     for device, indices in groups.items():
         moved = [None if factor is None else factor.to(device) for factor in factors.values()]
-        flag = None if found_inf is None else torch.zeros((), device=device)
+        flag = None if found_inf is None else torch.zeros((), dtype=torch.float32, device=device)
         call(*([tensors[i] for i in indices] for tensors in lists), *moved, flag)
         if flag is not None and found_inf is not None:
-            torch.maximum(found_inf, flag.to(found_inf.device), out=found_inf)
+            torch.maximum(found_inf, flag.to(found_inf.device).view_as(found_inf), out=found_inf)
     return True
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..errors import AmpConfigError, nearest
+
 _FOLDER = Path(__file__).parent
 HOW_TO_BUILD = (
     'pip install --no-build-isolation --force-reinstall --no-deps . in the source folder, with a C++ compiler'
@@ -51,8 +53,12 @@ def _same_release(one: str, other: str) -> bool:
 
 
 def _find(folder: Path) -> Library:
-    if os.environ.get('AMP_WRAPPER_OPS') == 'reference':
+    wanted = os.environ.get('AMP_WRAPPER_OPS', '')
+    if wanted == 'reference':
         return _missing('AMP_WRAPPER_OPS=reference is set', chosen=True)
+    if wanted:
+        # somebody who looks for a fault must not be led astray by a slip of the pen
+        raise AmpConfigError([f'AMP_WRAPPER_OPS={wanted!r} means nothing{nearest(wanted, ["reference"])}: unset it.'])
     try:
         text = (folder / '_build.json').read_text(encoding='utf-8')
     except OSError:
@@ -95,6 +101,20 @@ def warn_if_missing() -> None:
             f'amp_wrapper runs without its compiled ops, since {found.reason}. It computes the same, slower. To build them: '
             f'{HOW_TO_BUILD}. AMP_WRAPPER_OPS=reference in the environment silences this.',
             stacklevel=3,
+        )
+
+
+@functools.cache
+def warn_if_cuda_is_missing() -> None:
+    """Say once in a process why the reference runs on a GPU, where there is a library that serves the CPU alone."""
+    found = library()
+    if found.module is not None and 'cuda' not in found.devices:
+        # a torch without CUDA that has GPUs is one for ROCm: there is nothing to build
+        how = f' To build them: FORCE_CUDA=1 {HOW_TO_BUILD} and nvcc.' if torch.version.cuda else ''
+        warnings.warn(
+            f'amp_wrapper runs without its compiled ops on GPUs, since {found.reason}. It computes the same, slower.{how} '
+            'AMP_WRAPPER_OPS=reference in the environment silences this.',
+            stacklevel=4,
         )
 
 

@@ -59,7 +59,12 @@ def _batches(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
 
 def _raise_flag(found_inf: Tensor, bad: Tensor) -> None:
     # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
-    torch.maximum(found_inf, bad.to(found_inf), out=found_inf)
+    torch.maximum(found_inf, bad.to(found_inf).view_as(found_inf), out=found_inf)
+
+
+def _factor(scalar: Tensor, device: torch.device) -> Tensor:
+    # one element of any shape is allowed, and torch's lists take those without dimensions only
+    return scalar.to(device).reshape(())
 
 
 @torch.no_grad()
@@ -127,11 +132,13 @@ def _scale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor |
     # into a 16-bit type: the product is rounded, and not the factor before it
     narrowing = [i for i, target in enumerate(targets) if target.dtype in HALF_TYPES]
     for i in narrowing:
-        targets[i].copy_(sources[i].float() * scale.to(sources[i].device))
+        targets[i].copy_(sources[i].float() * _factor(scale, sources[i].device))
     rest = sorted(set(range(len(sources))).difference(narrowing))
     _copy([sources[i] for i in rest], [targets[i] for i in rest])
     for (device, dtype), indices in _groups([targets[i] for i in rest]).items():
-        factor = scale.to(device, torch.float64) if dtype is torch.float64 else scale.to(device)
+        factor = _factor(scale, device)
+        if dtype is torch.float64:
+            factor = factor.double()
         torch._foreach_mul_([targets[rest[i]] for i in indices], factor)
 
 
@@ -184,9 +191,9 @@ def _axpby(
         left = [xs[i].to(dtype) for i in indices]
         right = [ys[i].to(device=device, dtype=dtype) for i in indices]
         if a is not None:
-            left = list(torch._foreach_mul(left, a.to(device)))
+            left = list(torch._foreach_mul(left, _factor(a, device)))
         if b is not None:
-            right = list(torch._foreach_mul(right, b.to(device)))
+            right = list(torch._foreach_mul(right, _factor(b, device)))
         torch._foreach_copy_([targets[i] for i in indices], torch._foreach_add(left, right))
 
 
@@ -258,7 +265,7 @@ def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -
         differs &= ~(master.isnan() & weight.isnan())
         master.copy_(torch.where(differs, weight.float(), master))
         flags.append(differs.any())
-    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool)
+    return torch.stack(flags) if flags else torch.zeros(0, dtype=torch.bool, device=device_of(weights))
 
 
 def _pairs(values: Tensor) -> Tensor:
@@ -341,12 +348,12 @@ def multi_tensor_l2norm(
         ValueError: A sparse tensor, or a scalar of another shape or dtype.
     """
     device = _check_norm(tensors, inverse_scale, found_inf)
-    sums = torch.zeros(len(tensors), device=device)
+    sums = torch.zeros(len(tensors), dtype=torch.float32, device=device)
     for indices in _groups(tensors).values():
         filled = [i for i in indices if tensors[i].numel()]
         if filled:
             sums[filled] = _sums_of_squares(_real([tensors[i] for i in filled])).to(sums)
-    total = _pairs(sums) if len(sums) else torch.zeros((), device=device)
+    total = _pairs(sums) if len(sums) else torch.zeros((), dtype=torch.float32, device=device)
     return _norms(_root(total), _root(sums) if per_tensor else sums[:0], inverse_scale)
 
 
@@ -377,13 +384,13 @@ def multi_tensor_maxnorm(
         ValueError: A sparse tensor, or a scalar of another shape or dtype.
     """
     device = _check_norm(tensors, inverse_scale, found_inf)
-    most = torch.zeros(len(tensors), device=device)
+    most = torch.zeros(len(tensors), dtype=torch.float32, device=device)
     for indices in _groups(tensors).values():
         filled = [i for i in indices if tensors[i].numel()]
         if filled:
             norms = torch._foreach_norm(_real([tensors[i] for i in filled]), math.inf)
             most[filled] = torch.stack(norms).float().to(device)
-    total = most.max() if len(most) else torch.zeros((), device=device)
+    total = most.max() if len(most) else torch.zeros((), dtype=torch.float32, device=device)
     return _norms(total, most if per_tensor else most[:0], inverse_scale)
 
 
@@ -400,7 +407,7 @@ def _check_norm(tensors: Sequence[Tensor], inverse_scale: Tensor | None, found_i
 def _norms(total: Tensor, each: Tensor, inverse_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     if inverse_scale is None:
         return total, each
-    factor = inverse_scale.to(total.device).reshape(())
+    factor = _factor(inverse_scale, total.device)
     return total * factor, each * factor
 
 
@@ -439,6 +446,10 @@ def update_scale(
     check_scalar('hysteresis_tracker', hysteresis_tracker, torch.int32, written=True)
     check_scalar('found_inf', found_inf)
     growth_interval, hysteresis = min(growth_interval, _MOST), min(hysteresis, _MOST)
+    # one element of any shape each
+    scale, growth_tracker, hysteresis_tracker, found_inf = (
+        state.view(()) for state in (scale, growth_tracker, hysteresis_tracker, found_inf)
+    )
     overflow = found_inf > 0
     left = (hysteresis_tracker - 1).clamp_(min=0)
     lowered = (scale * backoff_factor).clamp_(min=_TINY if min_scale is None else min_scale)

@@ -81,7 +81,7 @@ def _fake_norm(
     _refuse_meta_beside_real(tensors, inverse_scale, found_inf)
     device = reference.device_of(tensors, found_inf)
     count = len(tensors) if per_tensor else 0
-    return torch.empty((), device=device), torch.empty(count, device=device)
+    return torch.empty((), dtype=torch.float32, device=device), torch.empty(count, dtype=torch.float32, device=device)
 
 
 for _name in ('multi_tensor_l2norm', 'multi_tensor_maxnorm'):
