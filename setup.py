@@ -179,7 +179,7 @@ def compiled() -> dict[str, Any]:
 
     without_cuda = ''
     if torch.version.cuda is None:
-        without_cuda = 'this torch was built without CUDA'
+        without_cuda = 'the torch that it was built with has no CUDA'
     elif not forced and not torch.cuda.is_available():
         without_cuda = 'no GPU was seen when it was built; FORCE_CUDA=1 builds the CUDA ops all the same'
     elif CUDA_HOME is None or not Path(CUDA_HOME, 'bin', 'nvcc').exists():

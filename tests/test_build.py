@@ -245,7 +245,7 @@ def test_a_torch_with_cuda_is_needed_for_cuda(tree: Tree) -> None:
         pytest.skip('this torch has CUDA')
     done = tree.run('setup.py', 'build_ext', '--inplace', FORCE_CUDA='1')
     assert done.returncode != 0
-    assert done.stderr.strip() == 'FORCE_CUDA=1, but this torch was built without CUDA.'
+    assert done.stderr.strip() == 'FORCE_CUDA=1, but the torch that it was built with has no CUDA.'
 
 
 def test_words_that_mean_nothing_are_refused(tree: Tree) -> None:
@@ -262,7 +262,7 @@ def test_built_in_place(built: Tree) -> None:
     found = built.library()
     assert found == {
         'file': found['file'],
-        'reason': '' if torch.version.cuda else 'this torch was built without CUDA',
+        'reason': '' if torch.version.cuda else 'the torch that it was built with has no CUDA',
         'changed': False,
         'warnings': 0,
     }

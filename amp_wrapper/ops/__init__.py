@@ -120,6 +120,7 @@ def _by_device(
     for name, factor in factors.items():
         checks.check_scalar(name, factor)
     checks.check_scalar('found_inf', found_inf, written=True)
+    checks.check_apart(read, [written], **factors, found_inf=found_inf)
     for device, indices in groups.items():
         moved = [None if factor is None else factor.to(device) for factor in factors.values()]
         flag = None if found_inf is None else torch.zeros((), dtype=torch.float32, device=device)

@@ -72,6 +72,29 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
         _check_overlap(target, [other for other in lists if other is not target])
 
 
+def check_apart(read: Sequence[Named], written: Sequence[Named], **scalars: Tensor | None) -> None:
+    """Scalar arguments share no memory with what is written, and a flag none with what is read.
+
+    Args:
+        read: (name, tensors) of the lists that are read.
+        written: Of those that are written, too.
+        **scalars: By name, missing ones as None. ``found_inf`` is the one that is written.
+
+    Raises:
+        ValueError: One lies in a tensor of a list. Names list and index.
+    """
+    for label, scalar in scalars.items():
+        if scalar is None or _is_traced(scalar):
+            continue
+        begin = scalar.data_ptr()
+        for name, tensors in [*(read if label == 'found_inf' else ()), *written]:
+            if any(_is_traced(tensor) for tensor in tensors):
+                continue
+            for first, last, index in _spans(tensors):
+                if scalar.device == tensors[index].device and first < begin + scalar.element_size() and begin < last:
+                    raise ValueError(f'{label} and {name}[{index}] share memory: give a scalar of its own.')
+
+
 def is_direct(tensors: Sequence[Tensor]) -> bool:
     """Whether tensors of one shape have no gaps, and their elements in one order: they are worked on in place."""
     if all(tensor.is_contiguous() for tensor in tensors):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..nested import HALF_TYPES
-from .checks import check_floating, check_lists, check_refresh_types, check_scalar, is_direct
+from .checks import check_apart, check_floating, check_lists, check_refresh_types, check_scalar, is_direct
 
 _TINY = torch.finfo(torch.float32).tiny
 _MOST = torch.iinfo(torch.int32).max
@@ -83,6 +83,7 @@ def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> No
     check_lists([('tensors', tensors)])
     check_floating(('tensors', tensors))
     check_scalar('found_inf', found_inf, written=True)
+    check_apart([('tensors', tensors)], [], found_inf=found_inf)
     for indices in _groups(tensors).values():
         filled = _real([tensors[i] for i in indices if tensors[i].numel() > 0])
         if filled:
@@ -119,6 +120,7 @@ def multi_tensor_scale(
     check_floating(('sources', sources), ('targets', targets))
     check_scalar('scale', scale)
     check_scalar('found_inf', found_inf, written=True)
+    check_apart([('sources', sources)], [('targets', targets)], scale=scale, found_inf=found_inf)
     if found_inf is not None:
         multi_tensor_isnonfinite(sources, found_inf)
     for some_sources, some_targets in _batches(sources, targets):
@@ -175,6 +177,7 @@ def multi_tensor_axpby(
     check_scalar('a', a)
     check_scalar('b', b)
     check_scalar('found_inf', found_inf, written=True)
+    check_apart([('xs', xs), ('ys', ys)], [('targets', targets)], a=a, b=b, found_inf=found_inf)
     if found_inf is not None:
         multi_tensor_isnonfinite([*(xs if check_x else ()), *(ys if check_y else ())], found_inf)
     for some_xs, some_ys, some_targets in _batches(xs, ys, targets):
@@ -439,8 +442,12 @@ def update_scale(
         max_scale: Ceiling, or None for none below infinity.
 
     Raises:
-        ValueError: A tensor of another shape or dtype. Nothing is written then.
+        ValueError: A tensor of another shape or dtype, or on another device. Nothing is written then.
     """
+    others = (('growth_tracker', growth_tracker), ('hysteresis_tracker', hysteresis_tracker), ('found_inf', found_inf))
+    for name, tensor in others:
+        if tensor.device != scale.device:
+            raise ValueError(f'{name} is on {tensor.device} and scale on {scale.device}: they belong on one device.')
     check_scalar('scale', scale, written=True)
     check_scalar('growth_tracker', growth_tracker, torch.int32, written=True)
     check_scalar('hysteresis_tracker', hysteresis_tracker, torch.int32, written=True)

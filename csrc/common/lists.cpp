@@ -108,7 +108,24 @@ void Flat::check_overlap(const List* lists) const {
   }
 }
 
-Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type) {
+// A scalar that lies in what is written would change while it is read, and a flag in what is read would be read.
+void Flat::check_apart(const List* lists, const Scalar& scalar) const {
+  if (!scalar.tensor.has_value()) return;
+  const auto begin = reinterpret_cast<std::uintptr_t>(scalar.tensor->const_data_ptr());
+  const std::uintptr_t end = begin + scalar.tensor->itemsize();
+  for (std::size_t list = 0; list < operands_.size(); ++list) {
+    if (!lists[list].written && !scalar.written) continue;
+    for (std::size_t i = 0; i < operands_[list].size(); ++i) {
+      const Operand& operand = operands_[list][i];
+      const auto place = reinterpret_cast<std::uintptr_t>(operand.data);
+      const bool apart = !operand.dense || place + static_cast<std::uintptr_t>(operand.bytes) <= begin || end <= place;
+      TORCH_CHECK_VALUE(apart || operand.bytes == 0, scalar.name, " and ", lists[list].name, "[", i,
+                        "] share memory: give a scalar of its own.");
+    }
+  }
+}
+
+Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std::initializer_list<Scalar> scalars) {
   const List* lists = list_of.begin();
   const std::size_t width = list_of.size();
   const List& first = lists[0];
@@ -153,6 +170,7 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type) {
     if (negative || !(contiguous || same_order)) indirect.push_back(i);
   }
   check_overlap(lists);
+  for (const Scalar& scalar : scalars) check_apart(lists, scalar);
 
   for (std::size_t which = 0; which < width; ++which) {
     if (!lists[which].written) continue;
@@ -251,6 +269,12 @@ ScaleUpdate scale_rule(double growth_factor, double backoff_factor, std::int64_t
 
 void check_scale_state(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
                        const at::Tensor& found_inf) {
+  const std::pair<const char*, const at::Tensor*> others[] = {
+      {"growth_tracker", &growth_tracker}, {"hysteresis_tracker", &hysteresis_tracker}, {"found_inf", &found_inf}};
+  for (const auto& [name, tensor] : others) {
+    TORCH_CHECK_VALUE(tensor->device() == scale.device(), name, " is on ", tensor->device(), " and scale on ", scale.device(),
+                      ": they belong on one device.");
+  }
   check_flag("scale", scale, scale.device());
   check_scalar("growth_tracker", growth_tracker, scale.device(), at::kInt, true);
   check_scalar("hysteresis_tracker", hysteresis_tracker, scale.device(), at::kInt, true);

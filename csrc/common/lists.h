@@ -23,13 +23,20 @@ struct List {
   bool same_is_idle = false;
 };
 
+// A scalar argument beside the lists, which may be missing.
+struct Scalar {
+  const char* name;
+  const std::optional<at::Tensor>& tensor;
+  bool written = false;
+};
+
 // Tensors without gaps whose elements pair up in memory are used in place. Others are read into temporaries, all of them
 // before anything is written, and written back by finish() in the order of the list.
 class Flat {
  public:
   // Raises ValueError for what is wrong, naming list and index, and NotImplementedError for what is right but left to plain
   // torch: several devices, or a type beside float32, float16 and bfloat16.
-  Flat(std::initializer_list<List> lists, c10::DeviceType device);
+  Flat(std::initializer_list<List> lists, c10::DeviceType device, std::initializer_list<Scalar> scalars = {});
 
   std::size_t size() const { return counts_.size(); }
   const std::vector<std::int64_t>& counts() const { return counts_; }
@@ -46,6 +53,7 @@ class Flat {
     bool dense;
   };
   void check_overlap(const List* lists) const;
+  void check_apart(const List* lists, const Scalar& scalar) const;
 
   std::vector<std::vector<Operand>> operands_;
   std::vector<std::int64_t> counts_;

@@ -104,7 +104,8 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   const c10::Device device = device_of(sources, found_inf);
   check_scalar("scale", scale, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU,
+                  {{"scale", scale}, {"found_inf", found_inf, true}});
   bump_version(found_inf);
   const float factor = value_of(scale);
   std::atomic<bool> found{false};
@@ -127,7 +128,8 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   check_scalar("a", a, device);
   check_scalar("b", b, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCPU);
+  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCPU,
+                  {{"a", a}, {"b", b}, {"found_inf", found_inf, true}});
   bump_version(found_inf);
   const Axpby function{value_of(a), value_of(b)};
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
@@ -158,7 +160,8 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
 
 void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
   check_flag("found_inf", found_inf, device_of(tensors, found_inf));
-  const Flat flat({{"tensors", tensors}}, c10::kCPU);
+  const std::optional<at::Tensor> flag = found_inf;
+  const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", flag, true}});
   bump_version(found_inf);
   std::atomic<bool> found{false};
   const auto kernel = kernels().largest;
@@ -175,7 +178,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCPU);
+  const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", found_inf, true}});
   bump_version(found_inf);
   const Launch launch = whole_plan(flat.counts());
   std::vector<float> chunks(launch.chunks());
@@ -208,7 +211,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCPU);
+  const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", found_inf, true}});
   bump_version(found_inf);
   const Launch launch = whole_plan(flat.counts());
   std::vector<std::int32_t> chunks(launch.chunks());

@@ -43,7 +43,8 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   const c10::Device device = device_of(sources, found_inf);
   check_scalar("scale", scale, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA,
+                  {{"scale", scale}, {"found_inf", found_inf, true}});
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
@@ -59,7 +60,8 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   check_scalar("a", a, device);
   check_scalar("b", b, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCUDA);
+  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCUDA,
+                  {{"a", a}, {"b", b}, {"found_inf", found_inf, true}});
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
@@ -82,7 +84,8 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
 void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
   const c10::Device device = device_of(tensors, found_inf);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCUDA);
+  const std::optional<at::Tensor> flag = found_inf;
+  const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", flag, true}});
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
@@ -95,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCUDA);
+  const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", found_inf, true}});
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
   const cudaStream_t stream = stream_of(device);
@@ -122,7 +125,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
   const c10::Device device = device_of(tensors, found_inf);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCUDA);
+  const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", found_inf, true}});
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
   const cudaStream_t stream = stream_of(device);
