@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from . import ops
-from .errors import AmpConfigError, nearest
+from .errors import AmpConfigError, AmpUsageError, nearest
 from .scale_config import is_number
 
 _CLIP_KEYS = {
@@ -112,29 +113,35 @@ def unscale_to_masters(
         fp32_sum: Gives the FP32 gradient of a weight where it was summed beside ``.grad``, else None.
 
     Sparse gradients are coalesced and stay sparse.
+
+    Raises:
+        AmpUsageError: A gradient shares memory with another, or has elements that share it. No gradient changes then.
     """
     sources: list[Tensor] = []
     targets: list[Tensor] = []
+    # what becomes of each gradient, once nothing can be refused any more
+    results: list[tuple[nn.Parameter, Tensor | None]] = []
     for weight, master in pairs:
         # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
         master.requires_grad = weight.requires_grad
         total = fp32_sum(weight)
         gradient = ops.add_gradients(total, weight.grad)
         if gradient is None:
-            master.grad = None
+            results.append((master, None))
         elif gradient.is_sparse:
             if found_inf is not None:
                 ops.multi_tensor_isnonfinite([gradient._values()], found_inf)
             # rows that occur twice are summed in FP32: a finite sum that 16-bit cannot hold is no overflow
             summed = gradient.to(master.dtype).coalesce()
-            master.grad = summed
+            results.append((master, summed))
             sources.append(summed._values())
             targets.append(summed._values())
         else:
             # a sum of ours becomes the gradient itself: nobody else holds it
-            master.grad = gradient if total is not None else torch.empty_like(gradient, dtype=master.dtype)
+            target = gradient if total is not None else torch.empty_like(gradient, dtype=master.dtype)
+            results.append((master, target))
             sources.append(gradient)
-            targets.append(master.grad)
+            targets.append(target)
     for parameter in own:
         total = fp32_sum(parameter)
         if total is not None:
@@ -143,22 +150,37 @@ def unscale_to_masters(
             assert gradient is not None
             if gradient.is_sparse:
                 gradient = gradient.coalesce()
-                parameter.grad = gradient.to(parameter.dtype).coalesce()
+                rounded = gradient.to(parameter.dtype).coalesce()
+                results.append((parameter, rounded))
                 sources.append(gradient._values())
-                targets.append(parameter.grad._values())
+                targets.append(rounded._values())
             else:
-                parameter.grad = torch.empty_like(parameter)
+                target = torch.empty_like(parameter)
+                results.append((parameter, target))
                 sources.append(gradient)
-                targets.append(parameter.grad)
+                targets.append(target)
         elif parameter.grad is not None and (inverse_scale is not None or found_inf is not None):
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-                values = parameter.grad._values()
-            else:
-                values = parameter.grad
+            gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
+            values = gradient._values() if gradient.is_sparse else gradient
+            results.append((parameter, gradient))
             sources.append(values)
             targets.append(values)
-    ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
+    with _refused():
+        ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
+    for parameter, result in results:
+        parameter.grad = result
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """What the ops say about tensors, in the words of somebody who knows parameters."""
+    try:
+        yield
+    except ValueError as error:
+        raise AmpUsageError(
+            f'The gradients cannot be unscaled: {error} Each parameter needs a dense or sparse gradient of its own, which '
+            'shares memory with no other: parameter.grad = parameter.grad.clone(), where one was put there by hand.'
+        ) from error
 
 
 def accumulate_unscaled(
@@ -179,13 +201,14 @@ def accumulate_unscaled(
     """
     added: list[Tensor] = []
     sums: list[Tensor] = []
+    done: list[nn.Parameter] = []
     other_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
     for weight, master in pairs:
         if weight.grad is not None and master.grad is not None and _are_dense(weight.grad, master.grad):
             master.requires_grad = weight.requires_grad
             added.append(weight.grad)
             sums.append(master.grad)
-            weight.grad = None
+            done.append(weight)
         else:
             other_pairs.append((weight, master))
     other_own: list[nn.Parameter] = []
@@ -199,7 +222,10 @@ def accumulate_unscaled(
             targets.append(parameter.grad)
         else:
             other_own.append(parameter)
-    ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
+    with _refused():
+        ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
+    for weight in done:
+        weight.grad = None
 
     # sparse gradients, and the first of a sum
     earlier_sums = {id(master): master.grad for _, master in other_pairs if master.grad is not None}

@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import datetime
 import math
+import os
 import platform
 import statistics
 import sys
@@ -332,6 +333,18 @@ HEAD = [
 ]
 
 
+def processor() -> str:
+    """What the machine calls its processor, and the instructions that torch and the ops use of it."""
+    try:
+        lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
+    except OSError:
+        lines = []
+    name = next(
+        (line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')), platform.processor()
+    )
+    return f'{name} with {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores'
+
+
 def main() -> None:
     """Print the table; write it with ``--write``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -342,15 +355,17 @@ def main() -> None:
     parser.add_argument('--seconds', type=float, default=1.0, help='time for each row')
     parser.add_argument('--only', default='', help='lists whose name contains this')
     words = parser.parse_args()
+    if words.write and words.only:
+        parser.error('--write takes the whole table: leave --only out.')
     device = torch.device(words.device)
     threads = words.threads if device.type == 'cpu' else words.threads[:1]
     rows = [line for count in threads for line in measure(device, count, words.huge, words.seconds, words.only)]
-    machine = torch.cuda.get_device_name(device) if device.type == 'cuda' else torch.backends.cpu.get_cpu_capability()
+    machine = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{processor()}, {platform.machine()}'
     text = '\n'.join(
         [
             '# The bundled ops beside torch',
             '',
-            f'{datetime.date.today()}, {platform.machine()} with {torch.get_num_threads()} of its cores, {machine}, '
+            f'{datetime.date.today()}, {machine}, '
             f'Python {platform.python_version()}, torch {torch.__version__}, {ops.backend_of(device)}. '
             'Medians of at least nine rounds, all calls of a row by turns. "Of a copy" compares with `copy_` over one pair '
             'of float32 tensors with as many bytes in all. The ratio is the time of the fastest of torch over ours.',

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_wrapper.errors import AmpConfigError
+from amp_wrapper.errors import AmpConfigError, AmpUsageError
 from amp_wrapper.gradients import GradientClip, accumulate_unscaled, nonfinite_names, unscale_to_masters
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -282,3 +283,21 @@ def test_nonfinite_names(device: torch.device) -> None:
     named.append(('sparse', embedding))
     assert nonfinite_names(named) == ['nan', 'inf', 'sparse']
     assert nonfinite_names([]) == []
+
+
+@pytest.mark.parametrize('kind', ['expanded', 'shared'])
+@pytest.mark.parametrize('accumulates', [False, True])
+def test_gradients_that_share_memory_are_refused(kind: str, accumulates: bool, device: torch.device) -> None:
+    """One tensor as the gradient of two parameters would be unscaled twice."""
+    own = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
+    weight = nn.Parameter(torch.zeros(2, device=device, dtype=torch.float16))
+    master = nn.Parameter(torch.zeros(2, device=device))
+    weight.grad = torch.ones_like(weight)
+    shared = torch.full((3,), 8.0, device=device)
+    for parameter in own:
+        parameter.grad = shared if kind == 'shared' else torch.full((1,), 8.0, device=device).expand(3)
+    call = functools.partial(accumulate_unscaled, before={}) if accumulates else unscale_to_masters
+    with pytest.raises(AmpUsageError, match=r'share memory.*clone\(\)'):
+        call([(weight, master)], own, inverse_scale=scalar(0.5, device), found_inf=scalar(0, device))
+    assert master.grad is None and weight.grad is not None
+    assert all(parameter.grad is not None and parameter.grad.tolist() == [8.0, 8.0, 8.0] for parameter in own)
