@@ -9,6 +9,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstring>
+#include <string>
 
 namespace {
 
@@ -64,8 +65,10 @@ class Borrowed {
     for (Py_ssize_t i = 0; i < size; ++i) {
       PyObject* item = PyTuple_GET_ITEM(held_, i);
       if (!THPVariable_Check(item)) {
+        // before the tuple goes: it may be all that holds the item, and the item all that holds its type
+        const std::string type = type_of(item);
         release();
-        TORCH_CHECK_TYPE(false, name, "[", i, "] must be a tensor, not ", type_of(item), ".");
+        TORCH_CHECK_TYPE(false, name, "[", i, "] must be a tensor, not ", type, ".");
       }
       tensors_.push_back(Traits::createBorrow(THPVariable_Unpack(item)));
     }

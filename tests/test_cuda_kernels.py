@@ -98,6 +98,26 @@ FAULTS = {
         ('join_block<Sum>(join_warp<Sum>(sums[0], 8))', 'join_block<Sum>(join_warp<Sum>(sums[0], 16))'),
         'WRONG: l2norm',
     ),
+    'offsets of 32 bits': (
+        (),
+        (
+            'static_cast<std::int64_t>(chunk - work.starts[entry]) * kChunk',
+            'static_cast<std::int32_t>((chunk - work.starts[entry]) * static_cast<std::uint32_t>(kChunk))',
+        ),
+        'WRONG: the begin of a block',
+    ),
+    'a missing scale': ((), ('{scale == nullptr ? 1.0f', '{scale == nullptr ? 0.0f'), 'WRONG: scale'),
+    'a missing b': ((), ('b == nullptr ? 1.0f', 'b == nullptr ? 0.0f'), 'WRONG: axpby'),
+    'a missing inverse scale': (
+        (),
+        ('inverse_scale == nullptr ? 1.0f', 'inverse_scale == nullptr ? 0.0f'),
+        'WRONG: l2norm',
+    ),
+    'a copy through float': (
+        (),
+        ('if constexpr (std::is_same_v<S, T>) {', 'if constexpr (std::is_same_v<S, T> && false) {'),
+        'WRONG: copy',
+    ),
 }
 
 

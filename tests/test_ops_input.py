@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ops_models import LISTED, NORMS, PAIRED, Call, bits, make_call, same_bits, state, without_compiled, zero
+from ops_models import (
+    LISTED,
+    NORMS,
+    PAIRED,
+    Call,
+    bits,
+    in_fresh_process,
+    make_call,
+    same_bits,
+    state,
+    without_compiled,
+    zero,
+)
 from torch import Tensor
 
 from amp_wrapper import ops
@@ -278,6 +290,29 @@ def test_what_is_no_tensor_is_a_type_error(name: str, made: Any, face: str, devi
             refused(call, face, TypeError, f'{which} must be a tensor, not {type(wrong).__name__}.')
             call.arguments[which] = kept
     call.run(FACES[face])  # nothing else was wrong
+
+
+@pytest.mark.parametrize('name', PAIRED)
+def test_the_error_names_what_only_the_call_holds(name: str, device: torch.device) -> None:
+    """Objects and a type that are gone with the tuple that the compiled functions make of the argument."""
+    code = (
+        'import sys, torch\n'
+        'from amp_wrapper import ops\n'
+        'name, count = sys.argv[1], int(sys.argv[2])\n'
+        'tensors = [torch.ones(1)]\n'
+        'for _ in range(50):\n'
+        "    wrong = (type('Wrong' * 1000, (), {})() for _ in range(1))\n"
+        '    try:\n'
+        '        getattr(ops, name)(*[tensors] * count, wrong)\n'
+        '    except TypeError as error:\n'
+        "        assert str(error).startswith('targets[0] must be') or str(error).startswith('masters[0] must be')\n"
+        "        assert 'Wrong' * 1000 in str(error)\n"
+        'print(1)\n'
+    )
+    if without_compiled(device):
+        pytest.skip(without_compiled(device))
+    count = '2' if name == 'multi_tensor_axpby' else '1'
+    assert in_fresh_process('-c', code, name, count, environment={'PYTHONMALLOC': 'debug'}) == 1
 
 
 @pytest.mark.parametrize(

@@ -114,15 +114,17 @@ void for_each_launch(const std::vector<const List*>& lists, F body) {
       });
 }
 
-void test_scale(Random& random, const std::vector<std::int64_t>& counts) {
+void test_scale(Random& random, const std::vector<std::int64_t>& counts, bool scaled) {
   const List sources = random.list(counts, 3);
   List targets = random.list(counts, 3);
   const List expected(targets);
-  const float factor = random.chance(50) ? 1.0f / 3.0f : 0x1p-16f;
+  const float given = random.chance(50) ? 1.0f / 3.0f : 0x1p-16f;
+  const float* scale = scaled ? &given : nullptr;
+  const float factor = scale == nullptr ? 1.0f : given;
   float found = 0.0f;
   float* flag = random.chance(80) ? &found : nullptr;
   for_each_launch<2>({&sources, &targets}, [&](const auto& work, auto, unsigned blocks) {
-    shim::launch(blocks, shim::kThreads, [&, flag] { cuda::scale_kernel(work, &factor, flag); });
+    shim::launch(blocks, shim::kThreads, [&, scale, flag] { cuda::scale_kernel(work, scale, flag); });
   });
   bool bad = false;
   for (std::size_t i = 0; i < counts.size(); ++i) {
@@ -150,6 +152,13 @@ void test_scale_in_place(Random& random, const std::vector<std::int64_t>& counts
 
 void test_copy(Random& random, const std::vector<std::int64_t>& counts) {
   const List sources = random.list(counts, 3);
+  for (const Tensor& source : sources) {
+    // a NaN with a payload, which a copy into the same type keeps
+    const std::uint16_t nan = source.type == Type::kBfloat ? 0x7fa5 : 0x7d55;
+    if (source.count > 0 && source.type != Type::kFloat) {
+      std::memcpy(source.at(random.below(static_cast<int>(source.count))), &nan, sizeof(nan));
+    }
+  }
   List targets = random.list(counts, 3);
   const List expected(targets);
   for_each_launch<2>({&sources, &targets}, [&](const auto& work, auto, unsigned blocks) {
@@ -167,12 +176,17 @@ void test_axpby(Random& random, const std::vector<std::int64_t>& counts) {
   const List ys = random.list(counts, 3);
   List targets = random.list(counts, 3);
   const List expected(targets);
-  const float a = 1.0f / 3.0f;
-  const float b = 7.0f;
+  const float third = 1.0f / 3.0f;
+  const float seven = 7.0f;
+  const float* given_a = random.chance(70) ? &third : nullptr;
+  const float* given_b = random.chance(70) ? &seven : nullptr;
+  const float a = given_a == nullptr ? 1.0f : third;
+  const float b = given_b == nullptr ? 1.0f : seven;
   const int checked = random.below(4);
   float found = 0.0f;
   for_each_launch<3>({&xs, &ys, &targets}, [&](const auto& work, auto, unsigned blocks) {
-    shim::launch(blocks, shim::kThreads, [&] { cuda::axpby_kernel(work, &a, &b, &found, checked); });
+    shim::launch(blocks, shim::kThreads,
+                 [&, given_a, given_b] { cuda::axpby_kernel(work, given_a, given_b, &found, checked); });
   });
   int bad = 0;
   for (std::size_t i = 0; i < counts.size(); ++i) {
@@ -209,12 +223,16 @@ void test_norm(Random& random, const std::vector<std::int64_t>& counts, const ch
     shim::launch(static_cast<unsigned>(segments.count), shim::kThreads,
                  [&, base, first] { cuda::join_tensors_kernel<R>(segments, chunks.data() + base, values.data() + first); });
   });
-  const float inverse = 0.5f;
+  const float half = 0.5f;
+  const float* given = random.chance(70) ? &half : nullptr;
+  const float inverse = given == nullptr ? 1.0f : half;
+  const bool per_tensor = random.chance(70);
   float total = -1.0f;
   float found = 0.0f;
   std::vector<float> each(counts.size(), -1.0f);
-  shim::launch(1, shim::kThreads, [&] {
-    cuda::join_norms_kernel<R>(values.data(), static_cast<std::int64_t>(counts.size()), &inverse, &total, each.data(), &found);
+  float* norms = per_tensor ? each.data() : nullptr;
+  shim::launch(1, shim::kThreads, [&, given, norms] {
+    cuda::join_norms_kernel<R>(values.data(), static_cast<std::int64_t>(counts.size()), given, &total, norms, &found);
   });
   std::vector<V> expected;
   for (std::size_t i = 0; i < counts.size(); ++i) {
@@ -223,7 +241,7 @@ void test_norm(Random& random, const std::vector<std::int64_t>& counts, const ch
       parts.push_back(chunk_of(tensors[i], begin, std::min(kChunk, counts[i] - begin)));
     }
     expected.push_back(tree(parts, R::join));
-    expect(bits_of(each[i]) == bits_of(R::norm(expected[i]) * inverse), name, i);
+    expect(bits_of(each[i]) == bits_of(per_tensor ? R::norm(expected[i]) * inverse : -1.0f), name, i);
   }
   const V all = tree(expected, R::join);
   expect(bits_of(total) == bits_of(R::norm(all) * inverse), name, counts.size());
@@ -315,6 +333,27 @@ void test_refresh(Random& random, const std::vector<std::int64_t>& counts) {
   }
 }
 
+// Where a block begins in tensors that no memory holds: beyond 2^31 elements, and at the last block of a grid.
+void test_place() {
+  const std::int64_t large = cuda::kMostChunks - 1;
+  Work<1> work{};
+  work.entries = 2;
+  work.starts[1] = static_cast<std::int32_t>(large);
+  work.starts[2] = static_cast<std::int32_t>(large + 1);
+  work.counts[0] = large * kChunk - 5;
+  work.counts[1] = 7;
+  for (const std::int64_t chunk :
+       {std::int64_t{0}, std::int64_t{65535}, std::int64_t{65536}, std::int64_t{70001}, large - 1, large}) {
+    blockIdx.x = static_cast<unsigned>(chunk);
+    const cuda::Place place = cuda::place_of(work);
+    const bool last = chunk == large;
+    expect(place.entry == (last ? 1 : 0), "the entry of a block", static_cast<std::size_t>(chunk));
+    expect(place.begin == (last ? 0 : chunk * kChunk), "the begin of a block", static_cast<std::size_t>(chunk));
+    const std::int64_t count = last ? 7 : chunk == large - 1 ? kChunk - 5 : kChunk;
+    expect(place.count == count, "the elements of a block", static_cast<std::size_t>(chunk));
+  }
+}
+
 void test_update_scale(Random& random) {
   const ScaleUpdate rule{2.0f, 0.5f, 1.0f, 0x1p24f, 3, 2};
   float scale = 0x1p16f;
@@ -337,7 +376,7 @@ int main(int argc, char** argv) {
   Random random(seed);
   for (int round = 0; round < rounds; ++round) {
     const bool many = round % 2 == 1;
-    test_scale(random, random.counts(many));
+    for (const bool scaled : {true, false}) test_scale(random, random.counts(many), scaled);
     test_scale_in_place(random, random.counts(many));
     test_copy(random, random.counts(many));
     test_axpby(random, random.counts(many));
@@ -345,6 +384,7 @@ int main(int argc, char** argv) {
     test_flags(random, random.counts(many));
     test_refresh(random, random.counts(many));
   }
+  test_place();
   test_long_tree(random);
   test_update_scale(random);
   std::printf("%d rounds, %d wrong\n", rounds, failures);
