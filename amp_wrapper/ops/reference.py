@@ -444,14 +444,14 @@ def update_scale(
     Raises:
         ValueError: A tensor of another shape or dtype, or on another device. Nothing is written then.
     """
-    others = (('growth_tracker', growth_tracker), ('hysteresis_tracker', hysteresis_tracker), ('found_inf', found_inf))
-    for name, tensor in others:
-        if tensor.device != scale.device:
-            raise ValueError(f'{name} is on {tensor.device} and scale on {scale.device}: they belong on one device.')
     check_scalar('scale', scale, written=True)
     check_scalar('growth_tracker', growth_tracker, torch.int32, written=True)
     check_scalar('hysteresis_tracker', hysteresis_tracker, torch.int32, written=True)
     check_scalar('found_inf', found_inf)
+    others = (('growth_tracker', growth_tracker), ('hysteresis_tracker', hysteresis_tracker), ('found_inf', found_inf))
+    for name, tensor in others:
+        if tensor.device != scale.device:
+            raise ValueError(f'{name} is on {tensor.device} and scale on {scale.device}: they belong on one device.')
     growth_interval, hysteresis = min(growth_interval, _MOST), min(hysteresis, _MOST)
     # one element of any shape each
     scale, growth_tracker, hysteresis_tracker, found_inf = (

@@ -163,8 +163,10 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std
       contiguous = contiguous && tensor.is_contiguous();
       same_order = same_order && dense && (contiguous || tensor.strides() == model.strides());
       negative = negative || tensor.is_neg();
-      // mutable data of what is only read would copy copy-on-write tensors
-      void* data = const_cast<void*>(tensor.const_data_ptr());
+      // mutable data of what is only read would copy copy-on-write tensors; of what is written, it ends their sharing
+      void* data = list.written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+      TORCH_CHECK_VALUE(data != nullptr || tensor.numel() == 0, list.name, "[", i,
+                        "] has no memory: its storage was freed (resized to 0).");
       operands_[which].push_back({data, counts_[i] * size_of(type), type, dense});
     }
     if (negative || !(contiguous || same_order)) indirect.push_back(i);
@@ -179,7 +181,6 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std
       // a copy of a tensor onto itself writes nothing
       if (lists[which].same_is_idle && tensor.is_same(first.tensors[i])) continue;
       bump_version(tensor);
-      operands_[which][i].data = tensor.mutable_data_ptr();
     }
   }
   for (const std::size_t i : indirect) {
@@ -232,9 +233,11 @@ void bump_version(const std::optional<at::Tensor>& tensor) {
   if (tensor.has_value()) bump_version(*tensor);
 }
 
-c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise) {
+c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise,
+                      const std::optional<at::Tensor>& or_else) {
   if (!tensors.empty()) return tensors[0].device();
-  return otherwise.has_value() ? otherwise->device() : c10::Device(c10::kCPU);
+  if (otherwise.has_value()) return otherwise->device();
+  return or_else.has_value() ? or_else->device() : c10::Device(c10::kCPU);
 }
 
 std::tuple<at::Tensor, at::Tensor> new_norms(at::TensorList tensors, c10::Device device, bool per_tensor) {

@@ -74,8 +74,9 @@ void check_flag(const char* name, const std::optional<at::Tensor>& flag, c10::De
 void bump_version(const at::Tensor& tensor);
 void bump_version(const std::optional<at::Tensor>& tensor);
 
-// Where the tensors are; the flag's device, or the CPU, where there are none.
-c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise = std::nullopt);
+// Where the tensors are; where there are none, the device of the first scalar there is, or the CPU.
+c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise = std::nullopt,
+                      const std::optional<at::Tensor>& or_else = std::nullopt);
 
 // Room for the results of a norm: a float32 scalar, and one float32 element for each tensor, or none.
 std::tuple<at::Tensor, at::Tensor> new_norms(at::TensorList tensors, c10::Device device, bool per_tensor);

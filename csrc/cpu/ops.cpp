@@ -86,7 +86,9 @@ float value_of(const std::optional<at::Tensor>& scalar) {
 
 void raise_flag(const std::optional<at::Tensor>& flag, bool found) {
   // a maximum, never a sum: the flag stays 0 or 1
-  if (found) *static_cast<float*>(flag->mutable_data_ptr()) = 1.0f;
+  if (!found) return;
+  auto* value = static_cast<float*>(flag->mutable_data_ptr());
+  *value = std::max(*value, 1.0f);
 }
 
 // In pairs of neighbours, those in pairs, and so on; a missing one counts as zero. Overwrites the values.
@@ -101,11 +103,12 @@ float tree_sum(float* values, std::int64_t count) {
 
 void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
                         const std::optional<at::Tensor>& found_inf) {
-  const c10::Device device = device_of(sources, found_inf);
+  const c10::Device device = device_of(sources, found_inf, scale);
   check_scalar("scale", scale, device);
   check_flag("found_inf", found_inf, device);
   const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU,
                   {{"scale", scale}, {"found_inf", found_inf, true}});
+  if (flat.size() == 0) return;
   bump_version(found_inf);
   const float factor = value_of(scale);
   std::atomic<bool> found{false};
@@ -124,12 +127,13 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
 void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList targets, const std::optional<at::Tensor>& a,
                         const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& found_inf, bool check_x,
                         bool check_y) {
-  const c10::Device device = device_of(xs, found_inf);
+  const c10::Device device = device_of(xs, found_inf, a);
   check_scalar("a", a, device);
   check_scalar("b", b, device);
   check_flag("found_inf", found_inf, device);
   const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCPU,
                   {{"a", a}, {"b", b}, {"found_inf", found_inf, true}});
+  if (flat.size() == 0) return;
   bump_version(found_inf);
   const Axpby function{value_of(a), value_of(b)};
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
@@ -162,6 +166,7 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   check_flag("found_inf", found_inf, device_of(tensors, found_inf));
   const std::optional<at::Tensor> flag = found_inf;
   const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", flag, true}});
+  if (flat.size() == 0) return;
   bump_version(found_inf);
   std::atomic<bool> found{false};
   const auto kernel = kernels().largest;
@@ -175,7 +180,7 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf);
+  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", found_inf, true}});
@@ -208,7 +213,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                         const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf);
+  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", found_inf, true}});

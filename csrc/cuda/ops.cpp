@@ -40,7 +40,7 @@ cudaStream_t stream_of(c10::Device device) { return c10::cuda::getCurrentCUDAStr
 
 void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
                         const std::optional<at::Tensor>& found_inf) {
-  const c10::Device device = device_of(sources, found_inf);
+  const c10::Device device = device_of(sources, found_inf, scale);
   check_scalar("scale", scale, device);
   check_flag("found_inf", found_inf, device);
   const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA,
@@ -56,7 +56,7 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
 void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList targets, const std::optional<at::Tensor>& a,
                         const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& found_inf, bool check_x,
                         bool check_y) {
-  const c10::Device device = device_of(xs, found_inf);
+  const c10::Device device = device_of(xs, found_inf, a);
   check_scalar("a", a, device);
   check_scalar("b", b, device);
   check_flag("found_inf", found_inf, device);
@@ -95,7 +95,7 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf);
+  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", found_inf, true}});
@@ -122,7 +122,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                         const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf);
+  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
   check_scalar("inverse_scale", inverse_scale, device);
   check_flag("found_inf", found_inf, device);
   const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", found_inf, true}});
