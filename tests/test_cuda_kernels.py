@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from native import CSRC, ROOT, SHIM, compile_cpp, compiler, nvcc
+from ops_models import in_fresh_process
+from torch.utils.cpp_extension import include_paths, library_paths
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 #: 256 threads and no more than 64 registers each: four blocks fit on any of the architectures at once.
@@ -134,6 +136,74 @@ def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
     assert message in done.stdout + done.stderr, done.stdout[-500:] + done.stderr[-1000:]
 
 
+# -- the code that starts them -------------------------------------------------------------------------------------
+
+LAUNCH = re.compile(r'(\w+(?:<\w+>)?)<<<(.+?), (\w+), 0, stream>>>\((.*?)\);')
+
+
+def build_host(folder: Path, plant: tuple[str, str, str] | None = None) -> Path:
+    """csrc/cuda/ops.cpp and kernels.cu as a library that serves tensors of the CPU; ``plant`` is (file, piece, fault)."""
+    shutil.copytree(CSRC, folder / 'csrc')
+    shutil.copytree(SHIM, folder / 'tests' / 'cuda_shim')
+    if plant is not None:
+        path = folder / 'csrc' / 'cuda' / plant[0]
+        text = path.read_text()
+        assert text.count(plant[1]) == 1, f'the piece that the fault replaces is there {text.count(plant[1])} times'
+        path.write_text(text.replace(plant[1], plant[2]))
+    launches, count = LAUNCH.subn(
+        r'TORCH_INTERNAL_ASSERT(shim::guards == 1 && stream == &shim::a_stream); '
+        r'shim::launch(\2, \3, [&] { \1(\4); });',
+        (folder / 'csrc' / 'cuda' / 'kernels.cu').read_text(),
+    )
+    assert count == 11
+    text = '#include <c10/cuda/CUDAGuard.h>\n#include <c10/cuda/CUDAStream.h>\n' + launches
+    (folder / 'csrc' / 'cuda' / 'launches.inl').write_text(text)
+    includes = [f'-I{path}' for path in (folder / 'tests' / 'cuda_shim' / 'include', *include_paths())]
+    return compile_cpp(
+        folder / 'host.so',
+        [folder / 'tests' / 'cuda_shim' / 'host.cpp', folder / 'csrc' / 'common' / 'lists.cpp'],
+        *('-O1', '-fPIC', '-shared', '-fno-strict-aliasing', '-ffp-contract=off', '-DAMP_ARGUMENT_BYTES=1024'),
+        f'-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}',
+        *includes,
+        *(f'-L{path}' for path in library_paths()),
+        *('-ltorch_cpu', '-lc10'),
+    )
+
+
+def differences(library: Path) -> list[str]:
+    """Calls in which the CUDA ops differ from the reference, in a process in which they serve the CPU."""
+    worker = str(ROOT / 'tests' / 'cuda_shim' / 'compare.py')
+    found: list[str] = in_fresh_process(worker, str(library), environment={'AMP_WRAPPER_OPS': 'reference'})
+    return found
+
+
+@pytest.mark.slow
+def test_host_code_and_kernels_together_equal_the_reference(tmp_path: Path) -> None:
+    assert differences(build_host(tmp_path)) == []
+
+
+HOST_FAULTS = {
+    'results of temporaries are lost': (
+        'ops.cpp',
+        '  flat.finish();\n}\n\nvoid multi_tensor_axpby',
+        '}\n\nvoid multi_tensor_axpby',
+    ),
+    'arguments are swapped': ('ops.cpp', 'value_of(a), value_of(b)', 'value_of(b), value_of(a)'),
+    'chunks of later launches overwrite earlier ones': (
+        'ops.cpp',
+        'launch_sum_of_squares(work, chunk_data + before,',
+        'launch_sum_of_squares(work, chunk_data,',
+    ),
+    'a flag is not handed over': ('kernels.cu', 'total, each, found_inf);', 'total, each, nullptr);'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', HOST_FAULTS)
+def test_a_fault_in_the_host_code_is_caught(fault: str, tmp_path: Path) -> None:
+    assert differences(build_host(tmp_path, HOST_FAULTS[fault])) != []
+
+
 # -- what nvcc says ------------------------------------------------------------------------------------------------
 
 
@@ -222,8 +292,6 @@ def test_the_host_part_compiles_against_torch() -> None:
     include = next((p for p in (Path('/usr/local/cuda/include'), home / 'include') if p.is_dir()), None)
     if include is None:
         pytest.skip('the headers of CUDA are not beside nvcc')
-    from torch.utils.cpp_extension import include_paths
-
     text = (CSRC / 'cuda' / 'ops.cpp').read_text()
     assert '#include <c10/cuda/' in text and 'ATen/cuda' not in text
     flags = [f'-I{path}' for path in [*include_paths(), str(include)]]
