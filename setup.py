@@ -168,13 +168,11 @@ def compiled() -> dict[str, Any]:
         raise SystemExit(NO_TORCH.format(error)) from None
     # torch compiles with this one, and setuptools would link with the one that Python was built with
     compiler = os.environ['CXX'] = cxx_compiler()
-    try:
+    if importlib.util.find_spec('ninja') is not None:
         import ninja
 
-        # a virtual environment that is not activated has its programs in no path
+        # a virtual environment that is not activated has its programs in no path; without ninja, torch says what it does
         os.environ['PATH'] = ninja.BIN_DIR + os.pathsep + os.environ.get('PATH', '')
-    except ImportError:
-        pass
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
     without_cuda = ''

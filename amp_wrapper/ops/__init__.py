@@ -221,22 +221,20 @@ def update_scale(
     min_scale: float | None = None,
     max_scale: float | None = None,
 ) -> None:
-    call: Any = torch.ops.amp_wrapper.update_scale
-    if not torch.compiler.is_compiling():
-        module = _library()
-        call = reference.update_scale if module is None or not _has_kernel(scale) else module.update_scale
-    call(
-        scale,
-        growth_tracker,
-        hysteresis_tracker,
-        found_inf,
-        growth_factor,
-        backoff_factor,
-        growth_interval,
-        hysteresis,
-        min_scale,
-        max_scale,
-    )
+    state = (scale, growth_tracker, hysteresis_tracker, found_inf)
+    rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
+    if torch.compiler.is_compiling():
+        torch.ops.amp_wrapper.update_scale(*state, *rule)
+        return
+    module = _library()
+    if module is not None and _has_kernel(scale):
+        try:
+            module.update_scale(*state, *rule)
+            return
+        except NotImplementedError:
+            # the reference knows why
+            pass
+    reference.update_scale(*state, *rule)
 
 
 # the meaning is told once, at the reference

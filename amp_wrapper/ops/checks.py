@@ -29,6 +29,11 @@ def _check_writable(label: str, tensor: Tensor) -> None:
         raise ValueError(f'{label} was made in inference mode: outside of it, it cannot be written to.')
 
 
+def _check_memory(label: str, tensor: Tensor) -> None:
+    if not _is_traced(tensor) and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+        raise ValueError(f'{label} has no memory: its storage was freed (resized to 0).')
+
+
 def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
     """Every list against the first, before anything is written.
 
@@ -61,6 +66,9 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
                 raise ValueError(f'{other}[{index}] is not dense: give the values of a sparse tensor, coalesced.')
     if torch.compiler.is_compiling():
         return
+    for other, tensors in lists:
+        for index, tensor in enumerate(tensors):
+            _check_memory(f'{other}[{index}]', tensor)
     for other, tensors in written:
         for index, tensor in enumerate(tensors):
             _check_writable(f'{other}[{index}]', tensor)
@@ -171,6 +179,7 @@ def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.fl
         raise ValueError(
             f'{name} has shape {tuple(scalar.shape)} and dtype {scalar.dtype}: one element of {dtype} is expected.'
         )
+    _check_memory(name, scalar)
     if written:
         _check_writable(name, scalar)
 

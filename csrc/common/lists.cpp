@@ -42,6 +42,10 @@ std::string name_of(c10::ScalarType type) { return "torch." + std::string(c10::g
 bool is_writable(const at::Tensor& tensor) { return !tensor.is_inference() || c10::InferenceMode::is_enabled(); }
 constexpr const char* kNotWritable = " was made in inference mode: outside of it, it cannot be written to.";
 
+// A storage that was resized to nothing leaves a tensor with elements and no place for them.
+bool has_memory(const at::Tensor& tensor) { return tensor.numel() == 0 || tensor.storage().nbytes() > 0; }
+constexpr const char* kNoMemory = " has no memory: its storage was freed (resized to 0).";
+
 Type check_one(const List& list, std::size_t index, const at::Tensor& tensor, c10::Device device) {
   TORCH_CHECK_VALUE(tensor.layout() == c10::Layout::Strided, list.name, "[", index,
                     "] is not dense: give the values of a sparse tensor, coalesced.");
@@ -165,8 +169,7 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std
       negative = negative || tensor.is_neg();
       // mutable data of what is only read would copy copy-on-write tensors; of what is written, it ends their sharing
       void* data = list.written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-      TORCH_CHECK_VALUE(data != nullptr || tensor.numel() == 0, list.name, "[", i,
-                        "] has no memory: its storage was freed (resized to 0).");
+      TORCH_CHECK_VALUE(has_memory(tensor), list.name, "[", i, "]", kNoMemory);
       operands_[which].push_back({data, counts_[i] * size_of(type), type, dense});
     }
     if (negative || !(contiguous || same_order)) indirect.push_back(i);
@@ -212,6 +215,7 @@ void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device
                     name_of(scalar.scalar_type()), ": one element of ", name_of(type), " is expected.");
   TORCH_CHECK_NOT_IMPLEMENTED(scalar.device() == device, name, " is on ", scalar.device(), " and the first tensor on ", device,
                               ": one call of the compiled op serves one device.");
+  TORCH_CHECK_VALUE(has_memory(scalar), name, kNoMemory);
   TORCH_CHECK_VALUE(!written || is_writable(scalar), name, kNotWritable);
 }
 
