@@ -222,19 +222,19 @@ def update_scale(
     max_scale: float | None = None,
 ) -> None:
     state = (scale, growth_tracker, hysteresis_tracker, found_inf)
-    rule = (growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale)
+    bounds = (min_scale, max_scale)
     if torch.compiler.is_compiling():
-        torch.ops.amp_wrapper.update_scale(*state, *rule)
+        torch.ops.amp_wrapper.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
         return
     module = _library()
     if module is not None and _has_kernel(scale):
         try:
-            module.update_scale(*state, *rule)
+            module.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
             return
         except NotImplementedError:
             # the reference knows why
             pass
-    reference.update_scale(*state, *rule)
+    reference.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
 
 
 # the meaning is told once, at the reference
