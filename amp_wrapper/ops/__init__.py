@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, loader, reference
+from . import checks, loader, reference, reference_step
 from . import schemas as schemas
 from .reference import add_gradients
+from .reference_step import ADAM, DECISION, HYPER, ROW, SGD
 
 #: What the compiled kernels take; anything else is left to the reference.
 COMPILED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -237,6 +238,72 @@ def update_scale(
     reference.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
 
 
+def _call(name: str, device: object, *arguments: Any) -> None:
+    """An op of the step: on one device, or refused."""
+    if torch.compiler.is_compiling():
+        getattr(torch.ops.amp_wrapper, name)(*arguments)
+        return
+    module = _library()
+    if module is not None and _has_kernel(device) and hasattr(module, name):
+        try:
+            getattr(module, name)(*arguments)
+            return
+        except NotImplementedError:
+            # the reference serves it, or knows why not
+            pass
+    getattr(reference_step, name)(*arguments)
+
+
+def step_prologue(
+    decision: Tensor,
+    rows: Tensor,
+    steps: Sequence[Tensor],
+    hyper: Tensor,
+    groups: Tensor,
+    kind: int,
+    rates: Sequence[Tensor] = (),
+    rated: Sequence[int] = (),
+    found_inf: Tensor | None = None,
+    learned: Tensor | None = None,
+    norm: Tensor | None = None,
+    scale: Tensor | None = None,
+    growth_tracker: Tensor | None = None,
+    hysteresis_tracker: Tensor | None = None,
+    counts: Tensor | None = None,
+    rule: Sequence[float] = (),
+    max_norm: float | None = None,
+    clip_value: float | None = None,
+) -> None:
+    scalars = (found_inf, learned, norm, scale, growth_tracker, hysteresis_tracker, counts)
+    table = (decision, rows, steps, hyper, groups, kind, rates, rated)
+    _call('step_prologue', decision, *table, *scalars, rule, max_norm, clip_value)
+
+
+def fused_adam(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    partners: Sequence[Tensor],
+    rows: Tensor,
+    decision: Tensor,
+) -> None:
+    states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
+    _call('fused_adam', decision, grads, params, *states, partners, rows, decision)
+
+
+def fused_sgd(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    partners: Sequence[Tensor],
+    rows: Tensor,
+    decision: Tensor,
+) -> None:
+    _call('fused_sgd', decision, grads, params, momentum_buffers, partners, rows, decision)
+
+
 # the meaning is told once, at the reference
 for _function in (
     multi_tensor_scale,
@@ -247,15 +314,25 @@ for _function in (
     multi_tensor_maxnorm,
     multi_tensor_refresh,
     update_scale,
+    step_prologue,
+    fused_adam,
+    fused_sgd,
 ):
-    _function.__doc__ = getattr(reference, _function.__name__).__doc__
+    _function.__doc__ = schemas.REFERENCES[_function.__name__].__doc__
 
 __all__ = [
+    'ADAM',
     'COMPILED_DTYPES',
+    'DECISION',
+    'HYPER',
+    'ROW',
+    'SGD',
     'add_gradients',
     'backend',
     'backend_of',
     'compiled_devices',
+    'fused_adam',
+    'fused_sgd',
     'multi_tensor_axpby',
     'multi_tensor_copy',
     'multi_tensor_isnonfinite',
@@ -263,5 +340,6 @@ __all__ = [
     'multi_tensor_maxnorm',
     'multi_tensor_refresh',
     'multi_tensor_scale',
+    'step_prologue',
     'update_scale',
 ]

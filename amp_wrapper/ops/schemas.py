@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import reference
+from . import reference, reference_step
 
 NAMESPACE = 'amp_wrapper'
 
@@ -40,12 +40,29 @@ SCHEMAS = {
         'float growth_factor, float backoff_factor, int growth_interval, int hysteresis, '
         'float? min_scale=None, float? max_scale=None) -> ()'
     ),
+    'step_prologue': (
+        '(Tensor(a!) decision, Tensor(b!) rows, Tensor(c!)[] steps, Tensor hyper, Tensor groups, int kind, '
+        'Tensor[] rates, int[] rated, Tensor? found_inf=None, Tensor? learned=None, Tensor? norm=None, '
+        'Tensor(d!)? scale=None, Tensor(e!)? growth_tracker=None, Tensor(f!)? hysteresis_tracker=None, '
+        'Tensor(g!)? counts=None, float[] rule=[], float? max_norm=None, float? clip_value=None) -> ()'
+    ),
+    'fused_adam': (
+        '(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, '
+        'Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] partners, Tensor rows, Tensor decision) -> ()'
+    ),
+    'fused_sgd': (
+        '(Tensor[] grads, Tensor(a!)[] params, Tensor(b!)[] momentum_buffers, Tensor(c!)[] partners, Tensor rows, '
+        'Tensor decision) -> ()'
+    ),
 }
+
+#: The functions of the ops, by name.
+REFERENCES = {name: getattr(reference, name, None) or getattr(reference_step, name) for name in SCHEMAS}
 
 _library = torch.library.Library(NAMESPACE, 'DEF')  # type: ignore[no-untyped-call]
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(_name, getattr(reference, _name), 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
+    _library.impl(_name, REFERENCES[_name], 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
     # not differentiable: results want no gradient, whatever the inputs do
     _library.impl(_name, torch.library.fallthrough_kernel, 'Autograd')  # type: ignore[no-untyped-call]
 
@@ -68,6 +85,9 @@ for _name in (
     'multi_tensor_copy',
     'multi_tensor_isnonfinite',
     'update_scale',
+    'step_prologue',
+    'fused_adam',
+    'fused_sgd',
 ):
     torch.library.register_fake(f'{NAMESPACE}::{_name}', _writes_only, lib=_library)
 
