@@ -102,8 +102,16 @@ class MasterWeights:
         chosen = list(self.pairs if pairs is None else pairs)
         with torch.no_grad():
             ops.multi_tensor_copy([master for _, master in chosen], [weight for weight, _ in chosen])
-        self.mark_clean(weight for weight, _ in chosen)
-        for _, master in chosen:
+        self.settle(chosen)
+
+    def settle(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
+        """Masters and weights agree now: take both as they are.
+
+        Args:
+            pairs: Some of :attr:`pairs`; all of them by default.
+        """
+        for weight, master in self.pairs if pairs is None else pairs:
+            self._versions[id(weight)] = weight._version
             self._copied[id(master)] = master._version
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:

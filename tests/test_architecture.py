@@ -43,6 +43,10 @@ FLOOR_OF = {
     'random_state': 'owners',
     'resume_record': 'owners',
     'scope': 'owners',
+    'step_result': 'owners',
+    'skip_watch': 'owners',
+    'late_read': 'owners',
+    'optim': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
@@ -55,6 +59,8 @@ SIBLINGS = {
     ('scale_config', 'errors'),
     ('fp32_registry', 'nested'),
     ('fp32_ops', 'fp32_call'),
+    # what is watched is the decision of a step
+    ('skip_watch', 'step_result'),
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
