@@ -22,6 +22,7 @@ from .errors import (
     OverflowStreakError,
 )
 from .nonfinite import NonfiniteWatch, nonfinite_watch
+from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 __version__ = '0.1.0'
 
@@ -52,6 +53,9 @@ __all__ = [
     'AmpUsageError',
     'ApexOptimWrapper',
     'CheckpointWriteError',
+    'FusedAdam',
+    'FusedAdamW',
+    'FusedSGD',
     'NonfiniteError',
     'NonfiniteWatch',
     'OverflowStreakError',

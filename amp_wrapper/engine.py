@@ -579,7 +579,9 @@ class AmpEngine:
         self.stage = Stage.READY
         return result
 
-    def _step_fused(self, clip: GradientClip | None, gradients: Mapping[int, Tensor], kwargs: dict[str, Any]) -> StepResult:
+    def _step_fused(
+        self, clip: GradientClip | None, gradients: Mapping[int, Tensor], kwargs: dict[str, Any]
+    ) -> StepResult:
         """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
         assert isinstance(self.optimizer, FusedOptimizer)
         waits = self.scalers[0].checks and self._watch.must_wait
@@ -634,10 +636,10 @@ class AmpEngine:
             found[id(parameter)] = gradient
         return found or None
 
-    def _partner(self, parameter: nn.Parameter) -> Tensor | None:
+    def _partner(self, parameter: Tensor) -> Tensor | None:
         """What a fused update writes beside the parameter."""
         masters = self._masters
-        return masters.weight_of(parameter) if masters is not None and masters.is_master(parameter) else None
+        return None if masters is None else masters.partner_of(parameter)
 
     def _prologue(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
         """The first pass, and what the decision is made from."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 
 class LateRead:
@@ -68,8 +69,7 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    everywhere = getattr(torch.optim.optimizer, '_global_optimizer_pre_hooks', {})
-    return bool(getattr(optimizer, '_optimizer_step_pre_hooks', {})) or bool(everywhere)
+    return bool(_global_optimizer_pre_hooks) or bool(getattr(optimizer, '_optimizer_step_pre_hooks', None))
 
 
 @contextlib.contextmanager

@@ -68,6 +68,10 @@ class MasterWeights:
         """The model weight behind a master; any other parameter itself."""
         return self._weights.get(id(parameter), parameter)
 
+    def partner_of(self, parameter: Tensor) -> nn.Parameter | None:
+        """What a fused update writes beside a master: its model weight. None for any other parameter."""
+        return self._weights.get(id(parameter))
+
     def adopt(self) -> None:
         """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
         self._swap(lambda parameter: parameter.dtype in HALF_TYPES)

@@ -16,7 +16,7 @@ ON_SKIP = ('advance', 'hold')
 
 
 def _holds(wrapper: Any) -> bool:
-    """Whether schedules of this wrapper stay where they are after the present iteration. Syncs, where a wrapper asks to hold."""
+    """Whether schedules of this wrapper stay where they are after the iteration. Syncs, where a wrapper asks to hold."""
     return getattr(wrapper, 'on_skip', 'advance') == 'hold' and bool(wrapper.step_was_skipped())
 
 

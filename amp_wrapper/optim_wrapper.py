@@ -70,8 +70,8 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
             more bytes per weight between its backward passes.
-        on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the device
-            once an iteration.
+        on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
+            device once an iteration.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
 
     Raises:
@@ -146,8 +146,8 @@ class AmpOptimWrapper(OptimWrapper):
             problems += error.problems
         if on_skip not in ON_SKIP:
             problems.append(
-                f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) or "
-                f"'hold' (they wait)."
+                f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
+                "or 'hold' (they wait)."
             )
         problems += _check_words(kwargs, use_fsdp)
         if problems or resolved is None:
@@ -372,7 +372,11 @@ class AmpOptimWrapper(OptimWrapper):
         self._last = result
         if result.decision is not None:
             front = f'train/{self.member_name}_' if self.member_name else 'train/'
-            words = {'grad_norm': getattr(self, 'grad_name', 'grad_norm'), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
+            words = {
+                'grad_norm': getattr(self, 'grad_name', 'grad_norm'),
+                'loss_scale': 'amp_scale',
+                'skips': 'amp_skipped',
+            }
             shown = {f'{front}{words[name]}': COLUMNS[name] for name in result.shows}
             self._deferred.update(result.decision, shown, result.skipped is None)
 

@@ -260,7 +260,8 @@ def _fill_rows(
         return
     device = rows.device
     before = torch.stack([step.view(()) for step in steps])
-    torch._foreach_add_([step.view(()) for step in steps], taken.float())
+    # a list of it: one tensor for all would be read by the host
+    torch._foreach_add_([step.view(()) for step in steps], [taken.float()] * len(steps))
     table = hyper.to(device).clone()
     for group, rate in zip(rated, rates):
         table[group, 0] = rate.view(()).double()
