@@ -4,7 +4,8 @@
 
     optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=...)
 
-Importing the package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry. Without
+Importing the package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry, and registers
+the optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there. Without
 mmengine, everything below the mmengine doors (:mod:`amp_wrapper.engine` and what it stands on) can be imported.
 """
 
