@@ -39,6 +39,8 @@ from . import (
     gradients,
     open_window,
     scope,
+    split_weights,
+    twins,
 )
 from .accumulation import Fp32Sums
 from .errors import AmpAttachError, AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
@@ -48,6 +50,7 @@ from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar
 from .model_wrappers import Reducers, check_unknown_listeners
 from .nested import HALF_TYPES, EnterObject
 from .policy import Policy, dtype_name
+from .split_weights import SplitWeights
 from .step_flags import StepFlags
 
 #: Doors decide where these lines go.
@@ -100,7 +103,7 @@ class AmpEngine:
         self._handle: casting.CastHandle | None = None
         self._ops: fp32_ops.OpSet | None = None
         self._seen_ops: set[frozenset[str]] = set()
-        self._masters: MasterWeights | None = None
+        self._masters: MasterWeights | SplitWeights | None = None
         self._names: dict[int, str] = {}
         self._reducers = Reducers(None, self.weights)
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
@@ -110,6 +113,8 @@ class AmpEngine:
         self._pending: checkpoint.SavedAmp | None = None
         if policy.enabled and optimizer is not None:
             scope.check_optimizer(optimizer)
+            if policy.split_masters:
+                split_weights.check_optimizer(optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpEngine:
         if self.attached and self.policy.enabled:
@@ -196,8 +201,11 @@ class AmpEngine:
             done, shared_weights = self._cast_by_others()
             roots = scope.find_roots(inner, self.optimizer, foreign, done)
             plan = casting.CastPlan(roots, self.policy, leave, average, enter)
-            if self.optimizer is not None and self.policy.master_weights:
-                self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair, casting.fp32_twin)
+            if self.optimizer is not None and self.policy.split_masters:
+                assert self.policy.cast_model_type is not None
+                self._masters = SplitWeights(self.optimizer, plan.parameters, self.policy.cast_model_type)
+            elif self.optimizer is not None and self.policy.master_weights:
+                self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.fp32_twin)
             self._handle = plan.apply()
             self._ops = plan.ops
             if self._masters is not None:
@@ -240,8 +248,13 @@ class AmpEngine:
             both = [mine[id(weight)] for weight in other.weights() if id(weight) in mine]
             casts = self.policy.casts_model or (theirs is not None and theirs.casts_model)
             same = theirs is not None and (
-                (theirs.casts_model, theirs.cast_model_type, theirs.master_weights)
-                == (self.policy.casts_model, self.policy.cast_model_type, self.policy.master_weights)
+                (theirs.casts_model, theirs.cast_model_type, theirs.master_weights, theirs.split_masters)
+                == (
+                    self.policy.casts_model,
+                    self.policy.cast_model_type,
+                    self.policy.master_weights,
+                    self.policy.split_masters,
+                )
             )
             if both and casts and not same:
                 names = [self._names.get(id(weight), f'of shape {tuple(weight.shape)}') for weight in both[:5]]
@@ -700,7 +713,7 @@ class AmpEngine:
     # -- what the optimizer steps ------------------------------------------------------------------------------------
 
     def master_params(self) -> Iterator[Tensor]:
-        """Every tensor that the optimizer steps: FP32 masters, and parameters that are their own."""
+        """Every tensor that the optimizer steps: FP32 masters, 16-bit weights that are split, and FP32 parameters."""
         if self._masters is not None:
             self._masters.adopt()
         yield from self._parameters()
@@ -709,14 +722,15 @@ class AmpEngine:
         """Say that model weights were edited, through ``.data`` too: the masters follow the weights. Syncs.
 
         Args:
-            tensors: The edited parameters; all of them by default.
+            tensors: The edited parameters; all of them by default, but split weights have to be named.
 
         Returns:
-            The names of the weights that differed from their masters.
+            The names of the weights that differed from their masters, or that are split.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split.
         """
-        if self._masters is None:
-            return []
-        return self._masters.refresh(None if tensors is None else self._masters.select(tensors))
+        return [] if self._masters is None else self._masters.changed(tensors)
 
     def weights(self) -> list[nn.Parameter]:
         """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""
@@ -730,7 +744,8 @@ class AmpEngine:
         return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [] if self._masters is None else list(self._masters.pairs)
+        # split weights are stepped themselves
+        return list(self._masters.pairs) if isinstance(self._masters, MasterWeights) else []
 
     def _own_parameters(self) -> list[nn.Parameter]:
         masters = self._masters
