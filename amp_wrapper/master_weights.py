@@ -68,6 +68,10 @@ class MasterWeights:
         """The model weight behind a master; any other parameter itself."""
         return self._weights.get(id(parameter), parameter)
 
+    def partner_of(self, parameter: Tensor) -> nn.Parameter | None:
+        """What a fused update writes beside a master: its model weight. None for any other parameter."""
+        return self._weights.get(id(parameter))
+
     def adopt(self) -> None:
         """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
         self._swap(lambda parameter: parameter.dtype in HALF_TYPES)
@@ -102,8 +106,16 @@ class MasterWeights:
         chosen = list(self.pairs if pairs is None else pairs)
         with torch.no_grad():
             ops.multi_tensor_copy([master for _, master in chosen], [weight for weight, _ in chosen])
-        self.mark_clean(weight for weight, _ in chosen)
-        for _, master in chosen:
+        self.settle(chosen)
+
+    def settle(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
+        """Masters and weights agree now: take both as they are.
+
+        Args:
+            pairs: Some of :attr:`pairs`; all of them by default.
+        """
+        for weight, master in self.pairs if pairs is None else pairs:
+            self._versions[id(weight)] = weight._version
             self._copied[id(master)] = master._version
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
@@ -143,7 +155,7 @@ class MasterWeights:
         return [pair for pair in self.pairs if pair[0]._version != self._versions.get(id(pair[0]))]
 
     @torch.no_grad()
-    def refresh(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> list[str]:
+    def refresh(self, pairs: Iterable[tuple[nn.Parameter, Tensor]] | None = None) -> list[str]:
         """A weight changed by anyone but the optimizer wins: wherever it differs from its master rounded, bit for bit,
         the master takes its value. Syncs.
 
@@ -160,6 +172,17 @@ class MasterWeights:
         flags = ops.multi_tensor_refresh([weight for weight, _ in chosen], [master for _, master in chosen])
         self.mark_clean(weight for weight, _ in chosen)
         return [self.name(weight) for (weight, _), differs in zip(chosen, flags.tolist()) if differs]
+
+    def changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
+        """Somebody says that weights were edited, through ``.data`` perhaps: as :meth:`refresh`. Syncs.
+
+        Args:
+            tensors: The edited weights; all by default.
+
+        Returns:
+            The names of those that differed from their masters.
+        """
+        return self.refresh(None if tensors is None else self.select(tensors))
 
     def name(self, weight: Tensor) -> str:
         """The qualified name of a weight in its model."""

@@ -24,6 +24,8 @@ FLOOR_OF = {
     'casting': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
+    'twins': 'owners',
+    'split_weights': 'owners',
     'loss_scaler': 'owners',
     'master_weights': 'owners',
     'model_wrappers': 'owners',
@@ -44,6 +46,9 @@ FLOOR_OF = {
     'random_state': 'owners',
     'resume_record': 'owners',
     'scope': 'owners',
+    'step_result': 'owners',
+    'skip_watch': 'owners',
+    'late_read': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
@@ -56,10 +61,15 @@ SIBLINGS = {
     ('scale_config', 'errors'),
     ('fp32_registry', 'nested'),
     ('fp32_ops', 'fp32_call'),
+    # what is watched is the decision of a step
+    ('skip_watch', 'step_result'),
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
     ('module_guard', 'forward_hooks'),
+    # who saves, loads and copies needs no more of a master than its value
+    ('casting', 'twins'),
+    ('split_weights', 'twins'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
     # building a DDP anew is the one thing done to it, and when is the other

@@ -62,6 +62,8 @@ class FusedOptimizer(Optimizer):
 
     #: GradScaler neither reads the flag nor unscales, but sets ``grad_scale`` and ``found_inf``.
     _step_supports_amp_scaling = True
+    #: It steps a 16-bit weight and its int16 remainder together.
+    supports_split_weights = True
 
     # told by each class: kind of the ops, the state with an entry per element, what has to stand in a group, and what of that
     # becomes the hyper-parameters beside lr
