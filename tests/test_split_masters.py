@@ -87,7 +87,10 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
     wrapper = wrap(level, model)
     moment = wrapper.optimizer.state[weight]['momentum_buffer'] = torch.rand_like(weight)
     for _ in range(2):
+        weight.grad = torch.ones_like(weight)
         wrapper.attach(model)
+        assert weight.grad.dtype is weight.dtype
+        masters = wrapper._engine._masters
         remainder = twins.remainder_of(weight)
         assert weight.dtype is LEVELS[level] and remainder is not None and remainder.bits.dtype is torch.int16
         assert wrapper.optimizer.param_groups[0]['params'] == [weight] == list(wrapper.master_params())
@@ -99,6 +102,7 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
         average = ExponentialMovingAverage(model)
         assert bits(average.module[0].weight).equal(bits(values))
         wrapper.detach()
+        assert len(masters) == 0 and weight.grad.dtype is torch.float32
         assert weight.dtype is torch.float32 and bits(weight).equal(bits(values))
         assert twins.remainder_of(weight) is None
 
