@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -168,7 +169,22 @@ def our_optimizer(case: Case, parameters: Any, **words: Any) -> Optimizer:
     return kind(parameters, **case.words, **words)
 
 
-class Ours(Step):
+class Wrapped(Step):
+    """Through a wrapper of mmengine's kind."""
+
+    wrapper: Any
+
+    def prepare(self) -> None:
+        self.wrapper.backward(self.model())
+
+    def run(self) -> None:
+        self.wrapper.step()
+
+    def finish(self) -> None:
+        self.wrapper.zero_grad()
+
+
+class Ours(Wrapped):
     """This package, through its wrapper.
 
     Args:
@@ -178,8 +194,6 @@ class Ours(Step):
         optimizer: Makes the optimizer.
         words: Further ones for the wrapper.
     """
-
-    wrapper_type: Any = AmpOptimWrapper
 
     def __init__(
         self,
@@ -191,52 +205,34 @@ class Ours(Step):
     ) -> None:
         super().__init__(case, shapes)
         self.optimizer = optimizer(case, self.model.parameters())
-        _quiet()
         try:
-            self.wrapper = AmpOptimWrapper(
-                opt_level=level[0 if case.is_scaled else 1],
-                optimizer=self.optimizer,
-                clip_grad=dict(max_norm=MAX_NORM) if case.clip else None,
-                verbosity=0,
-                **words,
-            )
-            self.wrapper.attach(self.model)
+            with quiet():
+                self.wrapper = AmpOptimWrapper(
+                    opt_level=level[0 if case.is_scaled else 1],
+                    optimizer=self.optimizer,
+                    clip_grad=dict(max_norm=MAX_NORM) if case.clip else None,
+                    verbosity=0,
+                    **words,
+                )
+                self.wrapper.attach(self.model)
         except AmpError as error:
             raise Unavailable(f'{type(error).__name__}: {str(error).splitlines()[0][:160]}') from error
 
-    def prepare(self) -> None:
-        self.wrapper.backward(self.model())
 
-    def run(self) -> None:
-        self.wrapper.step()
-
-    def finish(self) -> None:
-        self.wrapper.zero_grad()
-
-
-class Stock(Step):
+class Stock(Wrapped):
     """mmengine's own wrapper, with torch's default optimizer or another."""
 
     def __init__(self, case: Case, shapes: Shapes, **words: Any) -> None:
         super().__init__(case, shapes)
         _need(case.is_scaled, 'measured with float16 only, for it scales the loss')
         self.optimizer = torch_optimizer(case, self.model.parameters(), **words)
-        _quiet()
         try:
-            self.wrapper = TorchAmpOptimWrapper(
-                optimizer=self.optimizer, clip_grad=dict(max_norm=MAX_NORM) if case.clip else None
-            )
+            with quiet():
+                self.wrapper = TorchAmpOptimWrapper(
+                    optimizer=self.optimizer, clip_grad=dict(max_norm=MAX_NORM) if case.clip else None
+                )
         except AssertionError as error:
             raise Unavailable(f"mmengine's constructor refuses this device: {error}") from error
-
-    def prepare(self) -> None:
-        self.wrapper.backward(self.model())
-
-    def run(self) -> None:
-        self.wrapper.step()
-
-    def finish(self) -> None:
-        self.wrapper.zero_grad()
 
 
 class Scaler(Step):
@@ -397,8 +393,16 @@ def _need(condition: bool, reason: str) -> None:
         raise Unavailable(reason)
 
 
-def _quiet() -> None:
-    MMLogger.get_current_instance().setLevel(logging.ERROR)
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No line about each wrapper that is built."""
+    logger = MMLogger.get_current_instance()
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @dataclasses.dataclass(frozen=True)
