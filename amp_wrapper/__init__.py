@@ -4,7 +4,8 @@
 
     optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=...)
 
-Importing the package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry. Without
+Importing the package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry, and registers
+the optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there. Without
 mmengine, everything below the mmengine doors (:mod:`amp_wrapper.engine` and what it stands on) can be imported.
 """
 
@@ -22,6 +23,7 @@ from .errors import (
     OverflowStreakError,
 )
 from .nonfinite import NonfiniteWatch, nonfinite_watch
+from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 __version__ = '0.1.0'
 
@@ -52,6 +54,9 @@ __all__ = [
     'AmpUsageError',
     'ApexOptimWrapper',
     'CheckpointWriteError',
+    'FusedAdam',
+    'FusedAdamW',
+    'FusedSGD',
     'NonfiniteError',
     'NonfiniteWatch',
     'OverflowStreakError',

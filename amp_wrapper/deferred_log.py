@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,33 +16,38 @@ class DeferredRows:
     """Rows of device scalars that several buffers share, so that one read brings over all of them.
 
     Args:
+        told: Called with the rows that are news to somebody, in order.
         limit: Rows after which they are brought over unasked, so that memory stays bounded where nobody reads.
     """
 
-    def __init__(self, limit: int = 1000) -> None:
+    def __init__(self, told: Callable[[list[list[float]]], None] = lambda rows: None, limit: int = 1000) -> None:
+        self._told = told
         self._limit = limit
-        self._rows: list[list[tuple[DeferredHistoryBuffer, Tensor]]] = []
+        self._rows: list[tuple[Tensor, list[tuple[DeferredHistoryBuffer, int]], bool]] = []
         self.transfers = 0
 
-    def add(self, row: list[tuple[DeferredHistoryBuffer, Tensor]]) -> None:
-        """Keep one iteration's scalars for later."""
-        self._rows.append(row)
+    def add(self, row: Tensor, entries: list[tuple[DeferredHistoryBuffer, int]], tells: bool) -> None:
+        """Keep one iteration's numbers for later: a vector, which of them belong to which buffer, and whether to tell."""
+        self._rows.append((row, entries, tells))
         if len(self._rows) >= self._limit:
             self.flush()
 
     def flush(self) -> None:
         """Bring every waiting scalar to the host, in one transfer. Syncs."""
         rows, self._rows = self._rows, []
-        entries = [entry for row in rows for entry in row]
-        if not entries:
+        if not rows:
             return
-        device = entries[0][1].device
+        device = rows[0][0].device
         # float64 holds every float32 scale and every count exactly
-        values = torch.stack([value.detach().to(device, torch.float64) for _, value in entries]).tolist()
+        values = torch.stack([row.detach().to(device, torch.float64) for row, *_ in rows]).tolist()
         self.transfers += 1
-        for (buffer, _), value in zip(entries, values):
-            if not math.isnan(value):
-                buffer.update(value)
+        for numbers, (_, entries, _) in zip(values, rows):
+            for buffer, index in entries:
+                if not math.isnan(numbers[index]):
+                    buffer.update(numbers[index])
+        told = [numbers for numbers, (*_, tells) in zip(values, rows) if tells]
+        if told:
+            self._told(told)
 
 
 class DeferredHistoryBuffer(HistoryBuffer):
@@ -83,24 +89,27 @@ class DeferredHistoryBuffer(HistoryBuffer):
 
 
 class DeferredLog:
-    """Writes device scalars to mmengine's message hub without reading them.
+    """Writes numbers of the device to mmengine's message hub without reading them.
 
     Args:
         hub: The hub whose ``log_scalars`` the logger hook prints.
+        told: Called with the rows that are news, when they are read.
     """
 
-    def __init__(self, hub: MessageHub) -> None:
+    def __init__(self, hub: MessageHub, told: Callable[[list[list[float]]], None] = lambda rows: None) -> None:
         self._hub = hub
-        self.rows = DeferredRows()
+        self.rows = DeferredRows(told)
 
-    def update(self, scalars: dict[str, Tensor]) -> None:
-        """Log scalars under their names.
+    def update(self, row: Tensor, names: dict[str, int], tells: bool = False) -> None:
+        """Log some numbers of a row.
 
         Args:
-            scalars: Name to scalar tensor, on any device; NaN means "nothing this time".
+            row: Vector on any device; NaN means "nothing this time".
+            names: Names in the log, and where in the row their numbers are.
+            tells: Whether the row is news when it is read.
         """
-        row = []
-        for name, value in scalars.items():
+        entries = []
+        for name, index in names.items():
             buffer = self._hub.log_scalars.get(name)
             if not isinstance(buffer, DeferredHistoryBuffer) or buffer._rows is not self.rows:
                 # the first value creates the entry and settles that it is resumed; a resume puts a plain buffer there
@@ -111,5 +120,5 @@ class DeferredLog:
                     source = HistoryBuffer(*buffer.data)
                 buffer = DeferredHistoryBuffer(self.rows, source)
                 self._hub.log_scalars[name] = buffer
-            row.append((buffer, value))
-        self.rows.add(row)
+            entries.append((buffer, index))
+        self.rows.add(row, entries, tells)

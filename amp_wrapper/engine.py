@@ -8,10 +8,14 @@ The path of one update:
 1. ``scale``: the loss times the loss scale, which does not move from here to 7;
 2. ``backward``: gradients arrive on the model weights, 16-bit where the weights are, and are averaged over the ranks;
 3. ``step`` looks for weights that somebody else changed (they win over their masters),
-4. unscales the gradients into FP32 and finds out whether any element is non-finite,
-5. decides, the same on every rank (the one host read of a step),
-6. clips, steps the optimizer and copies masters into the model weights; or skips all three,
+4. finds out whether any gradient element is non-finite, and how long the gradient is,
+5. decides, the same on every rank,
+6. unscales, clips, steps the optimizer and brings masters to the model weights; or skips all of it,
 7. moves the loss scale.
+
+With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one pass
+over everything, and the host reads nothing (``_step_fused``). With any other one, unscaling comes first, together with 4, and
+each of the rest is a pass of its own (``_step_any``).
 """
 
 from __future__ import annotations
@@ -38,17 +42,22 @@ from . import (
     fp32_ops,
     gradients,
     open_window,
+    ops,
     scope,
 )
 from .accumulation import Fp32Sums
 from .errors import AmpAttachError, AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
-from .gradients import GradientClip
+from .gradients import GradientClip, refused_gradients
+from .late_read import LateRead, flagged, has_pre_hooks, late_gradients, takes_flag
 from .loss_scaler import LossScaler
 from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state, warn_of_lost_eps
 from .model_wrappers import Reducers, check_unknown_listeners
 from .nested import HALF_TYPES, EnterObject
+from .optim.fused import FusedOptimizer, Update
 from .policy import Policy, dtype_name
+from .skip_watch import SkipWatch
 from .step_flags import StepFlags
+from .step_result import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, decision_of
 
 #: Doors decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
@@ -60,23 +69,6 @@ class Stage(enum.Enum):
     DETACHED = 'not attached to a model'
     READY = 'attached, no gradients'
     ACCUMULATING = 'gradients of one or more backward passes'
-
-
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did.
-
-    Attributes:
-        skipped: Whether the step was left out because a gradient was non-finite.
-        grad_norm: Norm before clipping, a scalar on the device; None without norm clipping and for a skipped step.
-        loss_scale: The scale after the step, a float32 scalar on the device; None where nothing is scaled or checked.
-        skips: Steps skipped so far, an int64 scalar on the device; None where nothing is checked.
-    """
-
-    skipped: bool
-    grad_norm: Tensor | None = None
-    loss_scale: Tensor | None = None
-    skips: Tensor | None = None
 
 
 class AmpEngine:
@@ -106,6 +98,7 @@ class AmpEngine:
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
         self._others: tuple[AmpEngine | foreign_gradients.OtherOptimizer, ...] = ()
         self._flags = StepFlags(policy.num_losses)
+        self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
         self._device = torch.device('cpu')
         self._pending: checkpoint.SavedAmp | None = None
         if policy.enabled and optimizer is not None:
@@ -547,7 +540,12 @@ class AmpEngine:
     def step(self, clip: GradientClip | None = None, **kwargs: Any) -> StepResult:
         """One optimizer step from the gradients at hand: taken, or skipped as a whole.
 
-        Syncs once where gradients are checked, and once more for the line about a skipped step.
+        With an optimizer of :mod:`amp_wrapper.optim` it takes two passes over memory, and the host never waits: what happened
+        stays on the device until somebody reads the result (:meth:`review`). Optimizers that follow GradScaler's protocol, as
+        torch's fused ones do, learn of a skip from a flag on the device; before all others steps, the host reads it.
+
+        Syncs once where an optimizer cannot read the flag itself, with ``error_if_nonfinite``, and where the step may be
+        one skip too many.
 
         Args:
             clip: How to clip, after unscaling.
@@ -568,33 +566,175 @@ class AmpEngine:
             norm = None if clip is None else clip.apply(self._parameters())
             self.optimizer.step(**kwargs)
             self.stage = Stage.READY
-            return StepResult(False, norm)
+            return self._result(False, None, norm)
         if self._masters is not None:
             self._masters.adopt()
             self._masters.refresh(self._masters.edited())
             self._masters.follow_idle(self._sums or ())
+        gradients = self._fused_gradients(clip)
+        if gradients is not None:
+            result = self._step_fused(clip, gradients, kwargs)
+        else:
+            result = self._step_any(clip, kwargs)
+        self.stage = Stage.READY
+        return result
+
+    def _step_fused(
+        self, clip: GradientClip | None, gradients: Mapping[int, Tensor], kwargs: dict[str, Any]
+    ) -> StepResult:
+        """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
+        assert isinstance(self.optimizer, FusedOptimizer)
+        waits = self.scalers[0].checks and self._watch.must_wait
+        update = Update(lambda p: gradients.get(id(p)), self._partner, lambda found: self._prologue(clip, found))
+        with refused_gradients(), self.optimizer.updating(update):
+            self.optimizer.step(**kwargs)
+        decision = update.decision
+        assert decision is not None
+        norm = None if clip is None or clip.kind == 'value' else decision[GRAD_NORM]
+        if self._masters is not None:
+            self._masters.settle()
+        if self._sums is not None:
+            self._sums.clear()
+        if self.policy.num_losses > 1:
+            skip = self._flags.skipped()
+            self._update_scalers()
+            result = self._result(None, None, norm, skip)
+        else:
+            self._flags.clear()
+            result = self._result(None, decision, norm)
+        if not self.scalers[0].checks:
+            return dataclasses.replace(result, skipped=False)
+        if not waits:
+            self._watch.pass_unseen()
+            return result
+        assert result.decision is not None
+        numbers = result.decision.tolist()
+        self._see(numbers[SKIP] > 0, int(numbers[SKIPS]), int(numbers[STREAK]))
+        return dataclasses.replace(result, skipped=numbers[SKIP] > 0)
+
+    def _fused_gradients(self, clip: GradientClip | None) -> dict[int, Tensor] | None:
+        """The scaled gradients by id of what the optimizer steps; None where the fused step cannot do it all."""
+        optimizer = self.optimizer
+        if (
+            not self.policy.enabled
+            or not isinstance(optimizer, FusedOptimizer)
+            or has_pre_hooks(optimizer)
+            or (clip is not None and not clip.fits_prologue)
+        ):
+            return None
+        found: dict[int, Tensor] = {}
+        unscaled = self.policy.num_losses > 1
+        for parameter in self._parameters():
+            weight = parameter if unscaled or self._masters is None else self._masters.weight_of(parameter)
+            gradient = weight.grad
+            if self._sums is not None and not unscaled:
+                gradient = ops.add_gradients(self._sums.get(weight), gradient)
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided or gradient.device != self._device or not weight.requires_grad:
+                return None
+            found[id(parameter)] = gradient
+        return found or None
+
+    def _partner(self, parameter: Tensor) -> Tensor | None:
+        """What a fused update writes beside the parameter."""
+        masters = self._masters
+        return None if masters is None else masters.partner_of(parameter)
+
+    def _prologue(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
+        """The first pass, and what the decision is made from."""
+        scaler = self.scalers[0]
+        # with several losses, each was unscaled and looked at as it arrived
+        several = self.policy.num_losses > 1
+        flag = self._flags.found(0) if scaler.checks and not several else None
+        words: dict[str, Any] = {} if several else scaler.prologue(self._flags.used[0])
+        if clip is not None:
+            words |= clip.prologue()
+        if clip is not None and clip.kind == 'norm':
+            words['norm'] = clip.norm(found, None if several else scaler.inverse_scale(), flag)
+        elif flag is not None:
+            ops.multi_tensor_isnonfinite(found, flag)
+        if scaler.checks:
+            self._agree()
+            words['found_inf'] = self._flags.skipped()
+            if not several and not self._flags.are_own:
+                words['learned'] = self._flags.learned(0)
+        return words
+
+    def _step_any(self, clip: GradientClip | None, kwargs: dict[str, Any]) -> StepResult:
+        """Unscale, find out, clip, step, copy: each in its turn, for optimizers that know nothing of us."""
+        assert self.optimizer is not None
         checks = self.scalers[0].checks
+        waits = checks and self._watch.must_wait
+        raises = clip is not None and clip.raises_on_nonfinite
         self._unscale()
-        skipped, streak, skips = self._decide() if checks else (False, 0, 0)
-        if skipped and clip is not None and clip.raises_on_nonfinite and not self.scalers[0].is_dynamic:
+        if checks:
+            self._agree()
+        skip = self._flags.skipped() if checks else None
+        by_flag = skip is not None and not waits and not raises and takes_flag(self.optimizer)
+        late = None
+        if skip is not None and not by_flag:
+            late = LateRead(torch.cat([skip.double().reshape(1), self.scalers[0].counts[1:].double()]))
+        norm = None
+        if clip is not None and not waits and not raises:
+            # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
+            norm = clip.apply(self._parameters())
+        found, skips, streak = late.wait() if late is not None else (0.0, 0.0, 0.0)
+        skipped = found > 0
+        if raises and skipped and not self.scalers[0].is_dynamic:
             # asked for by the user, and no dynamic scale is there that would learn from the overflow
+            assert clip is not None
             clip.apply(self._parameters())
             raise RuntimeError('The total norm of gradients is non-finite on another rank, so it cannot be clipped.')
-        norm = None
         if not skipped:
-            if clip is not None:
+            if clip is not None and norm is None:
                 norm = clip.apply(self._parameters())
-            self.optimizer.step(**kwargs)
+            skipping = flagged(self.optimizer, skip) if by_flag and skip is not None else nullcontext()
+            with late_gradients(self.optimizer), skipping:
+                self.optimizer.step(**kwargs)
             if self._masters is not None:
                 self._masters.copy_to_weights()
         self._update_scalers()
-        self.stage = Stage.READY
-        if skipped:
-            self._report_skip(streak, skips)
-        if not checks:
-            return StepResult(False, norm)
-        scale = self.scalers[0].current_scale.clone() if self.scalers[0].is_dynamic else None
-        return StepResult(skipped, norm, scale, self.scalers[0].counts[1].clone())
+        if by_flag:
+            self._watch.pass_unseen()
+            return self._result(None, None, norm, skip)
+        if late is not None:
+            self._see(skipped, int(skips) + skipped, (int(streak) + 1) * skipped)
+        return self._result(skipped, None, norm, skip)
+
+    def _agree(self) -> None:
+        self._flags.agree(self._reducers.groups_to_ask(self._flags.received_locally))
+
+    def _see(self, skipped: bool, skips: int, streak: int) -> None:
+        """The host knows what this step did."""
+        if self._watch.see(skipped, skips, streak, self._scales, self.label):
+            self._raise_streak(streak)
+
+    def _result(
+        self, skipped: bool | None, decision: Tensor | None, norm: Tensor | None, skip: Tensor | None = None
+    ) -> StepResult:
+        scaler = self.scalers[0]
+        shows = [
+            *(['grad_norm'] if norm is not None else []),
+            *(['loss_scale'] if scaler.checks and scaler.is_dynamic else []),
+            *(['skips'] if scaler.checks else []),
+        ]
+        if not shows:
+            return StepResult(skipped)
+        if decision is None:
+            decision = decision_of(skip, norm, scaler.current_scale, scaler.counts)
+        else:
+            # the optimizer's own, which the next step overwrites
+            decision = decision.clone()
+        return StepResult(skipped, decision, tuple(shows))
+
+    def review(self, decisions: Iterable[Sequence[float]]) -> None:
+        """Take notice of steps that nobody waited for: says what was skipped, and finds rows of skips.
+
+        Args:
+            decisions: :attr:`StepResult.decision` of all steps since the last one known, in order, on the host.
+        """
+        self._watch.review(decisions, self.label)
 
     def _check_step(self, kwargs: Mapping[str, Any]) -> None:
         scaler = self.scalers[0]
@@ -627,16 +767,6 @@ class AmpEngine:
             # they are the masters' gradients now
             self._sums.clear()
 
-    def _decide(self) -> tuple[bool, int, int]:
-        """The one host read of a step: is any flag up, how many skips in a row came before, and how many in all."""
-        self._flags.agree(self._reducers.groups_to_ask(self._flags.received_locally))
-        worst = self._flags.skipped()
-        if worst is None:
-            return False, 0, 0
-        row = torch.cat([worst.double().reshape(1), self.scalers[0].counts[1:].double()])
-        found, skips, streak = row.tolist()
-        return found > 0, int(streak), int(skips)
-
     def _update_scalers(self) -> None:
         worst = self._flags.skipped()
         skipped = torch.zeros((), device=self._device) if worst is None else worst
@@ -648,33 +778,28 @@ class AmpEngine:
                 scaler.count_step(skipped)
         self._flags.clear()
 
-    def _report_skip(self, streak: int, skips: int) -> None:
-        streak, skips = streak + 1, skips + 1
-        limit = self.policy.max_consecutive_skips
-        if limit is not None and streak >= limit:
-            names = gradients.nonfinite_names(
-                (self._name(p), p) for p in (*self._own_parameters(), *(master for _, master in self._pairs()))
-            )
-            shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
-            scale = self.scalers[0].get_scale()
-            self.zero_grad()
-            raise OverflowStreakError(
-                f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips={limit}); the loss '
-                f'scale is {scale:g}. Non-finite now: {shown}. Weights and optimizer state are those '
-                f'of the last clean step. What to try: look for NaN in the data and the loss; lower the learning rate or '
-                f"add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 (dtype='bfloat16')."
-            )
-        # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling
-        if self.policy.verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
-            scales = ', '.join(
-                f'loss {index}: {scaler.get_scale():g}' if len(self.scalers) > 1 else f'{scaler.get_scale():g}'
-                for index, scaler in enumerate(self.scalers)
-            )
-            name = f'{self.label}: ' if self.label else ''
-            logger.warning(
-                f'amp: {name}non-finite gradients, optimizer step skipped ({skips} so far, {streak} in a row); '
-                f'loss scale now {scales}',
-            )
+    def _scales(self) -> str:
+        """The loss scales as text. Syncs."""
+        if len(self.scalers) == 1:
+            return f'{self.scalers[0].get_scale():g}'
+        return ', '.join(f'loss {index}: {scaler.get_scale():g}' for index, scaler in enumerate(self.scalers))
+
+    def _raise_streak(self, streak: int) -> None:
+        """The limit of skips in a row is reached; the gradients are still there. Syncs."""
+        named = [(self._name(p), p) for p in (*self._own_parameters(), *(master for _, master in self._pairs()))]
+        # after a fused step they lie where backward put them
+        named += [(self._name(weight), weight) for weight, master in self._pairs() if master.grad is None]
+        names = gradients.nonfinite_names(named)
+        shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
+        scale = self.scalers[0].get_scale()
+        self.zero_grad()
+        raise OverflowStreakError(
+            f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips='
+            f'{self.policy.max_consecutive_skips}); the loss scale is {scale:g}. Non-finite now: {shown}. Weights and '
+            f'optimizer state are those of the last clean step. What to try: look for NaN in the data and the loss; lower the '
+            f'learning rate or add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 '
+            f"(dtype='bfloat16')."
+        )
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of the optimizer's parameters and of the model weights behind its masters.
@@ -827,6 +952,7 @@ class AmpEngine:
         if self.attached:
             self.zero_grad()
         scales, dropped = self._load_scalers(saved)
+        self._watch.start(int(self.scalers[0].counts[2]))
         if saved.window is not None:
             if not checkpoint_transfer.window_fits(saved, self.policy):
                 dropped.append('the gradients of the open accumulation window, which belong to another configuration')

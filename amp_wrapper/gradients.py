@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,6 +77,34 @@ class GradientClip:
     def raises_on_nonfinite(self) -> bool:
         """Whether a non-finite norm is an error."""
         return bool(self.arguments.get('error_if_nonfinite', False))
+
+    @property
+    def fits_prologue(self) -> bool:
+        """Whether a fused step can clip so: by value, by the Euclidean or by the maximum norm, without an error to raise."""
+        limit = self.arguments[_CLIP_KEYS[self.kind][0]]
+        if isinstance(limit, Tensor) or self.raises_on_nonfinite:
+            return False
+        return self.kind == 'value' or float(self.arguments.get('norm_type', 2.0)) in (2.0, math.inf)
+
+    def prologue(self) -> dict[str, float]:
+        """What :func:`~amp_wrapper.ops.step_prologue` is told."""
+        name = _CLIP_KEYS[self.kind][0]
+        return {name: float(self.arguments[name])}
+
+    def norm(self, gradients: Sequence[Tensor], inverse_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+        """The norm of scaled gradients after unscaling, and whether they are finite, in one pass.
+
+        Args:
+            gradients: Dense; not changed.
+            inverse_scale: float32 scalar, or None for 1.
+            found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
+
+        Returns:
+            float32 scalar on the device.
+        """
+        greatest = float(self.arguments.get('norm_type', 2.0)) == math.inf
+        norm = ops.multi_tensor_maxnorm if greatest else ops.multi_tensor_l2norm
+        return norm(gradients, inverse_scale, found_inf)[0]
 
     def apply(self, parameters: Sequence[Tensor]) -> Tensor | None:
         """Clip the gradients of ``parameters`` in place.
@@ -165,14 +194,14 @@ def unscale_to_masters(
             results.append((parameter, gradient))
             sources.append(values)
             targets.append(values)
-    with _refused():
+    with refused_gradients():
         ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
     for parameter, result in results:
         parameter.grad = result
 
 
 @contextlib.contextmanager
-def _refused() -> Iterator[None]:
+def refused_gradients() -> Iterator[None]:
     """What the ops say about tensors, in the words of somebody who knows parameters."""
     try:
         yield
@@ -222,7 +251,7 @@ def accumulate_unscaled(
             targets.append(parameter.grad)
         else:
             other_own.append(parameter)
-    with _refused():
+    with refused_gradients():
         ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
     for weight in done:
         weight.grad = None

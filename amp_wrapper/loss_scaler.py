@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from . import ops
 from .scale_config import LossScaleConfig, check_scaler_state
+
+#: The floor of a scale that has none: the smallest normal number.
+_TINY = torch.finfo(torch.float32).tiny
 
 
 class LossScaler:
@@ -98,8 +102,33 @@ class LossScaler:
         return loss * self._scale.to(loss.device)
 
     def inverse_scale(self) -> Tensor | None:
-        """float32 scalar to multiply gradients with, rounded once from float64; None where the scale is 1 for good."""
-        return None if self._is_one else self._scale.double().reciprocal().float()
+        """float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""
+        return None if self._is_one else self._scale.reciprocal()
+
+    def prologue(self, moves: bool) -> dict[str, Any]:
+        """What :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, to move it and to count.
+
+        Args:
+            moves: Whether the step moves the scale, where it is dynamic.
+        """
+        words: dict[str, Any] = {} if self._is_one else {'scale': self._scale}
+        if self.checks:
+            words['counts'] = self._counts
+        if self.is_dynamic and moves:
+            config = self.config
+            words |= {
+                'growth_tracker': self._growth_tracker,
+                'hysteresis_tracker': self._hysteresis_tracker,
+                'rule': (
+                    config.growth_factor,
+                    config.backoff_factor,
+                    config.growth_interval,
+                    config.hysteresis,
+                    _TINY if config.min_scale is None else config.min_scale,
+                    math.inf if config.max_scale is None else config.max_scale,
+                ),
+            }
+        return words
 
     def count_step(self, skipped: Tensor) -> None:
         """Count one optimizer step.

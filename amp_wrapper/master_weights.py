@@ -68,6 +68,10 @@ class MasterWeights:
         """The model weight behind a master; any other parameter itself."""
         return self._weights.get(id(parameter), parameter)
 
+    def partner_of(self, parameter: Tensor) -> nn.Parameter | None:
+        """What a fused update writes beside a master: its model weight. None for any other parameter."""
+        return self._weights.get(id(parameter))
+
     def adopt(self) -> None:
         """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
         self._swap(lambda parameter: parameter.dtype in HALF_TYPES)
@@ -102,8 +106,16 @@ class MasterWeights:
         chosen = list(self.pairs if pairs is None else pairs)
         with torch.no_grad():
             ops.multi_tensor_copy([master for _, master in chosen], [weight for weight, _ in chosen])
-        self.mark_clean(weight for weight, _ in chosen)
-        for _, master in chosen:
+        self.settle(chosen)
+
+    def settle(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
+        """Masters and weights agree now: take both as they are.
+
+        Args:
+            pairs: Some of :attr:`pairs`; all of them by default.
+        """
+        for weight, master in self.pairs if pairs is None else pairs:
+            self._versions[id(weight)] = weight._version
             self._copied[id(master)] = master._version
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:

@@ -11,6 +11,7 @@
 * ``torch.serialization.add_safe_globals``: the classes that mmengine's own checkpoints need under
   ``torch.load(weights_only=True)``, and no more.
 * Saving and resuming: :mod:`amp_wrapper.mmengine_saving` and :mod:`amp_wrapper.mmengine_resuming`, put in place from here.
+* Schedules: :mod:`amp_wrapper.mmengine_schedules`, likewise.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting, mmengine_resuming, mmengine_saving, model_names, ops, scope
+from . import casting, mmengine_resuming, mmengine_saving, mmengine_schedules, model_names, ops, scope
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 
@@ -445,5 +446,6 @@ def apply() -> None:
     _refuse_unsupported()
     mmengine_saving.patch()
     mmengine_resuming.patch()
+    mmengine_schedules.patch()
     _allow_checkpoint_classes()
     _forward_log_lines()

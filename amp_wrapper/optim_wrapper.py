@@ -26,8 +26,10 @@ from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
 from .foreign_gradients import OtherOptimizer
 from .gradients import GradientClip
 from .loss_scaler import LossScaler
+from .mmengine_schedules import ON_SKIP
 from .registry import OPTIM_WRAPPERS
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
+from .step_result import COLUMNS, StepResult
 
 mmengine_patches.apply()
 
@@ -68,6 +70,8 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
             more bytes per weight between its backward passes.
+        on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
+            device once an iteration.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
 
     Raises:
@@ -107,6 +111,7 @@ class AmpOptimWrapper(OptimWrapper):
         skip_nonfinite: bool | None = None,
         max_consecutive_skips: int | None = 50,
         accumulate_in_fp32: bool = False,
+        on_skip: str = 'advance',
         **kwargs: Any,
     ) -> None:
         problems: list[str] = []
@@ -139,6 +144,11 @@ class AmpOptimWrapper(OptimWrapper):
             clip = GradientClip.parse(kwargs.get('clip_grad'))
         except AmpConfigError as error:
             problems += error.problems
+        if on_skip not in ON_SKIP:
+            problems.append(
+                f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
+                "or 'hold' (they wait)."
+            )
         problems += _check_words(kwargs, use_fsdp)
         if problems or resolved is None:
             raise AmpConfigError(problems)
@@ -148,7 +158,9 @@ class AmpOptimWrapper(OptimWrapper):
             kwargs['clip_grad'] = dict(kwargs['clip_grad'])
         super().__init__(**kwargs)
         self._clip = clip
-        self._deferred = DeferredLog(self.message_hub)
+        self._deferred = DeferredLog(self.message_hub, self._review)
+        self._last: StepResult | None = None
+        self.on_skip = on_skip
         print_log(
             f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}',
             logger='current',
@@ -335,11 +347,15 @@ class AmpOptimWrapper(OptimWrapper):
             AmpUsageError: No such loss; several losses under ``no_sync``; a level that casts, and no model yet; a second
                 backward pass through one forward pass of a DDP.
         """
+        self._last = None
         self._engine.backward(loss, loss_id, **kwargs)
         self._inner_count += 1
 
     def step(self, **kwargs: Any) -> None:
-        """Unscale, check, clip and step; skipped as a whole where a gradient is non-finite. Syncs once.
+        """Unscale, check, clip and step; skipped as a whole where a gradient is non-finite.
+
+        Syncs once, but not with an optimizer that reads the flag on the device: those of :mod:`amp_wrapper.optim`, and those of
+        torch with ``fused=True``.
 
         Args:
             **kwargs: For the optimizer's ``step``.
@@ -353,16 +369,27 @@ class AmpOptimWrapper(OptimWrapper):
             # mmengine's users may change the limit between steps
             clip = dataclasses.replace(clip, arguments=self.clip_grad_kwargs)
         result = self._engine.step(clip, **kwargs)
-        scalars: dict[str, Tensor] = {}
-        front = f'train/{self.member_name}_' if self.member_name else 'train/'
-        if result.grad_norm is not None:
-            scalars[f'{front}{self.grad_name}'] = result.grad_norm
-        if result.loss_scale is not None:
-            scalars[f'{front}amp_scale'] = result.loss_scale
-        if result.skips is not None:
-            scalars[f'{front}amp_skipped'] = result.skips
-        if scalars:
-            self._deferred.update(scalars)
+        self._last = result
+        if result.decision is not None:
+            front = f'train/{self.member_name}_' if self.member_name else 'train/'
+            words = {
+                'grad_norm': getattr(self, 'grad_name', 'grad_norm'),
+                'loss_scale': 'amp_scale',
+                'skips': 'amp_skipped',
+            }
+            shown = {f'{front}{words[name]}': COLUMNS[name] for name in result.shows}
+            self._deferred.update(result.decision, shown, result.skipped is None)
+
+    def _review(self, rows: list[list[float]]) -> None:
+        # the log values have come to the host: what else they say
+        self._engine.review(rows)
+
+    def step_was_skipped(self) -> bool:
+        """Whether the optimizer step since the last backward pass was left out because a gradient was non-finite.
+
+        Syncs, where the host does not know.
+        """
+        return self._last is not None and self._last.was_skipped()
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of model weights and masters.

@@ -3,9 +3,13 @@
 mmengine imports ``<scope>.registry`` by itself when it meets a scope, and then the modules in ``locations``.
 """
 
+import mmengine.optim  # noqa: F401  registers DeepSpeed's FusedAdam, where that is installed, before ours takes the name
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import OPTIM_WRAPPERS as MMENGINE_OPTIM_WRAPPERS
+from mmengine.registry import OPTIMIZERS as MMENGINE_OPTIMIZERS
 from mmengine.registry import Registry
+
+from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 OPTIM_WRAPPERS = Registry(
     'optim wrapper', parent=MMENGINE_OPTIM_WRAPPERS, scope='amp_wrapper', locations=['amp_wrapper.optim_wrapper']
@@ -16,3 +20,9 @@ HOOKS = Registry(
     scope='amp_wrapper',
     locations=['amp_wrapper.hooks', 'amp_wrapper.exact_resume', 'amp_wrapper.preemption'],
 )
+OPTIMIZERS = Registry('optimizer', parent=MMENGINE_OPTIMIZERS, scope='amp_wrapper', locations=['amp_wrapper.optim'])
+
+# here, since the optimizers know nothing of mmengine
+for _optimizer in (FusedAdam, FusedAdamW, FusedSGD):
+    OPTIMIZERS.register_module(module=_optimizer)
+    MMENGINE_OPTIMIZERS.register_module(module=_optimizer, force=True)

@@ -92,7 +92,14 @@ class StepFlags:
     def skipped(self) -> Tensor | None:
         """1.0 where any flag is up; None where nothing was checked."""
         flags = [flag for flag in self._all() if flag is not None]
-        return torch.stack(flags).max() if flags else None
+        if len(flags) < 2:
+            return flags[0] if flags else None
+        return torch.stack(flags).max()
+
+    @property
+    def are_own(self) -> bool:
+        """Whether only the losses of this optimizer, and only at its own parameters, have found anything."""
+        return self._received is None and all(flag is None for flag in self._brought)
 
     def learned(self, loss_id: int) -> Tensor:
         """Whether the scale of a loss was too large."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
 import re
 import shlex
@@ -246,11 +247,12 @@ def test_overrides_of_the_readme_are_those_of_the_policy() -> None:
 def test_defaults_of_the_arguments() -> None:
     """The second table of the page on levels names real arguments and their defaults."""
     rows = table((ROOT / 'docs/opt_levels.md').read_text(), 'argument')
-    defaults = resolve.__kwdefaults__
+    words = inspect.signature(AmpOptimWrapper).parameters
+    defaults = {name: word.default for name, word in words.items()} | resolve.__kwdefaults__
     for names, values, _ in rows[1:]:
         stated = values.replace('2^24', str(2.0**24)).split(', ')
         for name, value in zip(re.findall(r'`(\w+)`', names), stated, strict=True):
-            assert str(defaults[name]) == value, name
+            assert repr(defaults[name]) == value, name
 
 
 def test_the_registry_is_documented() -> None:

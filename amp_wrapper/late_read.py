@@ -1,0 +1,111 @@
+"""How optimizers that are not ours learn of a skipped step: from a flag on the device, or by a read as late as can be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+
+class LateRead:
+    """Numbers on their way to the host, which goes on working until it needs them.
+
+    Args:
+        numbers: One-dimensional tensor on any device.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(numbers.device))  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[float]:
+        """The numbers. Syncs with what was under way when the read began, and with nothing after it."""
+        if self._event is not None:
+            self._event.synchronize()  # type: ignore[no-untyped-call]
+        numbers: list[float] = self._numbers.tolist()
+        return numbers
+
+
+def _is_torchs_sgd(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, torch.optim.SGD) and not hasattr(optimizer, 'updating')
+
+
+def _begun(optimizer: Optimizer, parameters: Sequence[Tensor]) -> list[bool]:
+    """Whether each parameter that is about to be stepped has a momentum."""
+    return [
+        optimizer.state.get(parameter, {}).get('momentum_buffer') is not None
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
+
+
+def takes_flag(optimizer: Optimizer) -> bool:
+    """Whether the optimizer skips a step by itself where ``found_inf`` says so, reading it on the device.
+
+    That is GradScaler's protocol. torch's fused SGD is left out for steps that begin a momentum: skipped, it would leave
+    memory that nobody wrote as the momentum.
+    """
+    if not getattr(optimizer, '_step_supports_amp_scaling', False):
+        return False
+    if hasattr(optimizer, 'updating'):
+        return True
+    if not all(group.get('fused', True) for group in optimizer.param_groups):
+        return False
+    if not _is_torchs_sgd(optimizer):
+        return True
+    return all(
+        all(_begun(optimizer, group['params'])) for group in optimizer.param_groups if group.get('momentum', 0) != 0
+    )
+
+
+def has_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
+    return bool(_global_optimizer_pre_hooks) or bool(getattr(optimizer, '_optimizer_step_pre_hooks', None))
+
+
+@contextlib.contextmanager
+def flagged(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
+    """The optimizer's next step is skipped where the flag is up.
+
+    Args:
+        optimizer: One that :func:`takes_flag`.
+        found_inf: float32 scalar, exactly 0 or 1: torch's kernels compare with 1.
+    """
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def late_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """torch's fused SGD raises where only some parameters of a group have a momentum: such a step runs unfused.
+
+    Args:
+        optimizer: Any.
+    """
+    changed = []
+    if _is_torchs_sgd(optimizer):
+        for group in optimizer.param_groups:
+            if group.get('fused') and group['momentum'] != 0 and len(set(_begun(optimizer, group['params']))) > 1:
+                group['fused'] = False
+                changed.append(group)
+    try:
+        yield
+    finally:
+        for group in changed:
+            group['fused'] = True
+
+
+__all__ = ['LateRead', 'flagged', 'has_pre_hooks', 'late_gradients', 'takes_flag']

@@ -1,0 +1,133 @@
+"""SGD, fused."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from .. import ops
+from .fused import FusedOptimizer, _Part
+
+
+class FusedSGD(FusedOptimizer, torch.optim.SGD):
+    """:class:`torch.optim.SGD`, one pass over gradient, weight and momentum, and no wait for the device.
+
+    A ``torch.optim.SGD`` in every other respect: its groups, its state names, its state dict in both directions, its hooks.
+    Each step is that of ``torch.optim.SGD(fused=True)``, without two of its defects: momentum that is begun by a skipped step
+    is not taken for momentum, and a parameter may get its first gradient late.
+
+    Beside ``momentum_buffer``, a parameter's state holds ``step``, how many steps it took with momentum: at 0 its momentum is
+    not begun. ``state_dict()`` leaves the state of such parameters out, so that torch's own can load it.
+
+    Inside :class:`~amp_wrapper.AmpOptimWrapper` and ``amp.initialize`` the same pass unscales, clips, skips, and writes the
+    16-bit model weights.
+
+    Args:
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device.
+        lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
+            the CPU beside parameters elsewhere is read by the host.
+        momentum: Of the running sum of gradients; 0 for none.
+        dampening: What is left out of each gradient after the first.
+        weight_decay: Added to the gradient as ``weight_decay * weight``.
+        nesterov: Whether to look ahead.
+        maximize: Whether to go up.
+        foreach: Accepted and ignored, as is ``fused``: there is one implementation.
+        differentiable: True is refused.
+        fused: None or True; False is refused.
+        state_dtype: 'float32' (None), 'bfloat16' or 'float16': type of the momentum of float32 and 16-bit parameters. float64
+            and complex ones have momentum of their own type.
+
+    Raises:
+        AmpConfigError: ``state_dtype``, ``fused`` or ``differentiable`` that cannot be.
+        ValueError: As torch's own, such as a negative ``lr``.
+    """
+
+    _kind = ops.SGD
+    _moments = ('momentum_buffer',)
+    _required = ('lr', 'momentum', 'dampening', 'weight_decay')
+    _rest = ('momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize')
+    _torch_name = 'SGD'
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+    ) -> None:
+        self._settle(state_dtype, fused, differentiable)
+        options: dict[str, Any] = dict(maximize=maximize, foreach=foreach, fused=fused)
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
+
+    def _names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ('step', 'momentum_buffer') if group['momentum'] != 0 else ()
+
+    def _row(self, group: Mapping[str, Any]) -> list[Any]:
+        numbers = [group['momentum'], group['dampening'], bool(group['nesterov']), group['weight_decay']]
+        return [*numbers, bool(group['maximize']), 0]
+
+    def _first_step(self, state: Mapping[str, Any], label: str) -> float:
+        return 0.0 if state.get('momentum_buffer') is None else 1.0
+
+    def _completed(self, parameter: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
+        if state.get('momentum_buffer') is None:
+            # whatever was counted before has left no momentum
+            state = {}
+        return super()._completed(parameter, state, names)
+
+    def _run(self, part: _Part, grads: list[Tensor], decision: Tensor) -> None:
+        buffers = part.state('momentum_buffer')
+        ops.fused_sgd(grads, part.real(part.params), buffers, part.real(part.partners), part.rows, decision)
+
+    def _adopted(self, parameter: Tensor, saved: Mapping[str, Any], label: str) -> dict[str, Any]:
+        state = super()._adopted(parameter, saved, label)
+        if 'momentum_buffer' not in state:
+            state.pop('step', None)
+            return state
+        # torch's own counts nothing; what it saves was begun
+        step = state.get('step')
+        state['step'] = torch.ones((), device=parameter.device) if step is None else step.clamp_(min=1)
+        return state
+
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's own, without momentum that is not begun. Syncs where there is momentum."""
+        # the first of all hooks: the others see what is saved
+        handle = self.register_state_dict_post_hook(_leave_out_unbegun, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+
+def _leave_out_unbegun(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    counts: dict[torch.device, list[tuple[Any, Tensor]]] = defaultdict(list)
+    for key, state in state_dict['state'].items():
+        if isinstance(state, dict) and isinstance(state.get('step'), Tensor):
+            counts[state['step'].device].append((key, state['step']))
+    unbegun: set[Any] = set()
+    for found in counts.values():
+        taken = torch.stack([count.detach().reshape(()).float() for _, count in found]).tolist()
+        unbegun.update(key for (key, _), count in zip(found, taken) if count == 0)
+    kept = {}
+    for key, state in state_dict['state'].items():
+        if key in unbegun:
+            state = {name: value for name, value in state.items() if name not in ('step', 'momentum_buffer')}
+            if not state:
+                continue
+        kept[key] = state
+    return {**state_dict, 'state': kept}
