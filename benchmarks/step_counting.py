@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -207,8 +208,14 @@ def allocations(call: Callable[[], object], device: torch.device) -> tuple[int, 
         call()
         torch.cuda.synchronize(device)
         return torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        call()
+    # what an earlier call left behind in cycles must not be freed within this one
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            call()
+    finally:
+        gc.enable()
     now = peak = 0
     # the record itself has the order of time only within a thread
     for event in sorted(_memory_events(record), key=lambda event: event.start_ns()):

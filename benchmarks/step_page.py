@@ -132,11 +132,16 @@ def cells(block: Block, row: Row) -> list[str]:
     ]
 
 
+def threads_of(block: Block) -> str:
+    """How many, after a comma; nothing on a GPU."""
+    return f', {block.threads} thread{"s" * (block.threads > 1)}' if block.case.device.type == 'cpu' else ''
+
+
 def table(block: Block) -> list[str]:
     """Markdown of one block."""
     case = block.case
     kind = str(case.dtype).split('.')[-1]
-    threads = f', {block.threads} thread{"s" * (block.threads > 1)}' if case.device.type == 'cpu' else ''
+    threads = threads_of(block)
     clip = 'clip by norm' if case.clip else 'no clip'
     lines = [f'### {TITLES[block.model]}, {case.optimizer}, {clip}, {kind}{threads}', '']
     lines += [
@@ -183,7 +188,7 @@ def targets(blocks: Sequence[Block]) -> list[str]:
     def add(block: Block, target: str, value: str, met: bool) -> None:
         kind = str(block.case.dtype).split('.')[-1]
         place = f'{TITLES[block.model]}, {block.case.optimizer}, {"clip" if block.case.clip else "no clip"}, {kind}'
-        where = f', {block.threads} threads' if device.type == 'cpu' else ''
+        where = threads_of(block)
         lines.append([target, place + where, value, 'met' if met else 'missed'])
 
     for block in blocks:
@@ -191,12 +196,13 @@ def targets(blocks: Sequence[Block]) -> list[str]:
         if device.type == 'cpu':
             rows = [row for row in block.taken('half') if row.way.name.startswith(BEST_OF)]
             if fused is not None and rows and block.case.optimizer == 'AdamW' and block.case.clip:
-                best = min(rows, key=lambda row: ratio(row, fused))
-                value = ratio(best, fused)
-                add(block, 'at least 2.5 times the best torch ops', f'{value:.2f} ({best.way.name})', value >= 2.5)
+                ratios = {row.way.name.removeprefix(BEST_OF): ratio(row, fused) for row in rows}
+                value = min(ratios.values())
+                each = ', '.join(f'{name} {times:.2f}' for name, times in ratios.items())
+                add(block, 'at least 2.5 times as fast as the fastest torch ops', f'{value:.2f} ({each})', value >= 2.5)
             alone = block.fused('single')
             torch_fused = next((row for row in block.taken('single') if row.way.name == 'torch fused'), None)
-            if alone is not None and torch_fused is not None:
+            if alone is not None and torch_fused is not None and not block.case.clip:
                 value = ratio(torch_fused, alone)
                 # a hundredth is less than two runs of the same code differ
                 add(block, "FP32: not slower than torch's fused optimizer", f'{value:.2f}', value >= 0.99)
@@ -329,7 +335,7 @@ def draw(blocks: Sequence[Block], path: Path) -> None:
             axes.spines[['top', 'right']].set_visible(False)
             axes.margins(x=0.12, y=0.01)
     clip = 'clip by norm' if chosen[0].case.clip else 'no clip'
-    threads = f', {first.threads} thread{"s" * (first.threads > 1)}' if first.case.device.type == 'cpu' else ''
+    threads = threads_of(first)
     figure.suptitle(f'The optimizer step, {str(first.case.dtype).split(".")[-1]}, {clip}{threads}')
     models = list(dict.fromkeys(TITLES[block.model] for block in chosen))
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[number]) for number in range(len(models))]
