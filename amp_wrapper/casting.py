@@ -1,14 +1,13 @@
 """Casting a model to 16-bit and back: which tensors, which hooks at its modules, and the FP32 view of its state.
 
-The FP32 counterpart of a cast parameter is found through :func:`fp32_twin`, a table with weak keys: a copied parameter
-has none, so a copied model always speaks for itself. The forward hooks themselves are in :mod:`.forward_hooks`.
+The FP32 value behind a cast parameter is found in :mod:`.twins`; the forward hooks themselves are in :mod:`.forward_hooks`.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import fp32_ops, fp32_registry, module_guard, ops
+from . import fp32_ops, fp32_registry, module_guard, twins
 from .errors import AmpAttachError, AmpConfigError, nearest
 from .forward_hooks import (
     AmpHook,
@@ -41,37 +39,9 @@ from .policy import Policy, dtype_name
 
 logger = logging.getLogger('amp_wrapper')
 
-# weight -> FP32 tensor that the optimizer steps for it. The only table of the package that outlives a call.
-_twins: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
-
-
-def fp32_twin(weight: Tensor) -> Tensor | None:
-    """The FP32 master of a cast parameter: float32, same shape and device; None where there is none."""
-    return _twins.get(weight)
-
-
-def pair(weight: Tensor, twin: Tensor) -> None:
-    """Let ``twin`` be what is saved for ``weight``, and what receives loaded values unrounded."""
-    _twins[weight] = twin
-
-
-def unpair(weight: Tensor) -> None:
-    """Forget the twin of ``weight``."""
-    _twins.pop(weight, None)
-
-
-def follow_weight(weight: Tensor) -> bool:
-    """Let the master of ``weight`` take its value wherever the two differ by more than rounding. Syncs.
-
-    Returns:
-        Whether anything differed; False without a master.
-    """
-    twin = fp32_twin(weight)
-    return twin is not None and bool(ops.multi_tensor_refresh([weight], [twin])[0])
-
 
 class Fp32StateDict(AmpHook):
-    """State-dict hook of a module that owns cast tensors: FP32 values, the masters themselves where there are any.
+    """State-dict hook of a module that owns cast tensors: FP32 values, the exact ones where there are masters.
 
     A weight that was edited behind the optimizer's back, through ``.data`` say, wins: its master follows it first, and
     a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
@@ -83,13 +53,13 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            twin = fp32_twin(tensor)
-            if follow_weight(tensor):
+            if twins.follow_weight(tensor):
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
                 )
-            state_dict[key] = tensor.detach().float() if twin is None else twin.detach()
+            exact = twins.fp32_value(tensor)
+            state_dict[key] = tensor.detach().float() if exact is None else exact
 
 
 class LoadFp32(AmpHook):
@@ -120,15 +90,12 @@ class LoadFp32(AmpHook):
                 owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
                 old.copy_(now)
                 owner[name] = old
-            twin = fp32_twin(old)
-            if twin is None:
-                continue
-            if value is not None and value.shape == twin.shape:
-                value = value.to(twin.device, torch.float32)
+            if old.dtype in HALF_TYPES and value is not None and value.shape == old.shape and twins.has_twin(old):
+                value = value.to(old.device, torch.float32)
                 if value.to(old.dtype).view(torch.int16).equal(old.detach().view(torch.int16)):
-                    twin.copy_(value)
+                    twins.write_fp32(old, value)
                     continue
-            follow_weight(old)
+            twins.follow_weight(old)
 
     def __getstate__(self) -> dict[str, Any]:
         return {'parameters': {}, 'values': {}}
@@ -433,14 +400,14 @@ class CastHandle:
         for root in self.roots:
             strip_hooks(root)
         for tensor in (*self.parameters.values(), *self._buffers):
-            twin = fp32_twin(tensor)
-            if twin is None:
+            exact = twins.fp32_value(tensor)
+            if exact is None:
                 _cast_in_place(tensor, torch.float32)
             else:
                 grad, tensor.grad = tensor.grad, None
-                tensor.data = twin.data
+                tensor.data = exact
                 tensor.grad = None if grad is None else grad.float()
-                unpair(tensor)
+                twins.unpair(tensor)
 
 
 def autocast_forward(
@@ -513,9 +480,9 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
     strip_hooks(copied)
     for mine, theirs in pairs:
         if mine.dtype in HALF_TYPES:
-            twin = fp32_twin(theirs)
-            follow_weight(theirs)
-            mine.data = theirs.detach().float() if twin is None else twin.detach().clone()
+            twins.follow_weight(theirs)
+            exact = twins.fp32_value(theirs)
+            mine.data = theirs.detach().float() if exact is None else exact.clone()
             mine.grad = None
     return had_hooks
 

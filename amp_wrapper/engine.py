@@ -44,9 +44,11 @@ from . import (
     open_window,
     ops,
     scope,
+    split_weights,
+    twins,
 )
 from .accumulation import Fp32Sums
-from .errors import AmpAttachError, AmpCheckpointError, AmpError, AmpUsageError, OverflowStreakError
+from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip, refused_gradients
 from .late_read import LateRead, flagged, has_pre_hooks, late_gradients, takes_flag
 from .loss_scaler import LossScaler
@@ -56,6 +58,7 @@ from .nested import HALF_TYPES, EnterObject
 from .optim.fused import FusedOptimizer, Update
 from .policy import Policy, dtype_name
 from .skip_watch import SkipWatch
+from .split_weights import SplitWeights
 from .step_flags import StepFlags
 from .step_result import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, decision_of
 
@@ -92,7 +95,7 @@ class AmpEngine:
         self._handle: casting.CastHandle | None = None
         self._ops: fp32_ops.OpSet | None = None
         self._seen_ops: set[frozenset[str]] = set()
-        self._masters: MasterWeights | None = None
+        self._masters: MasterWeights | SplitWeights | None = None
         self._names: dict[int, str] = {}
         self._reducers = Reducers(None, self.weights)
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
@@ -103,6 +106,8 @@ class AmpEngine:
         self._pending: checkpoint.SavedAmp | None = None
         if policy.enabled and optimizer is not None:
             scope.check_optimizer(optimizer)
+            if policy.split_masters:
+                split_weights.check_optimizer(optimizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpEngine:
         if self.attached and self.policy.enabled:
@@ -189,8 +194,11 @@ class AmpEngine:
             done, shared_weights = self._cast_by_others()
             roots = scope.find_roots(inner, self.optimizer, foreign, done)
             plan = casting.CastPlan(roots, self.policy, leave, average, enter)
-            if self.optimizer is not None and self.policy.master_weights:
-                self._masters = MasterWeights(self.optimizer, plan.parameters, casting.pair, casting.fp32_twin)
+            if self.optimizer is not None and self.policy.split_masters:
+                assert self.policy.cast_model_type is not None
+                self._masters = SplitWeights(self.optimizer, plan.parameters, self.policy.cast_model_type)
+            elif self.optimizer is not None and self.policy.master_weights:
+                self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.fp32_twin)
             self._handle = plan.apply()
             self._ops = plan.ops
             if self._masters is not None:
@@ -233,8 +241,13 @@ class AmpEngine:
             both = [mine[id(weight)] for weight in other.weights() if id(weight) in mine]
             casts = self.policy.casts_model or (theirs is not None and theirs.casts_model)
             same = theirs is not None and (
-                (theirs.casts_model, theirs.cast_model_type, theirs.master_weights)
-                == (self.policy.casts_model, self.policy.cast_model_type, self.policy.master_weights)
+                (theirs.casts_model, theirs.cast_model_type, theirs.master_weights, theirs.split_masters)
+                == (
+                    self.policy.casts_model,
+                    self.policy.cast_model_type,
+                    self.policy.master_weights,
+                    self.policy.split_masters,
+                )
             )
             if both and casts and not same:
                 names = [self._names.get(id(weight), f'of shape {tuple(weight.shape)}') for weight in both[:5]]
@@ -544,8 +557,8 @@ class AmpEngine:
         stays on the device until somebody reads the result (:meth:`review`). Optimizers that follow GradScaler's protocol, as
         torch's fused ones do, learn of a skip from a flag on the device; before all others steps, the host reads it.
 
-        Syncs once where an optimizer cannot read the flag itself, with ``error_if_nonfinite``, and where the step may be
-        one skip too many.
+        Syncs once where an optimizer cannot read the flag itself, with ``error_if_nonfinite`` and a static scale, and where the
+        step may be one skip too many.
 
         Args:
             clip: How to clip, after unscaling.
@@ -615,12 +628,14 @@ class AmpEngine:
     def _fused_gradients(self, clip: GradientClip | None) -> dict[int, Tensor] | None:
         """The scaled gradients by id of what the optimizer steps; None where the fused step cannot do it all."""
         optimizer = self.optimizer
-        if (
-            not self.policy.enabled
-            or not isinstance(optimizer, FusedOptimizer)
-            or has_pre_hooks(optimizer)
-            or (clip is not None and not clip.fits_prologue)
-        ):
+        fits = clip is None or clip.fits_prologue
+        # nothing else can step them: what the fused step cannot do is refused
+        split = self.policy.split_masters
+        if split and clip is not None and not fits:
+            raise AmpConfigError([clip.not_in_prologue])
+        if not self.policy.enabled or not isinstance(optimizer, FusedOptimizer):
+            return None
+        if not split and (not fits or has_pre_hooks(optimizer)):
             return None
         found: dict[int, Tensor] = {}
         unscaled = self.policy.num_losses > 1
@@ -631,10 +646,11 @@ class AmpEngine:
                 gradient = ops.add_gradients(self._sums.get(weight), gradient)
             if gradient is None:
                 continue
-            if gradient.layout is not torch.strided or gradient.device != self._device or not weight.requires_grad:
+            plain = gradient.layout is torch.strided and gradient.device == self._device and weight.requires_grad
+            if not plain and not split:
                 return None
             found[id(parameter)] = gradient
-        return found or None
+        return found if found or split else None
 
     def _partner(self, parameter: Tensor) -> Tensor | None:
         """What a fused update writes beside the parameter."""
@@ -659,6 +675,9 @@ class AmpEngine:
             words['found_inf'] = self._flags.skipped()
             if not several and not self._flags.are_own:
                 words['learned'] = self._flags.learned(0)
+        if clip is not None and clip.raises_on_nonfinite and not scaler.is_dynamic and 'norm' in words:
+            # asked for by the user, and no dynamic scale is there that would learn from the overflow
+            clip.refuse_nonfinite(words['norm'], words.get('found_inf'))
         return words
 
     def _step_any(self, clip: GradientClip | None, kwargs: dict[str, Any]) -> StepResult:
@@ -666,7 +685,7 @@ class AmpEngine:
         assert self.optimizer is not None
         checks = self.scalers[0].checks
         waits = checks and self._watch.must_wait
-        raises = clip is not None and clip.raises_on_nonfinite
+        raises = clip is not None and clip.raises_on_nonfinite and not self.scalers[0].is_dynamic
         self._unscale()
         if checks:
             self._agree()
@@ -681,7 +700,7 @@ class AmpEngine:
             norm = clip.apply(self._parameters())
         found, skips, streak = late.wait() if late is not None else (0.0, 0.0, 0.0)
         skipped = found > 0
-        if raises and skipped and not self.scalers[0].is_dynamic:
+        if raises and skipped:
             # asked for by the user, and no dynamic scale is there that would learn from the overflow
             assert clip is not None
             clip.apply(self._parameters())
@@ -825,7 +844,7 @@ class AmpEngine:
     # -- what the optimizer steps ------------------------------------------------------------------------------------
 
     def master_params(self) -> Iterator[Tensor]:
-        """Every tensor that the optimizer steps: FP32 masters, and parameters that are their own."""
+        """Every tensor that the optimizer steps: FP32 masters, 16-bit weights that are split, and FP32 parameters."""
         if self._masters is not None:
             self._masters.adopt()
         yield from self._parameters()
@@ -834,14 +853,15 @@ class AmpEngine:
         """Say that model weights were edited, through ``.data`` too: the masters follow the weights. Syncs.
 
         Args:
-            tensors: The edited parameters; all of them by default.
+            tensors: The edited parameters; all of them by default, but split weights have to be named.
 
         Returns:
-            The names of the weights that differed from their masters.
+            The names of the weights that differed from their masters, or that are split.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split.
         """
-        if self._masters is None:
-            return []
-        return self._masters.refresh(None if tensors is None else self._masters.select(tensors))
+        return [] if self._masters is None else self._masters.changed(tensors)
 
     def weights(self) -> list[nn.Parameter]:
         """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""
@@ -855,7 +875,8 @@ class AmpEngine:
         return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
 
     def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        return [] if self._masters is None else list(self._masters.pairs)
+        # split weights are stepped themselves
+        return list(self._masters.pairs) if isinstance(self._masters, MasterWeights) else []
 
     def _own_parameters(self) -> list[nn.Parameter]:
         masters = self._masters

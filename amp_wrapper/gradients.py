@@ -80,11 +80,34 @@ class GradientClip:
 
     @property
     def fits_prologue(self) -> bool:
-        """Whether a fused step can clip so: by value, by the Euclidean or by the maximum norm, without an error to raise."""
+        """Whether a fused step can clip so: by value, by the Euclidean or by the maximum norm, with a limit on the host."""
         limit = self.arguments[_CLIP_KEYS[self.kind][0]]
-        if isinstance(limit, Tensor) or self.raises_on_nonfinite:
+        if isinstance(limit, Tensor) and limit.device.type != 'cpu':
             return False
         return self.kind == 'value' or float(self.arguments.get('norm_type', 2.0)) in (2.0, math.inf)
+
+    @property
+    def not_in_prologue(self) -> str:
+        """What to say where :attr:`fits_prologue` has to hold."""
+        return (
+            f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split', whose gradients are clipped while they "
+            "are used: by value, or by norm_type=2 or 'inf' with a number as limit. Write one of these, or master_weights=True."
+        )
+
+    def refuse_nonfinite(self, norm: Tensor, found_inf: Tensor | None) -> None:
+        """``error_if_nonfinite``, before anything is clipped. Syncs.
+
+        Raises:
+            RuntimeError: As torch's own where the norm, or the gradients of another rank, are not finite.
+        """
+        bad = norm.isfinite().logical_not()
+        if found_inf is not None:
+            bad = bad | (found_inf.view_as(norm) > 0)
+        if bool(bad):
+            raise RuntimeError(
+                'The total norm of gradients is non-finite, here or on another rank, so it cannot be clipped. '
+                'error_if_nonfinite=False skips such steps where gradients are checked.'
+            )
 
     def prologue(self) -> dict[str, float]:
         """What :func:`~amp_wrapper.ops.step_prologue` is told."""

@@ -155,7 +155,7 @@ class MasterWeights:
         return [pair for pair in self.pairs if pair[0]._version != self._versions.get(id(pair[0]))]
 
     @torch.no_grad()
-    def refresh(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> list[str]:
+    def refresh(self, pairs: Iterable[tuple[nn.Parameter, Tensor]] | None = None) -> list[str]:
         """A weight changed by anyone but the optimizer wins: wherever it differs from its master rounded, bit for bit,
         the master takes its value. Syncs.
 
@@ -172,6 +172,17 @@ class MasterWeights:
         flags = ops.multi_tensor_refresh([weight for weight, _ in chosen], [master for _, master in chosen])
         self.mark_clean(weight for weight, _ in chosen)
         return [self.name(weight) for (weight, _), differs in zip(chosen, flags.tolist()) if differs]
+
+    def changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
+        """Somebody says that weights were edited, through ``.data`` perhaps: as :meth:`refresh`. Syncs.
+
+        Args:
+            tensors: The edited weights; all by default.
+
+        Returns:
+            The names of those that differed from their masters.
+        """
+        return self.refresh(None if tensors is None else self.select(tensors))
 
     def name(self, weight: Tensor) -> str:
         """The qualified name of a weight in its model."""

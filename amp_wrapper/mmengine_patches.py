@@ -41,7 +41,7 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting, mmengine_resuming, mmengine_saving, mmengine_schedules, model_names, ops, scope
+from . import casting, mmengine_resuming, mmengine_saving, mmengine_schedules, model_names, scope, twins
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 
@@ -79,12 +79,10 @@ class MasterView:
 def _fp32(tensor: Tensor) -> Tensor:
     if tensor.dtype not in HALF_TYPES:
         return tensor
-    twin = casting.fp32_twin(tensor)
-    if twin is None:
-        return tensor.detach().float()
-    # an edit that no step has seen yet belongs to the average too; the flags stay on the device
-    ops.multi_tensor_refresh([tensor], [twin])
-    return twin
+    # an edit that no step has seen yet belongs to the average too; flags stay on the device
+    twins.take_up_edits(tensor)
+    exact = twins.fp32_value(tensor)
+    return tensor.detach().float() if exact is None else exact
 
 
 def _patch_averaged_model() -> None:
@@ -125,19 +123,24 @@ def _swap_with_masters(hook: Any) -> None:
     both = hook.ema_model.update_buffers
     averages = itertools.chain(average.parameters(), average.buffers() if both else ())
     sources = itertools.chain(source.parameters(), source.buffers() if both else ())
-    # where 16-bit tensors have no master, the exact average waits here until the swap back
-    exact: dict[int, Tensor] | None = hook.__dict__.pop('_amp_exact_averages', None)
-    coming_back = exact is not None
-    stash: dict[int, Tensor] = {} if exact is None else exact
+    # where no single tensor holds the exact average, it waits here until the swap back
+    waiting: dict[int, Tensor] | None = hook.__dict__.pop('_amp_exact_averages', None)
+    coming_back = waiting is not None
+    stash: dict[int, Tensor] = {} if waiting is None else waiting
     for index, (mean, weight) in enumerate(zip(averages, sources)):
-        master = casting.fp32_twin(weight)
-        if master is not None:
-            # an edit of the weight that nobody announced belongs to the master first
-            casting.follow_weight(weight)
+        # an edit of the weight that nobody announced belongs to the master first
+        twins.follow_weight(weight)
+        exact = twins.fp32_value(weight)
+        if exact is not None:
             before = mean.detach().clone()
-            mean.data.copy_(master)
-            master.copy_(before)
-            weight.copy_(master)
+            mean.data.copy_(exact)
+            twins.write_fp32(weight, before)
+            if twins.remainder_of(weight) is not None:
+                # not every average can be split
+                if coming_back:
+                    mean.data.copy_(stash[index])
+                else:
+                    stash[index] = before
         elif mean.dtype == weight.dtype:
             before = mean.detach().clone()
             mean.data.copy_(weight.data)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from mmengine.logging import print_log
@@ -56,7 +56,8 @@ class AmpOptimWrapper(OptimWrapper):
         cast_model_type: Type of the model weights, or False for no cast.
         patch_torch_functions: Whether autocast runs (O1 and O4).
         keep_batchnorm_fp32: Whether BatchNorm stays FP32; True, False, 'True' or 'False'.
-        master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights.
+        master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights. ``'split'``: each is kept as the 16-bit
+            weight and a 16-bit remainder, which only this package's fused optimizers can step.
         cast_model_outputs: Type of the model's floating outputs; FP32 at the levels that cast.
         num_losses: Losses with a scale of their own, chosen by ``loss_id``.
         verbosity: 0 silent, 1 skipped steps, 2 every cast too.
@@ -100,7 +101,7 @@ class AmpOptimWrapper(OptimWrapper):
         cast_model_type: str | torch.dtype | bool | None = None,
         patch_torch_functions: bool | None = None,
         keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
+        master_weights: bool | Literal['split'] | None = None,
         cast_model_outputs: str | torch.dtype | None = None,
         num_losses: int = 1,
         verbosity: int = 1,
@@ -149,6 +150,8 @@ class AmpOptimWrapper(OptimWrapper):
                 f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
                 "or 'hold' (they wait)."
             )
+        if resolved is not None and resolved.split_masters and clip is not None and not clip.fits_prologue:
+            problems.append(clip.not_in_prologue)
         problems += _check_words(kwargs, use_fsdp)
         if problems or resolved is None:
             raise AmpConfigError(problems)
@@ -213,7 +216,10 @@ class AmpOptimWrapper(OptimWrapper):
         self._engine.label = name
 
     def master_params(self) -> Iterator[Tensor]:
-        """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own."""
+        """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own.
+
+        With ``master_weights='split'`` there are no FP32 masters to give: these are the model's 16-bit weights.
+        """
         yield from self._engine.master_params()
 
     # -- attaching ---------------------------------------------------------------------------------------------------
@@ -276,10 +282,14 @@ class AmpOptimWrapper(OptimWrapper):
         ``.data`` leave no trace and are found when the model is saved, so call this right after them.
 
         Args:
-            tensors: The edited parameters; all of them by default.
+            tensors: The edited parameters; all of them by default. With ``master_weights='split'`` they have to be named: the
+                remainder of each becomes zero.
 
         Returns:
-            The names of the weights that differed from their masters.
+            The names of the weights that differed from their masters; of all that are split among ``tensors``.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split.
         """
         return self._engine.weights_changed(tensors)
 
@@ -519,7 +529,7 @@ class ApexOptimWrapper(AmpOptimWrapper):
         cast_model_type: str | torch.dtype | bool | None = None,
         patch_torch_functions: bool | None = None,
         keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | None = None,
+        master_weights: bool | Literal['split'] | None = None,
         cast_model_outputs: str | torch.dtype | None = None,
         num_losses: int = 1,
         verbosity: int = 1,

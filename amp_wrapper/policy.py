@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -60,6 +60,7 @@ class Policy:
         autocast_dtype: The type of :class:`torch.autocast` around the forward pass, or None for no autocast.
         keep_batchnorm_fp32: Whether BatchNorm stays FP32 under a cast.
         master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights.
+        split_masters: Whether these are kept as the 16-bit weight and a 16-bit remainder; ``master_weights`` is True then.
         loss_scale: Start and rule of the loss scale.
         cast_model_outputs: The type of the model's floating outputs, or None: FP32, but as they are in training under
             autocast.
@@ -78,6 +79,7 @@ class Policy:
     autocast_dtype: torch.dtype | None = None
     keep_batchnorm_fp32: bool = False
     master_weights: bool = False
+    split_masters: bool = False
     loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     cast_model_outputs: torch.dtype | None = None
     keep_fp32: tuple[str | type, ...] = ()
@@ -138,7 +140,8 @@ class Policy:
         if self.autocast_dtype is not None:
             parts.append(f'autocast to {dtype_name(self.autocast_dtype)}')
         if self.casts_model:
-            parts.append('FP32 masters' if self.master_weights else 'no masters')
+            masters = 'split FP32 masters' if self.split_masters else 'FP32 masters'
+            parts.append(masters if self.master_weights else 'no masters')
             if self.accumulate_in_fp32:
                 parts.append('sums in FP32')
         scale = self.loss_scale
@@ -201,7 +204,7 @@ def resolve(
     cast_model_type: str | torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | Literal['split'] | None = None,
     loss_scale: float | str | Mapping[str, Any] | None = None,
     cast_model_outputs: str | torch.dtype | None = None,
     keep_fp32: str | type | Sequence[str | type] | None = None,
@@ -224,7 +227,8 @@ def resolve(
         cast_model_type: float32, float16, bfloat16, or False for no cast at all.
         patch_torch_functions: Whether :class:`torch.autocast` runs (O1, O4).
         keep_batchnorm_fp32: True, False, 'True' or 'False'.
-        master_weights: Whether to keep FP32 masters of 16-bit weights.
+        master_weights: Whether to keep FP32 masters of 16-bit weights. ``'split'`` keeps each as the weight and a 16-bit
+            remainder, for this package's fused optimizers.
         loss_scale: 'dynamic', a positive finite number (also as a string), a dict in ``GradScaler``'s words
             (``init_scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``, ``enabled``, and ours:
             ``min_scale``, ``max_scale``, ``hysteresis``), or None for the level's own.
@@ -251,9 +255,11 @@ def resolve(
     level_name, level = _resolve_level(opt_level, problems)
 
     cast, cast_given = _resolve_cast_type(cast_model_type, problems)
-    for name, flag in (('patch_torch_functions', patch_torch_functions), ('master_weights', master_weights)):
-        if flag is not None and not isinstance(flag, bool):
-            problems.append(f'{name}={flag!r} must be True, False or None.')
+    if patch_torch_functions is not None and not isinstance(patch_torch_functions, bool):
+        problems.append(f'patch_torch_functions={patch_torch_functions!r} must be True, False or None.')
+    split = isinstance(master_weights, str) and master_weights == 'split'
+    if master_weights is not None and not isinstance(master_weights, bool) and not split:
+        problems.append(f"master_weights={master_weights!r} must be True, False, 'split' or None (the level's own).")
     keep_bn = _resolve_keep_batchnorm(keep_batchnorm_fp32, problems)
 
     autocast = level.patch
@@ -274,7 +280,7 @@ def resolve(
                 f'keep_batchnorm_fp32={keep_batchnorm_fp32!r} conflicts with opt_level={level_name!r}, which never '
                 f'casts BatchNorm: {other}.'
             )
-        if isinstance(master_weights, bool):
+        if isinstance(master_weights, bool) or split:
             problems.append(
                 f'master_weights={master_weights!r} conflicts with opt_level={level_name!r}, whose weights are FP32 '
                 f'already: {other}.'
@@ -297,6 +303,12 @@ def resolve(
             )
         # float32 on a per-op level is what it does anyway: nothing is cast
         model_type = None if per_op else cast
+    if split and known and not per_op and model_type not in HALF_TYPES:
+        where = f'opt_level={level_name!r}' + (f' and cast_model_type={cast_model_type!r}' if cast_given else '')
+        problems.append(
+            f"master_weights='split' conflicts with {where}, where no weight is 16-bit: there is nothing to split. Write "
+            f"opt_level='O2' or 'O5', or leave it out."
+        )
 
     outputs = None
     if cast_model_outputs is not None:
@@ -314,6 +326,11 @@ def resolve(
             problems.append(f'{name}={flag!r} must be True or False.')
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
         problems.append(f'num_losses={num_losses!r} must be a whole number of at least 1.')
+    elif num_losses > 1 and split:
+        problems.append(
+            f"master_weights='split' conflicts with num_losses={num_losses}: several losses are unscaled as they arrive and "
+            f'meet in the FP32 gradients of masters, which split ones do not have. Write master_weights=True, or use one loss.'
+        )
     elif num_losses > 1 and accumulate_in_fp32 is True:
         masters = level.master_weights if master_weights is None else master_weights
         if model_type in HALF_TYPES and masters is False:
@@ -340,7 +357,8 @@ def resolve(
         cast_model_type=model_type,
         autocast_dtype=autocast,
         keep_batchnorm_fp32=level.keep_batchnorm_fp32 if keep_bn is None else keep_bn,
-        master_weights=level.master_weights if master_weights is None else master_weights,
+        master_weights=level.master_weights if master_weights is None else bool(master_weights),
+        split_masters=split,
         loss_scale=scale,
         cast_model_outputs=outputs,
         keep_fp32=kept,

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, casting, model_wrappers
+from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, model_wrappers, twins
 from amp_wrapper.checkpoint import amp_part
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
@@ -873,7 +873,7 @@ def averages(here: Here) -> None:
                 with torch.no_grad():
                     copied.seen.copy_(net.seen)
                     for mine, parameter in zip(copied.parameters(), net.parameters()):
-                        twin = casting.fp32_twin(parameter)
+                        twin = twins.fp32_twin(parameter)
                         mine.copy_(parameter.float() if twin is None else twin)
                 outside.update_parameters(copied)
             same_on_all_ranks(here, average.module.parameters(), f'{level} average')

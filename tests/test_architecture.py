@@ -24,6 +24,8 @@ FLOOR_OF = {
     'casting': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
+    'twins': 'owners',
+    'split_weights': 'owners',
     'loss_scaler': 'owners',
     'master_weights': 'owners',
     'model_wrappers': 'owners',
@@ -47,7 +49,6 @@ FLOOR_OF = {
     'step_result': 'owners',
     'skip_watch': 'owners',
     'late_read': 'owners',
-    'optim': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
@@ -66,6 +67,9 @@ SIBLINGS = {
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
     ('module_guard', 'forward_hooks'),
+    # who saves, loads and copies needs no more of a master than its value
+    ('casting', 'twins'),
+    ('split_weights', 'twins'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
     # building a DDP anew is the one thing done to it, and when is the other

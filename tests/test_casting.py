@@ -26,14 +26,13 @@ from amp_wrapper.casting import (
     CastInputs,
     CastPlan,
     autocast_forward,
-    fp32_twin,
     is_cast,
-    pair,
     restore_fp32_copy,
     strip_hooks,
 )
 from amp_wrapper.errors import AmpAttachError, AmpConfigError, AmpUsageError
 from amp_wrapper.policy import resolve
+from amp_wrapper.twins import fp32_twin, pair
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CAST_LEVELS = {'O2': F16, 'O3': F16, 'O5': BF16}

@@ -14,7 +14,7 @@ from mmengine.model import BaseAveragedModel, ExponentialMovingAverage, Momentum
 from mmengine.registry import HOOKS, MODELS
 from torch import nn
 
-from amp_wrapper import AmpOptimWrapper, casting
+from amp_wrapper import AmpOptimWrapper, casting, twins
 
 SGD = dict(type='SGD', lr=0.1, momentum=0.9)
 
@@ -23,7 +23,7 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     """FP32 values of a model's parameters, exact where there are masters."""
     result = {}
     for name, parameter in model.named_parameters():
-        twin = casting.fp32_twin(parameter)
+        twin = twins.fp32_twin(parameter)
         result[name] = (parameter.detach().float() if twin is None else twin.detach()).clone()
     return result
 
@@ -229,4 +229,4 @@ def test_an_edit_before_validation_survives_the_swap() -> None:
     hook._swap_ema_parameters()
     hook._swap_ema_parameters()
     assert bool((model.weight == 3.0).all())
-    assert bool((casting.fp32_twin(model.weight) == 3.0).all())
+    assert bool((twins.fp32_twin(model.weight) == 3.0).all())

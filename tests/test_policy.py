@@ -107,6 +107,7 @@ LEGAL = [
     for value in (True, False, 'True', 'False')
 ]
 LEGAL += [(lv, {'master_weights': value}, 'master_weights', value) for lv in CAST_LEVELS for value in (True, False)]
+LEGAL += [(lv, {'master_weights': 'split'}, 'split_masters', True) for lv in ('O2', 'O3', 'O5')]
 LEGAL += [(lv, {'patch_torch_functions': v}, 'patch_torch_functions', v) for lv in PER_OP_LEVELS for v in (True, False)]
 LEGAL += [(lv, {'patch_torch_functions': False}, 'patch_torch_functions', False) for lv in CAST_LEVELS]
 
@@ -117,7 +118,11 @@ def test_legal_override(level: str, override: dict[str, Any], field: str, expect
     assert getattr(policy, field) is expected
     rest = dict(zip(('cast', 'patch', 'auto', 'keep_batchnorm_fp32', 'master_weights', 'dynamic'), row(policy)))
     usual = dict(zip(rest, TABLE[level]))
-    if field != 'patch_torch_functions':
+    if field == 'split_masters':
+        assert policy.master_weights is True
+        rest.pop('master_weights'), usual.pop('master_weights')
+        assert rest == usual
+    elif field != 'patch_torch_functions':
         rest.pop(field), usual.pop(field)
         assert rest == usual
 
@@ -128,7 +133,7 @@ ILLEGAL = [
     for name, values in (
         ('cast_model_type', HALVES),
         ('keep_batchnorm_fp32', [True, False, 'True', 'False']),
-        ('master_weights', [True, False]),
+        ('master_weights', [True, False, 'split']),
     )
     for value in values
 ]
@@ -156,6 +161,7 @@ def test_illegal_override_names_property_value_level_and_remedy(level: str, name
         ('keep_batchnorm_fp32', 1),
         ('keep_batchnorm_fp32', 0),
         ('master_weights', 'True'),
+        ('master_weights', 'Split'),
         ('master_weights', 1),
         ('patch_torch_functions', 'False'),
         ('patch_torch_functions', 0),
@@ -192,6 +198,21 @@ def test_illegal_override_names_property_value_level_and_remedy(level: str, name
 def test_value_that_means_nothing_at_any_level(name: str, value: Any) -> None:
     for level in ('O2', 'O3'):
         assert f'{name}={value!r}' in only_problem(level, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ('level', 'override', 'words'),
+    [
+        ('O0', {}, "opt_level='O0', where no weight is 16-bit"),
+        ('O2', {'cast_model_type': False}, "opt_level='O2' and cast_model_type=False, where no weight is 16-bit"),
+        ('O5', {'num_losses': 2}, 'num_losses=2: several losses'),
+        ('O2', {'num_losses': 2, 'accumulate_in_fp32': True}, 'num_losses=2: several losses'),
+    ],
+    ids=str,
+)
+def test_split_masters_need_16_bit_weights_and_one_loss(level: str, override: dict[str, Any], words: str) -> None:
+    text = only_problem(level, master_weights='split', **override)
+    assert f"master_weights='split' conflicts with {words}" in text and 'Write ' in text
 
 
 def test_all_conflicts_come_in_one_error() -> None:
@@ -471,11 +492,13 @@ NON_DEFAULT = {
 }
 
 
-def test_to_dict_is_plain_and_whole() -> None:
-    policy = resolve(**NON_DEFAULT)
+@pytest.mark.parametrize('override', [{}, {'master_weights': 'split', 'num_losses': 1}], ids=['whole', 'split'])
+def test_to_dict_is_plain_and_whole(override: dict[str, Any]) -> None:
+    policy = resolve(**{**NON_DEFAULT, **override})
     plain = policy.to_dict()
     assert set(plain) == {field.name for field in dataclasses.fields(Policy)}
     assert plain['keep_fp32'] == ['head.*', 'LayerNorm'] and plain['cast_model_type'] == 'bfloat16'
+    assert plain['split_masters'] is policy.split_masters is bool(override)
     assert plain['loss_scale'] == dataclasses.asdict(policy.loss_scale)
     buffer = io.BytesIO()
     torch.save(plain, buffer)
@@ -518,6 +541,7 @@ def test_disabled_is_still_checked_and_casts_nothing() -> None:
         ('O0', {}, ('O0', 'float32 weights', 'loss scale 1')),
         ('O1', {}, ('O1', 'autocast to float16', 'dynamic loss scale from 65536')),
         ('O2', {}, ('O2', 'float16 weights', 'FP32 BatchNorm', 'FP32 masters')),
+        ('O2', {'master_weights': 'split'}, ('split FP32 masters',)),
         ('O3', {}, ('O3', 'no masters')),
         ('O4', {'num_losses': 3}, ('O4', 'FP32 weights', 'autocast to bfloat16', '3 losses')),
         ('O2', {'loss_scale': {'enabled': False}}, ('no loss scale',)),

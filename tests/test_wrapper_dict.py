@@ -12,7 +12,7 @@ from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
-from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, casting
+from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, twins
 
 
 class Two(nn.Module):
@@ -105,7 +105,7 @@ def test_levels_differ_and_learn_the_same(levels: tuple[str, str], wide: bool, d
             discriminator=amp(pair[1], model.discriminator, loss_scale=2.0**4, accumulate_in_fp32=wide),
         )
         train(model, wrappers, device)
-        twins = [(p, casting.fp32_twin(p)) for p in model.parameters()]
+        twins = [(p, twins.fp32_twin(p)) for p in model.parameters()]
         ends.append([p.detach().float() if twin is None else twin.detach() for p, twin in twins])
         for name, level in zip(('generator', 'discriminator'), pair):
             kinds = {p.dtype for p in getattr(model, name).parameters()}
@@ -250,7 +250,7 @@ def test_a_part_that_two_optimizers_step(level: str, device: torch.device) -> No
     )
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.trunk.weight
-    twin = casting.fp32_twin(weight)
+    twin = twins.fp32_twin(weight)
     if level in ('O2', 'O5'):
         assert twin is not None
         for wrapper in wrappers.values():
@@ -462,9 +462,9 @@ def test_a_weight_given_to_a_second_optimizer_later_keeps_its_master(device: tor
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.generator[0].weight
     wrappers['b'].optimizer.add_param_group(dict(params=[weight]))
-    twin = casting.fp32_twin(weight)
+    twin = twins.fp32_twin(weight)
     assert any(p is twin for p in wrappers['b'].master_params())
-    assert casting.fp32_twin(weight) is twin
+    assert twins.fp32_twin(weight) is twin
 
 
 def test_gradients_cleared_by_the_model_take_their_flag_along(device: torch.device) -> None:

@@ -69,7 +69,8 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     bits = near.view(torch.int32)
     if weight.dtype is torch.bfloat16:
         joined = (bits + remainder.to(torch.int32)).view(torch.float32)
-        return torch.where(near.isnan(), near, joined)
+        # of a NaN, or of a zero or infinity that somebody wrote beside the remainder of another number
+        return torch.where(joined.isnan(), near, joined)
     magnitude = bits & _MAGNITUDE
     # 2^-14 itself is the weight of masters on both sides
     small = magnitude - (remainder < 0).to(torch.int32) < _SMALL

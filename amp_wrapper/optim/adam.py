@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
-from ..errors import AmpCheckpointError, AmpUsageError
-from .fused import FusedOptimizer, _Part
+from ..errors import AmpCheckpointError
+from .fused import FusedOptimizer
+from .plan import Part
 
 #: torch 2.6 has two classes instead, and neither the argument nor the key in the groups.
 _TOLD = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
@@ -35,15 +36,10 @@ class _AdamSteps(FusedOptimizer):
         decoupled = bool(group['decoupled_weight_decay'])
         return [*group['betas'], group['eps'], group['weight_decay'], bool(group['maximize']), decoupled]
 
-    def _first_step(self, state: Mapping[str, Any], label: str) -> float:
-        if any(name in state for name in self._moments):
-            raise AmpUsageError(
-                f"state of {label} has moments and no 'step', without which they mean nothing: add it, or remove the state of "
-                'this parameter to begin anew.'
-            )
-        return 0.0
+    def _first_step(self, state: Mapping[str, Any]) -> float | None:
+        return None if any(name in state for name in self._moments) else 0.0
 
-    def _run(self, part: _Part, grads: list[Tensor], decision: Tensor) -> None:
+    def _run(self, part: Part, grads: list[Tensor], decision: Tensor) -> None:
         first, second, largest = (part.state(name) for name in self._moments)
         ops.fused_adam(
             grads, part.real(part.params), first, second, largest, part.real(part.partners), part.rows, decision

@@ -10,23 +10,20 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import ops
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..nested import HALF_TYPES
-from ..policy import dtype_name, parse_dtype
+from ..policy import parse_dtype
+from .plan import WIDE, Hyper, Part, Place, Plan, flat, misfit, same, uncountable, unfit
 
-_REAL = (torch.float32, torch.float64, *HALF_TYPES)
-_COMPLEX = (torch.complex64, torch.complex128)
-_WIDE = (torch.float64, torch.complex128)
 _CPU = torch.device('cpu')
 
 
@@ -50,128 +47,11 @@ class Update:
     decision: Tensor | None = None
 
 
-@dataclasses.dataclass(eq=False)
-class _Part:
-    """What one call of an op takes.
-
-    Attributes:
-        names: The state that it writes, ``step`` among it; empty for none.
-        indices: Positions among the parameters that have a gradient.
-        params: The parameters.
-        states: Their state dicts.
-        columns: What stood there under each of ``names`` when this was gathered.
-        steps: Their counts.
-        partners: Empty, or one for each.
-        twofold: Positions in this part of complex ones, which the ops take as pairs of real numbers.
-        rows: What the prologue writes for them.
-    """
-
-    names: tuple[str, ...]
-    indices: list[int]
-    params: list[Tensor]
-    states: list[dict[str, Any]]
-    columns: dict[str, list[Tensor]]
-    steps: list[Tensor]
-    partners: list[Tensor]
-    twofold: list[int]
-    rows: Tensor
-
-    def is_current(self) -> bool:
-        """Whether the state is what it was."""
-        try:
-            return all(
-                _same(list(map(operator.itemgetter(name), self.states)), self.columns[name]) for name in self.names
-            )
-        except KeyError:
-            return False
-
-    def real(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Complex tensors as real ones: views, made anew each time, since the memory of a parameter may be exchanged."""
-        if not self.twofold:
-            return tensors
-        tensors = list(tensors)
-        for index in self.twofold:
-            tensors[index] = torch.view_as_real(tensors[index])
-        return tensors
-
-    def state(self, name: str) -> list[Tensor]:
-        """The tensors of one name, as the ops take them; none where this part has no such state."""
-        return self.real(self.columns[name]) if name in self.columns else []
-
-
-@dataclasses.dataclass(eq=False)
-class _Place:
-    """What lies on one device.
-
-    Attributes:
-        device: The device.
-        parts: Those on it; the ones of float32 rows come first.
-        rows: What the prologue writes, for all parts in turn.
-        narrow: Rows of float32 beside ``rows`` of float64, where both are needed.
-        groups: int64 on the CPU: the group of each parameter.
-        decision: What the prologue decides.
-    """
-
-    device: torch.device
-    parts: list[_Part]
-    rows: Tensor
-    narrow: Tensor | None
-    groups: Tensor
-    decision: Tensor
-
-    @property
-    def steps(self) -> list[Tensor]:
-        """The counts of all parameters, in the order of ``rows``."""
-        return self.parts[0].steps if len(self.parts) == 1 else [step for part in self.parts for step in part.steps]
-
-
-@dataclasses.dataclass(eq=False)
-class _Plan:
-    """What was gathered, and all that it was gathered from."""
-
-    decides: bool
-    lengths: list[int]
-    parameters: list[Tensor]
-    given: list[bool]
-    shapes: list[torch.Size]
-    devices: list[torch.device]
-    dtypes: list[torch.dtype]
-    layouts: list[torch.layout]
-    stepped: list[Tensor]
-    partners: list[Tensor | None]
-    names: list[tuple[str, ...]]
-    rest: list[Any]
-    places: list[_Place]
-    #: (parameter, its state dict, what comes into it) of those whose state is begun or corrected by this step.
-    begun: list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]
-    keys: list[Any] = dataclasses.field(default_factory=list)
-    values: list[Any] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(eq=False)
-class _Hyper:
-    """The hyper-parameters of all groups, and the objects that they were read from."""
-
-    rates: list[Any]
-    rest: list[tuple[Any, ...]]
-    table: Tensor
-    on_host: bool
-    #: Whether some may change in place, where no comparison of objects sees it.
-    unsteady: bool
-    #: (group, tensor) for each tensor lr.
-    tensors: list[tuple[int, Tensor]]
-
-
 class _Saved:
     """The state of a parameter in a state dict, which torch's loading passes on as it is, uncast."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
-
-
-def _same(one: Collection[Any], other: Collection[Any]) -> bool:
-    """The same objects in the same order. ``==`` of tensors would compare numbers, and read them."""
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 class FusedOptimizer(Optimizer):
@@ -182,6 +62,8 @@ class FusedOptimizer(Optimizer):
 
     #: GradScaler neither reads the flag nor unscales, but sets ``grad_scale`` and ``found_inf``.
     _step_supports_amp_scaling = True
+    #: It steps a 16-bit weight and its int16 remainder together.
+    supports_split_weights = True
 
     # told by each class: kind of the ops, the state with an entry per element, what has to stand in a group, and what of that
     # becomes the hyper-parameters beside lr
@@ -193,8 +75,8 @@ class FusedOptimizer(Optimizer):
 
     _state_dtype: torch.dtype | None = None
     _update: Update | None = None
-    _plan: _Plan | None = None
-    _hyper: _Hyper | None = None
+    _plan: Plan | None = None
+    _hyper: Hyper | None = None
 
     def _settle(self, state_dtype: Any, fused: Any, differentiable: Any) -> None:
         """What is asked of the constructor beyond torch's."""
@@ -234,11 +116,11 @@ class FusedOptimizer(Optimizer):
         """The hyper-parameters of a group, without lr, in the order of the ops."""
         raise NotImplementedError
 
-    def _first_step(self, state: Mapping[str, Any], label: str) -> float:
-        """The count of a parameter whose state tells none."""
+    def _first_step(self, state: Mapping[str, Any]) -> float | None:
+        """The count of a parameter whose state tells none; None where it must."""
         raise NotImplementedError
 
-    def _run(self, part: _Part, grads: list[Tensor], decision: Tensor) -> None:
+    def _run(self, part: Part, grads: list[Tensor], decision: Tensor) -> None:
         """The update of one part."""
         raise NotImplementedError
 
@@ -266,7 +148,6 @@ class FusedOptimizer(Optimizer):
         finally:
             self._update = None
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. The host waits for no device.
 
@@ -281,6 +162,9 @@ class FusedOptimizer(Optimizer):
         Raises:
             AmpUsageError: A gradient, a state or a hyper-parameter that no step can be taken with. Nothing is changed then.
         """
+        if torch.compiler.is_compiling():
+            # nothing here is worth a graph, and objects that are compared would be guarded one by one
+            return self._step_eagerly(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -288,6 +172,10 @@ class FusedOptimizer(Optimizer):
         with torch.no_grad():
             self._take_step(self._update)
         return loss
+
+    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    def _step_eagerly(self, closure: Callable[[], Any] | None) -> Any:
+        return FusedOptimizer.step(self, closure)
 
     def _take_step(self, update: Update | None) -> None:
         parameters = [parameter for group in self.param_groups for parameter in group['params']]
@@ -298,6 +186,9 @@ class FusedOptimizer(Optimizer):
         present = [gradient for gradient in gradients if gradient is not None]
         rest = list(map(operator.itemgetter(*self._rest), self.param_groups))
         plan = self._plan
+        if plan is not None and plan.rest == rest:
+            # known as these from here on
+            rest = plan.rest
         if plan is None or not self._fits(plan, parameters, gradients, present, rest, update):
             plan = self._arrange(parameters, gradients, present, rest, update)
         hyper = self._hyper_of(plan, rest)
@@ -316,7 +207,7 @@ class FusedOptimizer(Optimizer):
 
     def _fits(
         self,
-        plan: _Plan,
+        plan: Plan,
         parameters: list[Tensor],
         gradients: list[Tensor | None],
         present: list[Tensor],
@@ -324,28 +215,28 @@ class FusedOptimizer(Optimizer):
         update: Update | None,
     ) -> bool:
         """Whether everything is as it was when the plan was made."""
-        if plan.rest != rest:
+        if plan.rest is not rest:
             if plan.names != list(map(self._names, self.param_groups)):
                 return False
             plan.rest = rest
         return (
             plan.decides == (update is not None)
             and plan.lengths == [len(group['params']) for group in self.param_groups]
-            and _same(plan.parameters, parameters)
+            and same(plan.parameters, parameters)
             and plan.given == [gradient is not None for gradient in gradients]
             and plan.shapes == [gradient.shape for gradient in present]
             and plan.dtypes == [gradient.dtype for gradient in present]
             and plan.layouts == [gradient.layout for gradient in present]
             and plan.devices == [gradient.device for gradient in present]
-            and _same(plan.keys, self.state)
-            and _same(plan.values, self.state.values())
+            and same(plan.keys, self.state)
+            and same(plan.values, self.state.values())
             and all(part.is_current() for place in plan.places for part in place.parts)
-            and (update is None or _same(plan.partners, list(map(update.partner, plan.stepped))))
+            and (update is None or same(plan.partners, list(map(update.partner, plan.stepped))))
         )
 
-    def _write(self, plan: _Plan, hyper: _Hyper, gradients: list[Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
-        counted: list[_Place] = []
-        updated: list[_Part] = []
+    def _write(self, plan: Plan, hyper: Hyper, gradients: list[Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
+        counted: list[Place] = []
+        updated: list[Part] = []
         try:
             for place, given in zip(plan.places, inputs):
                 rates, rated = self._rates(place, hyper)
@@ -367,7 +258,7 @@ class FusedOptimizer(Optimizer):
                     torch._foreach_add_(steps, place.decision[0] - 1)
             raise
 
-    def _commit(self, plan: _Plan) -> None:
+    def _commit(self, plan: Plan) -> None:
         if plan is self._plan:
             return
         for parameter, state, fresh in plan.begun:
@@ -386,7 +277,7 @@ class FusedOptimizer(Optimizer):
         present: list[Tensor],
         rest: list[Any],
         update: Update | None,
-    ) -> _Plan:
+    ) -> Plan:
         """Check everything, then make the state that is missing; it is shown when the step is taken."""
         groups = self.param_groups
         group_of = [index for index, group in enumerate(groups) for _ in group['params']]
@@ -401,12 +292,10 @@ class FusedOptimizer(Optimizer):
         stepped = [parameters[index] for index in chosen]
         partners = [None if update is None else update.partner(parameter) for parameter in stepped]
         for index, parameter, gradient in zip(chosen, stepped, present):
-            label = self._label(index)
-            self._check_gradient(parameter, gradient, label)
-            self._check_state(parameter, names[group_of[index]], label)
+            self._check(index, parameter, gradient, names[group_of[index]])
         kinds: dict[torch.device, dict[tuple[bool, tuple[str, ...]], list[int]]] = defaultdict(dict)
         for position, (index, parameter) in enumerate(zip(chosen, stepped)):
-            kind = (parameter.dtype in _WIDE, names[group_of[index]])
+            kind = (parameter.dtype in WIDE, names[group_of[index]])
             kinds[parameter.device].setdefault(kind, []).append(position)
         if update is not None:
             if len(kinds) > 1:
@@ -417,7 +306,7 @@ class FusedOptimizer(Optimizer):
             if not kinds and parameters:
                 # nothing is stepped, but others may wait for the decision
                 kinds[parameters[0].device] = {}
-        plan = _Plan(
+        plan = Plan(
             decides=update is not None,
             lengths=[len(group['params']) for group in groups],
             parameters=parameters,
@@ -441,9 +330,9 @@ class FusedOptimizer(Optimizer):
         self,
         device: torch.device,
         kinds: Mapping[tuple[bool, tuple[str, ...]], list[int]],
-        plan: _Plan,
+        plan: Plan,
         group_of: list[int],
-    ) -> _Place:
+    ) -> Place:
         order = sorted(kinds.items(), key=lambda item: item[0])
         total = sum(map(len, kinds.values()))
         narrow = sum(len(positions) for (wide, _), positions in order if not wide)
@@ -463,9 +352,9 @@ class FusedOptimizer(Optimizer):
             begin += len(positions)
         flat = [group_of[position] for _, positions in order for position in positions]
         decision = self._buffer('decision', device, torch.float32, 1)[0]
-        return _Place(device, parts, rows, slim, torch.tensor(flat, dtype=torch.int64), decision)
+        return Place(device, parts, rows, slim, torch.tensor(flat, dtype=torch.int64), decision)
 
-    def _part(self, names: tuple[str, ...], positions: list[int], plan: _Plan, rows: Tensor) -> _Part:
+    def _part(self, names: tuple[str, ...], positions: list[int], plan: Plan, rows: Tensor) -> Part:
         params = [plan.stepped[position] for position in positions]
         states: list[dict[str, Any]] = []
         columns: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -482,7 +371,7 @@ class FusedOptimizer(Optimizer):
                     columns[name].append(whole[name])
         beside = [plan.partners[position] for position in positions]
         has_partners = any(partner is not None for partner in beside)
-        return _Part(
+        return Part(
             names=names,
             indices=positions,
             params=params,
@@ -500,7 +389,7 @@ class FusedOptimizer(Optimizer):
         for name in names:
             value = state.get(name)
             if name == 'step':
-                whole[name] = _count(self._first_step(state, '') if value is None else value, parameter.device)
+                whole[name] = _count(self._first_step(state) if value is None else value, parameter.device)
             elif value is None:
                 whole[name] = torch.zeros_like(parameter, dtype=self._moment_dtype(parameter), requires_grad=False)
             else:
@@ -508,7 +397,7 @@ class FusedOptimizer(Optimizer):
         return whole
 
     def _moment_dtype(self, parameter: Tensor) -> torch.dtype:
-        if parameter.dtype in _WIDE or parameter.is_complex():
+        if parameter.dtype in WIDE or parameter.is_complex():
             return parameter.dtype
         return self.state_dtype
 
@@ -540,83 +429,49 @@ class FusedOptimizer(Optimizer):
             index -= len(group['params'])
         raise IndexError(index)
 
-    def _check_gradient(self, parameter: Tensor, gradient: Tensor, label: str) -> None:
-        mine = type(self).__name__
-        if is_traceable_wrapper_subclass(parameter):
-            raise AmpUsageError(
-                f'{label} is a {type(parameter).__name__}: {mine} takes plain tensors, no sharded ones. Use '
-                f'torch.optim.{self._torch_name}.'
-            )
-        if parameter.dtype not in _REAL and parameter.dtype not in _COMPLEX:
-            raise AmpUsageError(
-                f'{label} has dtype {dtype_name(parameter.dtype)}: {mine} takes float16, bfloat16, float32, float64, complex64 '
-                'and complex128.'
-            )
-        if gradient.layout is not torch.strided:
-            other = 'torch.optim.SGD' if self._torch_name == 'SGD' else 'torch.optim.SparseAdam'
-            raise AmpUsageError(
-                f'{label} has a sparse gradient, which {mine} does not take: use {other} for it, or sparse=False in its '
-                'embedding.'
-            )
-        if gradient.shape != parameter.shape:
-            raise AmpUsageError(
-                f'{label} has shape {tuple(parameter.shape)} and its gradient {tuple(gradient.shape)}: they must agree.'
-            )
-        if gradient.device != parameter.device:
-            raise AmpUsageError(
-                f'{label} is on {parameter.device} and its gradient on {gradient.device}: move the gradient there.'
-            )
-        fitting = _COMPLEX if parameter.is_complex() else _REAL
-        if gradient.dtype not in fitting:
-            raise AmpUsageError(
-                f'{label} has dtype {dtype_name(parameter.dtype)} and its gradient {dtype_name(gradient.dtype)}: '
-                f'{", ".join(map(dtype_name, fitting))} fit.'
-            )
-
-    def _check_state(self, parameter: Tensor, names: tuple[str, ...], label: str) -> None:
-        state = self.state.get(parameter)
-        if not names or not state:
-            return
-        advice = 'Set it right, or remove the state of this parameter to begin anew.'
-        for name in names:
+    def _check(self, index: int, parameter: Tensor, gradient: Tensor, names: tuple[str, ...]) -> None:
+        problem = unfit(parameter, gradient, self._torch_name)
+        if problem:
+            raise AmpUsageError(f'{type(self).__name__}: {self._label(index)} {problem}.')
+        state = self.state.get(parameter) or {}
+        for name in names if state else ():
             value = state.get(name)
-            where = f'state[{name!r}] of {label}'
             if name == 'step':
-                if value is None:
-                    self._first_step(state, label)
-                elif isinstance(value, Tensor):
-                    if value.numel() != 1:
-                        raise AmpUsageError(f'{where} has shape {tuple(value.shape)}: one number is expected. {advice}')
-                elif not isinstance(value, (int, float)):
-                    raise AmpUsageError(f'{where} is a {type(value).__name__}: one number is expected. {advice}')
+                problem = uncountable(self._first_step(state) if value is None else value)
             elif value is not None:
-                problem = _misfit(value, parameter)
+                problem = misfit(value, parameter)
                 if not problem and value.device != parameter.device:
                     problem = f'is on {value.device} and the parameter on {parameter.device}'
-                if problem:
-                    raise AmpUsageError(f'{where} {problem}. {advice}')
+            if problem:
+                raise AmpUsageError(
+                    f'{type(self).__name__}: state[{name!r}] of {self._label(index)} {problem}. Set it right, or remove the '
+                    'state of this parameter to begin anew.'
+                )
 
     # -- hyper-parameters -------------------------------------------------------------------------------------------
 
-    def _hyper_of(self, plan: _Plan, rest: list[Any]) -> _Hyper:
+    def _hyper_of(self, plan: Plan, rest: list[Any]) -> Hyper:
         """The table of the groups, the one of the last step where nothing changed."""
         groups = self.param_groups
         rates = [group['lr'] for group in groups]
         on_host = any(place.device.type != 'cpu' for place in plan.places)
         known = self._hyper
-        if known is not None and not known.unsteady and known.on_host == on_host and known.rest == rest:
-            if _same(known.rates, rates):
-                return known
-            rows = None
-        else:
-            rows = [[0.0, *self._numbers(index, group)] for index, group in enumerate(groups)]
+        if known is not None and (known.mutable or known.on_host != on_host or known.rest is not rest):
+            known = None
+        if known is not None and not known.read and same(known.rates, rates):
+            return known
         tensors = [(index, rate) for index, rate in enumerate(rates) if isinstance(rate, Tensor)]
         read = on_host and any(rate.device == _CPU for _, rate in tensors)
-        first = [self._rate(index, rate, on_host) for index, rate in enumerate(rates)]
-        table = known.table.clone() if rows is None and known is not None else torch.tensor(rows, dtype=torch.float64)
-        table[:, 0] = torch.tensor(first, dtype=torch.float64)
-        unsteady = read or any(not isinstance(v, (int, float, tuple)) for v in _flat(rest))
-        self._hyper = _Hyper(rates, rest, table, on_host, unsteady, tensors)
+        first = [rate if type(rate) is float else self._rate(index, rate, on_host) for index, rate in enumerate(rates)]
+        if known is None:
+            rows = [[rate, *self._numbers(index, group)] for index, (rate, group) in enumerate(zip(first, groups))]
+            table = torch.tensor(rows, dtype=torch.float64)
+            mutable = any(not isinstance(value, (int, float, tuple)) for value in flat(rest))
+        else:
+            # a new one: a copy of the old one may be under way
+            table, mutable = known.table.clone(), False
+            table[:, 0] = torch.tensor(first, dtype=torch.float64)
+        self._hyper = Hyper(rates, rest, table, on_host, read, mutable, tensors)
         return self._hyper
 
     def _numbers(self, index: int, group: Mapping[str, Any]) -> list[float]:
@@ -639,7 +494,7 @@ class FusedOptimizer(Optimizer):
         except (TypeError, ValueError) as error:
             raise AmpUsageError(f"param_groups[{index}]['lr'] is {rate!r}: a number is expected.") from error
 
-    def _rates(self, place: _Place, hyper: _Hyper) -> tuple[list[Tensor], list[int]]:
+    def _rates(self, place: Place, hyper: Hyper) -> tuple[list[Tensor], list[int]]:
         handed = [
             (index, rate.detach().to(place.device, torch.float32))
             for index, rate in hyper.tensors
@@ -722,7 +577,7 @@ class FusedOptimizer(Optimizer):
         state: dict[str, Any] = {}
         for name, value in saved.items():
             if name in self._moments and value is not None:
-                problem = _misfit(value, parameter)
+                problem = misfit(value, parameter)
                 if problem:
                     raise AmpCheckpointError(
                         f'{label}[{name!r}] of the state dict {problem}: it belongs to another parameter.'
@@ -759,25 +614,3 @@ def _count(value: Any, device: torch.device, copy: bool = False) -> Tensor:
 
 def _is_count(value: Tensor, device: torch.device) -> bool:
     return value.dtype is torch.float32 and value.device == device and value.dim() == 0 and not value.requires_grad
-
-
-def _misfit(value: Any, parameter: Tensor) -> str:
-    """What is wrong with a moment of a parameter; empty where nothing is."""
-    if not isinstance(value, Tensor):
-        return f'is a {type(value).__name__}, no tensor'
-    if value.layout is not torch.strided:
-        return 'is sparse'
-    if value.shape != parameter.shape:
-        return f'has shape {tuple(value.shape)} and the parameter {tuple(parameter.shape)}'
-    fitting = _COMPLEX if parameter.is_complex() else _REAL
-    if value.dtype not in fitting:
-        return f'has dtype {dtype_name(value.dtype)}, and {", ".join(map(dtype_name, fitting))} fit'
-    return ''
-
-
-def _flat(rest: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-    for row in rest:
-        for value in row:
-            yield value
-            if isinstance(value, tuple):
-                yield from value

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
-from .fused import FusedOptimizer, _Part
+from .fused import FusedOptimizer
+from .plan import Part
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
@@ -80,7 +81,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         numbers = [group['momentum'], group['dampening'], bool(group['nesterov']), group['weight_decay']]
         return [*numbers, bool(group['maximize']), 0]
 
-    def _first_step(self, state: Mapping[str, Any], label: str) -> float:
+    def _first_step(self, state: Mapping[str, Any]) -> float | None:
         return 0.0 if state.get('momentum_buffer') is None else 1.0
 
     def _completed(self, parameter: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -89,7 +90,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
             state = {}
         return super()._completed(parameter, state, names)
 
-    def _run(self, part: _Part, grads: list[Tensor], decision: Tensor) -> None:
+    def _run(self, part: Part, grads: list[Tensor], decision: Tensor) -> None:
         buffers = part.state('momentum_buffer')
         ops.fused_sgd(grads, part.real(part.params), buffers, part.real(part.partners), part.rows, decision)
 
