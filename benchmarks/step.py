@@ -99,22 +99,29 @@ def started(way: Way, case: Case, shapes: Shapes) -> tuple[Step, float, float]:
 def examine(way: Way, case: Case, shapes: Shapes) -> Row:
     """Everything about a way but its times, from small lists with as many tensors."""
     row = Row(way)
-    small = shrunk(shapes, COUNTED)
-    row.counted = elements(small)
     try:
-        step, *row.estimate = started(way, case, small)
+        _examine(row, case, shapes)
     except Unavailable as error:
         row.reason = str(error)
-        return row
+    except Exception as error:
+        if not way.foreign:
+            raise
+        row.reason = f'{type(error).__name__}: {error}'
+    return row
+
+
+def _examine(row: Row, case: Case, shapes: Shapes) -> None:
+    small = shrunk(shapes, COUNTED)
+    row.counted = elements(small)
+    step, *row.estimate = started(row.way, case, small)
     step.prepare()
     row.counts = counts_of(step.run, [tensor.data_ptr() for tensor in step.host_tensors()])
     step.finish()
     if case.device.type == 'cpu':
         # nearly nothing is computed there, so the time is that of calls and checks
-        step = start(way, case, [(1,)] * len(shapes))
+        step = start(row.way, case, [(1,)] * len(shapes))
         once(step, case.device, True)
-        row.host = statistics.median(once(step, case.device)[1] for _ in range(20))
-    return row
+        row.hosts = [once(step, case.device)[1] for _ in range(20)]
 
 
 def measure(model: str, case: Case, threads: int, rounds: int) -> Block:
@@ -155,7 +162,7 @@ def measure(model: str, case: Case, threads: int, rounds: int) -> Block:
             pairs = [once(step, case.device) for _ in range(repeats)]
             row.times.append(statistics.median(taken for taken, _ in pairs))
             if case.device.type == 'cuda':
-                row.host = statistics.median([returned for _, returned in pairs] + [row.host] * bool(turn))
+                row.hosts.append(statistics.median(returned for _, returned in pairs))
             if block.kept:
                 kept[row.way.name, row.way.group] = step
             else:

@@ -29,11 +29,12 @@ class Row:
         way: Which.
         reason: Why it was not taken; '' where it was.
         counts: Of one step.
-        estimate: Bytes for each parameter at the peak, from the list that is counted.
+        counted: Elements that they belong to.
+        estimate: Bytes for each parameter, resident and at the peak, of the list that is counted.
         resident: Bytes of weights, masters, state and gradients, for each parameter.
         peak: The same with what a step allocates on top, at its highest.
         launched: Kernels, and copies beside them; None on a CPU.
-        host: Seconds until the call returns.
+        hosts: Seconds until the call returns.
         times: Seconds of a step, one for each round.
     """
 
@@ -41,11 +42,11 @@ class Row:
     reason: str = ''
     counts: Counts = dataclasses.field(default_factory=Counts)
     counted: int = 1
-    estimate: tuple[float, float] = (0.0, 0.0)
+    estimate: Sequence[float] = (0.0, 0.0)
     resident: float = 0.0
     peak: float = 0.0
     launched: tuple[int, int] | None = None
-    host: float = 0.0
+    hosts: list[float] = dataclasses.field(default_factory=list)
     times: list[float] = dataclasses.field(default_factory=list)
 
     @property
@@ -57,6 +58,11 @@ class Row:
     def median(self) -> float:
         """Seconds."""
         return statistics.median(self.times)
+
+    @property
+    def host(self) -> float:
+        """Seconds until the call returns."""
+        return statistics.median(self.hosts)
 
 
 @dataclasses.dataclass

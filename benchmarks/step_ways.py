@@ -351,9 +351,7 @@ class Peer(Step):
         )
         for weight in self.model.parameters():
             weight.data = weight.data.to(case.dtype)
-        self.optimizer = _build(
-            kind, self.model.parameters(), **case.words, master_weights=True, capturable=True, **words
-        )
+        self.optimizer = kind(self.model.parameters(), **case.words, master_weights=True, capturable=True, **words)
         self.scaler = torch.amp.GradScaler(case.device.type, enabled=case.is_scaled)
 
     def prepare(self) -> None:
@@ -376,16 +374,8 @@ def _peer(module: str, optimizer: str) -> Any:
         raise Unavailable(f'not installed ({error})') from error
 
 
-def _build(kind: Any, *args: Any, **words: Any) -> Any:
-    """What other packages raise, in whatever form, is the reason why they are not in the table."""
-    try:
-        return kind(*args, **words)
-    except Exception as error:
-        raise Unavailable(f'{type(error).__name__}: {error}') from error
-
-
 def _peer_optimizer(module: str) -> Callable[[Case, Any], Optimizer]:
-    return lambda case, parameters: _build(_peer(module, case.optimizer), parameters, **case.words)
+    return lambda case, parameters: _peer(module, case.optimizer)(parameters, **case.words)
 
 
 def _need(condition: bool, reason: str) -> None:
@@ -413,11 +403,13 @@ class Way:
         name: Of the row.
         group: Key of :data:`GROUPS`; ratios are within a group.
         build: Makes it, or raises :class:`Unavailable`.
+        foreign: Whether another package does it, whose errors are no reason to end a run.
     """
 
     name: str
     group: str
     build: Callable[[Case, Shapes], Step]
+    foreign: bool = False
 
 
 def _ours(
@@ -454,12 +446,13 @@ def ways(case: Case) -> list[Way]:
             Way(f'torch ops, {plan}', 'half', lambda case, shapes, plan=plan: TorchOps(case, shapes, plan))
             for plan in ('unscale', 'one multiplication', 'folded', 'folded, 16-bit norm')
         ),
-        Way('apex, FP32 masters', 'half', lambda case, shapes: Peer(case, shapes, apex)),
-        Way('TransformerEngine, FP32 masters', 'half', lambda case, shapes: Peer(case, shapes, engine)),
+        Way('apex, FP32 masters', 'half', lambda case, shapes: Peer(case, shapes, apex), True),
+        Way('TransformerEngine, FP32 masters', 'half', lambda case, shapes: Peer(case, shapes, engine), True),
         Way(
             'TransformerEngine, remainders',
             'half',
             lambda case, shapes: Peer(case, shapes, engine, store_param_remainders=True),
+            True,
         ),
         _ours(f'this package, {scaled}, fused', 'scaled', our_optimizer),
         _ours(f'this package, {scaled}, torch fused', 'scaled', torch_optimizer, fused=True),
@@ -479,8 +472,8 @@ def ways(case: Case) -> list[Way]:
             'single',
             lambda c, shapes: Plain(c, shapes, functools.partial(torch_optimizer, foreach=True)),
         ),
-        Way('apex', 'single', lambda c, shapes: Plain(c, shapes, _peer_optimizer(apex))),
-        Way('TransformerEngine', 'single', lambda c, shapes: Plain(c, shapes, _peer_optimizer(engine))),
+        Way('apex', 'single', lambda c, shapes: Plain(c, shapes, _peer_optimizer(apex)), True),
+        Way('TransformerEngine', 'single', lambda c, shapes: Plain(c, shapes, _peer_optimizer(engine)), True),
     ]
 
 
