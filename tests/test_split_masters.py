@@ -183,11 +183,11 @@ def test_edits_in_place_win(level: str, place: str, tmp_path: Path, caplog: pyte
     edited = model.conv.weight.detach().float()
     # as a step begins
     assert masters.refresh(masters.edited()) == ['conv.weight'] and masters.edited() == masters.refresh() == []
-    assert masters.remainder(model.conv.weight) is twins.remainder_of(model.conv.weight).bits
+    assert masters.partner_of(model.conv.weight) is twins.remainder_of(model.conv.weight).bits
     with torch.no_grad():
         model.conv.weight.mul_(0.5)
     assert twins.fp32_value(model.conv.weight).equal(edited * 0.5)
-    assert not masters.remainder(model.conv.weight).any() and masters.remainder(torch.ones(1)) is None
+    assert not masters.partner_of(model.conv.weight).any() and masters.partner_of(torch.ones(1)) is None
 
 
 @pytest.mark.parametrize('place', HIDDEN)
@@ -280,9 +280,9 @@ def test_parameters_that_come_later(level: str, device: torch.device) -> None:
     )
     wrapper.optimizer.add_param_group(dict(params=[late, wide]))
     masters = wrapper._engine._masters
-    assert isinstance(masters, SplitWeights) and masters.remainder(late) is None
+    assert isinstance(masters, SplitWeights) and masters.partner_of(late) is None
     assert list(wrapper.master_params())[-2] is late
-    assert masters.remainder(late).tolist() == [0, 0, 0] and masters.remainder(wide) is None
+    assert masters.partner_of(late).tolist() == [0, 0, 0] and masters.partner_of(wide) is None
     assert len(masters) == len(list(masters.pairs)) == len([p for p in model.parameters() if p.dtype is late.dtype]) + 1
     assert 'shape (3,)' in masters.name(late)
 
@@ -293,7 +293,7 @@ def test_two_optimizers_share_a_remainder(device: torch.device) -> None:
     wrappers.initialize_count_status(parts, 0, 10)
     mine, theirs = (wrapper._engine._masters for wrapper in wrappers.values())
     weight = parts['a'].weight
-    assert mine.remainder(weight) is theirs.remainder(weight) is not None
+    assert mine.partner_of(weight) is theirs.partner_of(weight) is not None
     with torch.no_grad():
         weight.mul_(2)
     mine.copy_to_weights()
@@ -301,7 +301,7 @@ def test_two_optimizers_share_a_remainder(device: torch.device) -> None:
     value = parts.state_dict()['a.weight'].clone()
     wrappers['x'].detach()
     assert weight.dtype is torch.float32 and weight.equal(value)
-    assert theirs.remainder(weight) is None and theirs.edited() == []
+    assert theirs.partner_of(weight) is None and theirs.edited() == []
     wrappers['y'].detach()
     assert weight.equal(value) and {p.dtype for p in parts.parameters()} == {torch.float32}
     mixed = wrap('O2', parts['a'], parts['b']), wrap('O2', parts['a'], parts['c'], masters=True)

@@ -26,7 +26,7 @@ class _AdamSteps(FusedOptimizer):
     _kind = ops.ADAM
     _moments = (*_MOMENTS, 'max_exp_avg_sq')
     _required = ('lr', 'betas', 'eps', 'weight_decay')
-    _rest = ('betas', 'eps', 'weight_decay', 'maximize', 'decoupled_weight_decay', 'amsgrad')
+    _rest = ('betas', 'eps', 'weight_decay', 'maximize', 'decoupled_weight_decay', 'amsgrad', 'differentiable')
     _decoupled = False
 
     def _names(self, group: Mapping[str, Any]) -> tuple[str, ...]:

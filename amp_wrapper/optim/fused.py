@@ -216,7 +216,8 @@ class FusedOptimizer(Optimizer):
     ) -> bool:
         """Whether everything is as it was when the plan was made."""
         if plan.rest is not rest:
-            if plan.names != list(map(self._names, self.param_groups)):
+            groups = self.param_groups
+            if plan.names != list(map(self._names, groups)) or any(group['differentiable'] for group in groups):
                 return False
             plan.rest = rest
         return (
@@ -255,7 +256,7 @@ class FusedOptimizer(Optimizer):
             for place in counted:
                 steps = [step for part in place.parts if part not in updated for step in part.steps]
                 if steps:
-                    torch._foreach_add_(steps, place.decision[0] - 1)
+                    torch._foreach_add_(steps, [place.decision[0] - 1] * len(steps))
             raise
 
     def _commit(self, plan: Plan) -> None:
@@ -282,7 +283,7 @@ class FusedOptimizer(Optimizer):
         groups = self.param_groups
         group_of = [index for index, group in enumerate(groups) for _ in group['params']]
         for index, group in enumerate(groups):
-            if group.get('differentiable'):
+            if group['differentiable']:
                 raise AmpUsageError(
                     f"param_groups[{index}]['differentiable'] is True: {type(self).__name__} writes in place and keeps no "
                     f'graph. Set it to False, or use torch.optim.{self._torch_name}.'
@@ -585,10 +586,9 @@ class FusedOptimizer(Optimizer):
                 moment = torch.empty_like(parameter, dtype=self._moment_dtype(parameter), requires_grad=False)
                 state[name] = moment.copy_(value.detach())
             elif name == 'step' and value is not None:
-                if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and value.numel() != 1):
-                    raise AmpCheckpointError(
-                        f'{label}[{name!r}] of the state dict is {value!r}: one number is expected.'
-                    )
+                problem = uncountable(value)
+                if problem:
+                    raise AmpCheckpointError(f'{label}[{name!r}] of the state dict {problem}.')
                 state[name] = _count(value, parameter.device, copy=True)
             elif isinstance(value, Tensor):
                 state[name] = value.detach().to(parameter.device, copy=True)

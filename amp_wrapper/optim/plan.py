@@ -62,7 +62,7 @@ class Part:
 
     def real(self, tensors: list[Tensor]) -> list[Tensor]:
         """Complex tensors as real ones: views, made anew each time, since the memory of a parameter may be exchanged."""
-        if not self.twofold:
+        if not self.twofold or not tensors:
             return tensors
         tensors = list(tensors)
         for index in self.twofold:

@@ -52,7 +52,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     _kind = ops.SGD
     _moments = ('momentum_buffer',)
     _required = ('lr', 'momentum', 'dampening', 'weight_decay')
-    _rest = ('momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize')
+    _rest = ('momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize', 'differentiable')
     _torch_name = 'SGD'
 
     def __init__(
