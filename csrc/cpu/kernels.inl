@@ -324,11 +324,11 @@ float scale_and_sum(Type source_type, const void* source, Type target_type, void
       auto* to = static_cast<decltype(t)>(target);
       return with_flag(streams && is_aligned(to), [&](auto stream) {
         constexpr bool kStream = decltype(stream)::value;
-        return sum_of_blocks(count, nonfinite_found, [&](std::int64_t i, std::int64_t some, Ints* bad) {
-          const float sum = scale_block<kStream>(from + i, to + i, some, factor, bad);
-          if constexpr (kStream) finish_stream();
-          return sum;
+        const float sum = sum_of_blocks(count, nonfinite_found, [&](std::int64_t i, std::int64_t some, Ints* bad) {
+          return scale_block<kStream>(from + i, to + i, some, factor, bad);
         });
+        if constexpr (kStream) finish_stream();
+        return sum;
       });
     });
   });
