@@ -78,7 +78,7 @@ def test_lists_of_the_ops_benchmark_are_those_of_the_models() -> None:
 
 
 def test_ops_benchmark_compares_what_means_the_same() -> None:
-    """Every op has rows, and what is written by a sequence of torch is what the op writes."""
+    """Every op but those of a whole step has rows, and what is written by a sequence of torch is what the op writes."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.ops import cases, scale_case
 
@@ -88,7 +88,8 @@ def test_ops_benchmark_compares_what_means_the_same() -> None:
         return [t.clone() for t in (*case.written, *([] if case.written else [outcome]))]
 
     found = cases([(3,)], torch.device('cpu'))
-    assert {case.op for case in found} | {scale_case(torch.device('cpu')).op} == set(SCHEMAS)
+    steps = {'step_prologue', 'fused_adam', 'fused_sgd'}
+    assert {case.op for case in found} | {scale_case(torch.device('cpu')).op} == set(SCHEMAS) - steps
     for index, case in enumerate(found):
         wanted = results(index, None)
         for peer in case.peers:
