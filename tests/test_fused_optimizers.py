@@ -821,6 +821,37 @@ def test_an_op_that_refuses_takes_the_new_state_along(begun: bool, device: torch
     assert [float(optimizer.state[p]['step']) for p in mine[:2]] == counts
 
 
+def test_what_was_written_before_a_refusal_keeps_its_state(device: torch.device) -> None:
+    storage = torch.ones(8, device=device, dtype=torch.float64)
+    mine = [nn.Parameter(torch.ones(4, device=device)), nn.Parameter(storage[:6]), nn.Parameter(storage[2:])]
+    optimizer = FusedAdam(mine)
+    give(mine, 0)
+    # float64 parameters are a second call, which refuses
+    with pytest.raises(ValueError, match='share memory'):
+        optimizer.step()
+    assert list(optimizer.state) == [mine[0]] and float(optimizer.state[mine[0]]['step']) == 1
+    assert not torch.equal(mine[0], torch.ones_like(mine[0])) and bool((storage == 1).all())
+
+
+def test_data_that_is_exchanged_is_noticed(device: torch.device) -> None:
+    """``module.double()`` and pruning leave the parameter, and give it other numbers."""
+    mine = [nn.Parameter(torch.ones(4, device=device)), nn.Parameter(torch.ones(3, device=device))]
+    optimizer, exact = FusedSGD(mine, lr=0.1), 1.0
+    for edit in (lambda t: t, lambda t: t[:2].clone(), lambda t: t.double()):
+        for parameter in mine:
+            parameter.grad = None
+            parameter.data = edit(parameter.data)
+            parameter.grad = torch.full_like(parameter, 1 / 3)
+        optimizer.step()
+        exact -= 0.1 / 3
+    assert [p.shape[0] for p in mine] == [2, 2] and mine[0].dtype is torch.float64
+    # the last step was computed in float64
+    before = mine[0].detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - mine[0].detach(), torch.full_like(before, 0.1 / 3), rtol=1e-14, atol=0)
+    assert float(mine[0].detach()[0]) == pytest.approx(exact - 0.1 / 3, rel=1e-6)
+
+
 def test_arguments_that_cannot_be() -> None:
     mine = [nn.Parameter(torch.ones(2))]
     with pytest.raises(AmpConfigError) as caught:

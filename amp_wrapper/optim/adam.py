@@ -104,8 +104,8 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         >>> optimizer = FusedAdam([weight], lr=0.5)
         >>> weight.sum().backward()
         >>> optimizer.step()
-        >>> weight.tolist()
-        [0.5, 0.5, 0.5]
+        >>> weight.data
+        tensor([0.5000, 0.5000, 0.5000])
     """
 
     _torch_name = 'Adam'

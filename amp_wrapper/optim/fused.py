@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,14 @@ class _Saved:
 
     def __init__(self, state: Any) -> None:
         self.state = state
+
+
+class _NothingWrittenError(Exception):
+    """An op refused before anything was written; the counts are what they were."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class FusedOptimizer(Optimizer):
@@ -200,7 +208,18 @@ class FusedOptimizer(Optimizer):
             inputs = [self._scaling(place.device) for place in plan.places]
         else:
             inputs = [update.decide(present)]
-        self._write(plan, hyper, present, inputs)
+        try:
+            self._write(plan, hyper, present, inputs)
+        except _NothingWrittenError as refused:
+            if plan is not self._plan or update is not None:
+                raise refused.reason from None
+            # perhaps something is other than the plan has it: gathered anew, it is named, or the step is taken
+            plan = self._arrange(parameters, gradients, present, rest, update)
+            inputs = [self._scaling(place.device) for place in plan.places]
+            try:
+                self._write(plan, self._hyper_of(plan, rest), present, inputs)
+            except _NothingWrittenError as again:
+                raise again.reason from None
         self._commit(plan)
         if update is not None:
             update.decision = plan.places[0].decision
@@ -225,14 +244,20 @@ class FusedOptimizer(Optimizer):
             and plan.lengths == [len(group['params']) for group in self.param_groups]
             and same(plan.parameters, parameters)
             and plan.given == [gradient is not None for gradient in gradients]
-            and plan.shapes == [gradient.shape for gradient in present]
-            and plan.dtypes == [gradient.dtype for gradient in present]
-            and plan.layouts == [gradient.layout for gradient in present]
-            and plan.devices == [gradient.device for gradient in present]
+            and plan.dtypes == [parameter.dtype for parameter in plan.stepped]
             and same(plan.keys, self.state)
             and same(plan.values, self.state.values())
             and all(part.is_current() for place in plan.places for part in place.parts)
-            and (update is None or same(plan.partners, list(map(update.partner, plan.stepped))))
+            and (update is None or self._still_pairs(plan, present, update))
+        )
+
+    def _still_pairs(self, plan: Plan, gradients: list[Tensor], update: Update) -> bool:
+        """What an owner gives, before it decides. Without one, torch has seen to gradients, and a step can be taken back."""
+        return (
+            plan.shapes == [gradient.shape for gradient in gradients]
+            and plan.layouts == [gradient.layout for gradient in gradients]
+            and plan.devices == [gradient.get_device() for gradient in gradients]
+            and same(plan.partners, list(map(update.partner, plan.stepped)))
         )
 
     def _write(self, plan: Plan, hyper: Hyper, gradients: list[Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
@@ -251,20 +276,29 @@ class FusedOptimizer(Optimizer):
                 for part in place.parts:
                     self._run(part, part.real([gradients[i] for i in part.indices]), place.decision)
                     updated.append(part)
-        except BaseException:
+        except BaseException as error:
             # an op that refuses has written nothing: the steps that it should have taken are not counted
             for place in counted:
                 steps = [step for part in place.parts if part not in updated for step in part.steps]
                 if steps:
                     torch._foreach_add_(steps, [place.decision[0] - 1] * len(steps))
+            if not updated and isinstance(error, Exception):
+                raise _NothingWrittenError(error) from None
+            written = {id(parameter) for part in updated for parameter in part.params}
+            self._begin(plan, written)
             raise
+
+    def _begin(self, plan: Plan, written: Container[int]) -> None:
+        """Show the state that parameters, by id, were stepped with."""
+        for parameter, state, fresh in plan.begun:
+            if id(parameter) in written:
+                state.update(fresh)
+                self.state[parameter] = state
 
     def _commit(self, plan: Plan) -> None:
         if plan is self._plan:
             return
-        for parameter, state, fresh in plan.begun:
-            state.update(fresh)
-            self.state[parameter] = state
+        self._begin(plan, {id(parameter) for parameter in plan.stepped})
         plan.begun = []
         plan.keys, plan.values = list(self.state), list(self.state.values())
         self._plan = plan
@@ -313,8 +347,8 @@ class FusedOptimizer(Optimizer):
             parameters=parameters,
             given=[gradient is not None for gradient in gradients],
             shapes=[gradient.shape for gradient in present],
-            devices=[gradient.device for gradient in present],
-            dtypes=[gradient.dtype for gradient in present],
+            devices=[gradient.get_device() for gradient in present],
+            dtypes=[parameter.dtype for parameter in stepped],
             layouts=[gradient.layout for gradient in present],
             stepped=stepped,
             partners=partners,

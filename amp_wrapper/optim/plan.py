@@ -109,7 +109,7 @@ class Plan:
     parameters: list[Tensor]
     given: list[bool]
     shapes: list[torch.Size]
-    devices: list[torch.device]
+    devices: list[int]
     dtypes: list[torch.dtype]
     layouts: list[torch.layout]
     stepped: list[Tensor]
