@@ -23,6 +23,7 @@ _WRITTEN_ONLY = {
     'aten::zero_': ('self',),
     'aten::_foreach_zero_': ('self',),
     'amp_wrapper::multi_tensor_scale': ('targets',),
+    'amp_wrapper::multi_tensor_scale_l2norm': ('targets',),
     'amp_wrapper::multi_tensor_axpby': ('targets',),
     'amp_wrapper::multi_tensor_copy': ('targets',),
     'amp_wrapper::step_prologue': ('decision', 'rows'),

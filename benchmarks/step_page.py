@@ -199,6 +199,9 @@ def targets(blocks: Sequence[Block]) -> list[str]:
 
     for block in blocks:
         fused = block.fused('half')
+        if block.parameters < 2e7:
+            # the targets are told for lists of models
+            continue
         if device.type == 'cpu':
             rows = [row for row in block.taken('half') if row.way.name.startswith(BEST_OF)]
             if fused is not None and rows and block.case.optimizer == 'AdamW' and block.case.clip:
