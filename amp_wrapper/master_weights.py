@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from .policy import dtype_name
 from .scale_config import is_number
 
 logger = logging.getLogger('amp_wrapper')
+
+_version: Callable[[Tensor], int] = operator.attrgetter('_version')
 
 
 class MasterWeights:
@@ -46,8 +49,13 @@ class MasterWeights:
         self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # master -> weight, by id of the master
         self._weights: dict[int, nn.Parameter] = {}
-        self._versions: dict[int, int] = {}
-        self._copied: dict[int, int] = {}
+        # in the order of the pairs: both sides, where each pair stands, and the versions that were last seen and copied. Lists,
+        # since every step goes through them
+        self._weight_list: list[nn.Parameter] = []
+        self._master_list: list[nn.Parameter] = []
+        self._places: dict[int, int] = {}
+        self._seen: list[int | None] = []
+        self._copied: list[int | None] = []
         self._existing = existing
         known = {id(weight) for weight in weights.values()}
         self._swap(lambda parameter: id(parameter) in known or existing(parameter) is not None)
@@ -95,6 +103,11 @@ class MasterWeights:
                     self._optimizer.state[master] = self._optimizer.state.pop(weight)
                 self._pairs[id(weight)] = (weight, master)
                 self._weights[id(master)] = weight
+                self._places[id(weight)] = len(self._places)
+                self._weight_list.append(weight)
+                self._master_list.append(master)
+                self._seen.append(None)
+                self._copied.append(None)
                 self._paired(weight, master)
 
     def copy_to_weights(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
@@ -114,9 +127,13 @@ class MasterWeights:
         Args:
             pairs: Some of :attr:`pairs`; all of them by default.
         """
-        for weight, master in self.pairs if pairs is None else pairs:
-            self._versions[id(weight)] = weight._version
-            self._copied[id(master)] = master._version
+        if pairs is None:
+            self._seen = list(map(_version, self._weight_list))
+            self._copied = list(map(_version, self._master_list))
+            return
+        for weight, master in pairs:
+            place = self._places[id(weight)]
+            self._seen[place], self._copied[place] = weight._version, master._version
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Before a step: masters of weights without a gradient take up what was done to the weights through ``.data``.
@@ -128,31 +145,38 @@ class MasterWeights:
             busy: Weights whose gradient lies elsewhere.
         """
         idle = [
-            (weight, master)
-            for weight, master in self.pairs
-            if weight.dtype in HALF_TYPES
-            and weight.grad is None
+            place
+            for place, weight in enumerate(self._weight_list)
+            if weight.grad is None
+            and weight.dtype in HALF_TYPES
             and weight not in busy
-            and master.grad is None
-            and self._copied.get(id(master)) == master._version
+            and self._master_list[place].grad is None
+            and self._copied[place] == self._master_list[place]._version
         ]
         if idle:
             with torch.no_grad():
-                ops.multi_tensor_refresh([weight for weight, _ in idle], [master for _, master in idle])
-            for _, master in idle:
-                self._copied[id(master)] = master._version
+                masters = [self._master_list[place] for place in idle]
+                ops.multi_tensor_refresh([self._weight_list[place] for place in idle], masters)
+            for place, master in zip(idle, masters):
+                self._copied[place] = master._version
 
     def mark_clean(self, weights: Iterable[Tensor] | None = None) -> None:
         """Take the present values of the weights as known: only later edits count as edits."""
-        for weight in (weight for weight, _ in self.pairs) if weights is None else weights:
-            self._versions[id(weight)] = weight._version
+        if weights is None:
+            self._seen = list(map(_version, self._weight_list))
+            return
+        for weight in weights:
+            self._seen[self._places[id(weight)]] = weight._version
 
     def edited(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """The pairs whose weight was written to since the last step, as torch's version counters tell.
 
         Edits through ``.data`` do not count there; :meth:`refresh` finds those by comparing.
         """
-        return [pair for pair in self.pairs if pair[0]._version != self._versions.get(id(pair[0]))]
+        now = list(map(_version, self._weight_list))
+        if now == self._seen:
+            return []
+        return [pair for pair, version, seen in zip(self.pairs, now, self._seen) if version != seen]
 
     @torch.no_grad()
     def refresh(self, pairs: Iterable[tuple[nn.Parameter, Tensor]] | None = None) -> list[str]:
@@ -208,8 +232,9 @@ class MasterWeights:
         yield from self.pairs
         self._pairs.clear()
         self._weights.clear()
-        self._versions.clear()
-        self._copied.clear()
+        self._places.clear()
+        for kept in (self._weight_list, self._master_list, self._seen, self._copied):
+            kept.clear()
 
 
 def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
