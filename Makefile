@@ -134,6 +134,7 @@ bench: $(VENV)/.ops
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.ops
+	$(BIN)/python -m benchmarks.step
 
 clean:
 	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json

@@ -685,8 +685,9 @@ class AmpEngine:
         assert self.optimizer is not None
         checks = self.scalers[0].checks
         waits = checks and self._watch.must_wait
-        raises = clip is not None and clip.raises_on_nonfinite and not self.scalers[0].is_dynamic
-        self._unscale()
+        raises = clip is not None and clip.raises_on_nonfinite
+        # where no master is, sums stay in torch's order: O1 clips with the bits of mmengine's wrapper
+        known = self._unscale(clip is not None and clip.is_euclidean and bool(self._pairs()))
         if checks:
             self._agree()
         skip = self._flags.skipped() if checks else None
@@ -697,17 +698,17 @@ class AmpEngine:
         norm = None
         if clip is not None and not waits and not raises:
             # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
-            norm = clip.apply(self._parameters())
+            norm = clip.apply(self._parameters(), known)
         found, skips, streak = late.wait() if late is not None else (0.0, 0.0, 0.0)
         skipped = found > 0
-        if raises and skipped:
+        if raises and skipped and not self.scalers[0].is_dynamic:
             # asked for by the user, and no dynamic scale is there that would learn from the overflow
             assert clip is not None
             clip.apply(self._parameters())
             raise RuntimeError('The total norm of gradients is non-finite on another rank, so it cannot be clipped.')
         if not skipped:
             if clip is not None and norm is None:
-                norm = clip.apply(self._parameters())
+                norm = clip.apply(self._parameters(), known)
             skipping = flagged(self.optimizer, skip) if by_flag and skip is not None else nullcontext()
             with late_gradients(self.optimizer), skipping:
                 self.optimizer.step(**kwargs)
@@ -771,20 +772,23 @@ class AmpEngine:
                 'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
             )
 
-    def _unscale(self) -> None:
+    def _unscale(self, norm: bool) -> Tensor | None:
+        """Gradients where the optimizer looks for them; their Euclidean norm, where it came with the same pass."""
         if self.policy.num_losses > 1:
-            return  # done as each backward arrived
+            return None  # done as each backward arrived
         scaler = self.scalers[0]
-        gradients.unscale_to_masters(
+        found = gradients.unscale_to_masters(
             self._pairs(),
             self._own_parameters(),
             scaler.inverse_scale(),
             self._flags.found(0) if scaler.checks else None,
             (lambda weight: None) if self._sums is None else self._sums.get,
+            norm,
         )
         if self._sums is not None:
             # they are the masters' gradients now
             self._sums.clear()
+        return found
 
     def _update_scalers(self) -> None:
         worst = self._flags.skipped()

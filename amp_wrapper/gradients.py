@@ -129,11 +129,19 @@ class GradientClip:
         norm = ops.multi_tensor_maxnorm if greatest else ops.multi_tensor_l2norm
         return norm(gradients, inverse_scale, found_inf)[0]
 
-    def apply(self, parameters: Sequence[Tensor]) -> Tensor | None:
+    @property
+    def is_euclidean(self) -> bool:
+        """Whether gradients are clipped by their Euclidean norm, and no error is asked for."""
+        return (
+            self.kind == 'norm' and not self.raises_on_nonfinite and float(self.arguments.get('norm_type', 2.0)) == 2.0
+        )
+
+    def apply(self, parameters: Sequence[Tensor], norm: Tensor | None = None) -> Tensor | None:
         """Clip the gradients of ``parameters`` in place.
 
         Args:
             parameters: FP32 (at O3: 16-bit) tensors; those without a gradient are passed over.
+            norm: Their Euclidean norm, where it is known.
 
         Returns:
             The norm before clipping, a scalar on the device; None for 'value' and where there is no gradient.
@@ -144,8 +152,14 @@ class GradientClip:
         if self.kind == 'value':
             clip_grad_value_(chosen, **self.arguments)
             return None
-        norm: Tensor = clip_grad_norm_(chosen, **self.arguments)
-        return norm
+        if norm is not None:
+            # the coefficient of torch's clip_grad_norm_
+            coefficient = (self.arguments['max_norm'] / (norm + 1e-6)).clamp(max=1.0)
+            gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+            ops.multi_tensor_scale(gradients, gradients, coefficient.float())
+            return norm
+        total: Tensor = clip_grad_norm_(chosen, **self.arguments)
+        return total
 
 
 def unscale_to_masters(
@@ -154,7 +168,8 @@ def unscale_to_masters(
     inverse_scale: Tensor | None,
     found_inf: Tensor | None,
     fp32_sum: Callable[[Tensor], Tensor | None] = lambda weight: None,
-) -> None:
+    norm: bool = False,
+) -> Tensor | None:
     """Bring scaled gradients to where the optimizer looks for them, unscaled.
 
     Args:
@@ -163,8 +178,13 @@ def unscale_to_masters(
         inverse_scale: float32 scalar, or None for 1.
         found_inf: float32 scalar set to 1.0 where a gradient element is non-finite, in place; None for no check.
         fp32_sum: Gives the FP32 gradient of a weight where it was summed beside ``.grad``, else None.
+        norm: Whether to find the Euclidean norm in the same pass.
 
     Sparse gradients are coalesced and stay sparse.
+
+    Returns:
+        The norm of the unscaled gradients, a float32 scalar, where it was asked for; None where it would leave something out or
+        count something in that is not clipped: sparse gradients, frozen parameters, and those that were not unscaled.
 
     Raises:
         AmpUsageError: A gradient shares memory with another, or has elements that share it. No gradient changes then.
@@ -217,10 +237,18 @@ def unscale_to_masters(
             results.append((parameter, gradient))
             sources.append(values)
             targets.append(values)
+    everything = all(
+        result is None or (result.layout is torch.strided and parameter.requires_grad) for parameter, result in results
+    ) and (inverse_scale is not None or found_inf is not None)
+    total_norm = None
     with refused_gradients():
-        ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
+        if norm and everything and sources:
+            total_norm = ops.multi_tensor_scale_l2norm(sources, targets, inverse_scale, found_inf)
+        else:
+            ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
     for parameter, result in results:
         parameter.grad = result
+    return total_norm
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ class AmpOptimWrapper(OptimWrapper):
                 f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
                 "or 'hold' (they wait)."
             )
-        if resolved is not None and resolved.split_masters and clip is not None and not clip.fits_prologue:
+        if master_weights == 'split' and clip is not None and not clip.fits_prologue:
             problems.append(clip.not_in_prologue)
         problems += _check_words(kwargs, use_fsdp)
         if problems or resolved is None:

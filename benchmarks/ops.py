@@ -91,7 +91,7 @@ NAMES = {torch.float32: 'float32', torch.float16: 'float16', torch.bfloat16: 'bf
 
 
 def cases(shapes: Shapes, device: torch.device) -> list[Case]:
-    """Every list op, in the types that training has them in."""
+    """Every list op but those of a whole step (:mod:`benchmarks.step`), in the types that training has them in."""
 
     def new(dtype: torch.dtype) -> list[Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -146,6 +146,10 @@ def _cases_of(
     def copy_unscale() -> None:
         torch._foreach_copy_(sums, tensors)
         _unscale(sums, found, one)
+
+    def copy_unscale_norm() -> None:
+        copy_unscale()
+        torch.nn.utils.get_total_norm(sums)
 
     def mul_norm() -> None:
         for source, target in zip(tensors, sums):
@@ -207,6 +211,14 @@ def _cases_of(
             lambda: ops.multi_tensor_l2norm(tensors, one, found)[0],
             {'get_total_norm, no flag': lambda: torch.nn.utils.get_total_norm(tensors)},
             size * count,
+        ),
+        Case(
+            'multi_tensor_scale_l2norm',
+            f'{name} to float32, flag',
+            lambda: ops.multi_tensor_scale_l2norm(tensors, sums, one, found),
+            {'_foreach_copy_, unscale_, get_total_norm': copy_unscale_norm},
+            (size + 4) * count,
+            sums,
         ),
         Case(
             'multi_tensor_maxnorm',

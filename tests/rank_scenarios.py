@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, model_wrappers, twins
+from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, FusedSGD, model_wrappers, twins
 from amp_wrapper.checkpoint import amp_part
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
@@ -94,7 +94,10 @@ def wrap(here: Here, model: nn.Module, **settings: Any) -> DistributedDataParall
 
 
 def amp(parameters: Any, level: str, lr: float = 0.1, **settings: Any) -> AmpOptimWrapper:
-    optimizer = torch.optim.SGD(parameters, lr=lr, momentum=settings.pop('momentum', 0.9))
+    kind = FusedSGD if 'fused' in sys.argv else torch.optim.SGD
+    optimizer = kind(parameters, lr=lr, momentum=settings.pop('momentum', 0.9))
+    if 'split' in sys.argv and level in ('O2', 'O5'):
+        settings['master_weights'] = 'split'
     settings.setdefault('loss_scale', 1024.0)
     return AmpOptimWrapper(opt_level=level, optimizer=optimizer, **settings)
 

@@ -42,6 +42,12 @@ def test_scenario(scenario: str, tmp_path: Path, device: torch.device) -> None:
     ranks.succeed(tmp_path, scenario, device)
 
 
+@pytest.mark.parametrize(('scenario', 'words'), [('random_overflows', ['fused']), ('local_flags', ['fused', 'split'])])
+def test_decisions_on_the_device(scenario: str, words: list[str], tmp_path: Path, device: torch.device) -> None:
+    """The same with an optimizer that nobody waits for."""
+    ranks.succeed(tmp_path, scenario, device, *words)
+
+
 def test_three_ranks_take_one_decision(tmp_path: Path, device: torch.device) -> None:
     ranks.succeed(tmp_path, 'random_overflows', device, world=3)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_wrapper import forward_hooks, fp32_ops
+from amp_wrapper import forward_hooks, fp32_ops, ops
 from amp_wrapper.engine import AmpEngine, Stage
 from amp_wrapper.errors import AmpAttachError, AmpCheckpointError, AmpUsageError, OverflowStreakError
 from amp_wrapper.gradients import GradientClip
@@ -939,7 +939,10 @@ def test_masters_by_hand(level: str, name: str, clip: Any, device: torch.device)
             master.grad = weight.grad.float() / scale
             weight.grad = None
         if clip:
-            nn.utils.clip_grad_norm_(masters, **clip)
+            # torch's rule, and the order of our sum, which is the same on every device
+            grads = [master.grad for master in masters if master.grad is not None]
+            coefficient = (clip['max_norm'] / (ops.multi_tensor_l2norm(grads)[0] + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(grads, coefficient)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():

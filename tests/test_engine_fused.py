@@ -275,14 +275,31 @@ def test_late_and_missing_gradients(make: Make, device: torch.device) -> None:
     run.train(3)
 
 
-@pytest.mark.parametrize('words', [dict(norm_type=1), dict(error_if_nonfinite=True), dict(max_norm=torch.tensor(0.05))])
-def test_what_the_prologue_cannot_do_goes_the_other_way(words: dict[str, Any], device: torch.device) -> None:
-    chosen = GradientClip.parse(dict(max_norm=0.05) | words)
+def test_a_norm_that_the_prologue_cannot_take_goes_the_other_way(device: torch.device) -> None:
+    chosen = GradientClip.parse(dict(max_norm=0.05, norm_type=1))
     assert chosen is not None and not chosen.fits_prologue
     ours, theirs = EvenRun('O2', device, FUSED['adamw']), EvenRun('O2', device, TORCHS['adamw'])
     for run in (ours, theirs):
         run.train(0, 1, clip=chosen)
     assert differ(ours.bits(), theirs.bits()) == []
+
+
+def test_error_if_nonfinite_comes_before_anything_changes(device: torch.device) -> None:
+    chosen = GradientClip.parse(dict(max_norm=0.05, error_if_nonfinite=True))
+    for make in (FUSED['sgd'], TORCHS['sgd']):
+        # a dynamic scale learns from the overflow instead
+        for scale, checks in (('dynamic', None), (8.0, True), (8.0, False)):
+            run = Run('O2', device, make, loss_scale=scale, skip_nonfinite=checks, verbosity=0)
+            run.train(0, clip=chosen)
+            before = run.bits()
+            with poisoned(run.parameter('fc.bias')):
+                run.backward(1)
+            if scale == 'dynamic':
+                assert run.engine.step(chosen).was_skipped()
+            else:
+                with pytest.raises(RuntimeError, match='non-finite'):
+                    run.engine.step(chosen)
+            assert differ(before, run.bits()) == []
 
 
 def test_hooks_before_a_step_see_unscaled_gradients(device: torch.device) -> None:

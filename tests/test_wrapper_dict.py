@@ -105,8 +105,8 @@ def test_levels_differ_and_learn_the_same(levels: tuple[str, str], wide: bool, d
             discriminator=amp(pair[1], model.discriminator, loss_scale=2.0**4, accumulate_in_fp32=wide),
         )
         train(model, wrappers, device)
-        twins = [(p, twins.fp32_twin(p)) for p in model.parameters()]
-        ends.append([p.detach().float() if twin is None else twin.detach() for p, twin in twins])
+        found = [(p, twins.fp32_twin(p)) for p in model.parameters()]
+        ends.append([p.detach().float() if twin is None else twin.detach() for p, twin in found])
         for name, level in zip(('generator', 'discriminator'), pair):
             kinds = {p.dtype for p in getattr(model, name).parameters()}
             assert kinds == {toy.HALF.get(level, torch.float32)}

@@ -38,8 +38,9 @@ AMP_INLINE typename M::Floats join_master(typename M::Ints weight, typename M::I
   using Ints = typename M::Ints;
   using Words = typename M::Words;
   const Ints near = (Ints)((Words)weight << 16);
-  const auto nan = (near & kMagnitude) > kExponent;
   const Ints joined = (Ints)((Words)near + (Words)remainder);
+  // of a NaN, or of a zero or infinity that somebody wrote beside the remainder of another number
+  const auto nan = (joined & kMagnitude) > kExponent;
   return M::floats(nan ? near : joined);
 }
 

@@ -1,0 +1,128 @@
+"""Fused optimizers and split masters in whole mmengine runs: configs, resuming, averages, logs, several wrappers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from mmengine.logging import MessageHub
+from mmengine.optim import build_optim_wrapper
+from ops_models import NoHostRead
+from test_on_skip import PoisonedModel  # noqa: F401  registers it
+from torch import nn
+
+import amp_wrapper
+from amp_wrapper import AmpConfigError, AmpOptimWrapper, FusedAdamW, FusedSGD, OverflowStreakError
+
+ADAMW = dict(type='FusedAdamW', lr=0.02, weight_decay=0.05)
+
+
+@pytest.mark.parametrize(
+    ('level', 'words', 'optimizer'),
+    [
+        ('O2', {}, dict(type='amp_wrapper.FusedSGD', lr=0.2, momentum=0.9, weight_decay=1e-3)),
+        ('O2', dict(master_weights='split'), ADAMW),
+        ('O5', dict(master_weights='split', on_skip='hold'), ADAMW | dict(state_dtype='bfloat16')),
+    ],
+    ids=['sgd', 'split', 'split, 16-bit state'],
+)
+def test_whole_runs_resume_bit_for_bit(
+    level: str, words: dict[str, Any], optimizer: dict[str, Any], tmp_path: Path
+) -> None:
+    """With accumulation, clipping, a scale that moves, schedules, validation and an average."""
+    case = toy.everything(level, max_epochs=3)
+    case['optim_wrapper'].update(optimizer=optimizer, **words)
+    whole = toy.run(tmp_path / 'whole', **case)
+    assert isinstance(whole.optim_wrapper.optimizer, (FusedAdamW, FusedSGD))
+    with pytest.raises(toy.Stop):
+        toy.run(tmp_path / 'part', **{**case, 'custom_hooks': [*case['custom_hooks'], dict(type='StopAt', iters=10)]})
+    toy.run(tmp_path / 'part', **{**case, 'resume': True})
+    left, right = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
+    for key in ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers'):
+        assert toy.differences(left[key], right[key]) == []
+    # any level reads it: the weights are the FP32 masters
+    assert all(value.dtype == torch.float32 for value in left['state_dict'].values() if value.is_floating_point())
+    assert not torch.equal(left['state_dict']['fc.weight'], left['state_dict']['fc.weight'].bfloat16().float())
+
+
+@pytest.mark.parametrize('overrides', [{}, dict(master_weights='split')], ids=['masters', 'split'])
+def test_the_curve_is_that_of_torchs_optimizer(overrides: dict[str, Any], tmp_path: Path) -> None:
+    """float16 weights are rounded alike with split masters, so the losses agree until a rounding tips over."""
+    losses = []
+    for name, optimizer in (('ours', ADAMW), ('torch', ADAMW | dict(type='AdamW'))):
+        words = dict(type='AmpOptimWrapper', opt_level='O2', loss_scale=256.0, optimizer=optimizer)
+        toy.run(tmp_path / name, words | (overrides if name == 'ours' else {}))
+        losses.append(MessageHub.get_current_instance().get_scalar('train/loss').data[0])
+    ours, theirs = (torch.tensor(values) for values in losses)
+    assert len(ours) == 14 and ours[-1] < ours[0]
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=0)
+
+
+def test_nothing_is_read_between_two_log_lines(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    wrapper = AmpOptimWrapper(
+        opt_level='O2',
+        loss_scale=dict(init_scale=1024.0),
+        optimizer=FusedAdamW(model.parameters(), lr=0.01),
+        clip_grad=dict(max_norm=1.0),
+    )
+    wrapper.attach(model)
+    lines: list[str] = []
+    for index in range(4):
+        with wrapper.optim_context(model):
+            loss = model(torch.ones(2, 4)).square().mean() * (float('inf') if index == 2 else 1.0)
+        with NoHostRead(), toy.captured_log() as said:
+            wrapper.update_params(loss)
+        lines += said
+    assert [line for line in lines if 'skipped' in line] == []
+    rows = wrapper._deferred.rows
+    assert rows.transfers == 0
+    with toy.captured_log() as said:
+        norms = wrapper.message_hub.get_scalar('train/grad_norm').data[0]
+    assert rows.transfers == 1 and len(norms) == 3
+    assert [line for line in said if '(1 so far, 1 in a row); loss scale now 512' in line]
+    assert wrapper.message_hub.get_scalar('train/amp_skipped').data[0].tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert wrapper.message_hub.get_scalar('train/amp_scale').data[0].tolist() == [1024.0] * 2 + [512.0] * 2
+    assert not wrapper.step_was_skipped()
+
+
+def test_a_collapse_ends_the_run_some_steps_late(tmp_path: Path) -> None:
+    words = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=ADAMW, max_consecutive_skips=5, verbosity=0)
+    poisoned = dict(type='PoisonedModel', poisoned=tuple(range(3, 40)))
+    hooks = dict(logger=dict(type='LoggerHook', interval=2))
+    with pytest.raises(OverflowStreakError, match=r'steps in a row had non-finite gradients .*fc\.weight'):
+        toy.run(tmp_path, words, model=poisoned, default_hooks=hooks)
+    last = MessageHub.get_current_instance().get_info('iter')
+    # skips begin at the third iteration, and the log is read every second
+    assert 6 <= last <= 8
+
+
+def test_names_in_configs() -> None:
+    model = nn.Linear(3, 2)
+    for name in ('FusedAdamW', 'FusedAdam', 'FusedSGD'):
+        for prefix in ('', 'amp_wrapper.'):
+            config = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type=prefix + name, lr=0.1))
+            wrapper = build_optim_wrapper(model, config | dict(paramwise_cfg=dict(bias_lr_mult=2.0)))
+            assert type(wrapper.optimizer) is getattr(amp_wrapper, name)
+            assert [group['lr'] for group in wrapper.optimizer.param_groups] == [0.1, 0.2]
+
+
+def test_what_split_masters_cannot_do_is_said_when_the_wrapper_is_built() -> None:
+    model = nn.Linear(3, 2)
+    ours = FusedAdamW(model.parameters(), lr=0.1)
+    with pytest.raises(AmpConfigError, match='norm_type=2') as error:
+        AmpOptimWrapper(
+            opt_level='O2',
+            master_weights='split',
+            num_losses=2,
+            optimizer=ours,
+            clip_grad=dict(max_norm=1.0, norm_type=1),
+        )
+    assert len(error.value.problems) == 2
+    with pytest.raises(amp_wrapper.AmpAttachError, match="master_weights='split' with AdamW"):
+        AmpOptimWrapper(
+            opt_level='O2', master_weights='split', optimizer=torch.optim.AdamW(model.parameters(), fused=True)
+        )
