@@ -97,7 +97,6 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     def _adopted(self, parameter: Tensor, saved: Mapping[str, Any], label: str) -> dict[str, Any]:
         state = super()._adopted(parameter, saved, label)
         if 'momentum_buffer' not in state:
-            state.pop('step', None)
             return state
         # torch's own counts nothing; what it saves was begun
         step = state.get('step')
