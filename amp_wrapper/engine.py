@@ -24,6 +24,7 @@ import copy
 import dataclasses
 import enum
 import logging
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -74,6 +75,34 @@ class Stage(enum.Enum):
     ACCUMULATING = 'gradients of one or more backward passes'
 
 
+class _Sides:
+    """Both sides of what an optimizer steps, in the order of its groups.
+
+    Attributes:
+        parameters: What it steps.
+        weights: What the model computes with, and gradients arrive at.
+        partners: What a fused update writes beside each parameter, or None.
+        together: Whether all are on one device.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], masters: MasterWeights | SplitWeights | None, device: torch.device
+    ) -> None:
+        self.parameters = parameters
+        self.weights = parameters if masters is None else [masters.weight_of(p) for p in parameters]
+        self.partners = [None if masters is None else masters.partner_of(p) for p in parameters]
+        self.together = all(weight.device == device for weight in self.weights)
+        self._types = [weight.dtype for weight in self.weights]
+
+    def are_of(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these parameters are still the same objects, and of the same kinds."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(operator.is_, parameters, self.parameters))
+            and self._types == [weight.dtype for weight in self.weights]
+        )
+
+
 class AmpEngine:
     """Mixed precision for one optimizer.
 
@@ -101,6 +130,7 @@ class AmpEngine:
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
         self._others: tuple[AmpEngine | foreign_gradients.OtherOptimizer, ...] = ()
         self._flags = StepFlags(policy.num_losses)
+        self._kept_sides: _Sides | None = None
         self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
         self._device = torch.device('cpu')
         self._pending: checkpoint.SavedAmp | None = None
@@ -204,7 +234,8 @@ class AmpEngine:
             if self._masters is not None:
                 # the cast rounded each weight; copying again settles the version counters
                 self._masters.copy_to_weights()
-            elif self.optimizer is not None:
+            elif self.optimizer is not None and not isinstance(self.optimizer, FusedOptimizer):
+                # ours compute in FP32, and keep their state in the type they were given
                 cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
                 if plan.parameters and self.policy.verbosity >= 1 and self.policy.cast_model_type is not None:
                     warn_of_lost_eps(self.optimizer, self.policy.cast_model_type)
@@ -214,6 +245,7 @@ class AmpEngine:
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 self._log_casts(plan)
         self._device = self._gradient_device(model)
+        self._kept_sides = None
         self._flags.to(self._device)
         for scaler in self.scalers:
             scaler.to(self._device)
@@ -311,6 +343,7 @@ class AmpEngine:
         if self._masters is None and self.optimizer is not None and self.casts:
             _state_to_fp32(self.optimizer)
         self._masters = None
+        self._kept_sides = None
         self._handle = None
         self._ops = None
         self.stage = Stage.DETACHED
@@ -580,25 +613,25 @@ class AmpEngine:
             self.optimizer.step(**kwargs)
             self.stage = Stage.READY
             return self._result(False, None, norm)
+        sides = self._sides()
         if self._masters is not None:
-            self._masters.adopt()
             self._masters.refresh(self._masters.edited())
             self._masters.follow_idle(self._sums or ())
-        gradients = self._fused_gradients(clip)
+        gradients = self._fused_gradients(clip, sides)
         if gradients is not None:
-            result = self._step_fused(clip, gradients, kwargs)
+            result = self._step_fused(clip, sides, gradients, kwargs)
         else:
             result = self._step_any(clip, kwargs)
         self.stage = Stage.READY
         return result
 
     def _step_fused(
-        self, clip: GradientClip | None, gradients: Mapping[int, Tensor], kwargs: dict[str, Any]
+        self, clip: GradientClip | None, sides: _Sides, gradients: Sequence[Tensor | None], kwargs: dict[str, Any]
     ) -> StepResult:
         """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
         assert isinstance(self.optimizer, FusedOptimizer)
         waits = self.scalers[0].checks and self._watch.must_wait
-        update = Update(lambda p: gradients.get(id(p)), self._partner, lambda found: self._prologue(clip, found))
+        update = Update(gradients, sides.partners, lambda found: self._prologue(clip, found))
         with refused_gradients(), self.optimizer.updating(update):
             self.optimizer.step(**kwargs)
         decision = update.decision
@@ -625,8 +658,8 @@ class AmpEngine:
         self._see(numbers[SKIP] > 0, int(numbers[SKIPS]), int(numbers[STREAK]))
         return dataclasses.replace(result, skipped=numbers[SKIP] > 0)
 
-    def _fused_gradients(self, clip: GradientClip | None) -> dict[int, Tensor] | None:
-        """The scaled gradients by id of what the optimizer steps; None where the fused step cannot do it all."""
+    def _fused_gradients(self, clip: GradientClip | None, sides: _Sides) -> list[Tensor | None] | None:
+        """The scaled gradients of all that the optimizer steps; None where the fused step cannot do it all."""
         optimizer = self.optimizer
         fits = clip is None or clip.fits_prologue
         # nothing else can step them: what the fused step cannot do is refused
@@ -637,25 +670,30 @@ class AmpEngine:
             return None
         if not split and (not fits or has_pre_hooks(optimizer)):
             return None
-        found: dict[int, Tensor] = {}
-        unscaled = self.policy.num_losses > 1
-        for parameter in self._parameters():
-            weight = parameter if unscaled or self._masters is None else self._masters.weight_of(parameter)
-            gradient = weight.grad
-            if self._sums is not None and not unscaled:
-                gradient = ops.add_gradients(self._sums.get(weight), gradient)
-            if gradient is None:
-                continue
-            plain = gradient.layout is torch.strided and gradient.device == self._device and weight.requires_grad
-            if not plain and not split:
-                return None
-            found[id(parameter)] = gradient
-        return found if found or split else None
+        if not split and not sides.together:
+            return None
+        # with several losses each was unscaled into the masters as it arrived
+        several = self.policy.num_losses > 1
+        found = [parameter.grad for parameter in (sides.parameters if several else sides.weights)]
+        if self._sums is not None and len(self._sums) and not several:
+            found = [ops.add_gradients(self._sums.get(weight), grad) for weight, grad in zip(sides.weights, found)]
+        frozen = clip is not None and any(
+            grad is not None and not weight.requires_grad for weight, grad in zip(sides.weights, found)
+        )
+        if not split and (frozen or all(grad is None for grad in found)):
+            return None
+        return found
 
-    def _partner(self, parameter: Tensor) -> Tensor | None:
-        """What a fused update writes beside the parameter."""
-        masters = self._masters
-        return None if masters is None else masters.partner_of(parameter)
+    def _sides(self) -> _Sides:
+        """Both sides of what the optimizer steps. Kept from step to step, and made anew where anything changed."""
+        parameters = self._parameters()
+        sides = self._kept_sides
+        if sides is None or not sides.are_of(parameters):
+            if self._masters is not None:
+                self._masters.adopt()
+                parameters = self._parameters()
+            sides = self._kept_sides = _Sides(parameters, self._masters, self._device)
+        return sides
 
     def _prologue(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
         """The first pass, and what the decision is made from."""

@@ -634,9 +634,9 @@ class Owner:
         )
 
     def step(self) -> Tensor | None:
-        update = Update(
-            lambda p: self.gradients.get(id(p)), lambda p: self.partners.get(id(p)), lambda grads: self.decide(grads)
-        )
+        mine = [p for group in self.optimizer.param_groups for p in group['params']]
+        gradients, partners = ([found.get(id(p)) for p in mine] for found in (self.gradients, self.partners))
+        update = Update(gradients, partners, lambda grads: self.decide(grads))
         with NoHostRead(), self.optimizer.updating(update):
             self.optimizer.step()
         return update.decision
@@ -706,9 +706,9 @@ def test_partners_that_change_and_gradients_that_miss(owned: tuple[list[nn.Param
     mine[0].grad = torch.ones_like(mine[0])
     owner.optimizer.step()
     assert same_bits(owner.partners[id(mine[0])], partner)
-    with owner.optimizer.updating(Update(lambda p: None, lambda p: None, owner.decide)):
+    with owner.optimizer.updating(Update([None] * 3, [None] * 3, owner.decide)):
         with pytest.raises(AmpUsageError, match='does not nest'):
-            with owner.optimizer.updating(Update(lambda p: None, lambda p: None, owner.decide)):
+            with owner.optimizer.updating(Update([None] * 3, [None] * 3, owner.decide)):
                 pass
 
 

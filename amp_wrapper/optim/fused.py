@@ -32,17 +32,17 @@ class Update:
     """What an owner of the loss scale tells a fused optimizer about one step; see :meth:`FusedOptimizer.updating`.
 
     Attributes:
-        gradient: The scaled gradient of a parameter that is stepped, wherever it lies; None for none.
-        partner: What stands beside a parameter: the 16-bit copy of a float32 one, the int16 remainder of a 16-bit one, or None.
-            The same tensor every time, where nothing changed.
+        gradients: The scaled gradient of each parameter of all groups, in their order, wherever it lies; None for none.
+        partners: What stands beside each: the 16-bit copy of a float32 one, the int16 remainder of a 16-bit one, or None. The
+            same tensors every time, where nothing changed.
         decide: Called once with all gradients, after everything was checked and before anything is written. Returns keyword
             arguments of :func:`amp_wrapper.ops.step_prologue`: ``found_inf``, ``norm``, ``scale``, ``clip_value`` and the like.
         decision: Set by ``step()``: float32 (8,) on the device, as :func:`amp_wrapper.ops.step_prologue` describes it. The
             next step writes to the same memory.
     """
 
-    gradient: Callable[[Tensor], Tensor | None]
-    partner: Callable[[Tensor], Tensor | None]
+    gradients: Sequence[Tensor | None]
+    partners: Sequence[Tensor | None]
     decide: Callable[[list[Tensor]], Mapping[str, Any]]
     decision: Tensor | None = None
 
@@ -190,7 +190,12 @@ class FusedOptimizer(Optimizer):
         if update is None:
             gradients = [parameter.grad for parameter in parameters]
         else:
-            gradients = list(map(update.gradient, parameters))
+            gradients = list(update.gradients)
+            if len(gradients) != len(parameters) or len(update.partners) != len(parameters):
+                raise AmpUsageError(
+                    f'{type(self).__name__} has {len(parameters)} parameters, and an Update {len(gradients)} gradients and '
+                    f'{len(update.partners)} partners: give one of each, or None, for every parameter.'
+                )
         present = [gradient for gradient in gradients if gradient is not None]
         rest = list(map(operator.itemgetter(*self._rest), self.param_groups))
         plan = self._plan
@@ -257,7 +262,7 @@ class FusedOptimizer(Optimizer):
             plan.shapes == [gradient.shape for gradient in gradients]
             and plan.layouts == [gradient.layout for gradient in gradients]
             and plan.devices == [gradient.get_device() for gradient in gradients]
-            and same(plan.partners, list(map(update.partner, plan.stepped)))
+            and (plan.partners is update.partners or same(plan.partners, update.partners))
         )
 
     def _write(self, plan: Plan, hyper: Hyper, gradients: list[Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
@@ -325,7 +330,7 @@ class FusedOptimizer(Optimizer):
         names = [self._names(group) for group in groups]
         chosen = [index for index, gradient in enumerate(gradients) if gradient is not None]
         stepped = [parameters[index] for index in chosen]
-        partners = [None if update is None else update.partner(parameter) for parameter in stepped]
+        partners = [None] * len(parameters) if update is None else update.partners
         for index, parameter, gradient in zip(chosen, stepped, present):
             self._check(index, parameter, gradient, names[group_of[index]])
         kinds: dict[torch.device, dict[tuple[bool, tuple[str, ...]], list[int]]] = defaultdict(dict)
@@ -351,6 +356,7 @@ class FusedOptimizer(Optimizer):
             dtypes=[parameter.dtype for parameter in stepped],
             layouts=[gradient.layout for gradient in present],
             stepped=stepped,
+            chosen=chosen,
             partners=partners,
             names=names,
             rest=rest,
@@ -404,7 +410,7 @@ class FusedOptimizer(Optimizer):
                     plan.begun.append((parameter, state, fresh))
                 for name in names:
                     columns[name].append(whole[name])
-        beside = [plan.partners[position] for position in positions]
+        beside = [plan.partners[plan.chosen[position]] for position in positions]
         has_partners = any(partner is not None for partner in beside)
         return Part(
             names=names,
