@@ -10,7 +10,7 @@ namespace {
 
 template <int kLists>
 unsigned blocks_of(const Work<kLists>& work) {
-  return static_cast<unsigned>(work.starts[work.entries]);
+  return static_cast<unsigned>(work.chunks);
 }
 
 }  // namespace
