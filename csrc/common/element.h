@@ -13,7 +13,8 @@
 
 namespace amp_wrapper {
 
-enum class Type : std::uint8_t { kFloat = 0, kHalf = 1, kBfloat = 2 };
+// kShort is the remainder of a split master (split.h), and of no meaning to other ops.
+enum class Type : std::uint8_t { kFloat = 0, kHalf = 1, kBfloat = 2, kShort = 3 };
 
 // Own structs: kernels move bits and compute in float, so torch's and CUDA's classes are not needed.
 struct Half {
