@@ -1,5 +1,5 @@
-// What the kernels share: vectors of elements in registers, and which part of the lists a block works on. Besides CUDA's own words
-// this file needs nothing, so that a header can give those words a meaning on a CPU (tests/cuda_shim).
+// What the kernels share: vectors of elements in registers, and which part of the lists a block works on. Besides CUDA's own
+// words this file needs nothing, so that a header can give those words a meaning on a CPU (tests/cuda_shim).
 //
 // One block works on one chunk (planner.h), whatever tensor and type it is of: a list of any lengths and types is one launch.
 #pragma once
@@ -126,9 +126,18 @@ __device__ inline Place<kLists> place_of(const Work<kLists>& work) {
   return place;
 }
 
+// Tells the compiler that a pointer out of a table leads to no shared memory.
+template <typename T>
+__device__ inline T* in_global(T* pointer) {
+#if defined(__CUDA_ARCH__)
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
 template <typename T, int kLists>
 __device__ inline T* data_of(const Place<kLists>& place, int list) {
-  return static_cast<T*>(place.data[list]) + place.begin;
+  return in_global(static_cast<T*>(place.data[list])) + place.begin;
 }
 
 // A maximum, never a sum: the flag stays 0 or 1. Every thread of the block calls it.

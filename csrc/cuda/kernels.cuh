@@ -1,4 +1,5 @@
-// The CUDA kernels of the lists; those of an optimizer step are in step_kernels.cuh. Both need nothing besides CUDA's own words.
+// The CUDA kernels of the lists; those of an optimizer step are in step_kernels.cuh. Both need nothing besides CUDA's own
+// words.
 #pragma once
 
 #include "device.cuh"
