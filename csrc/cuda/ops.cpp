@@ -1,21 +1,12 @@
-// The ops on a GPU: lists become launches on the current stream. Nothing here waits for the device, and all memory comes from
-// torch's allocator, so the ops may stand inside a CUDA graph.
+// The ops of the lists on a GPU; those of an optimizer step are in step_ops.cpp.
 
-#include <ATen/Functions.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
-#include "../common/lists.h"
+#include "host.h"
 #include "launch.h"
 
 namespace amp_wrapper::cuda {
 namespace {
-
-void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::int64_t element) {
-  return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
-}
 
 const float* value_of(const std::optional<at::Tensor>& scalar) {
   return scalar.has_value() ? static_cast<const float*>(scalar->const_data_ptr()) : nullptr;
@@ -24,19 +15,6 @@ const float* value_of(const std::optional<at::Tensor>& scalar) {
 float* flag_of(const std::optional<at::Tensor>& flag) {
   return flag.has_value() ? static_cast<float*>(flag->mutable_data_ptr()) : nullptr;
 }
-
-template <int kLists, typename F>
-void launch_all(const Flat& flat, F launch) {
-  for_launches<kLists>(
-      flat.counts(),
-      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) {
-        *type = flat.type(list, tensor);
-        return at_element(flat, list, tensor, element);
-      },
-      [&](const auto& work, std::int64_t before) { C10_CUDA_CHECK(launch(work, before)); });
-}
-
-cudaStream_t stream_of(c10::Device device) { return c10::cuda::getCurrentCUDAStream(device.index()).stream(); }
 
 void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
                         const std::optional<at::Tensor>& found_inf) {
@@ -48,8 +26,9 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
-  launch_all<2>(
-      flat, [&](const auto& work, auto) { return launch_scale(work, value_of(scale), flag_of(found_inf), stream_of(device)); });
+  launch_all<2>(flat, device, [&](const auto& work, auto) {
+    return launch_scale(work, value_of(scale), flag_of(found_inf), stream_of(device));
+  });
   flat.finish();
 }
 
@@ -66,7 +45,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
-  launch_all<3>(flat, [&](const auto& work, auto) {
+  launch_all<3>(flat, device, [&](const auto& work, auto) {
     return launch_axpby(work, value_of(a), value_of(b), flag_of(found_inf), checked, stream_of(device));
   });
   flat.finish();
@@ -77,7 +56,7 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
   const Flat flat({{"sources", sources}, {"targets", targets, true, false, true}}, c10::kCUDA);
   if (flat.size() == 0) return;
   const c10::cuda::CUDAGuard guard(device);
-  launch_all<2>(flat, [&](const auto& work, auto) { return launch_copy(work, stream_of(device)); });
+  launch_all<2>(flat, device, [&](const auto& work, auto) { return launch_copy(work, stream_of(device)); });
   flat.finish();
 }
 
@@ -89,7 +68,7 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   if (flat.size() == 0) return;
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
-  launch_all<1>(flat,
+  launch_all<1>(flat, device,
                 [&](const auto& work, auto) { return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device)); });
 }
 
@@ -108,12 +87,16 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
   const at::Tensor sums = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
   auto* chunk_data = static_cast<float*>(chunks.mutable_data_ptr());
   auto* sum_data = static_cast<float*>(sums.mutable_data_ptr());
-  launch_all<1>(flat, [&](const auto& work, std::int64_t before) {
+  launch_all<1>(flat, device, [&](const auto& work, std::int64_t before) {
     return launch_sum_of_squares(work, chunk_data + before, flag_of(found_inf), stream);
   });
-  for_segments(flat.counts(), [&](const Segments& segments, std::int64_t base, std::int64_t first) {
-    C10_CUDA_CHECK(launch_join_sums(segments, chunk_data + base, sum_data + first, stream));
-  });
+  Tables tables(device);
+  for_segments(
+      flat.counts(),
+      [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+        C10_CUDA_CHECK(launch_join_sums(segments, chunk_data + base, sum_data + first, stream));
+      },
+      tables.upload());
   auto* each = per_tensor ? static_cast<float*>(std::get<1>(result).mutable_data_ptr()) : nullptr;
   C10_CUDA_CHECK(launch_l2norm(sum_data, sums.numel(), value_of(inverse_scale),
                                static_cast<float*>(std::get<0>(result).mutable_data_ptr()), each, stream));
@@ -135,11 +118,16 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
   const at::Tensor most = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
   auto* chunk_data = static_cast<std::int32_t*>(chunks.mutable_data_ptr());
   auto* most_data = static_cast<std::int32_t*>(most.mutable_data_ptr());
-  launch_all<1>(
-      flat, [&](const auto& work, std::int64_t before) { return launch_largest(work, chunk_data + before, nullptr, stream); });
-  for_segments(flat.counts(), [&](const Segments& segments, std::int64_t base, std::int64_t first) {
-    C10_CUDA_CHECK(launch_join_largest(segments, chunk_data + base, most_data + first, stream));
+  launch_all<1>(flat, device, [&](const auto& work, std::int64_t before) {
+    return launch_largest(work, chunk_data + before, nullptr, stream);
   });
+  Tables tables(device);
+  for_segments(
+      flat.counts(),
+      [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+        C10_CUDA_CHECK(launch_join_largest(segments, chunk_data + base, most_data + first, stream));
+      },
+      tables.upload());
   auto* each = per_tensor ? static_cast<float*>(std::get<1>(result).mutable_data_ptr()) : nullptr;
   C10_CUDA_CHECK(launch_maxnorm(most_data, most.numel(), value_of(inverse_scale),
                                 static_cast<float*>(std::get<0>(result).mutable_data_ptr()), each, flag_of(found_inf), stream));
@@ -155,14 +143,14 @@ at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) 
       at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device));
   if (flat.size() == 0) return edited;
   auto* flags = static_cast<char*>(edited.mutable_data_ptr());
-  for_launches<3>(
-      flat.counts(),
+  launch_all<3>(
+      flat, device,
       [&](int list, std::int64_t tensor, std::int64_t element, Type* type) -> void* {
         if (list == 2) return flags + tensor;
         *type = flat.type(list, tensor);
         return at_element(flat, list, tensor, element);
       },
-      [&](const auto& work, auto) { C10_CUDA_CHECK(launch_refresh(work, stream_of(device))); });
+      [&](const auto& work, auto) { return launch_refresh(work, stream_of(device)); });
   flat.finish();
   return edited;
 }

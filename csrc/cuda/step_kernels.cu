@@ -7,7 +7,7 @@
 
 namespace amp_wrapper::cuda {
 
-cudaError_t launch_prologue(const Prologue& work, cudaStream_t stream) {
+cudaError_t launch_prologue(const PrologueWork& work, cudaStream_t stream) {
   // one block at least: it decides, whether or not there are parameters
   const int blocks = work.parameters == 0 ? 1 : (work.parameters + kPrologueThreads - 1) / kPrologueThreads;
   prologue_kernel<<<static_cast<unsigned>(blocks), kPrologueThreads, 0, stream>>>(work);

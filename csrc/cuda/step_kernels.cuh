@@ -16,7 +16,7 @@ constexpr int kPrologueThreads = 32;
 // blocks that a multiprocessor has room for: 64 registers for each thread
 constexpr int kBlocksAtOnce = 4;
 
-__global__ void __launch_bounds__(kPrologueThreads) prologue_kernel(const __grid_constant__ Prologue work) {
+__global__ void __launch_bounds__(kPrologueThreads) prologue_kernel(const __grid_constant__ PrologueWork work) {
   const std::int32_t i = static_cast<std::int32_t>(blockIdx.x) * kPrologueThreads + static_cast<std::int32_t>(threadIdx.x);
   if (i < work.parameters) {
     const std::int32_t group = work.group_of()[i];

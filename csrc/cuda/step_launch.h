@@ -7,7 +7,7 @@
 
 namespace amp_wrapper::cuda {
 
-cudaError_t launch_prologue(const Prologue& work, cudaStream_t stream);
+cudaError_t launch_prologue(const PrologueWork& work, cudaStream_t stream);
 cudaError_t launch_adam(const Work<kAdamLists>& work, const float* decision, bool amsgrad, cudaStream_t stream);
 cudaError_t launch_sgd(const Work<kSgdLists>& work, const float* decision, bool momentums, cudaStream_t stream);
 

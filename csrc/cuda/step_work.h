@@ -14,9 +14,9 @@ enum SgdList { kSgdGradient, kSgdParameter, kSgdBuffer, kSgdPartner, kSgdRow, kS
 
 static_assert(sizeof(Work<kAdamLists>) + 64 <= kArgumentBytes && sizeof(Work<kSgdLists>) + 64 <= kArgumentBytes);
 
-// A step for some parameters: bytes, in the argument or in a table, that hold the hyper-parameters of the groups, their rates
-// (null for that of the group), the step counts, and the group of each parameter.
-struct Prologue {
+// A prologue for some parameters: bytes, in the argument or in a table, that hold the hyper-parameters of the groups, their
+// rates (null for that of the group), the step counts, and the group of each parameter.
+struct PrologueWork {
   // for everything else in here
   static constexpr int kOther = 256;
   static constexpr int kBytes = (kArgumentBytes - kReserved - kOther) / 8 * 8;
@@ -41,7 +41,7 @@ struct Prologue {
   AMP_INLINE const std::int32_t* group_of() const { return reinterpret_cast<const std::int32_t*>(steps() + parameters); }
 };
 
-static_assert(sizeof(Prologue) + 64 <= kArgumentBytes && sizeof(void*) == 8 && sizeof(double) == 8);
+static_assert(sizeof(PrologueWork) + 64 <= kArgumentBytes && sizeof(void*) == 8 && sizeof(double) == 8);
 
 // What of a step is known on the host, in the order of the parameters.
 struct Parameters {
@@ -57,57 +57,55 @@ struct Parameters {
 // Calls launch(prologue) until every parameter has had its turn, and at least once; `prologue` holds what is the same for all.
 // Without an upload there is a launch for each run of parameters whose groups and steps fit into the argument.
 template <typename F>
-void for_prologues(Prologue& prologue, const Parameters& all, F launch, const Upload& upload = {}) {
+void for_prologues(PrologueWork& prologue, const Parameters& all, F launch, const Upload& upload = {}) {
   constexpr std::size_t kGroupBytes = kHyper * sizeof(double) + sizeof(void*);
   constexpr std::size_t kParameterBytes = sizeof(void*) + sizeof(std::int32_t);
-  static_assert(kGroupBytes + kParameterBytes <= Prologue::kBytes);
+  static_assert(kGroupBytes + kParameterBytes <= PrologueWork::kBytes);
   const std::size_t size = all.steps.size();
   float* rows = prologue.rows;
+  std::vector<double> hyper;
+  std::vector<const float*> rates;
+  std::vector<std::int32_t> groups;
   // where a group stands in this launch; groups that no parameter has are left out
-  std::vector<std::int32_t> place(all.rates.size());
-  std::size_t first = 0;
-  bool has_table = false;
-  do {
-    std::size_t end = first;
-    std::vector<double> hyper;
-    std::vector<const float*> rates;
-    std::vector<std::int32_t> groups;
-    const auto collect = [&](std::size_t most_bytes) {
-      std::fill(place.begin(), place.end(), -1);
-      std::size_t used = 0;
-      for (; end < size; ++end) {
-        const std::int64_t group = all.groups[end];
-        const bool is_new = place[group] < 0;
-        used += kParameterBytes + (is_new ? kGroupBytes : 0);
-        if (used > most_bytes) return;
-        if (is_new) {
-          place[group] = static_cast<std::int32_t>(rates.size());
-          rates.push_back(all.rates[group]);
-          hyper.insert(hyper.end(), all.hyper + group * kHyper, all.hyper + (group + 1) * kHyper);
-        }
-        groups.push_back(place[group]);
+  std::vector<std::int32_t> place;
+  // takes parameters from `first` on, as many as `most_bytes` hold, and returns where it ended
+  const auto collect = [&](std::size_t first, std::size_t most_bytes) {
+    hyper.clear();
+    rates.clear();
+    groups.clear();
+    place.assign(all.rates.size(), -1);
+    std::size_t used = 0;
+    for (std::size_t i = first; i < size; ++i) {
+      const std::int64_t group = all.groups[i];
+      const bool is_new = place[group] < 0;
+      used += kParameterBytes + (is_new ? kGroupBytes : 0);
+      if (used > most_bytes) return i;
+      if (is_new) {
+        place[group] = static_cast<std::int32_t>(rates.size());
+        rates.push_back(all.rates[group]);
+        hyper.insert(hyper.end(), all.hyper + group * kHyper, all.hyper + (group + 1) * kHyper);
       }
-    };
-    collect(Prologue::kBytes);
-    if (end < size && upload && !has_table) {
-      has_table = true;
-      collect(std::numeric_limits<std::size_t>::max());
+      groups.push_back(place[group]);
     }
+    return size;
+  };
+  std::size_t first = 0;
+  do {
+    std::size_t end = collect(first, PrologueWork::kBytes);
+    const bool has_table = end < size && upload;
+    if (has_table) end = collect(first, std::numeric_limits<std::size_t>::max());
     Table table;
     table.add(hyper);
     table.add(rates);
     table.add(all.steps.data() + first, end - first);
     table.add(groups);
+    prologue.table = has_table ? upload(table.data(), table.size()) : nullptr;
+    if (!has_table && table.size() > 0) std::memcpy(prologue.bytes, table.data(), table.size());
     prologue.groups = static_cast<std::int32_t>(rates.size());
     prologue.parameters = static_cast<std::int32_t>(end - first);
     prologue.rows = rows + first * kRow;
     prologue.decides = end == size;
-    if (has_table) {
-      prologue.table = upload(table.data(), table.size());
-    } else {
-      std::memcpy(prologue.bytes, table.data(), table.size());
-    }
-    launch(static_cast<const Prologue&>(prologue));
+    launch(static_cast<const PrologueWork&>(prologue));
     first = end;
   } while (first < size);
 }

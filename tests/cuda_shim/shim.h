@@ -13,7 +13,7 @@
 #define __global__ inline
 #define __device__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 // blocks run one after the other, so one place is enough
 #define __shared__ static
 
