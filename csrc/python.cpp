@@ -3,6 +3,7 @@
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 #include <torch/library.h>
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,6 +11,7 @@
 
 #include <cstring>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -54,6 +56,16 @@ bool bool_of(PyObject* object) {
   const int value = PyObject_IsTrue(object);
   if (value < 0) throw python_error();
   return value != 0;
+}
+
+// Numbers of any sequence. Converting one may run code of Python, which may change a list: a tuple stays as it is.
+template <typename T>
+std::vector<T> numbers_of(PyObject* sequence, T (*convert)(PyObject*)) {
+  const THPObjectPtr held(PySequence_Tuple(sequence));
+  if (held.get() == nullptr) throw python_error();
+  std::vector<T> numbers;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(held.get()); ++i) numbers.push_back(convert(PyTuple_GET_ITEM(held.get(), i)));
+  return numbers;
 }
 
 class Borrowed {
@@ -209,6 +221,24 @@ PyObject* multi_tensor_maxnorm(PyObject*, PyObject* const* args, Py_ssize_t coun
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* multi_tensor_scale_l2norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static const auto op = find<at::Tensor(at::TensorList, at::TensorList, const Optional&, const Optional&)>(
+      "amp_wrapper::multi_tensor_scale_l2norm");
+  expect(count, 4);
+  const Borrowed sources("sources", args[0]);
+  const Borrowed targets("targets", args[1]);
+  const Optional scale = optional_of("scale", args[2]);
+  const Optional found_inf = optional_of("found_inf", args[3]);
+  at::Tensor result;
+  {
+    const Call call;
+    result = op.call(sources.list(), targets.list(), scale, found_inf);
+  }
+  return THPVariable_Wrap(std::move(result));
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* multi_tensor_refresh(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   static const auto op = find<at::Tensor(at::TensorList, at::TensorList)>("amp_wrapper::multi_tensor_refresh");
@@ -242,6 +272,82 @@ PyObject* update_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* step_prologue(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static const auto op = find<void(
+      const at::Tensor&, const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::int64_t, at::TensorList,
+      at::IntArrayRef, const Optional&, const Optional&, const Optional&, const Optional&, const Optional&, const Optional&,
+      const Optional&, at::ArrayRef<double>, std::optional<double>, std::optional<double>)>("amp_wrapper::step_prologue");
+  expect(count, 18);
+  const at::Tensor decision = tensor_of("decision", args[0]);
+  const at::Tensor rows = tensor_of("rows", args[1]);
+  const Borrowed steps("steps", args[2]);
+  const at::Tensor hyper = tensor_of("hyper", args[3]);
+  const at::Tensor groups = tensor_of("groups", args[4]);
+  const std::int64_t kind = integer_of(args[5]);
+  const Borrowed rates("rates", args[6]);
+  const auto rated = numbers_of<std::int64_t>(args[7], integer_of);
+  const Optional found_inf = optional_of("found_inf", args[8]);
+  const Optional learned = optional_of("learned", args[9]);
+  const Optional norm = optional_of("norm", args[10]);
+  const Optional scale = optional_of("scale", args[11]);
+  const Optional growth_tracker = optional_of("growth_tracker", args[12]);
+  const Optional hysteresis_tracker = optional_of("hysteresis_tracker", args[13]);
+  const Optional counts = optional_of("counts", args[14]);
+  const auto rule = numbers_of<double>(args[15], double_of);
+  const std::optional<double> max_norm = optional_double_of(args[16]);
+  const std::optional<double> clip_value = optional_double_of(args[17]);
+  {
+    const Call call;
+    op.call(decision, rows, steps.list(), hyper, groups, kind, rates.list(), rated, found_inf, learned, norm, scale,
+            growth_tracker, hysteresis_tracker, counts, rule, max_norm, clip_value);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* fused_adam(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static const auto op = find<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                                   at::TensorList, const at::Tensor&, const at::Tensor&)>("amp_wrapper::fused_adam");
+  expect(count, 8);
+  const Borrowed grads("grads", args[0]);
+  const Borrowed params("params", args[1]);
+  const Borrowed exp_avgs("exp_avgs", args[2]);
+  const Borrowed exp_avg_sqs("exp_avg_sqs", args[3]);
+  const Borrowed max_exp_avg_sqs("max_exp_avg_sqs", args[4]);
+  const Borrowed partners("partners", args[5]);
+  const at::Tensor rows = tensor_of("rows", args[6]);
+  const at::Tensor decision = tensor_of("decision", args[7]);
+  {
+    const Call call;
+    op.call(grads.list(), params.list(), exp_avgs.list(), exp_avg_sqs.list(), max_exp_avg_sqs.list(), partners.list(), rows,
+            decision);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* fused_sgd(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static const auto op =
+      find<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, const at::Tensor&, const at::Tensor&)>(
+          "amp_wrapper::fused_sgd");
+  expect(count, 6);
+  const Borrowed grads("grads", args[0]);
+  const Borrowed params("params", args[1]);
+  const Borrowed momentum_buffers("momentum_buffers", args[2]);
+  const Borrowed partners("partners", args[3]);
+  const at::Tensor rows = tensor_of("rows", args[4]);
+  const at::Tensor decision = tensor_of("decision", args[5]);
+  {
+    const Call call;
+    op.call(grads.list(), params.list(), momentum_buffers.list(), partners.list(), rows, decision);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
 PyCFunction fast() {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -254,8 +360,12 @@ PyMethodDef methods[] = {
     {"multi_tensor_isnonfinite", fast<multi_tensor_isnonfinite>(), METH_FASTCALL, nullptr},
     {"multi_tensor_l2norm", fast<multi_tensor_l2norm>(), METH_FASTCALL, nullptr},
     {"multi_tensor_maxnorm", fast<multi_tensor_maxnorm>(), METH_FASTCALL, nullptr},
+    {"multi_tensor_scale_l2norm", fast<multi_tensor_scale_l2norm>(), METH_FASTCALL, nullptr},
     {"multi_tensor_refresh", fast<multi_tensor_refresh>(), METH_FASTCALL, nullptr},
     {"update_scale", fast<update_scale>(), METH_FASTCALL, nullptr},
+    {"step_prologue", fast<step_prologue>(), METH_FASTCALL, nullptr},
+    {"fused_adam", fast<fused_adam>(), METH_FASTCALL, nullptr},
+    {"fused_sgd", fast<fused_sgd>(), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

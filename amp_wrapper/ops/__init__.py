@@ -203,6 +203,18 @@ def multi_tensor_maxnorm(
     return norms  # type: ignore[no-any-return]
 
 
+def multi_tensor_scale_l2norm(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    norm: Any = _try('multi_tensor_scale_l2norm', (sources, targets), (scale, found_inf))
+    if norm is NotImplemented:
+        norm = reference.multi_tensor_scale_l2norm(sources, targets, scale, found_inf)
+    return norm  # type: ignore[no-any-return]
+
+
 def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
     flags: Any = _try('multi_tensor_refresh', (weights, masters), ())
     if flags is NotImplemented:
@@ -312,6 +324,7 @@ for _function in (
     multi_tensor_isnonfinite,
     multi_tensor_l2norm,
     multi_tensor_maxnorm,
+    multi_tensor_scale_l2norm,
     multi_tensor_refresh,
     update_scale,
     step_prologue,
@@ -340,6 +353,7 @@ __all__ = [
     'multi_tensor_maxnorm',
     'multi_tensor_refresh',
     'multi_tensor_scale',
+    'multi_tensor_scale_l2norm',
     'step_prologue',
     'update_scale',
 ]

@@ -95,11 +95,12 @@ def check_apart(read: Sequence[Named], written: Sequence[Named], **scalars: Tens
         if scalar is None or _is_traced(scalar):
             continue
         begin = scalar.data_ptr()
+        end = begin + scalar.numel() * scalar.element_size()
         for name, tensors in [*(read if label == 'found_inf' else ()), *written]:
             if any(_is_traced(tensor) for tensor in tensors):
                 continue
             for first, last, index in _spans(tensors):
-                if scalar.device == tensors[index].device and first < begin + scalar.element_size() and begin < last:
+                if scalar.device == tensors[index].device and first < end and begin < last:
                     raise ValueError(f'{label} and {name}[{index}] share memory: give a scalar of its own.')
 
 
@@ -179,9 +180,18 @@ def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.fl
         raise ValueError(
             f'{name} has shape {tuple(scalar.shape)} and dtype {scalar.dtype}: one element of {dtype} is expected.'
         )
-    _check_memory(name, scalar)
+    check_own(name, scalar, written)
+
+
+def check_own(name: str, tensor: Tensor, written: bool) -> None:
+    """Any argument beside the lists: it has memory, and may be written where it is.
+
+    Raises:
+        ValueError: Its storage was freed, or it is one of inference mode that would be ``written`` outside of it.
+    """
+    _check_memory(name, tensor)
     if written:
-        _check_writable(name, scalar)
+        _check_writable(name, tensor)
 
 
 def check_refresh_types(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

@@ -116,15 +116,21 @@ def multi_tensor_scale(
     Raises:
         ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.
     """
+    _check_scale(sources, targets, scale, found_inf)
+    if found_inf is not None:
+        multi_tensor_isnonfinite(sources, found_inf)
+    for some_sources, some_targets in _batches(sources, targets):
+        _scale(some_sources, some_targets, scale)
+
+
+def _check_scale(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None, found_inf: Tensor | None
+) -> None:
     check_lists([('sources', sources)], [('targets', targets)])
     check_floating(('sources', sources), ('targets', targets))
     check_scalar('scale', scale)
     check_scalar('found_inf', found_inf, written=True)
     check_apart([('sources', sources)], [('targets', targets)], scale=scale, found_inf=found_inf)
-    if found_inf is not None:
-        multi_tensor_isnonfinite(sources, found_inf)
-    for some_sources, some_targets in _batches(sources, targets):
-        _scale(some_sources, some_targets, scale)
 
 
 def _scale(sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None) -> None:
@@ -395,6 +401,34 @@ def multi_tensor_maxnorm(
             most[filled] = torch.stack(norms).float().to(device)
     total = most.max() if len(most) else torch.zeros((), dtype=torch.float32, device=device)
     return _norms(total, most if per_tensor else most[:0], inverse_scale)
+
+
+@torch.no_grad()
+def multi_tensor_scale_l2norm(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """:func:`multi_tensor_scale` and :func:`multi_tensor_l2norm` of the sources in one pass, with the bits of both.
+
+    Args:
+        sources: Dense floating tensors of any dtype; the list may be empty.
+        targets: Tensors of the same shapes; may be the sources themselves.
+        scale: float32 scalar, or None for 1.
+        found_inf: float32 scalar set to 1.0 where a *source* element is non-finite, in place; None to skip the check.
+
+    Returns:
+        float32 scalar on the device of the first source, ``sqrt(sum(source * source)) * scale``.
+
+    Raises:
+        ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.
+    """
+    _check_scale(sources, targets, scale, found_inf)
+    norm, _ = multi_tensor_l2norm(sources, scale, found_inf)
+    for some_sources, some_targets in _batches(sources, targets):
+        _scale(some_sources, some_targets, scale)
+    return norm
 
 
 def _check_norm(tensors: Sequence[Tensor], inverse_scale: Tensor | None, found_inf: Tensor | None) -> torch.device:

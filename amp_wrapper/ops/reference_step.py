@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..nested import HALF_TYPES
-from .checks import check_apart, check_lists, check_scalar
+from .checks import check_apart, check_lists, check_own, check_scalar
 from .reference import update_scale
 from .split import join, split
 
@@ -33,6 +33,8 @@ ADAM, SGD = 0, 1
 _ONE = 1 << 62
 _LOW = (1 << 31) - 1
 _TINY = torch.finfo(torch.float32).tiny
+#: States of which an empty list stands for none.
+_OPTIONAL = ('max_exp_avg_sqs', 'momentum_buffers')
 _PARAMETERS = (torch.float32, torch.float64, *HALF_TYPES)
 
 
@@ -96,24 +98,35 @@ def _check_scalars(device: torch.device, **scalars: tuple[Tensor | None, torch.d
             raise ValueError(f'{name} is on {scalar.device} and decision on {device}: they belong on one device.')
 
 
-def check_decision(decision: Tensor) -> None:
-    """A decision: :data:`DECISION` float32 numbers in a row.
-
-    Raises:
-        ValueError: Another shape, stride or dtype.
-    """
+def _check_decision(decision: Tensor, written: bool) -> None:
     if decision.dtype is not torch.float32 or decision.shape != (DECISION,) or not decision.is_contiguous():
         raise ValueError(
             f'decision has shape {tuple(decision.shape)} and dtype {decision.dtype}: {DECISION} float32 numbers in a row are '
             'expected.'
         )
+    check_own('decision', decision, written)
 
 
-def _check_table(name: str, table: Tensor, rows: int, columns: int, dtypes: tuple[torch.dtype, ...]) -> None:
-    if table.dtype not in dtypes or table.shape != (rows, columns) or not table.is_contiguous():
+def _check_rows(rows: Tensor, count: int, decision: Tensor, written: bool) -> None:
+    _check_table('rows', rows, (count, ROW), (torch.float32, torch.float64))
+    check_own('rows', rows, written)
+    if rows.device != decision.device:
+        raise ValueError(f'rows is on {rows.device} and decision on {decision.device}: they belong on one device.')
+
+
+def _check_groups(groups: Tensor, rated: Sequence[int], count: int) -> None:
+    # what is traced has no values, and reading a tensor of the CPU is no read of the device
+    traced = torch.compiler.is_compiling() or type(groups) is not Tensor
+    for name, numbers in (('groups', () if traced else groups.tolist()), ('rated', rated)):
+        for index, group in enumerate(numbers):
+            if not 0 <= group < count:
+                raise ValueError(f'{name}[{index}] is {group}, and hyper has {count} rows.')
+
+
+def _check_table(name: str, table: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if table.dtype not in dtypes or table.shape != shape or not table.is_contiguous():
         raise ValueError(
-            f'{name} has shape {tuple(table.shape)} and dtype {table.dtype}: ({rows}, {columns}) of '
-            f'{dtypes[0]} is expected.'
+            f'{name} has shape {tuple(table.shape)} and dtype {table.dtype}: {shape} of {dtypes[0]} is expected.'
         )
 
 
@@ -173,19 +186,22 @@ def step_prologue(
     Raises:
         ValueError: A tensor of another shape or dtype, or on another device. Nothing is written then.
     """
-    check_decision(decision)
+    _check_decision(decision, True)
     device = decision.device
-    _check_table('rows', rows, len(steps), ROW, (torch.float32, torch.float64))
+    _check_rows(rows, len(steps), decision, True)
     if hyper.dim() != 2 or groups.dim() != 1:
         raise ValueError('hyper must have two dimensions and groups one.')
-    _check_table('hyper', hyper, hyper.shape[0], HYPER, (torch.float64,))
-    _check_table('groups', groups.view(-1, 1), len(steps), 1, (torch.int64,))
+    _check_table('hyper', hyper, (hyper.shape[0], HYPER), (torch.float64,))
+    _check_table('groups', groups, (len(steps),), (torch.int64,))
     if hyper.device.type != 'cpu' or groups.device.type != 'cpu':
         raise ValueError('hyper and groups belong on the CPU.')
     if kind not in (ADAM, SGD):
         raise ValueError(f'kind={kind}: 0 (Adam) or 1 (SGD) is expected.')
     if len(rates) != len(rated):
         raise ValueError(f'rates has {len(rates)} tensors and rated {len(rated)} groups: they must pair up.')
+    check_own('hyper', hyper, False)
+    check_own('groups', groups, False)
+    _check_groups(groups, rated, hyper.shape[0])
     if rule and len(rule) != 6:
         raise ValueError(f'rule has {len(rule)} numbers: 6 or none are expected.')
     if rule and (scale is None or growth_tracker is None or hysteresis_tracker is None):
@@ -206,10 +222,14 @@ def step_prologue(
         growth_tracker=(growth_tracker, torch.int32, moves),
         hysteresis_tracker=(hysteresis_tracker, torch.int32, moves),
     )
-    if counts is not None and (counts.dtype is not torch.int64 or counts.shape != (3,) or counts.device != device):
-        raise ValueError(f'counts has shape {tuple(counts.shape)} and dtype {counts.dtype}: (3,) of int64 is expected.')
-    apart = dict(found_inf=found_inf, learned=learned, norm=norm)
-    check_apart([], [('steps', steps), ('decision', [decision]), ('rows', [rows])], scale=scale, **apart)
+    if counts is not None:
+        _check_table('counts', counts, (3,), (torch.int64,))
+        check_own('counts', counts, True)
+        if counts.device != device:
+            raise ValueError(f'counts is on {counts.device} and decision on {device}: they belong on one device.')
+    apart = dict(scale=scale, growth_tracker=growth_tracker, hysteresis_tracker=hysteresis_tracker, counts=counts)
+    apart |= dict(found_inf=found_inf, learned=learned, norm=norm)
+    check_apart([], [('decision', [decision]), ('rows', [rows]), ('steps', steps)], **apart)
 
     one = torch.ones((), dtype=torch.float32, device=device)
     skip = torch.zeros_like(one) if found_inf is None else (found_inf.view(()) > 0).float()
@@ -283,37 +303,11 @@ def _fill_rows(
     rows.copy_(torch.stack(filled, 1))
 
 
-def _check_update(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    states: dict[str, Sequence[Tensor]],
-    partners: Sequence[Tensor],
-    rows: Tensor,
-    decision: Tensor,
-) -> None:
-    check_decision(decision)
-    _check_table('rows', rows, len(params), ROW, (torch.float32, torch.float64))
-    written = [('params', params), *((name, tensors) for name, tensors in states.items() if tensors)]
-    apart = (
-        [(i, other) for i, other in enumerate(partners) if other is not params[i]]
-        if len(partners) == len(params)
-        else []
-    )
-    check_lists([('grads', grads)], written)
-    if partners:
-        if len(partners) != len(params):
-            raise ValueError(f'params has {len(params)} tensors and partners {len(partners)}: the lists must pair up.')
-        others = [other for _, other in apart]
-        check_lists([('params', [params[i] for i, _ in apart])], [('partners', others)])
-        check_lists([('grads', grads), *written], [])
-    for name, tensors in (('grads', grads), *written):
-        for index, tensor in enumerate(tensors):
-            if tensor.dtype not in _PARAMETERS:
-                raise ValueError(f'{name}[{index}] has dtype {tensor.dtype}: a real floating tensor is expected.')
-            if tensor.device != decision.device:
-                raise ValueError(f'{name}[{index}] is on {tensor.device} and decision on {decision.device}.')
-    for index, other in apart:
-        kind = params[index].dtype
+def _check_partners(params: Sequence[Tensor], partners: Sequence[Tensor]) -> None:
+    for index, (param, other) in enumerate(zip(params, partners)):
+        if other is param:
+            continue
+        kind = param.dtype
         if other.dtype is torch.int16:
             fits = kind in HALF_TYPES
         else:
@@ -323,7 +317,32 @@ def _check_update(
                 f'partners[{index}] has dtype {other.dtype} beside a parameter of {kind}: a float16 or bfloat16 copy of a '
                 'float32 parameter, or the int16 remainder of a 16-bit one, is expected.'
             )
-    check_apart([('grads', grads)], written, decision=decision[0])
+
+
+def _check_update(
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    states: dict[str, Sequence[Tensor]],
+    partners: Sequence[Tensor],
+    rows: Tensor,
+    decision: Tensor,
+) -> None:
+    _check_decision(decision, False)
+    _check_rows(rows, len(params), decision, False)
+    kept = [(name, tensors) for name, tensors in states.items() if tensors or name not in _OPTIONAL]
+    written = [('params', params), *kept]
+    everything = [*written, ('partners', partners)] if partners else written
+    check_lists([('grads', grads)], everything)
+    _check_partners(params, partners)
+    for name, tensors in (('grads', grads), *written):
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype not in _PARAMETERS:
+                raise ValueError(f'{name}[{index}] has dtype {tensor.dtype}: a real floating tensor is expected.')
+    for name, tensors in (('grads', grads), *everything):
+        for index, tensor in enumerate(tensors):
+            if tensor.device != decision.device:
+                raise ValueError(f'{name}[{index}] is on {tensor.device} and decision on {decision.device}.')
+    check_apart([('grads', grads)], everything, decision=decision, rows=rows)
 
 
 def _gradient(grad: Tensor, row: Tensor, decision: Tensor) -> Tensor:

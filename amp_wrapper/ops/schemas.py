@@ -34,6 +34,9 @@ SCHEMAS = {
         '(Tensor[] tensors, Tensor? inverse_scale=None, Tensor(a!)? found_inf=None, bool per_tensor=False) '
         '-> (Tensor, Tensor)'
     ),
+    'multi_tensor_scale_l2norm': (
+        '(Tensor[] sources, Tensor(a!)[] targets, Tensor? scale=None, Tensor(b!)? found_inf=None) -> Tensor'
+    ),
     'multi_tensor_refresh': '(Tensor[] weights, Tensor(a!)[] masters) -> Tensor',
     'update_scale': (
         '(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, '
@@ -106,6 +109,17 @@ def _fake_norm(
 
 for _name in ('multi_tensor_l2norm', 'multi_tensor_maxnorm'):
     torch.library.register_fake(f'{NAMESPACE}::{_name}', _fake_norm, lib=_library)
+
+
+@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_scale_l2norm', lib=_library)  # type: ignore[untyped-decorator]
+def _fake_scale_norm(
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    _refuse_meta_beside_real(sources, targets, scale, found_inf)
+    return torch.empty((), dtype=torch.float32, device=reference.device_of(sources, found_inf))
 
 
 @torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)  # type: ignore[untyped-decorator]

@@ -11,7 +11,6 @@
 #include <sstream>
 
 namespace amp_wrapper {
-namespace {
 
 std::string shape_of(const at::Tensor& tensor) {
   // as Python writes a tuple
@@ -22,6 +21,11 @@ std::string shape_of(const at::Tensor& tensor) {
   return text.str();
 }
 
+// torch's C++ names for types are not those that users write.
+std::string name_of(c10::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
+
+namespace {
+
 std::optional<Type> type_of(c10::ScalarType type) {
   switch (type) {
     case c10::ScalarType::Float:
@@ -30,13 +34,12 @@ std::optional<Type> type_of(c10::ScalarType type) {
       return Type::kHalf;
     case c10::ScalarType::BFloat16:
       return Type::kBfloat;
+    case c10::ScalarType::Short:
+      return Type::kShort;
     default:
       return std::nullopt;
   }
 }
-
-// torch's C++ names for types are not those that users write.
-std::string name_of(c10::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
 
 // torch would say so too, but at the first write, when others were made already.
 bool is_writable(const at::Tensor& tensor) { return !tensor.is_inference() || c10::InferenceMode::is_enabled(); }
@@ -52,8 +55,8 @@ Type check_one(const List& list, std::size_t index, const at::Tensor& tensor, c1
   TORCH_CHECK_NOT_IMPLEMENTED(tensor.device() == device, list.name, "[", index, "] is on ", tensor.device(),
                               " and the first tensor on ", device, ": one call of the compiled op serves one device.");
   const std::optional<Type> type = type_of(tensor.scalar_type());
-  TORCH_CHECK_NOT_IMPLEMENTED(type.has_value(), list.name, "[", index, "] has dtype ", name_of(tensor.scalar_type()),
-                              ": the compiled op takes float32, float16 and bfloat16.");
+  TORCH_CHECK_NOT_IMPLEMENTED(type.has_value() && (list.shorts || *type != Type::kShort), list.name, "[", index, "] has dtype ",
+                              name_of(tensor.scalar_type()), ": the compiled op takes float32, float16 and bfloat16.");
   return *type;
 }
 
@@ -116,7 +119,7 @@ void Flat::check_overlap(const List* lists) const {
 void Flat::check_apart(const List* lists, const Scalar& scalar) const {
   if (!scalar.tensor.has_value()) return;
   const auto begin = reinterpret_cast<std::uintptr_t>(scalar.tensor->const_data_ptr());
-  const std::uintptr_t end = begin + scalar.tensor->itemsize();
+  const std::uintptr_t end = begin + scalar.tensor->numel() * scalar.tensor->itemsize();
   for (std::size_t list = 0; list < operands_.size(); ++list) {
     if (!lists[list].written && !scalar.written) continue;
     for (std::size_t i = 0; i < operands_[list].size(); ++i) {
@@ -129,12 +132,11 @@ void Flat::check_apart(const List* lists, const Scalar& scalar) const {
   }
 }
 
-Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std::initializer_list<Scalar> scalars) {
-  const List* lists = list_of.begin();
-  const std::size_t width = list_of.size();
+Flat::Flat(const List* lists, std::size_t width, c10::DeviceType device_type, std::initializer_list<Scalar> scalars) {
   const List& first = lists[0];
   const std::size_t size = first.tensors.size();
-  for (const List& list : list_of) {
+  for (std::size_t which = 0; which < width; ++which) {
+    const List& list = lists[which];
     TORCH_CHECK_VALUE(list.tensors.size() == size, first.name, " has ", size, " tensors and ", list.name, " ",
                       list.tensors.size(), ": the lists must pair up.");
   }
@@ -170,7 +172,8 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std
       // mutable data of what is only read would copy copy-on-write tensors; of what is written, it ends their sharing
       void* data = list.written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
       TORCH_CHECK_VALUE(has_memory(tensor), list.name, "[", i, "]", kNoMemory);
-      operands_[which].push_back({data, counts_[i] * size_of(type), type, dense});
+      const bool idle = list.idle_beside != nullptr && tensor.is_same((*list.idle_beside)[i]);
+      operands_[which].push_back({data, counts_[i] * size_of(type), type, dense, idle});
     }
     if (negative || !(contiguous || same_order)) indirect.push_back(i);
   }
@@ -180,10 +183,8 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std
   for (std::size_t which = 0; which < width; ++which) {
     if (!lists[which].written) continue;
     for (std::size_t i = 0; i < size; ++i) {
-      const at::Tensor& tensor = lists[which].tensors[i];
       // a copy of a tensor onto itself writes nothing
-      if (lists[which].same_is_idle && tensor.is_same(first.tensors[i])) continue;
-      bump_version(tensor);
+      if (!operands_[which][i].idle) bump_version(lists[which].tensors[i]);
     }
   }
   for (const std::size_t i : indirect) {
@@ -196,8 +197,7 @@ Flat::Flat(std::initializer_list<List> list_of, c10::DeviceType device_type, std
       } else {
         temporary = at::empty(tensor.sizes(), tensor.options());
       }
-      const bool idle = list.same_is_idle && tensor.is_same(first.tensors[i]);
-      if (list.written && !idle) back_.emplace_back(tensor, temporary);
+      if (list.written && !operands_[which][i].idle) back_.emplace_back(tensor, temporary);
       operands_[which][i].data = temporary.mutable_data_ptr();
       temporaries_.push_back(std::move(temporary));
     }
@@ -210,13 +210,17 @@ void Flat::finish() const {
   for (const auto& [tensor, temporary] : back_) tensor.copy_(temporary);
 }
 
+void check_own(const char* name, const at::Tensor& tensor, bool written) {
+  TORCH_CHECK_VALUE(has_memory(tensor), name, kNoMemory);
+  TORCH_CHECK_VALUE(!written || is_writable(tensor), name, kNotWritable);
+}
+
 void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type, bool written) {
   TORCH_CHECK_VALUE(scalar.numel() == 1 && scalar.scalar_type() == type, name, " has shape ", shape_of(scalar), " and dtype ",
                     name_of(scalar.scalar_type()), ": one element of ", name_of(type), " is expected.");
   TORCH_CHECK_NOT_IMPLEMENTED(scalar.device() == device, name, " is on ", scalar.device(), " and the first tensor on ", device,
                               ": one call of the compiled op serves one device.");
-  TORCH_CHECK_VALUE(has_memory(scalar), name, kNoMemory);
-  TORCH_CHECK_VALUE(!written || is_writable(scalar), name, kNotWritable);
+  check_own(name, scalar, written);
 }
 
 void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device) {

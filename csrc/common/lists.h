@@ -5,6 +5,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -19,8 +20,10 @@ struct List {
   bool written = false;
   // a written list whose old values count as well
   bool read = true;
-  // nothing is written where the tensor is that of the first list
-  bool same_is_idle = false;
+  // a list where the same tensor in the same place means that there is nothing to do for this one
+  const at::TensorList* idle_beside = nullptr;
+  // int16 as well
+  bool shorts = false;
 };
 
 // A scalar argument beside the lists, which may be missing.
@@ -36,12 +39,18 @@ class Flat {
  public:
   // Raises ValueError for what is wrong, naming list and index, and NotImplementedError for what is right but left to plain
   // torch: several devices, or a type beside float32, float16 and bfloat16.
-  Flat(std::initializer_list<List> lists, c10::DeviceType device, std::initializer_list<Scalar> scalars = {});
+  Flat(std::initializer_list<List> lists, c10::DeviceType device, std::initializer_list<Scalar> scalars = {})
+      : Flat(lists.begin(), lists.size(), device, scalars) {}
+  Flat(const List* lists, std::size_t width, c10::DeviceType device, std::initializer_list<Scalar> scalars = {});
 
   std::size_t size() const { return counts_.size(); }
   const std::vector<std::int64_t>& counts() const { return counts_; }
   void* data(std::size_t list, std::size_t index) const { return operands_[list][index].data; }
   Type type(std::size_t list, std::size_t index) const { return operands_[list][index].type; }
+  // the same tensor as in the list that this one may be idle beside
+  bool is_idle(std::size_t list, std::size_t index) const { return operands_[list][index].idle; }
+  // whether all are used in place
+  bool is_direct() const { return temporaries_.empty(); }
   void finish() const;
 
  private:
@@ -51,6 +60,7 @@ class Flat {
     Type type;
     // without gaps, so that the bytes from data on are those of its elements
     bool dense;
+    bool idle;
   };
   void check_overlap(const List* lists) const;
   void check_apart(const List* lists, const Scalar& scalar) const;
@@ -69,6 +79,13 @@ void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10
 // A flag: a scalar that is written.
 void check_flag(const char* name, const at::Tensor& flag, c10::Device device);
 void check_flag(const char* name, const std::optional<at::Tensor>& flag, c10::Device device);
+
+// Any argument: it has memory, and may be written where it is.
+void check_own(const char* name, const at::Tensor& tensor, bool written);
+
+// As Python writes a shape, and a dtype.
+std::string shape_of(const at::Tensor& tensor);
+std::string name_of(c10::ScalarType type);
 
 // Autograd must learn of the write before it happens, so that a tensor that may not be written raises with nothing done.
 void bump_version(const at::Tensor& tensor);

@@ -9,6 +9,21 @@
 
 namespace amp_wrapper::cpu {
 
+// Elements of one parameter with all that an update reads and writes.
+struct Piece {
+  Type grad_type;
+  const void* grad;
+  Type param_type;
+  void* param;
+  // null for none
+  Type partner_type;
+  void* partner;
+  // moments of Adam (and their maxima), momentum of SGD; null for what there is not
+  Type state_types[3];
+  void* states[3];
+  std::int64_t count;
+};
+
 // Pointers need no alignment. `streams`: the target is written around the caches where it is aligned.
 // `count` is at most kChunk where a sum is formed, and anything otherwise.
 struct Kernels {
@@ -26,6 +41,12 @@ struct Kernels {
   std::int32_t (*largest)(Type type, const void* data, std::int64_t count);
   // master = weight where the weight is not the rounded master, bit for bit; returns whether there was one
   bool (*refresh)(Type weight_type, const void* weight, float* master, std::int64_t count);
+  // scale and sum_of_squares of the source in one pass
+  float (*scale_and_sum)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor,
+                         bool streams, bool* nonfinite);
+  // one step of an optimizer; not called where the decision is to skip it
+  void (*adam)(const Piece& piece, const float* row, const float* decision);
+  void (*sgd)(const Piece& piece, const float* row, const float* decision);
 };
 
 extern const Kernels kDefault;

@@ -2,6 +2,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <cmath>
+
 #include "kernels.h"
 
 // after the headers: what they define may be used by code for every processor

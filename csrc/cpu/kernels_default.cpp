@@ -1,4 +1,6 @@
 // The kernels for any processor.
+#include <cmath>
+
 #include "kernels.h"
 
 #define AMP_WIDTH 4

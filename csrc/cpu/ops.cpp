@@ -9,7 +9,7 @@
 #include <cmath>
 #include <limits>
 
-#include "../common/lists.h"
+#include "../common/step.h"
 #include "kernels.h"
 
 namespace amp_wrapper::cpu {
@@ -152,7 +152,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
 }
 
 void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false, true}}, c10::kCPU);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false, &sources}}, c10::kCPU);
   const auto kernel = kernels().copy;
   const bool around = streams(flat, 1);
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
@@ -178,6 +178,26 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
   raise_flag(found_inf, found);
 }
 
+// The sum of squares of every chunk of the first list.
+void sum_chunks(const Flat& flat, const Launch& launch, float* chunks, std::atomic<bool>* found) {
+  const auto kernel = kernels().sum_of_squares;
+  for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
+    bool bad = false;
+    chunks[chunk] = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), count, &bad);
+    if (bad) found->store(true, std::memory_order_relaxed);
+  });
+}
+
+// The sum of every tensor from those of its chunks, which it overwrites.
+std::vector<float> sums_of(const Launch& launch, std::vector<float>& chunks, std::size_t tensors) {
+  std::vector<float> sums(tensors, 0.0f);
+  for (std::size_t i = 0; i < launch.entries.size(); ++i) {
+    const std::int64_t begin = launch.starts[i];
+    sums[launch.entries[i].tensor] = tree_sum(chunks.data() + begin, launch.starts[i + 1] - begin);
+  }
+  return sums;
+}
+
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
   const c10::Device device = device_of(tensors, found_inf, inverse_scale);
@@ -188,17 +208,8 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
   const Launch launch = whole_plan(flat.counts());
   std::vector<float> chunks(launch.chunks());
   std::atomic<bool> found{false};
-  const auto kernel = kernels().sum_of_squares;
-  for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
-    bool bad = false;
-    chunks[chunk] = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), count, &bad);
-    if (bad) found.store(true, std::memory_order_relaxed);
-  });
-  std::vector<float> sums(tensors.size(), 0.0f);
-  for (std::size_t i = 0; i < launch.entries.size(); ++i) {
-    const std::int64_t begin = launch.starts[i];
-    sums[launch.entries[i].tensor] = tree_sum(chunks.data() + begin, launch.starts[i + 1] - begin);
-  }
+  sum_chunks(flat, launch, chunks.data(), &found);
+  std::vector<float> sums = sums_of(launch, chunks, tensors.size());
   auto result = new_norms(tensors, device, per_tensor);
   const float factor = value_of(inverse_scale);
   if (per_tensor) {
@@ -243,6 +254,45 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
   return result;
 }
 
+at::Tensor multi_tensor_scale_l2norm(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
+                                     const std::optional<at::Tensor>& found_inf) {
+  const c10::Device device = device_of(sources, found_inf, scale);
+  check_scalar("scale", scale, device);
+  check_flag("found_inf", found_inf, device);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU,
+                  {{"scale", scale}, {"found_inf", found_inf, true}});
+  bump_version(found_inf);
+  const float factor = value_of(scale);
+  std::atomic<bool> found{false};
+  const bool around = flat.size() > 0 && streams(flat, 1);
+  const Launch launch = whole_plan(flat.counts());
+  std::vector<float> chunks(launch.chunks());
+  if (flat.is_direct()) {
+    const auto kernel = kernels().scale_and_sum;
+    for_chunks(launch, [&](auto tensor, auto element, auto count, auto chunk) {
+      bool bad = false;
+      chunks[chunk] = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+                             at_element(flat, 1, tensor, element), count, factor, around, &bad);
+      if (bad) found.store(true, std::memory_order_relaxed);
+    });
+  } else {
+    // a temporary has its elements in another order than its source, and the sum has that of the source
+    sum_chunks(Flat({{"sources", sources}}, c10::kCPU), launch, chunks.data(), &found);
+    const auto kernel = kernels().scale;
+    for_chunks(launch, [&](auto tensor, auto element, auto count, auto) {
+      kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), flat.type(1, tensor),
+             at_element(flat, 1, tensor, element), count, factor, false, around);
+    });
+    flat.finish();
+  }
+  std::vector<float> sums = sums_of(launch, chunks, sources.size());
+  at::Tensor norm = std::get<0>(new_norms(sources, device, false));
+  *static_cast<float*>(norm.mutable_data_ptr()) =
+      std::sqrt(tree_sum(sums.data(), static_cast<std::int64_t>(sums.size()))) * factor;
+  if (found_inf.has_value()) raise_flag(found_inf, found);
+  return norm;
+}
+
 at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) {
   check_refresh_types(weights, masters);
   const Flat flat({{"weights", weights}, {"masters", masters, true, true}}, c10::kCPU);
@@ -276,6 +326,71 @@ void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, con
        *static_cast<const float*>(found_inf.const_data_ptr()));
 }
 
+void step_prologue(const at::Tensor& decision, const at::Tensor& rows, at::TensorList steps, const at::Tensor& hyper,
+                   const at::Tensor& groups, std::int64_t kind, at::TensorList rates, at::IntArrayRef rated,
+                   const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& learned,
+                   const std::optional<at::Tensor>& norm, const std::optional<at::Tensor>& scale,
+                   const std::optional<at::Tensor>& growth_tracker, const std::optional<at::Tensor>& hysteresis_tracker,
+                   const std::optional<at::Tensor>& counts, at::ArrayRef<double> rule, std::optional<double> max_norm,
+                   std::optional<double> clip_value) {
+  const Prologue prologue = check_prologue({decision, rows, steps, hyper, groups, kind, rates, rated, found_inf, learned, norm,
+                                            scale, growth_tracker, hysteresis_tracker, counts, rule, max_norm, clip_value},
+                                           c10::kCPU);
+  const bool taken = !prologue.decide.skips();
+  for (std::size_t i = 0; i < prologue.steps.size(); ++i) {
+    const std::int64_t group = prologue.groups[i];
+    fill_row(prologue.kind, prologue.hyper + group * kHyper, prologue.rates[group],
+             static_cast<float*>(prologue.steps.data(0, i)), taken, prologue.rows + i * kRow);
+  }
+  prologue.steps.finish();
+  prologue.decide(prologue.decision);
+}
+
+// Every chunk of every parameter, where the decision is to take the step.
+template <typename F>
+void update_chunks(const Update& update, F kernel) {
+  const Flat& flat = update.flat;
+  if (flat.size() == 0 || !(update.decision[kSkip] == 0.0f)) return;
+  for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
+    Piece piece{flat.type(0, tensor),
+                at_element(flat, 0, tensor, element),
+                flat.type(1, tensor),
+                at_element(flat, 1, tensor, element),
+                Type::kFloat,
+                nullptr,
+                {},
+                {},
+                count};
+    if (update.has_partner(tensor)) {
+      piece.partner_type = flat.type(update.partners, tensor);
+      piece.partner = at_element(flat, update.partners, tensor, element);
+    }
+    for (std::size_t k = 0; k < update.states.size(); ++k) {
+      const int list = update.states[k];
+      if (list < 0) continue;
+      piece.state_types[k] = flat.type(list, tensor);
+      piece.states[k] = at_element(flat, list, tensor, element);
+    }
+    kernel(piece, update.rows + tensor * kRow, update.decision);
+  });
+  flat.finish();
+}
+
+void fused_adam(at::TensorList grads, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+                at::TensorList max_exp_avg_sqs, at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision) {
+  const Update update = check_update(
+      grads, params, {{"exp_avgs", exp_avgs}, {"exp_avg_sqs", exp_avg_sqs}, {"max_exp_avg_sqs", max_exp_avg_sqs, true}},
+      partners, rows, decision, c10::kCPU);
+  update_chunks(update, kernels().adam);
+}
+
+void fused_sgd(at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers, at::TensorList partners,
+               const at::Tensor& rows, const at::Tensor& decision) {
+  const Update update =
+      check_update(grads, params, {{"momentum_buffers", momentum_buffers, true}}, partners, rows, decision, c10::kCPU);
+  update_chunks(update, kernels().sgd);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) {
@@ -285,8 +400,12 @@ TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) {
   library.impl("multi_tensor_isnonfinite", multi_tensor_isnonfinite);
   library.impl("multi_tensor_l2norm", multi_tensor_l2norm);
   library.impl("multi_tensor_maxnorm", multi_tensor_maxnorm);
+  library.impl("multi_tensor_scale_l2norm", multi_tensor_scale_l2norm);
   library.impl("multi_tensor_refresh", multi_tensor_refresh);
   library.impl("update_scale", update_scale);
+  library.impl("step_prologue", step_prologue);
+  library.impl("fused_adam", fused_adam);
+  library.impl("fused_sgd", fused_sgd);
 }
 
 }  // namespace amp_wrapper::cpu

@@ -3,6 +3,9 @@
 // ever called on a machine that lacks it.
 
 // functors.h was compiled for every processor, and is inlined here; GCC's own intrinsics begin with undefined registers
+#include "../common/split.h"
+#include "../common/update.h"
+
 #pragma GCC diagnostic ignored "-Wpsabi"
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -11,6 +14,7 @@
 namespace {
 
 using namespace amp_wrapper;
+using amp_wrapper::cpu::Piece;
 
 constexpr int kWidth = AMP_WIDTH;
 typedef float Floats __attribute__((vector_size(4 * AMP_WIDTH)));
@@ -128,6 +132,47 @@ inline Ints magnitude(Floats value) { return (Ints)value & kMagnitude; }
 // -1 in the lanes that are infinite or NaN
 inline Ints nonfinite(Floats value) { return magnitude(value) >= kExponent; }
 
+// What split.h and update.h work on. Of internal linkage, and so is what they become.
+struct Lanes {
+  using Floats = ::Floats;
+  using Ints = ::Ints;
+  using Words = ::Words;
+
+  static inline Floats all(float value) { return Floats{} + value; }
+  static inline Ints all(std::int32_t value) { return Ints{} + value; }
+  static inline Ints bits(Floats value) { return (Ints)value; }
+  static inline Floats floats(Ints bits) { return (Floats)bits; }
+  static inline Floats to_floats(Ints value) { return __builtin_convertvector(value, Floats); }
+  static inline Ints half_bits(Floats value) { return __builtin_convertvector(to_halves(value), Ints); }
+  static inline Floats half_floats(Ints bits) {
+    const Shorts narrowed = narrow((Words)bits);
+    return load(reinterpret_cast<const Half*>(&narrowed));
+  }
+  static inline Floats divide(Floats a, Floats b) { return a / b; }
+#if AMP_WIDTH == 16
+  static inline Floats multiply_add(Floats a, Floats b, Floats c) {
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  }
+  static inline Floats sqrt(Floats value) { return (Floats)_mm512_sqrt_ps((__m512)value); }
+#elif AMP_WIDTH == 8
+  static inline Floats multiply_add(Floats a, Floats b, Floats c) {
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  }
+  static inline Floats sqrt(Floats value) { return (Floats)_mm256_sqrt_ps((__m256)value); }
+#else
+  static inline Floats multiply_add(Floats a, Floats b, Floats c) {
+    Floats result;
+    for (int i = 0; i < kWidth; ++i) result[i] = std::fma(a[i], b[i], c[i]);
+    return result;
+  }
+  static inline Floats sqrt(Floats value) {
+    Floats result;
+    for (int i = 0; i < kWidth; ++i) result[i] = std::sqrt(value[i]);
+    return result;
+  }
+#endif
+};
+
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
 
 inline bool any(Ints mask) {
@@ -168,6 +213,31 @@ inline void store_some(T* to, Floats value, std::int64_t count) {
   store(buffer, value);
   std::memcpy(to, buffer, static_cast<std::size_t>(count) * sizeof(T));
 #endif
+}
+
+// 16-bit patterns as integers: a weight without its sign, a remainder with it.
+inline Ints widen(Shorts bits, const Half*) { return __builtin_convertvector(bits, Ints); }
+inline Ints widen(Shorts bits, const Bfloat*) { return __builtin_convertvector(bits, Ints); }
+inline Ints widen(Shorts bits, const std::int16_t*) {
+  typedef std::int16_t Signed __attribute__((vector_size(2 * AMP_WIDTH)));
+  return __builtin_convertvector((Signed)bits, Ints);
+}
+
+template <typename T>
+inline Ints load_bits(const T* from) {
+  return widen(read<Shorts>(from), from);
+}
+
+template <typename T>
+inline Ints load_some_bits(const T* from, std::int64_t count) {
+  std::uint16_t buffer[kWidth] = {};
+  std::memcpy(buffer, from, static_cast<std::size_t>(count) * 2);
+  return widen(read<Shorts>(buffer), from);
+}
+
+inline void store_bits(void* to, Ints value, std::int64_t count) {
+  const Shorts narrowed = narrow((Words)value);
+  std::memcpy(to, &narrowed, static_cast<std::size_t>(count) * 2);
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
 
 void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
   const c10::Device device = device_of(sources);
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false, true}}, c10::kCUDA);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false, &sources}}, c10::kCUDA);
   if (flat.size() == 0) return;
   const c10::cuda::CUDAGuard guard(device);
   launch_all<2>(flat, device, [&](const auto& work, auto) { return launch_copy(work, stream_of(device)); });
