@@ -147,4 +147,157 @@ __device__ inline void raise_flag(bool bad, float* found_inf) {
   }
 }
 
+// Vectors whose type is told apart at run time, the same for the whole block, where they are taken from memory and put there:
+// what lies between is float32, and compiled once for all mixtures of types. Narrow types beside float32 have 16 bits.
+
+struct alignas(8) Pair {
+  std::uint32_t words[2];
+};
+
+// N elements as they lie in memory, 8 or 4; 16-bit types fill the first half.
+template <int N>
+struct Raw {
+  std::uint32_t words[N];
+};
+
+// `Part` moves some of the words.
+template <typename Part, int N>
+__device__ inline void load_words(const char* from, int first, Raw<N>* raw) {
+  const Part part = *reinterpret_cast<const Part*>(from + 4 * first);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Part) / 4); ++i) raw->words[first + i] = part.words[i];
+}
+template <typename Part, int N>
+__device__ inline void store_words(char* to, int first, const Raw<N>& raw) {
+  Part part;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(Part) / 4); ++i) part.words[i] = raw.words[first + i];
+  *reinterpret_cast<Part*>(to + 4 * first) = part;
+}
+
+__device__ inline bool is_wide(std::uint8_t type) { return static_cast<Type>(type) == Type::kFloat; }
+
+// Which elements a thread works on: `count` of N, in one piece where all lists are aligned and none is missing.
+template <int N>
+struct Turn {
+  int first;
+  int count;
+  bool whole;
+};
+
+template <int N>
+__device__ inline Raw<N> load_raw(const void* data, std::uint8_t type, const Turn<N>& turn) {
+  using Narrow = std::conditional_t<N == 8, Quad, Pair>;
+  Raw<N> raw = {};
+  const bool wide = is_wide(type);
+  if (turn.whole) {
+    const char* from = static_cast<const char*>(data) + turn.first * (wide ? 4 : 2);
+    if (wide) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) load_words<Quad>(from, i, &raw);
+    } else {
+      load_words<Narrow>(from, 0, &raw);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < turn.count) {
+        if (wide) {
+          raw.words[i] = static_cast<const std::uint32_t*>(data)[turn.first + i];
+        } else {
+          const std::uint32_t bits = static_cast<const std::uint16_t*>(data)[turn.first + i];
+          raw.words[i / 2] |= bits << (i % 2 * 16);
+        }
+      }
+    }
+  }
+  return raw;
+}
+
+template <int N>
+__device__ inline void store_raw(void* data, std::uint8_t type, const Turn<N>& turn, const Raw<N>& raw) {
+  using Narrow = std::conditional_t<N == 8, Quad, Pair>;
+  const bool wide = is_wide(type);
+  if (turn.whole) {
+    char* to = static_cast<char*>(data) + turn.first * (wide ? 4 : 2);
+    if (wide) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) store_words<Quad>(to, i, raw);
+    } else {
+      store_words<Narrow>(to, 0, raw);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i < turn.count) {
+        if (wide) {
+          static_cast<std::uint32_t*>(data)[turn.first + i] = raw.words[i];
+        } else {
+          static_cast<std::uint16_t*>(data)[turn.first + i] = static_cast<std::uint16_t>(raw.words[i / 2] >> (i % 2 * 16));
+        }
+      }
+    }
+  }
+}
+
+// The 16 bits of element i.
+template <int N>
+__device__ inline std::uint16_t part_of(const Raw<N>& raw, int i) {
+  return static_cast<std::uint16_t>(raw.words[i / 2] >> (i % 2 * 16));
+}
+
+template <int N>
+struct Floats {
+  float values[N];
+};
+
+template <int N>
+__device__ inline Floats<N> unpack(const Raw<N>& raw, std::uint8_t type) {
+  Floats<N> x;
+  switch (static_cast<Type>(type)) {
+    case Type::kHalf:
+#pragma unroll
+      for (int i = 0; i < N; ++i) x.values[i] = to_float(Half{part_of(raw, i)});
+      break;
+    case Type::kBfloat:
+#pragma unroll
+      for (int i = 0; i < N; ++i) x.values[i] = to_float(Bfloat{part_of(raw, i)});
+      break;
+    default:
+#pragma unroll
+      for (int i = 0; i < N; ++i) x.values[i] = float_of(raw.words[i]);
+  }
+  return x;
+}
+
+template <int N>
+__device__ inline Raw<N> pack(const Floats<N>& x, std::uint8_t type) {
+  Raw<N> raw = {};
+  switch (static_cast<Type>(type)) {
+    case Type::kHalf:
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw.words[i / 2] |= static_cast<std::uint32_t>(from_float<Half>(x.values[i]).bits) << (i % 2 * 16);
+      }
+      break;
+    case Type::kBfloat:
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        raw.words[i / 2] |= static_cast<std::uint32_t>(from_float<Bfloat>(x.values[i]).bits) << (i % 2 * 16);
+      }
+      break;
+    default:
+#pragma unroll
+      for (int i = 0; i < N; ++i) raw.words[i] = bits_of(x.values[i]);
+  }
+  return raw;
+}
+
+// Where a list of this block begins; null stays null.
+template <int kLists>
+__device__ inline void* bytes_of(const Place<kLists>& place, int list) {
+  char* data = static_cast<char*>(place.data[list]);
+  return data == nullptr ? nullptr : data + place.begin * (is_wide(place.types[list]) ? 4 : 2);
+}
+
 }  // namespace amp_wrapper::cuda

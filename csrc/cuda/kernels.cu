@@ -41,6 +41,12 @@ cudaError_t launch_sum_of_squares(const Work<1>& work, float* chunks, float* fou
   return cudaGetLastError();
 }
 
+cudaError_t launch_scale_and_sum(const Work<2>& work, const float* scale, float* chunks, float* found_inf,
+                                 cudaStream_t stream) {
+  scale_and_sum_kernel<<<blocks_of(work), kThreads, 0, stream>>>(work, scale, chunks, found_inf);
+  return cudaGetLastError();
+}
+
 cudaError_t launch_largest(const Work<1>& work, std::int32_t* chunks, float* found_inf, cudaStream_t stream) {
   largest_kernel<<<blocks_of(work), kThreads, 0, stream>>>(work, chunks, found_inf);
   return cudaGetLastError();

@@ -213,6 +213,23 @@ __device__ inline typename R::Value join_block(typename R::Value value) {
   return value;
 }
 
+// The sums of the lanes of a chunk joined, in thread 0. Every thread of the block calls it.
+__device__ inline float join_lanes(float (&sums)[kVector]) {
+  // lane i with i + 32, i + 16, i + 8, which other threads have, and then with i + 4, i + 2, i + 1
+#pragma unroll
+  for (int apart = 4; apart >= 1; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] += __shfl_xor_sync(kAll, sums[i], apart);
+  }
+#pragma unroll
+  for (int apart = 4; apart >= 1; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart];
+  }
+  // the four blocks of a warp, and then the warps
+  return join_block<Sum>(join_warp<Sum>(sums[0], 8));
+}
+
 // The sum of squares of a chunk. Eight threads share a block of 1024 elements: each has eight of its 64 lanes.
 template <typename T>
 __device__ inline float sum_of_chunk(const T* data, int count, bool* bad) {
@@ -240,19 +257,7 @@ __device__ inline float sum_of_chunk(const T* data, int count, bool* bad) {
       }
     }
   }
-  // lane i with i + 32, i + 16, i + 8, which other threads have, and then with i + 4, i + 2, i + 1
-#pragma unroll
-  for (int apart = 4; apart >= 1; apart /= 2) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sums[i] += __shfl_xor_sync(kAll, sums[i], apart);
-  }
-#pragma unroll
-  for (int apart = 4; apart >= 1; apart /= 2) {
-#pragma unroll
-    for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart];
-  }
-  // the four blocks of a warp, and then the warps
-  return join_block<Sum>(join_warp<Sum>(sums[0], 8));
+  return join_lanes(sums);
 }
 
 static_assert(kThreads / 8 == kBlocks, "a block of threads works on one chunk");
@@ -264,6 +269,50 @@ __global__ void __launch_bounds__(kThreads)
   const float sum = with_type(place.types[0], [&](auto* t) {
     return sum_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(place, 0), place.count, &bad);
   });
+  if (threadIdx.x == 0) chunks[blockIdx.x] = sum;
+  raise_flag(bad, found_inf);
+}
+
+// The same, and target = source * scale in the same pass. The scale may be missing, and the flag too.
+__global__ void __launch_bounds__(kThreads)
+    scale_and_sum_kernel(const __grid_constant__ Work<2> work, const float* scale, float* chunks, float* found_inf) {
+  const auto place = place_of(work);
+  const Scale function{scale == nullptr ? 1.0f : *scale};
+  const void* source = in_global(bytes_of(place, 0));
+  void* target = in_global(bytes_of(place, 1));
+  const bool aligned = is_aligned(source) && is_aligned(target);
+  const int group = static_cast<int>(threadIdx.x) / 8;
+  const int first = group * kBlock + static_cast<int>(threadIdx.x) % 8 * kVector;
+  // fewer vectors under way than elsewhere: the sums need registers too
+  constexpr int kRowsAtOnce = kUnroll / 2;
+  static_assert(kRows % kRowsAtOnce == 0);
+  bool bad = false;
+  float sums[kVector] = {};
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kRowsAtOnce) {
+    Turn<kVector> turns[kRowsAtOnce];
+    Raw<kVector> raw[kRowsAtOnce];
+#pragma unroll
+    for (int u = 0; u < kRowsAtOnce; ++u) {
+      const int begin = first + (row + u) * kLanes;
+      const int left = place.count - begin;
+      turns[u] = {begin, left, aligned && left >= kVector};
+      raw[u] = load_raw(source, place.types[0], turns[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kRowsAtOnce; ++u) {
+      Floats<kVector> x = unpack(raw[u], place.types[0]);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float value = x.values[i];
+        bad = bad || is_nonfinite(value);
+        sums[i] += Square()(value);
+        x.values[i] = function(value);
+      }
+      store_raw(target, place.types[1], turns[u], pack(x, place.types[1]));
+    }
+  }
+  const float sum = join_lanes(sums);
   if (threadIdx.x == 0) chunks[blockIdx.x] = sum;
   raise_flag(bad, found_inf);
 }

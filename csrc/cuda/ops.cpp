@@ -72,6 +72,31 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
                 [&](const auto& work, auto) { return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device)); });
 }
 
+// The sums of squares of the chunks of a list become its norm, and those of the tensors where `each` has room for them.
+void finish_l2norm(const std::vector<std::int64_t>& counts, std::size_t size, const at::Tensor& chunks,
+                   const std::optional<at::Tensor>& factor, const at::Tensor& total, float* each) {
+  const c10::Device device = total.device();
+  const cudaStream_t stream = stream_of(device);
+  const at::Tensor sums = at::empty({static_cast<std::int64_t>(size)}, chunks.options());
+  auto* chunk_data = static_cast<float*>(chunks.mutable_data_ptr());
+  auto* sum_data = static_cast<float*>(sums.mutable_data_ptr());
+  Tables tables(device);
+  for_segments(
+      counts,
+      [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+        C10_CUDA_CHECK(launch_join_sums(segments, chunk_data + base, sum_data + first, stream));
+      },
+      tables.upload());
+  C10_CUDA_CHECK(
+      launch_l2norm(sum_data, sums.numel(), value_of(factor), static_cast<float*>(total.mutable_data_ptr()), each, stream));
+}
+
+void launch_sums(const Flat& flat, c10::Device device, float* chunks, float* found_inf) {
+  launch_all<1>(flat, device, [&](const auto& work, std::int64_t before) {
+    return launch_sum_of_squares(work, chunks + before, found_inf, stream_of(device));
+  });
+}
+
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
   const c10::Device device = device_of(tensors, found_inf, inverse_scale);
@@ -80,27 +105,40 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
   const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", found_inf, true}});
   bump_version(found_inf);
   const c10::cuda::CUDAGuard guard(device);
-  const cudaStream_t stream = stream_of(device);
   auto result = new_norms(tensors, device, per_tensor);
-  const auto options = at::TensorOptions().dtype(at::kFloat).device(device);
-  const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, options);
-  const at::Tensor sums = at::empty({static_cast<std::int64_t>(tensors.size())}, options);
-  auto* chunk_data = static_cast<float*>(chunks.mutable_data_ptr());
-  auto* sum_data = static_cast<float*>(sums.mutable_data_ptr());
-  launch_all<1>(flat, device, [&](const auto& work, std::int64_t before) {
-    return launch_sum_of_squares(work, chunk_data + before, flag_of(found_inf), stream);
-  });
-  Tables tables(device);
-  for_segments(
-      flat.counts(),
-      [&](const Segments& segments, std::int64_t base, std::int64_t first) {
-        C10_CUDA_CHECK(launch_join_sums(segments, chunk_data + base, sum_data + first, stream));
-      },
-      tables.upload());
+  const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, at::TensorOptions().dtype(at::kFloat).device(device));
+  launch_sums(flat, device, static_cast<float*>(chunks.mutable_data_ptr()), flag_of(found_inf));
   auto* each = per_tensor ? static_cast<float*>(std::get<1>(result).mutable_data_ptr()) : nullptr;
-  C10_CUDA_CHECK(launch_l2norm(sum_data, sums.numel(), value_of(inverse_scale),
-                               static_cast<float*>(std::get<0>(result).mutable_data_ptr()), each, stream));
+  finish_l2norm(flat.counts(), tensors.size(), chunks, inverse_scale, std::get<0>(result), each);
   return result;
+}
+
+at::Tensor multi_tensor_scale_l2norm(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
+                                     const std::optional<at::Tensor>& found_inf) {
+  const c10::Device device = device_of(sources, found_inf, scale);
+  check_scalar("scale", scale, device);
+  check_flag("found_inf", found_inf, device);
+  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA,
+                  {{"scale", scale}, {"found_inf", found_inf, true}});
+  bump_version(found_inf);
+  const c10::cuda::CUDAGuard guard(device);
+  at::Tensor norm = std::get<0>(new_norms(sources, device, false));
+  const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, at::TensorOptions().dtype(at::kFloat).device(device));
+  auto* chunk_data = static_cast<float*>(chunks.mutable_data_ptr());
+  if (flat.is_direct()) {
+    launch_all<2>(flat, device, [&](const auto& work, std::int64_t before) {
+      return launch_scale_and_sum(work, value_of(scale), chunk_data + before, flag_of(found_inf), stream_of(device));
+    });
+  } else {
+    // a temporary has its elements in another order than its source, and the sum has that of the source
+    const Flat as_they_lie({{"sources", sources}}, c10::kCUDA);
+    launch_sums(as_they_lie, device, chunk_data, flag_of(found_inf));
+    launch_all<2>(flat, device,
+                  [&](const auto& work, auto) { return launch_scale(work, value_of(scale), nullptr, stream_of(device)); });
+    flat.finish();
+  }
+  finish_l2norm(flat.counts(), sources.size(), chunks, scale, norm, nullptr);
+  return norm;
 }
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
@@ -175,6 +213,7 @@ TORCH_LIBRARY_IMPL(amp_wrapper, CUDA, library) {
   library.impl("multi_tensor_copy", multi_tensor_copy);
   library.impl("multi_tensor_isnonfinite", multi_tensor_isnonfinite);
   library.impl("multi_tensor_l2norm", multi_tensor_l2norm);
+  library.impl("multi_tensor_scale_l2norm", multi_tensor_scale_l2norm);
   library.impl("multi_tensor_maxnorm", multi_tensor_maxnorm);
   library.impl("multi_tensor_refresh", multi_tensor_refresh);
   library.impl("update_scale", update_scale);
