@@ -58,9 +58,9 @@ void launch_update(const Update& update, const int (&places)[kLists - 2], c10::D
 
 void fused_adam(at::TensorList grads, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
                 at::TensorList max_exp_avg_sqs, at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision) {
-  const Update update =
-      check_update(grads, params, {{"exp_avgs", exp_avgs}, {"exp_avg_sqs", exp_avg_sqs}, {"max_exp_avg_sqs", max_exp_avg_sqs}},
-                   partners, rows, decision, c10::kCUDA);
+  const Update update = check_update(
+      grads, params, {{"exp_avgs", exp_avgs}, {"exp_avg_sqs", exp_avg_sqs}, {"max_exp_avg_sqs", max_exp_avg_sqs, true}},
+      partners, rows, decision, c10::kCUDA);
   if (update.flat.size() == 0) return;
   const c10::Device device = decision.device();
   const c10::cuda::CUDAGuard guard(device);
@@ -72,7 +72,7 @@ void fused_adam(at::TensorList grads, at::TensorList params, at::TensorList exp_
 void fused_sgd(at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers, at::TensorList partners,
                const at::Tensor& rows, const at::Tensor& decision) {
   const Update update =
-      check_update(grads, params, {{"momentum_buffers", momentum_buffers}}, partners, rows, decision, c10::kCUDA);
+      check_update(grads, params, {{"momentum_buffers", momentum_buffers, true}}, partners, rows, decision, c10::kCUDA);
   if (update.flat.size() == 0) return;
   const c10::Device device = decision.device();
   const c10::cuda::CUDAGuard guard(device);

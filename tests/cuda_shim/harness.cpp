@@ -185,6 +185,33 @@ void test_norms(Random& random, const std::vector<std::int64_t>& counts) {
       });
 }
 
+void test_scale_and_sum(Random& random, const std::vector<std::int64_t>& counts) {
+  const List sources = random.list(counts, 3);
+  List targets = random.list(counts, 3);
+  const List expected(targets);
+  const float given = 1.0f / 3.0f;
+  const float* scale = random.chance(80) ? &given : nullptr;
+  const float factor = scale == nullptr ? 1.0f : given;
+  std::vector<float> chunks(cuda::all_chunks(counts), 77.0f);
+  float found = 0.0f;
+  for_each_launch<2>({&sources, &targets}, [&](const auto& work, std::int64_t before, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads,
+                 [&, scale, before] { cuda::scale_and_sum_kernel(work, scale, chunks.data() + before, &found); });
+  });
+  bool bad = false;
+  std::size_t chunk = 0;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    for (std::int64_t begin = 0; begin < counts[i]; begin += kChunk) {
+      const std::int64_t count = std::min(kChunk, counts[i] - begin);
+      const float sum = cpu::kDefault.scale_and_sum(sources[i].type, sources[i].at(begin), expected[i].type,
+                                                    expected[i].at(begin), count, factor, false, &bad);
+      expect(bits_of(chunks[chunk++]) == bits_of(sum), "a sum beside scale", i);
+    }
+    expect(targets[i].same(expected[i]), "scale and sum", i);
+  }
+  expect(found == (bad ? 1.0f : 0.0f), "flag of scale and sum", counts.size());
+}
+
 void test_flags(Random& random, const std::vector<std::int64_t>& counts) {
   const List tensors = random.list(counts, 3);
   float by_sum = 0.0f;
@@ -304,6 +331,7 @@ int main(int argc, char** argv) {
     test_copy(random, random.counts(many));
     test_axpby(random, random.counts(many));
     test_norms(random, random.counts(many));
+    test_scale_and_sum(random, random.counts(many));
     test_flags(random, random.counts(many));
     test_refresh(random, random.counts(many));
   }

@@ -1,6 +1,6 @@
 // The host code of the CUDA ops on a CPU: csrc/cuda/ops.cpp and step_ops.cpp as they are, kernels.cu and step_kernels.cu with
-// their launches turned into calls of shim::launch (launches.inl, which the test writes), and stand-ins for the headers of CUDA in
-// include/.
+// their launches turned into calls of shim::launch (launches.inl, which the test writes), and stand-ins for the headers of CUDA
+// in include/.
 //
 // The ops are registered for the CPU, in a process where nothing else is.
 
