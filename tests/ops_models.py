@@ -18,15 +18,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import ops
-from amp_wrapper.ops import loader
+from amp_wrapper.ops import loader, reference_step, split
 
 ROOT = Path(__file__).parents[1]
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
-PAIRED = ('multi_tensor_scale', 'multi_tensor_axpby', 'multi_tensor_copy', 'multi_tensor_refresh')
+PAIRED = (
+    'multi_tensor_scale',
+    'multi_tensor_axpby',
+    'multi_tensor_copy',
+    'multi_tensor_scale_l2norm',
+    'multi_tensor_refresh',
+)
 NORMS = ('multi_tensor_l2norm', 'multi_tensor_maxnorm')
 #: Every op that takes lists.
 LISTED = (*PAIRED, 'multi_tensor_isnonfinite', *NORMS)
+#: The ops of an optimizer step, whose arguments are made by :func:`prologue_call` and :func:`update_call`.
+UPDATES = ('fused_adam', 'fused_sgd')
+STEPS = ('step_prologue', *UPDATES)
 #: A block of the sum is 1024 elements, a chunk 32768.
 EDGES = (1, 2, 63, 64, 65, 1023, 1024, 1025, 2049, 32767, 32768, 32769, 65536, 3 * 32768 + 7)
 _VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -178,7 +187,7 @@ def make_call(
             for seed, shape, dtypes, layouts in rows
         ]
 
-    if name == 'multi_tensor_scale':
+    if name in ('multi_tensor_scale', 'multi_tensor_scale_l2norm'):
         arguments: dict[str, Any] = dict(sources=column(0), targets=column(1), scale=first, found_inf=found_inf)
         return Call(name, arguments, ('targets', 'found_inf'))
     if name == 'multi_tensor_axpby':
@@ -205,6 +214,152 @@ def make_call(
         weights.append(random_tensor(seed, shape, half, device, layouts[0]).copy_(weight))
         masters.append(master)
     return Call(name, dict(weights=weights, masters=masters), ('masters',))
+
+
+#: (type of a parameter, type of its partner): alone, with a 16-bit copy, with a remainder.
+KINDS: tuple[tuple[torch.dtype, torch.dtype | None], ...] = (
+    (torch.float32, None),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.int16),
+    (torch.float16, torch.int16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, None),
+    (torch.float16, None),
+)
+
+
+def hyper_of(name: str, flags: int) -> Tensor:
+    """Two groups of hyper-parameters; bits of ``flags`` are amsgrad or momentum (0), maximize (1), decoupled or nesterov (2)."""
+    maximize, more = float(flags >> 1 & 1), float(flags >> 2 & 1)
+    if name == 'fused_adam':
+        rows = [[1e-2, 0.9, 0.999, 1e-8, 0.05, maximize, more], [3e-3, 0.3, 0.95, 1e-6, 0.0, 0.0, 1 - more]]
+    else:
+        rows = [[1e-1, 0.9, 0.1, more, 0.05, maximize, 0.0], [3e-2, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def prologue_call(
+    name: str,
+    steps: Sequence[float],
+    device: torch.device,
+    flags: int = 0,
+    hyper: Tensor | None = None,
+    found: float | None = None,
+    scale: float | None = None,
+    dynamic: bool = False,
+    norm: float | None = None,
+    limits: tuple[float | None, float | None] = (None, None),
+    learned: float | None = None,
+    rate: float | None = None,
+    tracker: int = 0,
+) -> Call:
+    """A prologue for an update called ``name``; parameters belong to the groups of ``hyper`` by turns."""
+    table = hyper_of(name, flags) if hyper is None else hyper
+
+    def given(value: float | None) -> Tensor | None:
+        return None if value is None else zero(device, value)
+
+    def integer(value: int) -> Tensor:
+        return torch.tensor(value, dtype=torch.int32, device=device)
+
+    arguments = dict(
+        decision=torch.full((ops.DECISION,), -1.0, device=device),
+        rows=torch.full((len(steps), ops.ROW), -1.0, device=device),
+        steps=[zero(device, step) for step in steps],
+        hyper=table,
+        groups=torch.tensor([i % len(table) for i in range(len(steps))], dtype=torch.int64),
+        kind=UPDATES.index(name),
+        rates=[] if rate is None else [zero(device, rate)],
+        rated=[] if rate is None else [len(table) - 1],
+        found_inf=given(found),
+        learned=given(learned),
+        norm=given(norm),
+        scale=given(scale),
+        growth_tracker=integer(tracker) if dynamic else None,
+        hysteresis_tracker=integer(1) if dynamic else None,
+        counts=torch.tensor([7, 3, 1], device=device) if dynamic else None,
+        rule=(2.0, 0.5, 3.0, 2.0, 0.25, 2.0**20) if dynamic else (),
+        max_norm=limits[0],
+        clip_value=limits[1],
+    )
+    written = ('decision', 'rows', 'steps', 'counts')
+    # a scale that stays is read alone
+    return Call(
+        'step_prologue', arguments, (*written, *(('scale', 'growth_tracker', 'hysteresis_tracker') if dynamic else ()))
+    )
+
+
+def update_call(
+    name: str,
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    flags: int = 0,
+    special: bool = False,
+    skip: float = 0.0,
+    start: int = 0,
+    plain: bool = False,
+) -> Call:
+    """One parameter for each shape; types, partners and layouts by turns, all of them over 63 shapes.
+
+    Args:
+        name: Of the op.
+        shapes: Of the parameters.
+        device: Of the tensors.
+        flags: As for :func:`hyper_of`.
+        special: Whether odd values are among those of the lists.
+        skip: The first number of the decision.
+        start: Of the turns.
+        plain: Whether states are float32 and layouts plain.
+    """
+    first = prologue_call(name, [float(i % 3 * 50) for i in range(len(shapes))], device, flags)
+    first.run(reference_step)
+    decision = torch.tensor([skip, 0.3, 0.7, 8.0, 1.0, 1.0, 0.0, 0.0], device=device)
+    lists: list[list[Tensor]] = [[] for _ in range(6)]
+    for index, shape in enumerate(shapes, start):
+        kind, other = KINDS[index % 7]
+
+        def made(which: int, dtype: torch.dtype, here: int = index, shape: tuple[int, ...] = shape) -> Tensor:
+            layout = 0 if plain else (here + which // 2 * (here // 5 % 2)) % 5
+            tensor = random_tensor(here + 1000 * which, shape, dtype, device, layout, special)
+            return tensor.abs_() if which in (3, 4) else tensor
+
+        state_type = torch.float32 if plain or index % 3 else FLOATS[index // 3 % 3]
+        parameter = made(1, kind)
+        partner = parameter
+        if other is not None:
+            partner = made(5, torch.float32 if other is torch.int16 else other)
+        if other is torch.int16:
+            # weight and remainder of one number
+            weight, remainder = split.split(partner, kind)
+            parameter.copy_(weight)
+            partner = torch.zeros_like(parameter, dtype=torch.int16).copy_(remainder)
+        new = (made(0, FLOATS[index // 7 % 3]), parameter, *(made(i, state_type) for i in (2, 3, 4)), partner)
+        for tensors, tensor in zip(lists, new):
+            tensors.append(tensor)
+    grads, params, firsts, seconds, most, partners = lists
+    rest = dict(rows=first.arguments['rows'], decision=decision)
+    if plain and not any(KINDS[i % 7][1] for i in range(start, start + len(shapes))):
+        partners = []
+    if name == 'fused_adam':
+        states = dict(exp_avgs=firsts, exp_avg_sqs=seconds, max_exp_avg_sqs=most if flags & 1 else [])
+    else:
+        states = dict(momentum_buffers=firsts if flags & 1 else [])
+    arguments = dict(grads=grads, params=params, **states, partners=partners) | rest
+    return Call(name, arguments, ('params', *states, 'partners'))
+
+
+def step_samples(name: str, device: torch.device) -> list[Call]:
+    """Calls of an op of a step, for what is asked of every op."""
+    if name == 'step_prologue':
+        return [
+            prologue_call('fused_adam', [0.0, 5.0, 1.0], device),
+            prologue_call('fused_sgd', [], device, found=1.0),
+            prologue_call(
+                'fused_adam', [2.0, 0.0, 7.0], device, 7, None, 0.0, 1024.0, True, 3.0, (1.0, 0.5), 1.0, 1e-4, tracker=2
+            ),
+        ]
+    shapes: list[tuple[int, ...]] = [(3, 5), (0,), (), (2, 3, 4, 5), (17,), (4, 9), (33,), (7,), (8, 3)]
+    return [update_call(name, shapes, device), update_call(name, shapes, device, 7, True, start=9)]
 
 
 def state(
@@ -234,6 +389,16 @@ def digests(device: torch.device) -> dict[str, str]:
         for special in (False, True):
             for factors in ((None, None), (1 / 3, 0.7), (2.0**-16, -1.5)):
                 call = make_call(name, seeded_rows(54), device, factors, True, True, special)
+                for tensor in call.run(ops):
+                    total.update(str(tensor.dtype).encode() + bits(tensor).numpy().tobytes())
+        found[name] = total.hexdigest()
+    for name in UPDATES:
+        total = hashlib.sha256()
+        for flags in range(8):
+            for call in (
+                update_call(name, [(size,) for size in (5, 37, 64, 1000, 33000)], device, flags, True, start=3 * flags),
+                prologue_call(name, [0.0, 1.0, 1234567.0], device, flags, None, 0.0, 3.0, True, 0.7, (0.3, 0.1)),
+            ):
                 for tensor in call.run(ops):
                     total.update(str(tensor.dtype).encode() + bits(tensor).numpy().tobytes())
         found[name] = total.hexdigest()

@@ -279,6 +279,8 @@ def call_of_op(name: str, dtype: torch.dtype, function: Any) -> None:
     x, y = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
     one, flag = torch.ones(()), torch.zeros(())
     count, left = (torch.zeros((), dtype=torch.int32) for _ in range(2))
+    decision, rows, moment = torch.zeros(8), torch.zeros(1, 12), torch.zeros(3)
+    hyper, group = torch.zeros(1, 7, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     arguments = {
         'multi_tensor_scale': ([x], [y], one, flag),
         'multi_tensor_axpby': ([x], [x.clone()], [y], one, one, flag),
@@ -286,8 +288,12 @@ def call_of_op(name: str, dtype: torch.dtype, function: Any) -> None:
         'multi_tensor_isnonfinite': ([x], flag),
         'multi_tensor_l2norm': ([x], one, flag),
         'multi_tensor_maxnorm': ([x], one, flag),
+        'multi_tensor_scale_l2norm': ([x], [y], one, flag),
         'multi_tensor_refresh': ([x], [torch.zeros(3)]),
         'update_scale': (torch.ones((), dtype=dtype), count, left, flag, 2.0, 0.5, 2000, 1),
+        'step_prologue': (decision, rows.to(dtype), [flag], hyper, group, 0, [], []),
+        'fused_adam': ([x], [y], [moment], [moment.clone()], [], [], rows, decision),
+        'fused_sgd': ([x], [y], [], [], rows, decision),
     }
     function(*arguments[name])
 

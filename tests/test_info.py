@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from amp_wrapper import info, ops
-from amp_wrapper.ops import loader, reference, schemas
+from amp_wrapper.ops import loader, reference, reference_step, schemas
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -24,6 +24,8 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     x, y, half = torch.ones(5, device=device), torch.ones(5, device=device), torch.ones(5, device=device).half()
     scale, flag = torch.ones((), device=device), torch.zeros((), device=device)
     count, left = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
+    decision, rows = torch.zeros(ops.DECISION, device=device), torch.zeros(1, ops.ROW, device=device)
+    hyper, group = torch.zeros(1, ops.HYPER, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     return {
         'multi_tensor_scale': lambda: ops.multi_tensor_scale([x], [y], scale, flag),
         'multi_tensor_axpby': lambda: ops.multi_tensor_axpby([x], [x], [y], scale, scale, flag),
@@ -31,8 +33,12 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
         'multi_tensor_isnonfinite': lambda: ops.multi_tensor_isnonfinite([x], flag),
         'multi_tensor_l2norm': lambda: ops.multi_tensor_l2norm([x], scale, flag, True),
         'multi_tensor_maxnorm': lambda: ops.multi_tensor_maxnorm([x], scale, flag, True),
+        'multi_tensor_scale_l2norm': lambda: ops.multi_tensor_scale_l2norm([x], [y], scale, flag),
         'multi_tensor_refresh': lambda: ops.multi_tensor_refresh([half], [y]),
         'update_scale': lambda: ops.update_scale(scale, count, left, flag, 2.0, 0.5, 2000, 1),
+        'step_prologue': lambda: ops.step_prologue(decision, rows, [flag], hyper, group, ops.ADAM),
+        'fused_adam': lambda: ops.fused_adam([x], [y], [x.clone()], [x.clone()], [], [], rows, decision),
+        'fused_sgd': lambda: ops.fused_sgd([x], [y], [], [], rows, decision),
     }
 
 
@@ -47,7 +53,7 @@ def what_served(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> 
             return getattr(found.module, name)
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == 'call' and frame.f_code.co_filename == reference.__file__:
+        if event == 'call' and frame.f_code.co_filename in (reference.__file__, reference_step.__file__):
             seen['reference'] += 1
 
     with monkeypatch.context() as patch:

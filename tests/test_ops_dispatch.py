@@ -14,6 +14,7 @@ from ops_models import (
     LISTED,
     NORMS,
     PAIRED,
+    STEPS,
     Call,
     NoHostRead,
     Row,
@@ -21,6 +22,7 @@ from ops_models import (
     same_bits,
     seeded_rows,
     state,
+    step_samples,
     without_compiled,
     zero,
 )
@@ -52,6 +54,8 @@ def samples(name: str, device: torch.device) -> list[Call]:
                 dict(growth=2.0, backoff=0.5, interval=2000, hysteresis=2, floor=1.0, ceiling=2.0**16),
             )
         ]
+    if name in STEPS:
+        return step_samples(name, device)
     if name not in LISTED:
         return []
     calls = []
@@ -75,7 +79,7 @@ def without_samples(device: torch.device) -> set[str]:
 
 def test_every_registered_op_is_checked(device: torch.device) -> None:
     assert not without_samples(device)
-    assert registered() == set(schemas.SCHEMAS) == {*LISTED, 'update_scale'}
+    assert registered() == set(schemas.SCHEMAS) == {*LISTED, *STEPS, 'update_scale'}
     planted = torch.library.Library(schemas.NAMESPACE, 'FRAGMENT')
     try:
         planted.define('planted(Tensor x) -> Tensor')
@@ -278,7 +282,7 @@ def test_subclasses_reach_the_dispatcher(name: str, device: torch.device) -> Non
         assert (tensor._version > version) == (id(tensor) in outputs)
 
 
-@pytest.mark.parametrize('name', [*PAIRED, 'update_scale'])
+@pytest.mark.parametrize('name', [*PAIRED, *STEPS, 'update_scale'])
 def test_a_device_without_kernels_gets_the_reference(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,13 +30,18 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 #: Who is asked: the package's functions, torch.ops, and the reference by itself.
 FACES = {'front': ops, 'raw': torch.ops.amp_wrapper, 'reference': reference}
 FIRST = dict(
-    multi_tensor_scale='sources', multi_tensor_axpby='xs', multi_tensor_copy='sources', multi_tensor_refresh='weights'
+    multi_tensor_scale='sources',
+    multi_tensor_axpby='xs',
+    multi_tensor_copy='sources',
+    multi_tensor_scale_l2norm='sources',
+    multi_tensor_refresh='weights',
 ) | dict.fromkeys(('multi_tensor_isnonfinite', *NORMS), 'tensors')
 TARGET = {name: 'masters' if name == 'multi_tensor_refresh' else 'targets' for name in PAIRED}
 SCALARS = dict(
     multi_tensor_scale=['scale', 'found_inf'],
     multi_tensor_axpby=['a', 'b', 'found_inf'],
     multi_tensor_copy=[],
+    multi_tensor_scale_l2norm=['scale', 'found_inf'],
     multi_tensor_refresh=[],
     multi_tensor_isnonfinite=['found_inf'],
     multi_tensor_l2norm=['inverse_scale', 'found_inf'],

@@ -280,10 +280,12 @@ def _fill_rows(
         return
     device = rows.device
     before = torch.stack([step.view(()) for step in steps])
-    torch._foreach_add_([step.view(()) for step in steps], taken.float())
+    # a list: one tensor for all would be read as a number on a CPU
+    torch._foreach_add_([step.view(()) for step in steps], [taken.float()] * len(steps))
     table = hyper.to(device).clone()
     for group, rate in zip(rated, rates):
-        table[group, 0] = rate.view(()).double()
+        # an assignment would read a scalar of the CPU
+        table[group, 0].copy_(rate.view(()))
     columns = table[groups.to(device)].unbind(1)
     lr = columns[0]
     counts = (before + taken.float()).nan_to_num(0.0).clamp(0, 2.0**32 - 256).to(torch.int64)

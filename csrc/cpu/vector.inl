@@ -138,7 +138,8 @@ struct Lanes {
   using Ints = ::Ints;
   using Words = ::Words;
 
-  static inline Floats all(float value) { return Floats{} + value; }
+  // a sum would turn -0 into 0
+  static inline Floats all(float value) { return value - Floats{}; }
   static inline Ints all(std::int32_t value) { return Ints{} + value; }
   static inline Ints bits(Floats value) { return (Ints)value; }
   static inline Floats floats(Ints bits) { return (Floats)bits; }
