@@ -28,14 +28,11 @@ THREAD = ('-fsanitize=thread',)
 JOIN = """  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
 """
-TAIL = """  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    const float value = to_float(source[i]);"""
-ALIGNED = """  int done = 0;
+TAIL = 'i < count; i += kThreads) target[i] = from_float<T>(to_float(source[i]))'
+ALIGNED = """__device__ inline void convert_elements(const S* source, T* target, int count) {
+  int done = 0;
   if (is_aligned(source) && is_aligned(target)) {
-    const int vectors = count / kVector;
-    done = vectors * kVector;
-    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
-      Pack<S> x"""
+"""
 
 
 def plant(path: Path, piece: str, fault: str) -> None:
@@ -170,14 +167,18 @@ SKIP = """  if (decision[kSkip] != 0.0f) return;
 REMAINDERS = 'store_raw(in_global(common.data[partner]), common.types[partner], turn, remainders);'
 #: As WRONG_RESULTS.
 WRONG_STEPS = {
-    'WRONG: a skipped step': (SKIP, SKIP.split('\n', 1)[1]),
-    'WRONG: a partner of sgd': (REMAINDERS, REMAINDERS.replace('remainders', 'weights')),
-    'WRONG: a maximum': ('if constexpr (kAmsgrad) common.store(kAdamMost, turn, x);', ''),
+    'WRONG: a skipped step': ('step_kernels.cuh', SKIP, SKIP.split('\n', 1)[1]),
+    'WRONG: a partner of sgd': ('step_kernels.cuh', REMAINDERS, REMAINDERS.replace('remainders', 'weights')),
+    'WRONG: a maximum': ('step_kernels.cuh', 'if constexpr (kAmsgrad) common.store(kAdamMost, turn, x);', ''),
     # the tail
-    'WRONG: the last element of sgd': ('left < N ? left : N,', 'left < N ? left - 1 : N,'),
+    'WRONG: the last element of sgd': (
+        'device.cuh',
+        'return {first, left, aligned',
+        'return {first, left - 1, aligned',
+    ),
     # the scale moves in each of several launches
-    'WRONG: a decision': ('if (i == 0 && work.decides)', 'if (i == 0)'),
-    'WRONG: a row': ('work.hyper(group)', 'work.hyper(0)'),
+    'WRONG: a decision': ('step_kernels.cuh', 'if (i == 0 && work.decides)', 'if (i == 0)'),
+    'WRONG: a row': ('step_kernels.cuh', 'work.hyper(group)', 'work.hyper(0)'),
 }
 
 
@@ -202,8 +203,7 @@ def test_a_missing_barrier_in_a_step_is_caught(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_planted_faults_show_in_a_step(tmp_path: Path) -> None:
-    planted = [('step_kernels.cuh', *pieces) for pieces in WRONG_STEPS.values()]
-    done = run(build(tmp_path, (), *planted, harness='step_harness.cpp'), 0, 5)
+    done = run(build(tmp_path, (), *WRONG_STEPS.values(), harness='step_harness.cpp'), 0, 5)
     assert done.returncode != 0
     assert [message for message in WRONG_STEPS if message not in done.stdout] == []
 
@@ -231,7 +231,7 @@ def build_host(folder: Path, *plants: tuple[str, str, str]) -> Path:
     includes = [f'-I{path}' for path in (folder / 'tests' / 'cuda_shim' / 'include', *include_paths())]
     return compile_cpp(
         folder / 'host.so',
-        [folder / 'tests/cuda_shim/host.cpp', *(folder / 'csrc' / 'common').glob('*.cpp')],
+        [folder / 'tests' / 'cuda_shim' / 'host.cpp'],
         *('-O1', '-fPIC', '-shared', '-fno-strict-aliasing', '-ffp-contract=off', '-DAMP_ARGUMENT_BYTES=512'),
         f'-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}',
         *includes,

@@ -177,13 +177,20 @@ __device__ inline void store_words(char* to, int first, const Raw<N>& raw) {
 
 __device__ inline bool is_wide(std::uint8_t type) { return static_cast<Type>(type) == Type::kFloat; }
 
-// Which elements a thread works on: `count` of N, in one piece where all lists are aligned and none is missing.
+// Which elements a thread works on: `count` of N, or all, in one piece where all lists are aligned and none is missing.
 template <int N>
 struct Turn {
   int first;
   int count;
   bool whole;
 };
+
+// That of the elements from `first` on, of `all`; there may be none left.
+template <int N>
+__device__ inline Turn<N> turn_of(int first, int all, bool aligned) {
+  const int left = all - first;
+  return {first, left, aligned && left >= N};
+}
 
 template <int N>
 __device__ inline Raw<N> load_raw(const void* data, std::uint8_t type, const Turn<N>& turn) {

@@ -6,55 +6,35 @@
 
 namespace amp_wrapper::cuda {
 
-// target[i] = function(source[i]); returns whether this thread saw an element that is not finite.
-template <typename S, typename T, typename F>
-__device__ inline bool map_elements(const S* source, T* target, int count, F function) {
-  bool bad = false;
-  int done = 0;
-  if (is_aligned(source) && is_aligned(target)) {
-    const int vectors = count / kVector;
-    done = vectors * kVector;
-    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
-      Pack<S> x[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (v + u * kThreads < vectors) x[u] = load_pack(source + (v + u * kThreads) * kVector);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (v + u * kThreads < vectors) {
-          Pack<T> result;
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            const float value = x[u].get(i);
-            bad = bad || is_nonfinite(value);
-            result.set(i, function(value));
-          }
-          store_pack(target + (v + u * kThreads) * kVector, result);
-        }
-      }
-    }
-  }
-  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    const float value = to_float(source[i]);
-    bad = bad || is_nonfinite(value);
-    target[i] = from_float<T>(function(value));
-  }
-  return bad;
-}
-
 // target = source * scale, and the flag for sources that are not finite. The scale may be missing, and the flag too.
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {
   const auto place = place_of(work);
   const Scale function{scale == nullptr ? 1.0f : *scale};
-  const bool bad = with_type(place.types[0], [&](auto* s) {
-    return with_type(place.types[1], [&](auto* t) {
-      using S = std::remove_pointer_t<decltype(s)>;
-      using T = std::remove_pointer_t<decltype(t)>;
-      return map_elements(data_of<const S>(place, 0), data_of<T>(place, 1), place.count, function);
-    });
-  });
+  const void* source = in_global(bytes_of(place, 0));
+  void* target = in_global(bytes_of(place, 1));
+  const bool aligned = is_aligned(source) && is_aligned(target);
+  constexpr int kStride = kThreads * kVector;
+  constexpr int kTurns = kUnroll / 2;
+  bool bad = false;
+#pragma unroll 1
+  for (int begin = static_cast<int>(threadIdx.x) * kVector; begin < place.count; begin += kStride * kTurns) {
+    Raw<kVector> raw[kTurns];
+#pragma unroll
+    for (int u = 0; u < kTurns; ++u) {
+      raw[u] = load_raw(source, place.types[0], turn_of<kVector>(begin + u * kStride, place.count, aligned));
+    }
+#pragma unroll
+    for (int u = 0; u < kTurns; ++u) {
+      Floats<kVector> x = unpack(raw[u], place.types[0]);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        bad = bad || is_nonfinite(x.values[i]);
+        x.values[i] = function(x.values[i]);
+      }
+      store_raw(target, place.types[1], turn_of<kVector>(begin + u * kStride, place.count, aligned), pack(x, place.types[1]));
+    }
+  }
   raise_flag(bad, found_inf);
 }
 
@@ -80,9 +60,31 @@ __device__ inline void copy_bits(const T* source, T* target, int count) {
   for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) target[i] = source[i];
 }
 
-struct Identity {
-  __device__ float operator()(float x) const { return x; }
-};
+template <typename S, typename T>
+__device__ inline void convert_elements(const S* source, T* target, int count) {
+  int done = 0;
+  if (is_aligned(source) && is_aligned(target)) {
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
+      Pack<S> x[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) x[u] = load_pack(source + (v + u * kThreads) * kVector);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) {
+          Pack<T> result;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) result.set(i, x[u].get(i));
+          store_pack(target + (v + u * kThreads) * kVector, result);
+        }
+      }
+    }
+  }
+  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) target[i] = from_float<T>(to_float(source[i]));
+}
 
 // target = source, rounded where the target is narrower.
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Work<2> work) {
@@ -96,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
       if constexpr (std::is_same_v<S, T>) {
         copy_bits(source, target, place.count);
       } else {
-        map_elements(source, target, place.count, Identity());
+        convert_elements(source, target, place.count);
       }
     });
   });
@@ -294,9 +296,7 @@ __global__ void __launch_bounds__(kThreads)
     Raw<kVector> raw[kRowsAtOnce];
 #pragma unroll
     for (int u = 0; u < kRowsAtOnce; ++u) {
-      const int begin = first + (row + u) * kLanes;
-      const int left = place.count - begin;
-      turns[u] = {begin, left, aligned && left >= kVector};
+      turns[u] = turn_of<kVector>(first + (row + u) * kLanes, place.count, aligned);
       raw[u] = load_raw(source, place.types[0], turns[u]);
     }
 #pragma unroll

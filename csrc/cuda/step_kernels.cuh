@@ -126,8 +126,7 @@ template <int N, int kLists, typename F>
 __device__ inline void for_turns(const Common<kLists>& common, F body) {
 #pragma unroll 1
   for (int first = static_cast<int>(threadIdx.x) * N; first < common.count; first += kThreads * N) {
-    const int left = common.count - first;
-    body(Turn<N>{first, left < N ? left : N, common.aligned && left >= N});
+    body(turn_of<N>(first, common.count, common.aligned));
   }
 }
 

@@ -7,8 +7,9 @@
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
-#include "../../csrc/common/lists.h"
-#include "../../csrc/common/step.h"
+// at once, since torch's headers take most of the time
+#include "../../csrc/common/lists.cpp"
+#include "../../csrc/common/step.cpp"
 #include "shim.h"
 
 #include "../../csrc/cuda/launches.inl"
