@@ -216,7 +216,7 @@ def make_call(
     return Call(name, dict(weights=weights, masters=masters), ('masters',))
 
 
-#: (type of a parameter, type of its partner): alone, with a 16-bit copy, with a remainder.
+#: (type of a parameter, type of its partner): alone, with a copy, with a remainder.
 KINDS: tuple[tuple[torch.dtype, torch.dtype | None], ...] = (
     (torch.float32, None),
     (torch.float32, torch.bfloat16),
@@ -229,7 +229,7 @@ KINDS: tuple[tuple[torch.dtype, torch.dtype | None], ...] = (
 
 
 def hyper_of(name: str, flags: int) -> Tensor:
-    """Two groups of hyper-parameters; bits of ``flags`` are amsgrad or momentum (0), maximize (1), decoupled or nesterov (2)."""
+    """Two groups of hyper-parameters; bits of ``flags``: amsgrad or momentum (0), maximize (1), decoupled or nesterov (2)."""
     maximize, more = float(flags >> 1 & 1), float(flags >> 2 & 1)
     if name == 'fused_adam':
         rows = [[1e-2, 0.9, 0.999, 1e-8, 0.05, maximize, more], [3e-3, 0.3, 0.95, 1e-6, 0.0, 0.0, 1 - more]]
@@ -325,7 +325,8 @@ def update_call(
 
         state_type = torch.float32 if plain or index % 3 else FLOATS[index // 3 % 3]
         parameter = made(1, kind)
-        partner = parameter
+        # nothing beside it: the partner is the parameter itself, or a copy of its type
+        partner = parameter if plain or index % 2 else torch.zeros_like(parameter)
         if other is not None:
             partner = made(5, torch.float32 if other is torch.int16 else other)
         if other is torch.int16:

@@ -73,7 +73,7 @@ def test_updates_agree(name: str, special: bool, device: torch.device) -> None:
     for flags in range(8):
         start = 63 * flags if special else 21 * flags
         shapes = [SHAPES[(i + i // 11) % 11] for i in range(63 if flags % 7 == 0 else 21)]
-        agree(lambda: update_call(name, shapes, device, flags, special, start=start))
+        agree(functools.partial(update_call, name, shapes, device, flags, special, start=start))
 
 
 @pytest.mark.usefixtures('compiled')
@@ -370,7 +370,10 @@ def copy_twice(arguments: Arguments) -> None:
 
 
 ROW_SHAPES = '(9, 12) of torch.float32 is expected.'
-PARTNERS = 'a float16 or bfloat16 copy of a float32 parameter, or the int16 remainder of a 16-bit one, is expected.'
+PARTNERS = (
+    'a copy of the same type, a float16 or bfloat16 copy of a float32 parameter, or the int16 remainder of a 16-bit one, is '
+    'expected.'
+)
 INFERENCE = ' was made in inference mode: outside of it, it cannot be written to.'
 FREED = ' has no memory: its storage was freed (resized to 0).'
 #: Changes and messages, by what is wrong. The lists have 9 tensors: the fifth is a float32 of 17 with a float16 copy.
@@ -400,8 +403,8 @@ LISTS: dict[str, Fault] = {
         'grads[4] is not dense: give the values of a sparse tensor, coalesced.',
     ),
     'wide copy': (
-        element('partners', 4, torch.zeros(17)),
-        f'partners[4] has dtype torch.float32 beside a parameter of torch.float32: {PARTNERS}',
+        element('partners', 4, torch.zeros(17, dtype=torch.float64)),
+        f'partners[4] has dtype torch.float64 beside a parameter of torch.float32: {PARTNERS}',
     ),
     'remainder of float32': (
         element('partners', 4, torch.zeros(17, dtype=torch.int16)),

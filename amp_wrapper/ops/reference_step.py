@@ -313,11 +313,11 @@ def _check_partners(params: Sequence[Tensor], partners: Sequence[Tensor]) -> Non
         if other.dtype is torch.int16:
             fits = kind in HALF_TYPES
         else:
-            fits = other.dtype in HALF_TYPES and kind is torch.float32
+            fits = other.dtype is kind or (other.dtype in HALF_TYPES and kind is torch.float32)
         if not fits:
             raise ValueError(
-                f'partners[{index}] has dtype {other.dtype} beside a parameter of {kind}: a float16 or bfloat16 copy of a '
-                'float32 parameter, or the int16 remainder of a 16-bit one, is expected.'
+                f'partners[{index}] has dtype {other.dtype} beside a parameter of {kind}: a copy of the same type, a '
+                'float16 or bfloat16 copy of a float32 parameter, or the int16 remainder of a 16-bit one, is expected.'
             )
 
 
@@ -396,9 +396,9 @@ def fused_adam(
         exp_avgs: First moments, of any floating type, in place.
         exp_avg_sqs: Second moments, in place.
         max_exp_avg_sqs: Their maxima (amsgrad), in place; empty for none.
-        partners: Empty, or one for each parameter: the parameter itself for none; the 16-bit copy of a float32 parameter,
-            which receives the new value; or the int16 remainder of a 16-bit one, whose exact float32 value both hold together
-            (:mod:`amp_wrapper.ops.split`).
+        partners: Empty, or one for each parameter: the parameter itself for none; a copy of the same type, or the 16-bit copy
+            of a float32 parameter, which receives the new value; or the int16 remainder of a 16-bit one, whose exact float32
+            value both hold together (:mod:`amp_wrapper.ops.split`).
         rows: float32 (parameters, 12), from :func:`step_prologue`.
         decision: float32 (8,), from :func:`step_prologue`.
 

@@ -5,8 +5,8 @@ half as a signed integer: ``bits(master) = (bits(weight) << 16) + remainder``. R
 from which side it came. Every finite number and both infinities come back bit for bit.
 
 float16 is rounded to nearest-even, and the remainder is the distance. From 2^-14 on it counts units in the last place of the
-master, at most 2^12 of them: exact. Below, where float16 is subnormal, it counts multiples of 2^-39, at most 2^14 of them: exact
-down to 2^-16, and to within 2^-40 below that. From 65520 on the weight is infinite, and so is the master.
+master, at most 2^12 of them: exact. Below, where float16 is subnormal, it counts multiples of 2^-39, at most 2^14 of them:
+exact down to 2^-16, and to within 2^-40 below that. From 65520 on the weight is infinite, and so is the master.
 
 Any NaN comes back as the quiet one of its sign.
 """

@@ -43,10 +43,11 @@ void check_partners(at::TensorList params, at::TensorList partners) {
     const c10::ScalarType kind = params[i].scalar_type();
     const c10::ScalarType other = partners[i].scalar_type();
     if (partners[i].is_same(params[i])) continue;
-    const bool fits = other == at::kShort ? is_half(kind) : is_half(other) && kind == at::kFloat;
-    TORCH_CHECK_VALUE(fits, "partners[", i, "] has dtype ", name_of(other), " beside a parameter of ", name_of(kind),
-                      ": a float16 or bfloat16 copy of a float32 parameter, or the int16 remainder of a 16-bit one, is "
-                      "expected.");
+    const bool fits = other == at::kShort ? is_half(kind) : other == kind || (is_half(other) && kind == at::kFloat);
+    TORCH_CHECK_VALUE(
+        fits, "partners[", i, "] has dtype ", name_of(other), " beside a parameter of ", name_of(kind),
+        ": a copy of the same type, a float16 or bfloat16 copy of a float32 parameter, or the int16 remainder of a "
+        "16-bit one, is expected.");
   }
 }
 

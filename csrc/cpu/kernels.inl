@@ -324,17 +324,17 @@ float scale_and_sum(Type source_type, const void* source, Type target_type, void
       auto* to = static_cast<decltype(t)>(target);
       return with_flag(streams && is_aligned(to), [&](auto stream) {
         constexpr bool kStream = decltype(stream)::value;
-        return sum_of_blocks(count, nonfinite_found, [&](std::int64_t i, std::int64_t some, Ints* bad) {
-          const float sum = scale_block<kStream>(from + i, to + i, some, factor, bad);
-          if constexpr (kStream) finish_stream();
-          return sum;
+        const float sum = sum_of_blocks(count, nonfinite_found, [&](std::int64_t i, std::int64_t some, Ints* bad) {
+          return scale_block<kStream>(from + i, to + i, some, factor, bad);
         });
+        if constexpr (kStream) finish_stream();
+        return sum;
       });
     });
   });
 }
 
-// How an update finds a parameter, and where it leaves it: `Plain` is float32 alone, `Copied` has a 16-bit copy beside it,
+// How an update finds a parameter, and where it leaves it: `Plain` is float32 alone, `Copied` has a copy beside it,
 // `Split` is a 16-bit weight with a remainder. `some` is kWidth, or less at the end.
 struct Plain {
   float* param;
@@ -439,6 +439,8 @@ void with_piece(const Piece& piece, F body) {
       } else {
         body(grad, Split<Bfloat>{static_cast<Bfloat*>(piece.param), remainder});
       }
+    } else if (piece.partner_type == Type::kFloat) {
+      body(grad, Copied<float>{static_cast<float*>(piece.param), static_cast<float*>(piece.partner)});
     } else if (piece.partner_type == Type::kHalf) {
       body(grad, Copied<Half>{static_cast<float*>(piece.param), static_cast<Half*>(piece.partner)});
     } else {
