@@ -28,14 +28,11 @@ THREAD = ('-fsanitize=thread',)
 JOIN = """  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
 """
-TAIL = """  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    const float value = to_float(source[i]);"""
-ALIGNED = """  int done = 0;
+TAIL = 'i < count; i += kThreads) target[i] = from_float<T>(to_float(source[i]))'
+ALIGNED = """__device__ inline void convert_elements(const S* source, T* target, int count) {
+  int done = 0;
   if (is_aligned(source) && is_aligned(target)) {
-    const int vectors = count / kVector;
-    done = vectors * kVector;
-    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
-      Pack<S> x"""
+"""
 
 
 def plant(path: Path, piece: str, fault: str) -> None:
@@ -45,15 +42,19 @@ def plant(path: Path, piece: str, fault: str) -> None:
     path.write_text(text.replace(piece, fault))
 
 
-def build(folder: Path, sanitizer: tuple[str, ...], *plants: tuple[str, str]) -> Path:
-    """The harness as a program; each of ``plants`` replaces a piece of a copy of the kernels."""
+def build(
+    folder: Path, sanitizer: tuple[str, ...], *plants: tuple[str, str, str], harness: str = 'harness.cpp'
+) -> Path:
+    """A harness as a program; each of ``plants``, (file, piece, fault), replaces a piece of a copy of the kernels."""
     shutil.copytree(CSRC, folder / 'csrc', dirs_exist_ok=True)
     shutil.copytree(SHIM, folder / 'tests' / 'cuda_shim', dirs_exist_ok=True)
-    for piece, fault in plants:
-        plant(folder / 'csrc' / 'cuda' / 'kernels.cuh', piece, fault)
+    for name, piece, fault in plants:
+        plant(folder / 'csrc' / 'cuda' / name, piece, fault)
+    # the other one has the arithmetic of a step in itself
+    kernels = [folder / 'csrc' / 'cpu' / 'kernels_default.cpp'] if harness == 'harness.cpp' else []
     return compile_cpp(
         folder / 'harness',
-        [folder / 'tests' / 'cuda_shim' / 'harness.cpp', folder / 'csrc' / 'cpu' / 'kernels_default.cpp'],
+        [folder / 'tests' / 'cuda_shim' / harness, *kernels],
         *('-O1', '-g1', '-fno-strict-aliasing', '-ffp-contract=off'),
         # so little that a few tensors need several launches
         '-DAMP_ARGUMENT_BYTES=512',
@@ -91,27 +92,45 @@ def test_kernels_equal_the_cpu_ops_and_the_sanitizers_are_silent(
 
 
 FAULTS = {
-    'a missing barrier': (THREAD, (JOIN, JOIN.replace('  __syncthreads();\n', '')), 'data race'),
-    'a write out of bounds': (ADDRESS, (TAIL, TAIL.replace('i < count', 'i <= count')), 'heap-buffer-overflow'),
+    'a missing barrier': (THREAD, ('kernels.cuh', JOIN, JOIN.replace('  __syncthreads();\n', '')), 'data race'),
+    'a write out of bounds': (
+        ADDRESS,
+        ('kernels.cuh', TAIL, TAIL.replace('i < count', 'i <= count')),
+        'heap-buffer-overflow',
+    ),
     'a misaligned vector': (
         ADDRESS,
-        (ALIGNED, ALIGNED.replace('is_aligned(source) && is_aligned(target)', 'is_aligned(target)')),
+        ('kernels.cuh', ALIGNED, ALIGNED.replace('is_aligned(source) && is_aligned(target)', 'is_aligned(target)')),
         'misaligned address',
     ),
 }
 #: Those that show in the results, each in those of another op: one program is enough for all.
 WRONG_RESULTS = {
-    'WRONG: scale': ('{scale == nullptr ? 1.0f', '{scale == nullptr ? 0.0f'),
+    'WRONG: scale': (
+        'kernels.cuh',
+        'scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {\n'
+        '  const auto place = place_of(work);\n  const Scale function{scale == nullptr ? 1.0f',
+        'scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {\n'
+        '  const auto place = place_of(work);\n  const Scale function{scale == nullptr ? 0.0f',
+    ),
+    'WRONG: scale and sum': (
+        'kernels.cuh',
+        '        x.values[i] = function(value);\n',
+        '        x.values[i] = value;\n',
+    ),
     'WRONG: l2norm': (
+        'kernels.cuh',
         'join_block<Sum>(join_warp<Sum>(sums[0], 8))',
         'join_block<Sum>(join_warp<Sum>(sums[0], 16))',
     ),
     'WRONG: the begin of a block': (
-        'static_cast<std::int64_t>(chunk - work.starts[entry]) * kChunk',
-        'static_cast<std::int32_t>((chunk - work.starts[entry]) * static_cast<std::uint32_t>(kChunk))',
+        'device.cuh',
+        'static_cast<std::int64_t>(chunk - starts[place.entry]) * kChunk',
+        'static_cast<std::int32_t>((chunk - starts[place.entry]) * static_cast<std::uint32_t>(kChunk))',
     ),
     # the payload of a NaN
     'WRONG: copy': (
+        'kernels.cuh',
         'if constexpr (std::is_same_v<S, T>) {',
         'if constexpr (std::is_same_v<S, T> && false) {',
     ),
@@ -136,13 +155,67 @@ def test_planted_faults_show_in_the_results(tmp_path: Path) -> None:
     assert [message for message in WRONG_RESULTS if message not in done.stdout] == []
 
 
+# -- an optimizer step -------------------------------------------------------------------------------------------
+
+COMMON = """    for (int i = 0; i < kDecision; ++i) common->decision[i] = decision[i];
+  }
+  __syncthreads();
+"""
+SKIP = """  if (decision[kSkip] != 0.0f) return;
+  __shared__ Common<kAdamLists> common;
+"""
+REMAINDERS = 'store_raw(in_global(common.data[partner]), common.types[partner], turn, remainders);'
+#: As WRONG_RESULTS.
+WRONG_STEPS = {
+    'WRONG: a skipped step': ('step_kernels.cuh', SKIP, SKIP.split('\n', 1)[1]),
+    'WRONG: a partner of sgd': ('step_kernels.cuh', REMAINDERS, REMAINDERS.replace('remainders', 'weights')),
+    'WRONG: a maximum': ('step_kernels.cuh', 'if constexpr (kAmsgrad) common.store(kAdamMost, turn, x);', ''),
+    # the tail
+    'WRONG: the last element of sgd': (
+        'device.cuh',
+        'return {first, left, aligned',
+        'return {first, left - 1, aligned',
+    ),
+    # the scale moves in each of several launches
+    'WRONG: a decision': ('step_kernels.cuh', 'if (i == 0 && work.decides)', 'if (i == 0)'),
+    'WRONG: a row': ('step_kernels.cuh', 'work.hyper(group)', 'work.hyper(0)'),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('sanitizer', 'rounds'), [(ADDRESS, 5), (THREAD, 2)], ids=['address-undefined', 'thread'])
+def test_steps_equal_their_arithmetic_and_the_sanitizers_are_silent(
+    sanitizer: tuple[str, ...], rounds: int, tmp_path: Path
+) -> None:
+    skip_without(sanitizer, tmp_path)
+    done = run(build(tmp_path, sanitizer, harness='step_harness.cpp'), 0, rounds)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert f'{rounds} rounds, 0 wrong' in done.stdout
+
+
+@pytest.mark.slow
+def test_a_missing_barrier_in_a_step_is_caught(tmp_path: Path) -> None:
+    skip_without(THREAD, tmp_path)
+    planted = ('step_kernels.cuh', COMMON, COMMON.replace('  __syncthreads();\n', ''))
+    done = run(build(tmp_path, THREAD, planted, harness='step_harness.cpp'), 0, 1)
+    assert done.returncode != 0 and 'data race' in done.stderr, done.stdout[-500:] + done.stderr[-1000:]
+
+
+@pytest.mark.slow
+def test_planted_faults_show_in_a_step(tmp_path: Path) -> None:
+    done = run(build(tmp_path, (), *WRONG_STEPS.values(), harness='step_harness.cpp'), 0, 5)
+    assert done.returncode != 0
+    assert [message for message in WRONG_STEPS if message not in done.stdout] == []
+
+
 # -- the code that starts them -------------------------------------------------------------------------------------
 
+SOURCES = ('kernels.cu', 'step_kernels.cu')
 LAUNCH = re.compile(r'(\w+(?:<\w+>)?)<<<(.+?), (\w+), 0, stream>>>\((.*?)\);')
 
 
 def build_host(folder: Path, *plants: tuple[str, str, str]) -> Path:
-    """csrc/cuda/ops.cpp and kernels.cu as a library that serves tensors of the CPU; ``plants`` are (file, piece, fault)."""
+    """The ops and launches of csrc/cuda as a library that serves tensors of the CPU; ``plants`` are (file, piece, fault)."""
     shutil.copytree(CSRC, folder / 'csrc')
     shutil.copytree(SHIM, folder / 'tests' / 'cuda_shim')
     for name, piece, fault in plants:
@@ -150,15 +223,15 @@ def build_host(folder: Path, *plants: tuple[str, str, str]) -> Path:
     launches, count = LAUNCH.subn(
         r'TORCH_INTERNAL_ASSERT(shim::guards == 1 && stream == &shim::a_stream); '
         r'shim::launch(\2, \3, [&] { \1(\4); });',
-        (folder / 'csrc' / 'cuda' / 'kernels.cu').read_text(),
+        ''.join((folder / 'csrc' / 'cuda' / name).read_text() for name in SOURCES),
     )
-    assert count == 11
+    assert count == 17
     text = '#include <c10/cuda/CUDAGuard.h>\n#include <c10/cuda/CUDAStream.h>\n' + launches
     (folder / 'csrc' / 'cuda' / 'launches.inl').write_text(text)
     includes = [f'-I{path}' for path in (folder / 'tests' / 'cuda_shim' / 'include', *include_paths())]
     return compile_cpp(
         folder / 'host.so',
-        [folder / 'tests' / 'cuda_shim' / 'host.cpp', folder / 'csrc' / 'common' / 'lists.cpp'],
+        [folder / 'tests' / 'cuda_shim' / 'host.cpp'],
         *('-O1', '-fPIC', '-shared', '-fno-strict-aliasing', '-ffp-contract=off', '-DAMP_ARGUMENT_BYTES=512'),
         f'-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}',
         *includes,
@@ -188,10 +261,19 @@ HOST_FAULTS = {
     # later launches write over the chunks of earlier ones
     'multi_tensor_l2norm': (
         'ops.cpp',
-        'launch_sum_of_squares(work, chunk_data + before,',
-        'launch_sum_of_squares(work, chunk_data,',
+        'launch_sum_of_squares(work, chunks + before,',
+        'launch_sum_of_squares(work, chunks,',
+    ),
+    'multi_tensor_scale_l2norm': (
+        'ops.cpp',
+        'launch_scale_and_sum(work, value_of(scale), chunk_data + before,',
+        'launch_scale_and_sum(work, value_of(scale), chunk_data,',
     ),
     'multi_tensor_maxnorm': ('kernels.cu', 'total, each, found_inf);', 'total, each, nullptr);'),
+    # later launches write over the rows of earlier ones
+    'step_prologue': ('step_work.h', 'prologue.rows = rows + first * kRow;', 'prologue.rows = rows;'),
+    'fused_adam': ('step_ops.cpp', 'update.states[0], update.states[1],', 'update.states[1], update.states[0],'),
+    'fused_sgd': ('step_ops.cpp', 'const bool momentums = update.states[0] >= 0;', 'const bool momentums = false;'),
 }
 
 
@@ -225,8 +307,9 @@ def compile_reports(folder: Path) -> dict[int, dict[str, str]]:
     if missing:
         pytest.skip(f'this nvcc does not know sm_{", sm_".join(map(str, missing))}')
     codes = [f'-gencode=arch=compute_{name},code=sm_{name}' for name in ARCHITECTURES]
-    command = [program, *flags(), *codes, '-Xptxas', '-v', '--threads', '2', '-c', str(CSRC / 'cuda' / 'kernels.cu')]
-    done = subprocess.run([*command, '-o', str(folder / 'kernels.o')], capture_output=True, text=True, check=False)
+    sources = [str(CSRC / 'cuda' / name) for name in SOURCES]
+    command = [program, *flags(), *codes, '-Xptxas', '-v', '--threads', '2', '-c', *sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert 'warning' not in done.stderr, done.stderr
     found: dict[int, dict[str, str]] = {name: {} for name in ARCHITECTURES}
@@ -245,9 +328,9 @@ def mangled(name: str) -> str:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: Path) -> None:
     reports = compile_reports(tmp_path)
-    source = (CSRC / 'cuda' / 'kernels.cuh').read_text()
-    names = re.findall(r'__global__ void\s+(?:__launch_bounds__\(\w+\)\s+)?(\w+)\(', source)
-    assert len(names) == 9
+    text = ''.join((CSRC / 'cuda' / f'{name}h').read_text() for name in SOURCES)
+    names = re.findall(r'__global__ void\s+(?:__launch_bounds__\([\w, ]+\)\s+)?(\w+)\(', text)
+    assert len(names) == text.count('__global__') == 13
     for architecture, found in reports.items():
         for name in names:
             assert any(mangled(name) in kernel for kernel in found), name
@@ -261,38 +344,54 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: P
     assert len({tuple(sorted(found)) for found in reports.values()}) == 1
 
 
+MOVED = ('scale', 'copy', 'axpby', 'refresh', 'sum_of_squares', 'largest', 'scale_and_sum', 'adam', 'sgd')
+
+
 @pytest.mark.slow
 def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path) -> None:
+    """Products and sums are fused where the arithmetic of a step names fmaf, and nowhere else."""
     compiler()
-    target = tmp_path / 'kernels.ptx'
-    command = [nvcc(), *flags(), '-arch=compute_75', '-ptx', str(CSRC / 'cuda' / 'kernels.cu'), '-o', str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    pieces = re.split(r'\.entry (\w+)\(', target.read_text())
-    ptx = dict(zip(pieces[1::2], pieces[2::2]))
-    assert len(ptx) >= 9
+    shutil.copytree(CSRC, tmp_path / 'csrc')
+    # with two roundings in its place, nothing is left that may be fused
+    plant(tmp_path / 'csrc/common/optimizer.h', '__fmaf_rn(a, b, c)', '__fadd_rn(__fmul_rn(a, b), c)')
+    ptx: dict[str, str] = {}
+    for name in SOURCES:
+        target = tmp_path / 'kernels.ptx'
+        command = [nvcc(), *flags(), '-arch=compute_75', '-ptx', str(tmp_path / 'csrc/cuda' / name), '-o', str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        pieces = re.split(r'\.entry (\w+)\(', target.read_text())
+        ptx.update(zip(pieces[1::2], pieces[2::2]))
+    assert len(ptx) == 17
     for kernel, text in ptx.items():
-        assert '.f64' not in text, kernel
+        # a few numbers for each parameter
+        assert '.f64' not in text or mangled('prologue_kernel') in kernel, (kernel, re.findall('.*f64.*', text))
         # one rounding where the CPU has two
         assert 'fma.' not in text, kernel
-    for name in ('scale', 'copy', 'axpby', 'refresh', 'sum_of_squares', 'largest'):
-        (text,) = [text for kernel, text in ptx.items() if mangled(f'{name}_kernel') in kernel]
-        assert re.search(r'ld\.global(\.nc)?\.v4\.(u|b)32', text), name
-        if name not in ('sum_of_squares', 'largest'):
-            assert re.search(r'st\.global\.v4\.(u|b)32', text), name
+    for name in MOVED:
+        texts = [text for kernel, text in ptx.items() if mangled(f'{name}_kernel') in kernel]
+        assert texts
+        for text in texts:
+            assert re.search(r'ld\.global(\.nc)?\.v4\.(u|b)32', text), name
+            if name not in ('sum_of_squares', 'largest'):
+                assert re.search(r'st\.global\.v4\.(u|b|f)32', text), name
 
 
 @pytest.mark.slow
-def test_the_host_part_compiles_against_torch() -> None:
+def test_the_host_part_compiles_against_torch(tmp_path: Path) -> None:
     """Also with a torch without CUDA: its headers are there. ``ATen/cuda`` would need more than they have."""
     home = Path(nvcc()).resolve().parents[1]
     include = next((p for p in (Path('/usr/local/cuda/include'), home / 'include') if p.is_dir()), None)
     if include is None:
         pytest.skip('the headers of CUDA are not beside nvcc')
-    text = (CSRC / 'cuda' / 'ops.cpp').read_text()
+    parts = [CSRC / 'cuda' / name for name in ('ops.cpp', 'step_ops.cpp')]
+    text = ''.join(path.read_text() for path in (CSRC / 'cuda').iterdir())
     assert '#include <c10/cuda/' in text and 'ATen/cuda' not in text
+    # at once, since torch's headers take most of the time
+    source = tmp_path / 'both.cpp'
+    source.write_text(''.join(f'#include "{path}"\n' for path in parts))
     flags = [f'-I{path}' for path in [*include_paths(), str(include)]]
     define = [] if torch.version.cuda else ['-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE']
-    command = [*compiler(), '-std=c++20', '-Wall', '-fsyntax-only', *define, *flags, str(CSRC / 'cuda' / 'ops.cpp')]
+    command = [*compiler(), '-std=c++20', '-Wall', '-fsyntax-only', *define, *flags, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -60,7 +60,7 @@ AMP_INLINE Parts<M> split_master(typename M::Floats master, const Half*) {
   const Floats distance = M::floats(magnitude) - M::floats(near & kMagnitude);
   // a sum with 1.5 * 2^23 rounds to a whole number, ties to even, and shows it in its low bits
   const Floats whole = distance * 0x1p39f + 12582912.0f;
-  const Ints units = M::bits(whole) - 0x4b400000;
+  const Ints units = (Ints)((Words)M::bits(whole) - 0x4b400000u);
   const Ints delta = magnitude < kSmall ? units : bits - near;
   return {nan ? quiet : rounded, (near & kMagnitude) < kExponent ? delta : zero};
 }

@@ -10,7 +10,7 @@ namespace {
 
 template <int kLists>
 unsigned blocks_of(const Work<kLists>& work) {
-  return static_cast<unsigned>(work.starts[work.entries]);
+  return static_cast<unsigned>(work.chunks);
 }
 
 }  // namespace
@@ -38,6 +38,12 @@ cudaError_t launch_refresh(const Work<3>& work, cudaStream_t stream) {
 
 cudaError_t launch_sum_of_squares(const Work<1>& work, float* chunks, float* found_inf, cudaStream_t stream) {
   sum_of_squares_kernel<<<blocks_of(work), kThreads, 0, stream>>>(work, chunks, found_inf);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_scale_and_sum(const Work<2>& work, const float* scale, float* chunks, float* found_inf,
+                                 cudaStream_t stream) {
+  scale_and_sum_kernel<<<blocks_of(work), kThreads, 0, stream>>>(work, scale, chunks, found_inf);
   return cudaGetLastError();
 }
 

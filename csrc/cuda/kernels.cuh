@@ -1,168 +1,40 @@
-// The CUDA kernels. Besides CUDA's own words this file needs nothing, so that a header can give those words a meaning on a CPU
-// (tests/cuda_shim).
-//
-// One block works on one chunk (planner.h), whatever tensor and type it is of: a list of any lengths and types is one launch.
+// The CUDA kernels of the lists; those of an optimizer step are in step_kernels.cuh. Both need nothing besides CUDA's own
+// words.
 #pragma once
 
-#include <type_traits>
-
-#include "../common/functors.h"
-#include "../common/planner.h"
-#include "work.h"
+#include "device.cuh"
 
 namespace amp_wrapper::cuda {
-
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-// elements that a thread moves at once: 128 bits of a 16-bit type
-constexpr int kVector = 8;
-// vectors that a thread has under way, so that the memory is busy while it waits
-constexpr int kUnroll = 4;
-
-struct alignas(16) Quad {
-  std::uint32_t words[4];
-};
-
-__device__ inline float element_of(const Quad* quads, int i, const float*) { return float_of(quads[i / 4].words[i % 4]); }
-template <typename T>
-__device__ inline float element_of(const Quad* quads, int i, const T*) {
-  const std::uint32_t word = quads[0].words[i / 2];
-  return to_float(T{static_cast<std::uint16_t>(i % 2 ? word >> 16 : word & 0xffffu)});
-}
-
-__device__ inline void set_element(Quad* quads, int i, float value, const float*) {
-  quads[i / 4].words[i % 4] = bits_of(value);
-}
-template <typename T>
-__device__ inline void set_element(Quad* quads, int i, float value, const T*) {
-  const std::uint32_t bits = from_float<T>(value).bits;
-  // the first of two writes the whole word
-  if (i % 2) {
-    quads[0].words[i / 2] |= bits << 16;
-  } else {
-    quads[0].words[i / 2] = bits;
-  }
-}
-
-// kVector elements in registers.
-template <typename T>
-struct Pack {
-  static constexpr int kQuads = kVector * static_cast<int>(sizeof(T)) / 16;
-  Quad quads[kQuads];
-
-  __device__ float get(int i) const { return element_of(quads, i, static_cast<const T*>(nullptr)); }
-  __device__ void set(int i, float value) { set_element(quads, i, value, static_cast<const T*>(nullptr)); }
-};
-
-template <typename T>
-__device__ inline Pack<T> load_pack(const T* from) {
-  Pack<T> pack;
-#pragma unroll
-  for (int k = 0; k < Pack<T>::kQuads; ++k) pack.quads[k] = reinterpret_cast<const Quad*>(from)[k];
-  return pack;
-}
-
-template <typename T>
-__device__ inline void store_pack(T* to, const Pack<T>& pack) {
-#pragma unroll
-  for (int k = 0; k < Pack<T>::kQuads; ++k) reinterpret_cast<Quad*>(to)[k] = pack.quads[k];
-}
-
-template <typename T>
-__device__ inline bool is_aligned(const T* place) {
-  return reinterpret_cast<std::uintptr_t>(place) % 16 == 0;
-}
-
-// Calls `body` with a null pointer of the element type.
-template <typename F>
-__device__ inline auto with_type(std::uint8_t type, F body) {
-  switch (static_cast<Type>(type)) {
-    case Type::kHalf:
-      return body(static_cast<Half*>(nullptr));
-    case Type::kBfloat:
-      return body(static_cast<Bfloat*>(nullptr));
-    default:
-      return body(static_cast<float*>(nullptr));
-  }
-}
-
-// The part of an entry that this block works on.
-struct Place {
-  int entry;
-  std::int64_t begin;
-  int count;
-};
-
-template <int kLists>
-__device__ inline Place place_of(const Work<kLists>& work) {
-  const std::int32_t chunk = static_cast<std::int32_t>(blockIdx.x);
-  const int entry = entry_of(work.starts, work.entries, chunk);
-  const std::int64_t begin = static_cast<std::int64_t>(chunk - work.starts[entry]) * kChunk;
-  const std::int64_t left = work.counts[entry] - begin;
-  return {entry, begin, static_cast<int>(left < kChunk ? left : kChunk)};
-}
-
-template <typename T, int kLists>
-__device__ inline T* data_of(const Work<kLists>& work, int list, const Place& place) {
-  return static_cast<T*>(work.data[list][place.entry]) + place.begin;
-}
-
-// A maximum, never a sum: the flag stays 0 or 1. Every thread of the block calls it.
-__device__ inline void raise_flag(bool bad, float* found_inf) {
-  if (__syncthreads_or(bad) && threadIdx.x == 0 && found_inf != nullptr) {
-    atomicMax(reinterpret_cast<int*>(found_inf), static_cast<int>(bits_of(1.0f)));
-  }
-}
-
-// target[i] = function(source[i]); returns whether this thread saw an element that is not finite.
-template <typename S, typename T, typename F>
-__device__ inline bool map_elements(const S* source, T* target, int count, F function) {
-  bool bad = false;
-  int done = 0;
-  if (is_aligned(source) && is_aligned(target)) {
-    const int vectors = count / kVector;
-    done = vectors * kVector;
-    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
-      Pack<S> x[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (v + u * kThreads < vectors) x[u] = load_pack(source + (v + u * kThreads) * kVector);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (v + u * kThreads < vectors) {
-          Pack<T> result;
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            const float value = x[u].get(i);
-            bad = bad || is_nonfinite(value);
-            result.set(i, function(value));
-          }
-          store_pack(target + (v + u * kThreads) * kVector, result);
-        }
-      }
-    }
-  }
-  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-    const float value = to_float(source[i]);
-    bad = bad || is_nonfinite(value);
-    target[i] = from_float<T>(function(value));
-  }
-  return bad;
-}
 
 // target = source * scale, and the flag for sources that are not finite. The scale may be missing, and the flag too.
 __global__ void __launch_bounds__(kThreads)
     scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {
-  const Place place = place_of(work);
+  const auto place = place_of(work);
   const Scale function{scale == nullptr ? 1.0f : *scale};
-  const bool bad = with_type(work.types[0][place.entry], [&](auto* s) {
-    return with_type(work.types[1][place.entry], [&](auto* t) {
-      using S = std::remove_pointer_t<decltype(s)>;
-      using T = std::remove_pointer_t<decltype(t)>;
-      return map_elements(data_of<const S>(work, 0, place), data_of<T>(work, 1, place), place.count, function);
-    });
-  });
+  const void* source = in_global(bytes_of(place, 0));
+  void* target = in_global(bytes_of(place, 1));
+  const bool aligned = is_aligned(source) && is_aligned(target);
+  constexpr int kStride = kThreads * kVector;
+  constexpr int kTurns = kUnroll / 2;
+  bool bad = false;
+#pragma unroll 1
+  for (int begin = static_cast<int>(threadIdx.x) * kVector; begin < place.count; begin += kStride * kTurns) {
+    Raw<kVector> raw[kTurns];
+#pragma unroll
+    for (int u = 0; u < kTurns; ++u) {
+      raw[u] = load_raw(source, place.types[0], turn_of<kVector>(begin + u * kStride, place.count, aligned));
+    }
+#pragma unroll
+    for (int u = 0; u < kTurns; ++u) {
+      Floats<kVector> x = unpack(raw[u], place.types[0]);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        bad = bad || is_nonfinite(x.values[i]);
+        x.values[i] = function(x.values[i]);
+      }
+      store_raw(target, place.types[1], turn_of<kVector>(begin + u * kStride, place.count, aligned), pack(x, place.types[1]));
+    }
+  }
   raise_flag(bad, found_inf);
 }
 
@@ -188,23 +60,45 @@ __device__ inline void copy_bits(const T* source, T* target, int count) {
   for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) target[i] = source[i];
 }
 
-struct Identity {
-  __device__ float operator()(float x) const { return x; }
-};
+template <typename S, typename T>
+__device__ inline void convert_elements(const S* source, T* target, int count) {
+  int done = 0;
+  if (is_aligned(source) && is_aligned(target)) {
+    const int vectors = count / kVector;
+    done = vectors * kVector;
+    for (int v = static_cast<int>(threadIdx.x); v < vectors; v += kThreads * kUnroll) {
+      Pack<S> x[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) x[u] = load_pack(source + (v + u * kThreads) * kVector);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (v + u * kThreads < vectors) {
+          Pack<T> result;
+#pragma unroll
+          for (int i = 0; i < kVector; ++i) result.set(i, x[u].get(i));
+          store_pack(target + (v + u * kThreads) * kVector, result);
+        }
+      }
+    }
+  }
+  for (int i = done + static_cast<int>(threadIdx.x); i < count; i += kThreads) target[i] = from_float<T>(to_float(source[i]));
+}
 
 // target = source, rounded where the target is narrower.
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Work<2> work) {
-  const Place place = place_of(work);
-  with_type(work.types[0][place.entry], [&](auto* s) {
-    with_type(work.types[1][place.entry], [&](auto* t) {
+  const auto place = place_of(work);
+  with_type(place.types[0], [&](auto* s) {
+    with_type(place.types[1], [&](auto* t) {
       using S = std::remove_pointer_t<decltype(s)>;
       using T = std::remove_pointer_t<decltype(t)>;
-      const S* source = data_of<const S>(work, 0, place);
-      T* target = data_of<T>(work, 1, place);
+      const S* source = data_of<const S>(place, 0);
+      T* target = data_of<T>(place, 1);
       if constexpr (std::is_same_v<S, T>) {
         copy_bits(source, target, place.count);
       } else {
-        map_elements(source, target, place.count, Identity());
+        convert_elements(source, target, place.count);
       }
     });
   });
@@ -256,16 +150,16 @@ __device__ inline int axpby_elements(const X* x, const Y* y, T* target, int coun
 // `checked`: which bits of axpby_elements raise the flag.
 __global__ void __launch_bounds__(kThreads)
     axpby_kernel(const __grid_constant__ Work<3> work, const float* a, const float* b, float* found_inf, int checked) {
-  const Place place = place_of(work);
+  const auto place = place_of(work);
   const Axpby function{a == nullptr ? 1.0f : *a, b == nullptr ? 1.0f : *b};
-  const int bad = with_type(work.types[0][place.entry], [&](auto* x) {
-    return with_type(work.types[1][place.entry], [&](auto* y) {
-      return with_type(work.types[2][place.entry], [&](auto* t) {
+  const int bad = with_type(place.types[0], [&](auto* x) {
+    return with_type(place.types[1], [&](auto* y) {
+      return with_type(place.types[2], [&](auto* t) {
         using X = std::remove_pointer_t<decltype(x)>;
         using Y = std::remove_pointer_t<decltype(y)>;
         using T = std::remove_pointer_t<decltype(t)>;
-        return axpby_elements(data_of<const X>(work, 0, place), data_of<const Y>(work, 1, place), data_of<T>(work, 2, place),
-                              place.count, function);
+        return axpby_elements(data_of<const X>(place, 0), data_of<const Y>(place, 1), data_of<T>(place, 2), place.count,
+                              function);
       });
     });
   });
@@ -321,6 +215,23 @@ __device__ inline typename R::Value join_block(typename R::Value value) {
   return value;
 }
 
+// The sums of the lanes of a chunk joined, in thread 0. Every thread of the block calls it.
+__device__ inline float join_lanes(float (&sums)[kVector]) {
+  // lane i with i + 32, i + 16, i + 8, which other threads have, and then with i + 4, i + 2, i + 1
+#pragma unroll
+  for (int apart = 4; apart >= 1; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) sums[i] += __shfl_xor_sync(kAll, sums[i], apart);
+  }
+#pragma unroll
+  for (int apart = 4; apart >= 1; apart /= 2) {
+#pragma unroll
+    for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart];
+  }
+  // the four blocks of a warp, and then the warps
+  return join_block<Sum>(join_warp<Sum>(sums[0], 8));
+}
+
 // The sum of squares of a chunk. Eight threads share a block of 1024 elements: each has eight of its 64 lanes.
 template <typename T>
 __device__ inline float sum_of_chunk(const T* data, int count, bool* bad) {
@@ -348,30 +259,60 @@ __device__ inline float sum_of_chunk(const T* data, int count, bool* bad) {
       }
     }
   }
-  // lane i with i + 32, i + 16, i + 8, which other threads have, and then with i + 4, i + 2, i + 1
-#pragma unroll
-  for (int apart = 4; apart >= 1; apart /= 2) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) sums[i] += __shfl_xor_sync(kAll, sums[i], apart);
-  }
-#pragma unroll
-  for (int apart = 4; apart >= 1; apart /= 2) {
-#pragma unroll
-    for (int i = 0; i < apart; ++i) sums[i] += sums[i + apart];
-  }
-  // the four blocks of a warp, and then the warps
-  return join_block<Sum>(join_warp<Sum>(sums[0], 8));
+  return join_lanes(sums);
 }
 
 static_assert(kThreads / 8 == kBlocks, "a block of threads works on one chunk");
 
 __global__ void __launch_bounds__(kThreads)
     sum_of_squares_kernel(const __grid_constant__ Work<1> work, float* chunks, float* found_inf) {
-  const Place place = place_of(work);
+  const auto place = place_of(work);
   bool bad = false;
-  const float sum = with_type(work.types[0][place.entry], [&](auto* t) {
-    return sum_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(work, 0, place), place.count, &bad);
+  const float sum = with_type(place.types[0], [&](auto* t) {
+    return sum_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(place, 0), place.count, &bad);
   });
+  if (threadIdx.x == 0) chunks[blockIdx.x] = sum;
+  raise_flag(bad, found_inf);
+}
+
+// The same, and target = source * scale in the same pass. The scale may be missing, and the flag too.
+__global__ void __launch_bounds__(kThreads)
+    scale_and_sum_kernel(const __grid_constant__ Work<2> work, const float* scale, float* chunks, float* found_inf) {
+  const auto place = place_of(work);
+  const Scale function{scale == nullptr ? 1.0f : *scale};
+  const void* source = in_global(bytes_of(place, 0));
+  void* target = in_global(bytes_of(place, 1));
+  const bool aligned = is_aligned(source) && is_aligned(target);
+  const int group = static_cast<int>(threadIdx.x) / 8;
+  const int first = group * kBlock + static_cast<int>(threadIdx.x) % 8 * kVector;
+  // fewer vectors under way than elsewhere: the sums need registers too
+  constexpr int kRowsAtOnce = kUnroll / 2;
+  static_assert(kRows % kRowsAtOnce == 0);
+  bool bad = false;
+  float sums[kVector] = {};
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kRowsAtOnce) {
+    Turn<kVector> turns[kRowsAtOnce];
+    Raw<kVector> raw[kRowsAtOnce];
+#pragma unroll
+    for (int u = 0; u < kRowsAtOnce; ++u) {
+      turns[u] = turn_of<kVector>(first + (row + u) * kLanes, place.count, aligned);
+      raw[u] = load_raw(source, place.types[0], turns[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kRowsAtOnce; ++u) {
+      Floats<kVector> x = unpack(raw[u], place.types[0]);
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        const float value = x.values[i];
+        bad = bad || is_nonfinite(value);
+        sums[i] += Square()(value);
+        x.values[i] = function(value);
+      }
+      store_raw(target, place.types[1], turns[u], pack(x, place.types[1]));
+    }
+  }
+  const float sum = join_lanes(sums);
   if (threadIdx.x == 0) chunks[blockIdx.x] = sum;
   raise_flag(bad, found_inf);
 }
@@ -399,9 +340,9 @@ __device__ inline std::int32_t largest_of_chunk(const T* data, int count) {
 // The largest magnitude of each chunk, as an integer; nothing is written where `chunks` is missing.
 __global__ void __launch_bounds__(kThreads)
     largest_kernel(const __grid_constant__ Work<1> work, std::int32_t* chunks, float* found_inf) {
-  const Place place = place_of(work);
-  const std::int32_t most = with_type(work.types[0][place.entry], [&](auto* t) {
-    return largest_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(work, 0, place), place.count);
+  const auto place = place_of(work);
+  const std::int32_t most = with_type(place.types[0], [&](auto* t) {
+    return largest_of_chunk(data_of<const std::remove_pointer_t<decltype(t)>>(place, 0), place.count);
   });
   if (threadIdx.x == 0 && chunks != nullptr) chunks[blockIdx.x] = most;
   raise_flag(threadIdx.x == 0 && Largest::is_bad(most), found_inf);
@@ -433,8 +374,9 @@ template <typename R>
 __global__ void __launch_bounds__(kThreads)
     join_tensors_kernel(const __grid_constant__ Segments segments, typename R::Value* chunks, typename R::Value* tensors) {
   const int tensor = static_cast<int>(blockIdx.x);
-  const std::int32_t begin = segments.starts[tensor];
-  const typename R::Value value = join_all<R>(chunks + begin, segments.starts[tensor + 1] - begin);
+  const std::int32_t* starts = segments.table != nullptr ? segments.table : segments.starts;
+  const std::int32_t begin = starts[tensor];
+  const typename R::Value value = join_all<R>(chunks + begin, starts[tensor + 1] - begin);
   if (threadIdx.x == 0) tensors[tensor] = value;
 }
 
@@ -499,13 +441,13 @@ __device__ inline bool refresh_elements(const W* weight, float* master, int coun
 }
 
 __global__ void __launch_bounds__(kThreads) refresh_kernel(const __grid_constant__ Work<3> work) {
-  const Place place = place_of(work);
-  float* master = data_of<float>(work, 1, place);
-  const bool found = static_cast<Type>(work.types[0][place.entry]) == Type::kHalf
-                         ? refresh_elements(data_of<const Half>(work, 0, place), master, place.count)
-                         : refresh_elements(data_of<const Bfloat>(work, 0, place), master, place.count);
+  const auto place = place_of(work);
+  float* master = data_of<float>(place, 1);
+  const bool found = static_cast<Type>(place.types[0]) == Type::kHalf
+                         ? refresh_elements(data_of<const Half>(place, 0), master, place.count)
+                         : refresh_elements(data_of<const Bfloat>(place, 0), master, place.count);
   // blocks of one tensor may all write it; it is the same byte
-  if (__syncthreads_or(found) && threadIdx.x == 0) *static_cast<std::uint8_t*>(work.data[2][place.entry]) = 1;
+  if (__syncthreads_or(found) && threadIdx.x == 0) *static_cast<std::uint8_t*>(place.data[2]) = 1;
 }
 
 __global__ void update_scale_kernel(ScaleUpdate rule, float* scale, std::int32_t* growth_tracker,

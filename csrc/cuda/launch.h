@@ -14,6 +14,7 @@ cudaError_t launch_axpby(const Work<3>& work, const float* a, const float* b, fl
                          cudaStream_t stream);
 cudaError_t launch_refresh(const Work<3>& work, cudaStream_t stream);
 cudaError_t launch_sum_of_squares(const Work<1>& work, float* chunks, float* found_inf, cudaStream_t stream);
+cudaError_t launch_scale_and_sum(const Work<2>& work, const float* scale, float* chunks, float* found_inf, cudaStream_t stream);
 cudaError_t launch_largest(const Work<1>& work, std::int32_t* chunks, float* found_inf, cudaStream_t stream);
 cudaError_t launch_join_sums(const Segments& segments, float* chunks, float* tensors, cudaStream_t stream);
 cudaError_t launch_join_largest(const Segments& segments, std::int32_t* chunks, std::int32_t* tensors, cudaStream_t stream);

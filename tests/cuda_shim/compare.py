@@ -5,25 +5,56 @@ The library serves the CPU under the dispatcher's names, so ours must not be loa
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ops_models import LISTED, make_call, same_bits, seeded_rows, state
+from ops_models import (
+    LISTED,
+    UPDATES,
+    Call,
+    make_call,
+    prologue_call,
+    same_bits,
+    seeded_rows,
+    state,
+    update_call,
+)
 
 from amp_wrapper import ops
+from amp_wrapper.ops import reference_step
 from amp_wrapper.ops.schemas import SCHEMAS
 
 FACTORS = ((None, None), (1 / 3, 0.7))
+#: Of an update: more tensors than an argument of 512 bytes holds, of all types and partners, and one of two chunks.
+SHAPES: list[tuple[int, ...]] = [(1,), (0,), (7,), (3, 5), (16,), (), (2, 3, 4, 5), (33, 31), (17,), (32769,), (8,)]
+
+
+def step_calls(device: torch.device) -> Iterator[tuple[Call, Call]]:
+    """Calls of the ops of a step, each twice."""
+    for index, name in enumerate(UPDATES):
+        for flags in (0, 1, 6, 7):
+            for skip in (0.0, 1.0) if flags == 1 else (0.0,):
+                shapes = SHAPES if flags else SHAPES * 2
+                yield tuple(update_call(name, shapes, device, flags, flags == 6, skip, 5 * flags) for _ in range(2))
+        for found, norm in ((None, None), (0.0, 3.0), (1.0, 3.0)):
+            for steps in ([], [float(i % 4 * 50) for i in range(30)]):
+                scale, dynamic = (None, False) if norm is None else (1024.0, True)
+                limits = (None, None) if norm is None else (1.0, 0.5)
+                more = dict(found=found, scale=scale, dynamic=dynamic, norm=norm, limits=limits, rate=norm and 1e-2)
+                yield tuple(prologue_call(name, steps, device, 3 + index, tracker=2, **more) for _ in range(2))
 
 
 def main() -> None:
     """Print the names of the calls with a difference."""
     torch.ops.load_library(sys.argv[1])
+    host = ctypes.CDLL(sys.argv[1])
     for name in SCHEMAS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f'amp_wrapper::{name}', 'CPU'), name
     found = []
@@ -38,6 +69,8 @@ def main() -> None:
                         make_call(name, rows, device, factors, True, index == 1, special, checks) for _ in range(2)
                     ]
                     before = [tensor._version for tensor in calls[0].outputs()]
+                    # while a graph is recorded there are no tables, but several launches
+                    host.set_capture(index)
                     results = calls[0].run(torch.ops.amp_wrapper)
                     bumps = [t._version - v for t, v in zip(calls[0].outputs(), before)]
                     if not all(same_bits(a, b) for a, b in zip(results, calls[1].run(ops.reference))):
@@ -50,6 +83,28 @@ def main() -> None:
             where.update_scale(*tensors, 2.0, 0.5, 3, 2, None if step % 2 else 0.5, 700.0)
         if not all(same_bits(a, b) for a, b in zip(ours, theirs)):
             found.append(f'update_scale {step}')
+    for captured in (0, 1):
+        host.set_capture(captured)
+        for ours_call, theirs_call in step_calls(device):
+            before = [tensor._version for tensor in ours_call.outputs()]
+            host.count_launches()
+            results = ours_call.run(torch.ops.amp_wrapper)
+            launches = host.count_launches()
+            bumps = [t._version - v for t, v in zip(ours_call.outputs(), before)]
+            if not all(same_bits(a, b) for a, b in zip(results, theirs_call.run(reference_step), strict=True)):
+                found.append(f'{ours_call.name} {captured}')
+            if 0 in bumps:
+                found.append(f'versions of {ours_call.name}: {bumps}')
+            if not captured and launches != 1:
+                found.append(f'launches of {ours_call.name}: {launches}')
+    # more tensors than the arguments of all launches hold: one for the chunks, one for the tensors, one for the norm
+    host.set_capture(0)
+    lists = [[torch.full((9,), float(i)) for i in range(100)] for _ in range(2)]
+    host.count_launches()
+    host.count_tables()
+    norms = (torch.ops.amp_wrapper.multi_tensor_l2norm(lists[0]), ops.reference.multi_tensor_l2norm(lists[1]))
+    if not same_bits(norms[0][0], norms[1][0]) or (host.count_launches(), host.count_tables()) != (3, 2):
+        found.append('multi_tensor_l2norm of many')
     print(json.dumps(found))
 
 

@@ -1,15 +1,10 @@
 // Runs the CUDA kernels of csrc/cuda on a CPU and compares them, bit for bit, with the CPU kernels: harness SEED ROUNDS.
-//
-// Every tensor has a buffer of its own of exactly its size, so that an address sanitizer sees one byte too many.
 
+#include "material.h"
 #include "shim.h"
 
 #include "../../csrc/cpu/kernels.h"
 #include "../../csrc/cuda/kernels.cuh"
-
-#include <cstdio>
-#include <cstdlib>
-#include <random>
 
 using namespace amp_wrapper;
 using cuda::Segments;
@@ -17,101 +12,25 @@ using cuda::Work;
 
 namespace {
 
-int failures = 0;
-
-void expect(bool good, const char* what, std::size_t index) {
-  if (good) return;
-  std::printf("WRONG: %s, tensor %zu\n", what, index);
-  ++failures;
-}
-
-// A buffer of exactly `count` elements, which begins `shift` elements behind an aligned place.
-class Tensor {
- public:
-  Tensor(Type type, std::int64_t count, int shift)
-      : type(type),
-        count(count),
-        offset_(static_cast<std::size_t>(shift * size_of(type))),
-        bytes_(offset_ + count * size_of(type)) {
-    // malloc aligns to 16 bytes, and ends where it was told to
-    memory_ = static_cast<char*>(std::malloc(bytes_ == 0 ? 1 : bytes_));
-    std::memset(memory_, 0, bytes_);
-  }
-  Tensor(const Tensor& other) : Tensor(other.type, other.count, static_cast<int>(other.offset_ / size_of(other.type))) {
-    std::memcpy(memory_, other.memory_, bytes_);
-  }
-  ~Tensor() { std::free(memory_); }
-  Tensor& operator=(const Tensor&) = delete;
-
-  char* data() const { return memory_ + offset_; }
-  void* at(std::int64_t element) const { return data() + element * size_of(type); }
-  bool same(const Tensor& other) const { return std::memcmp(data(), other.data(), count * size_of(type)) == 0; }
-
-  const Type type;
-  const std::int64_t count;
-
- private:
-  std::size_t offset_;
-  std::size_t bytes_;
-  char* memory_;
-};
-
-using List = std::vector<Tensor>;
-
-class Random {
- public:
-  explicit Random(unsigned seed) : engine_(seed) {}
-
-  int below(int limit) { return static_cast<int>(engine_() % static_cast<unsigned>(limit)); }
-  bool chance(int percent) { return below(100) < percent; }
-
-  float value() {
-    std::normal_distribution<float> normal;
-    return std::ldexp(normal(engine_), below(20) - 10);
-  }
-
-  std::vector<std::int64_t> counts(bool many) {
-    static const std::int64_t sizes[] = {0, 0, 1, 2, 7, 8, 9, 63, 64, 65, 1023, 1024, 1025, 2056, 32767, 32768, 32769, 70001};
-    std::vector<std::int64_t> result;
-    for (int i = below(many ? 24 : 6); i >= 0; --i) result.push_back(sizes[below(many ? 8 : 18)]);
-    return result;
-  }
-
-  List list(const std::vector<std::int64_t>& counts, int types, int first_type = 0) {
-    List result;
-    result.reserve(counts.size());
-    for (const std::int64_t count : counts) {
-      result.emplace_back(static_cast<Type>(first_type + below(types)), count, chance(30) ? 1 + below(7) : 0);
-      std::vector<float> values(static_cast<std::size_t>(count));
-      for (float& value : values) value = this->value();
-      if (count > 0 && chance(10)) values[below(static_cast<int>(count))] = chance(50) ? INFINITY : -INFINITY;
-      const Tensor& made = result.back();
-      if (count > 0) cpu::kDefault.copy(Type::kFloat, values.data(), made.type, made.data(), count, false);
-    }
-    return result;
-  }
-
- private:
-  std::mt19937 engine_;
-};
-
 std::vector<std::int64_t> counts_of(const List& list) {
   std::vector<std::int64_t> counts;
   for (const Tensor& tensor : list) counts.push_back(tensor.count);
   return counts;
 }
 
+// Several launches, or one with a table, in turns.
 template <int kLists, typename F>
 void for_each_launch(const std::vector<const List*>& lists, F body) {
+  static int calls = 0;
+  Tables tables;
   cuda::for_launches<kLists>(
       counts_of(*lists[0]),
       [&](int list, std::int64_t tensor, std::int64_t element, Type* type) {
         *type = (*lists[list])[tensor].type;
         return (*lists[list])[tensor].at(element);
       },
-      [&](const Work<kLists>& work, std::int64_t before) {
-        body(work, before, static_cast<unsigned>(work.starts[work.entries]));
-      });
+      [&](const Work<kLists>& work, std::int64_t before) { body(work, before, static_cast<unsigned>(work.chunks)); },
+      ++calls % 2 ? tables.upload() : cuda::Upload());
 }
 
 void test_scale(Random& random, const std::vector<std::int64_t>& counts, bool scaled) {
@@ -219,10 +138,14 @@ void test_norm(Random& random, const std::vector<std::int64_t>& counts, const ch
   for_each_launch<1>({&tensors}, [&](const auto& work, std::int64_t before, unsigned blocks) {
     shim::launch(blocks, shim::kThreads, [&, before] { kernel(work, chunks.data() + before); });
   });
-  cuda::for_segments(counts, [&](const Segments& segments, std::int64_t base, std::int64_t first) {
-    shim::launch(static_cast<unsigned>(segments.count), shim::kThreads,
-                 [&, base, first] { cuda::join_tensors_kernel<R>(segments, chunks.data() + base, values.data() + first); });
-  });
+  Tables tables;
+  cuda::for_segments(
+      counts,
+      [&](const Segments& segments, std::int64_t base, std::int64_t first) {
+        shim::launch(static_cast<unsigned>(segments.count), shim::kThreads,
+                     [&, base, first] { cuda::join_tensors_kernel<R>(segments, chunks.data() + base, values.data() + first); });
+      },
+      random.chance(50) ? tables.upload() : cuda::Upload());
   const float half = 0.5f;
   const float* given = random.chance(70) ? &half : nullptr;
   const float inverse = given == nullptr ? 1.0f : half;
@@ -260,6 +183,33 @@ void test_norms(Random& random, const std::vector<std::int64_t>& counts) {
       [](const Tensor& tensor, std::int64_t begin, std::int64_t count) {
         return cpu::kDefault.largest(tensor.type, tensor.at(begin), count);
       });
+}
+
+void test_scale_and_sum(Random& random, const std::vector<std::int64_t>& counts) {
+  const List sources = random.list(counts, 3);
+  List targets = random.list(counts, 3);
+  const List expected(targets);
+  const float given = 1.0f / 3.0f;
+  const float* scale = random.chance(80) ? &given : nullptr;
+  const float factor = scale == nullptr ? 1.0f : given;
+  std::vector<float> chunks(cuda::all_chunks(counts), 77.0f);
+  float found = 0.0f;
+  for_each_launch<2>({&sources, &targets}, [&](const auto& work, std::int64_t before, unsigned blocks) {
+    shim::launch(blocks, shim::kThreads,
+                 [&, scale, before] { cuda::scale_and_sum_kernel(work, scale, chunks.data() + before, &found); });
+  });
+  bool bad = false;
+  std::size_t chunk = 0;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    for (std::int64_t begin = 0; begin < counts[i]; begin += kChunk) {
+      const std::int64_t count = std::min(kChunk, counts[i] - begin);
+      const float sum = cpu::kDefault.scale_and_sum(sources[i].type, sources[i].at(begin), expected[i].type,
+                                                    expected[i].at(begin), count, factor, false, &bad);
+      expect(bits_of(chunks[chunk++]) == bits_of(sum), "a sum beside scale", i);
+    }
+    expect(targets[i].same(expected[i]), "scale and sum", i);
+  }
+  expect(found == (bad ? 1.0f : 0.0f), "flag of scale and sum", counts.size());
 }
 
 void test_flags(Random& random, const std::vector<std::int64_t>& counts) {
@@ -323,7 +273,7 @@ void test_refresh(Random& random, const std::vector<std::int64_t>& counts) {
         return chosen.at(element);
       },
       [&](const Work<3>& work, auto) {
-        shim::launch(static_cast<unsigned>(work.starts[work.entries]), shim::kThreads, [&] { cuda::refresh_kernel(work); });
+        shim::launch(static_cast<unsigned>(work.chunks), shim::kThreads, [&] { cuda::refresh_kernel(work); });
       });
   for (std::size_t i = 0; i < counts.size(); ++i) {
     const bool edited =
@@ -345,7 +295,7 @@ void test_place() {
   for (const std::int64_t chunk :
        {std::int64_t{0}, std::int64_t{65535}, std::int64_t{65536}, std::int64_t{70001}, large - 1, large}) {
     blockIdx.x = static_cast<unsigned>(chunk);
-    const cuda::Place place = cuda::place_of(work);
+    const auto place = cuda::place_of(work);
     const bool last = chunk == large;
     expect(place.entry == (last ? 1 : 0), "the entry of a block", static_cast<std::size_t>(chunk));
     expect(place.begin == (last ? 0 : chunk * kChunk), "the begin of a block", static_cast<std::size_t>(chunk));
@@ -381,6 +331,7 @@ int main(int argc, char** argv) {
     test_copy(random, random.counts(many));
     test_axpby(random, random.counts(many));
     test_norms(random, random.counts(many));
+    test_scale_and_sum(random, random.counts(many));
     test_flags(random, random.counts(many));
     test_refresh(random, random.counts(many));
   }

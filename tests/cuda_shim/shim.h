@@ -13,7 +13,7 @@
 #define __global__ inline
 #define __device__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 // blocks run one after the other, so one place is enough
 #define __shared__ static
 
@@ -80,9 +80,19 @@ inline int atomicMax(int* place, int value) {
 
 namespace shim {
 
+inline int launches = 0;
+inline int tables = 0;
+
+// Stands in the place of a wish for pinned memory, which tables alone have.
+inline bool pinned(bool wanted) {
+  tables += wanted ? 1 : 0;
+  return false;
+}
+
 // A launch: `kernel` is called by every thread of every block.
 template <typename F>
 void launch(unsigned blocks, int threads, F kernel) {
+  ++launches;
   std::vector<std::thread> team;
   for (int i = 0; i < threads; ++i) {
     team.emplace_back([=] {
