@@ -212,6 +212,8 @@ class FusedOptimizer(Optimizer):
             # all of them, before the first prologue counts a step
             inputs = [self._scaling(place.device) for place in plan.places]
         else:
+            if plan is not self._plan:
+                self._rehearse(plan, present)
             inputs = [update.decide(present)]
         try:
             self._write(plan, hyper, present, inputs)
@@ -264,6 +266,13 @@ class FusedOptimizer(Optimizer):
             and plan.devices == [gradient.get_device() for gradient in gradients]
             and (plan.partners is update.partners or same(plan.partners, update.partners))
         )
+
+    def _rehearse(self, plan: Plan, gradients: list[Tensor]) -> None:
+        """The updates as a skipped step, which writes nothing: what they refuse, they refuse before a scale has moved."""
+        for place in plan.places:
+            skipped = torch.ones_like(place.decision)
+            for part in place.parts:
+                self._run(part, part.real([gradients[i] for i in part.indices]), skipped)
 
     def _write(self, plan: Plan, hyper: Hyper, gradients: list[Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
         counted: list[Place] = []
