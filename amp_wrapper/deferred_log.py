@@ -20,7 +20,7 @@ class DeferredRows:
         limit: Rows after which they are brought over unasked, so that memory stays bounded where nobody reads.
     """
 
-    def __init__(self, told: Callable[[list[list[float]]], None] = lambda rows: None, limit: int = 1000) -> None:
+    def __init__(self, told: Callable[[list[list[float]]], None] = lambda rows: None, limit: int = 100) -> None:
         self._told = told
         self._limit = limit
         self._rows: list[tuple[Tensor, list[tuple[DeferredHistoryBuffer, int]], bool]] = []
@@ -101,7 +101,7 @@ class DeferredLog:
         self.rows = DeferredRows(told)
 
     def update(self, row: Tensor, names: dict[str, int], tells: bool = False) -> None:
-        """Log some numbers of a row.
+        """Log some numbers of a row. Syncs once for each name that the log does not know yet.
 
         Args:
             row: Vector on any device; NaN means "nothing this time".
@@ -114,6 +114,9 @@ class DeferredLog:
             if not isinstance(buffer, DeferredHistoryBuffer) or buffer._rows is not self.rows:
                 # the first value creates the entry and settles that it is resumed; a resume puts a plain buffer there
                 if buffer is None:
+                    # mmengine cannot take a mean of nothing, so the first number is waited for
+                    if math.isnan(float(row[index])):
+                        continue
                     self._hub.update_scalar(name, 0.0)
                     source = None
                 else:

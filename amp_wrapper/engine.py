@@ -50,7 +50,7 @@ from . import (
 )
 from .accumulation import Fp32Sums
 from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpError, AmpUsageError, OverflowStreakError
-from .gradients import GradientClip, refused_gradients
+from .gradients import GradientClip
 from .late_read import LateRead, flagged, has_pre_hooks, late_gradients, takes_flag
 from .loss_scaler import LossScaler
 from .master_weights import MasterWeights, cast_state_to_parameters, keep_scalar_state, warn_of_lost_eps
@@ -590,8 +590,8 @@ class AmpEngine:
         stays on the device until somebody reads the result (:meth:`review`). Optimizers that follow GradScaler's protocol, as
         torch's fused ones do, learn of a skip from a flag on the device; before all others steps, the host reads it.
 
-        Syncs once where an optimizer cannot read the flag itself, with ``error_if_nonfinite`` and a static scale, and where the
-        step may be one skip too many.
+        Syncs once where an optimizer cannot read the flag itself, with ``error_if_nonfinite``, and where the step may be one
+        skip too many.
 
         Args:
             clip: How to clip, after unscaling.
@@ -632,7 +632,7 @@ class AmpEngine:
         assert isinstance(self.optimizer, FusedOptimizer)
         waits = self.scalers[0].checks and self._watch.must_wait
         update = Update(gradients, sides.partners, lambda found: self._prologue(clip, found))
-        with refused_gradients(), self.optimizer.updating(update):
+        with self.optimizer.updating(update):
             self.optimizer.step(**kwargs)
         decision = update.decision
         assert decision is not None
@@ -661,13 +661,19 @@ class AmpEngine:
     def _fused_gradients(self, clip: GradientClip | None, sides: _Sides) -> list[Tensor | None] | None:
         """The scaled gradients of all that the optimizer steps; None where the fused step cannot do it all."""
         optimizer = self.optimizer
+        if not self.policy.enabled or not isinstance(optimizer, FusedOptimizer):
+            return None
         fits = clip is None or clip.fits_prologue
         # nothing else can step them: what the fused step cannot do is refused
         split = self.policy.split_masters
         if split and clip is not None and not fits:
             raise AmpConfigError([clip.not_in_prologue])
-        if not self.policy.enabled or not isinstance(optimizer, FusedOptimizer):
-            return None
+        if split and has_pre_hooks(optimizer):
+            raise AmpUsageError(
+                "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
+                '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
+                'master_weights=True.'
+            )
         if not split and (not fits or has_pre_hooks(optimizer)):
             return None
         if not split and not sides.together:
@@ -705,7 +711,7 @@ class AmpEngine:
         if clip is not None:
             words |= clip.prologue()
         if clip is not None and clip.kind == 'norm':
-            words['norm'] = clip.norm(found, None if several else scaler.inverse_scale(), flag)
+            words['norm'] = clip.norm(found, flag)
         elif flag is not None:
             ops.multi_tensor_isnonfinite(found, flag)
         if scaler.checks:
@@ -713,9 +719,8 @@ class AmpEngine:
             words['found_inf'] = self._flags.skipped()
             if not several and not self._flags.are_own:
                 words['learned'] = self._flags.learned(0)
-        if clip is not None and clip.raises_on_nonfinite and not scaler.is_dynamic and 'norm' in words:
-            # asked for by the user, and no dynamic scale is there that would learn from the overflow
-            clip.refuse_nonfinite(words['norm'], words.get('found_inf'))
+        if clip is not None and clip.raises_on_nonfinite and 'norm' in words:
+            clip.refuse_nonfinite(words['norm'], words.get('found_inf'), scaler.is_dynamic)
         return words
 
     def _step_any(self, clip: GradientClip | None, kwargs: dict[str, Any]) -> StepResult:
@@ -781,9 +786,6 @@ class AmpEngine:
             return StepResult(skipped)
         if decision is None:
             decision = decision_of(skip, norm, scaler.current_scale, scaler.counts)
-        else:
-            # the optimizer's own, which the next step overwrites
-            decision = decision.clone()
         return StepResult(skipped, decision, tuple(shows))
 
     def review(self, decisions: Iterable[Sequence[float]]) -> None:
@@ -792,7 +794,7 @@ class AmpEngine:
         Args:
             decisions: :attr:`StepResult.decision` of all steps since the last one known, in order, on the host.
         """
-        self._watch.review(decisions, self.label)
+        self._watch.review(decisions, self._scales, len(self.scalers) == 1, self.label)
 
     def _check_step(self, kwargs: Mapping[str, Any]) -> None:
         scaler = self.scalers[0]

@@ -67,7 +67,7 @@ class GradientClip:
         value: Any = words.get(limit)
         if limit not in words:
             problems.append(f'clip_grad lacks {limit!r}: write dict(type={kind!r}, {limit}=1.0), say.')
-        elif not (isinstance(value, Tensor) or (is_number(value) and value >= 0)):
+        elif not ((isinstance(value, Tensor) and value.numel() == 1) or (is_number(value) and value >= 0)):
             problems.append(f'clip_grad[{limit!r}]={value!r} must be a number of at least 0.')
         if problems:
             raise AmpConfigError(problems)
@@ -94,16 +94,21 @@ class GradientClip:
             "are used: by value, or by norm_type=2 or 'inf' with a number as limit. Write one of these, or master_weights=True."
         )
 
-    def refuse_nonfinite(self, norm: Tensor, found_inf: Tensor | None) -> None:
+    def refuse_nonfinite(self, norm: Tensor, found_inf: Tensor | None, learns: bool) -> None:
         """``error_if_nonfinite``, before anything is clipped. Syncs.
 
+        Args:
+            norm: float32 scalar.
+            found_inf: float32 scalar: whether gradients are non-finite, here or on another rank; None where nobody looked.
+            learns: Whether a dynamic loss scale is there, which learns from an overflow: it is skipped, and no error.
+
         Raises:
-            RuntimeError: As torch's own where the norm, or the gradients of another rank, are not finite.
+            RuntimeError: As torch's own.
         """
-        bad = norm.isfinite().logical_not()
-        if found_inf is not None:
-            bad = bad | (found_inf.view_as(norm) > 0)
-        if bool(bad):
+        length, found = torch.stack(
+            [norm, torch.zeros_like(norm) if found_inf is None else found_inf.view_as(norm)]
+        ).tolist()
+        if (found > 0 and not learns) or (found == 0 and not math.isfinite(length)):
             raise RuntimeError(
                 'The total norm of gradients is non-finite, here or on another rank, so it cannot be clipped. '
                 'error_if_nonfinite=False skips such steps where gradients are checked.'
@@ -114,12 +119,11 @@ class GradientClip:
         name = _CLIP_KEYS[self.kind][0]
         return {name: float(self.arguments[name])}
 
-    def norm(self, gradients: Sequence[Tensor], inverse_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
-        """The norm of scaled gradients after unscaling, and whether they are finite, in one pass.
+    def norm(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> Tensor:
+        """The norm of gradients as they are, and whether they are finite, in one pass.
 
         Args:
             gradients: Dense; not changed.
-            inverse_scale: float32 scalar, or None for 1.
             found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
 
         Returns:
@@ -127,7 +131,7 @@ class GradientClip:
         """
         greatest = float(self.arguments.get('norm_type', 2.0)) == math.inf
         norm = ops.multi_tensor_maxnorm if greatest else ops.multi_tensor_l2norm
-        return norm(gradients, inverse_scale, found_inf)[0]
+        return norm(gradients, None, found_inf)[0]
 
     @property
     def is_euclidean(self) -> bool:

@@ -8,6 +8,7 @@
 * ``OptimWrapperDict.__init__``: remembers its members' siblings, for those who attach without a runner.
 * ``Runner._maybe_compile`` and the strategies' ``build_optim_wrapper``: what is not supported yet is refused with one of
   our wrappers, ``torch.compile`` and strategies that shard.
+* ``register_deepspeed_optimizers``: raises where the name ``FusedAdam`` is taken; with DeepSpeed's strategy it is DeepSpeed's.
 * ``torch.serialization.add_safe_globals``: the classes that mmengine's own checkpoints need under
   ``torch.load(weights_only=True)``, and no more.
 * Saving and resuming: :mod:`amp_wrapper.mmengine_saving` and :mod:`amp_wrapper.mmengine_resuming`, put in place from here.
@@ -29,13 +30,14 @@ from typing import Any
 import mmengine
 import numpy as np
 import torch
-from mmengine._strategy import BaseStrategy, SingleDeviceStrategy
+from mmengine._strategy import BaseStrategy, SingleDeviceStrategy, deepspeed
 from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.config import ConfigDict
 from mmengine.hooks import EMAHook
 from mmengine.logging import HistoryBuffer, print_log
 from mmengine.model import BaseAveragedModel, is_model_wrapper
 from mmengine.optim import OptimWrapperDict
+from mmengine.registry import OPTIMIZERS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
@@ -44,6 +46,7 @@ from torch import Tensor, nn
 from . import casting, mmengine_resuming, mmengine_saving, mmengine_schedules, model_names, scope, twins
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
+from .optim import FusedAdam
 
 #: The versions these patches were read against.
 TESTED = ('0.10.0', '0.11.0')
@@ -310,6 +313,23 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_optim_wrapper
 
 
+def _leave_deepspeed_its_names() -> None:
+    original = deepspeed.register_deepspeed_optimizers
+
+    @functools.wraps(original)
+    def register() -> list[str]:
+        ours = OPTIMIZERS.module_dict.get('FusedAdam')
+        if ours is not FusedAdam:
+            return original()
+        del OPTIMIZERS.module_dict['FusedAdam']
+        try:
+            return original()
+        finally:
+            OPTIMIZERS.module_dict.setdefault('FusedAdam', ours)
+
+    deepspeed.register_deepspeed_optimizers = register
+
+
 def _ours(wrapper: Any) -> list[Any]:
     """The wrappers of this package among the members, or the wrapper itself."""
     members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
@@ -447,6 +467,7 @@ def apply() -> None:
     _patch_ema_order()
     _patch_wrapper_dict()
     _refuse_unsupported()
+    _leave_deepspeed_its_names()
     mmengine_saving.patch()
     mmengine_resuming.patch()
     mmengine_schedules.patch()

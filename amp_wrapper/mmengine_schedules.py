@@ -16,8 +16,11 @@ ON_SKIP = ('advance', 'hold')
 
 
 def _holds(wrapper: Any) -> bool:
-    """Whether schedules of this wrapper stay where they are after the iteration. Syncs, where a wrapper asks to hold."""
-    return getattr(wrapper, 'on_skip', 'advance') == 'hold' and bool(wrapper.step_was_skipped())
+    """Whether schedules of this wrapper stay where they are after the iteration, in which it has skipped a step.
+
+    Syncs, where a wrapper asks to hold.
+    """
+    return getattr(wrapper, 'on_skip', 'advance') == 'hold' and bool(wrapper.take_skip())
 
 
 def _without_held(schedulers: Any, wrappers: Any) -> Any:

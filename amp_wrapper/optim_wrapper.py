@@ -163,6 +163,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._clip = clip
         self._deferred = DeferredLog(self.message_hub, self._review)
         self._last: StepResult | None = None
+        self._untold: StepResult | None = None
         self.on_skip = on_skip
         print_log(
             f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}',
@@ -379,7 +380,7 @@ class AmpOptimWrapper(OptimWrapper):
             # mmengine's users may change the limit between steps
             clip = dataclasses.replace(clip, arguments=self.clip_grad_kwargs)
         result = self._engine.step(clip, **kwargs)
-        self._last = result
+        self._last = self._untold = result
         if result.decision is not None:
             front = f'train/{self.member_name}_' if self.member_name else 'train/'
             words = {
@@ -400,6 +401,11 @@ class AmpOptimWrapper(OptimWrapper):
         Syncs, where the host does not know.
         """
         return self._last is not None and self._last.was_skipped()
+
+    def take_skip(self) -> bool:
+        """Whether a step was skipped since this was last asked, for schedules that wait. Syncs as :meth:`step_was_skipped`."""
+        result, self._untold = self._untold, None
+        return result is not None and result.was_skipped()
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of model weights and masters.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from .step_result import LOSS_SCALE, SKIP, SKIPS, STREAK
@@ -71,17 +72,23 @@ class SkipWatch:
             )
         return False
 
-    def review(self, decisions: Iterable[Sequence[float]], label: str = '') -> None:
+    def review(
+        self, decisions: Iterable[Sequence[float]], scales: Callable[[], str], one_loss: bool = True, label: str = ''
+    ) -> None:
         """Take notice of steps that nobody waited for.
 
         Args:
             decisions: Those of steps that nobody waited for, in order, up to the latest, as numbers.
+            scales: Gives what to say of the present loss scales.
+            one_loss: Whether a decision tells the loss scale of its step.
             label: What to call the engine.
         """
         known = (self._streak, self._unseen)
         for decision in decisions:
-            scale = f'{decision[LOSS_SCALE]:g}'
-            self.see(decision[SKIP] > 0, int(decision[SKIPS]), int(decision[STREAK]), scale.strip, label)
+            # where nothing is scaled, none is told
+            told = one_loss and not math.isnan(decision[LOSS_SCALE])
+            scale = f'{decision[LOSS_SCALE]:g}'.strip if told else scales
+            self.see(decision[SKIP] > 0, int(decision[SKIPS]), int(decision[STREAK]), scale, label)
         if not known[1]:
             # a later step was waited for
             self._streak, self._unseen = known

@@ -27,6 +27,8 @@ class StepFlags:
     def __init__(self, losses: int) -> None:
         self._device = torch.device('cpu')
         self._losses = losses
+        #: Flags that are down, and that nobody has yet.
+        self._spare: list[Tensor] = []
         self.clear()
 
     def clear(self) -> None:
@@ -40,13 +42,23 @@ class StepFlags:
     def to(self, device: torch.device) -> None:
         """Where flags are made from now on."""
         self._device = device
+        self._spare = []
 
     def found(self, loss_id: int) -> Tensor:
         """The flag of the gradients at our own parameters; a live tensor."""
         found = self._found[loss_id]
         if found is None:
-            found = self._found[loss_id] = torch.zeros((), dtype=torch.float32, device=self._device)
+            found = self._found[loss_id] = self._new_flag()
         return found
+
+    def _new_flag(self) -> Tensor:
+        if self._device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+            # a graph has to lower its flag each time it runs
+            return torch.zeros((), dtype=torch.float32, device=self._device)
+        if not self._spare:
+            # one kernel for many steps
+            self._spare = list(torch.zeros(64, dtype=torch.float32, device=self._device).unbind())
+        return self._spare.pop()
 
     def bring(self, loss_id: int, found_inf: Tensor) -> None:
         """A loss of ours brought gradients to another optimizer."""

@@ -216,13 +216,14 @@ def report(device: torch.device, rounds: int, command: str, trainings: tuple[Tra
         reasons += missing
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
     shapes = '; '.join(f'{one.name}: {" x ".join(map(str, one.shape))}' for one in trainings)
-    tf32 = 'with' if torch.backends.cuda.matmul.allow_tf32 else 'without'
+    kinds = {'matrices': torch.backends.cuda.matmul.allow_tf32, 'convolutions': torch.backends.cudnn.allow_tf32}
+    tf32 = ', '.join(f'{kind} {"with" if yes else "without"} TF32' for kind, yes in kinds.items())
     lines = [
         '# Whole training steps',
         '',
         f'`{command}`: {datetime.date.today()}, {name}, Python {platform.python_version()}, torch {torch.__version__}, '
         f'mmengine {mmengine.__version__}. {rounds} rounds of three steps, in which the variants of a model take turns. '
-        f'FP32 products of matrices {tf32} TF32. Inputs: {shapes}. Gradients are clipped by their norm.',
+        f'In FP32: {tf32}. Inputs: {shapes}. Gradients are clipped by their norm.',
         '',
         f'| {" | ".join(columns)} |',
         '|' + ' --- |' * len(columns),

@@ -72,7 +72,7 @@ def test_members_of_a_dict_wait_each_for_its_own_steps() -> None:
         return SimpleNamespace(by_epoch=by_epoch, steps=0)
 
     def member(on_skip: str, skipped: bool) -> Any:
-        return SimpleNamespace(on_skip=on_skip, step_was_skipped=lambda: skipped)
+        return SimpleNamespace(on_skip=on_skip, take_skip=lambda: skipped)
 
     members = dict(a=member('hold', True), b=member('hold', False), c=member('advance', True), d=SimpleNamespace())
     schedules = {name: [schedule(False), schedule(True)] for name in members}

@@ -250,10 +250,19 @@ def update_scale(
     reference.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
 
 
-def _call(name: str, device: object, *arguments: Any) -> None:
-    """An op of the step: on one device, or refused."""
+def _call(name: str, tables: tuple[object, object], *arguments: Any) -> None:
+    """An op of the step: on one device, or refused.
+
+    Args:
+        name: Of the op.
+        tables: Decision and rows.
+        *arguments: Of the op.
+    """
+    device = tables[0]
     if torch.compiler.is_compiling():
-        getattr(torch.ops.amp_wrapper, name)(*arguments)
+        # which kernel serves cannot be tried and seen; the tables of float64 are for plain torch
+        whole = all(not isinstance(table, Tensor) or table.dtype is not torch.float64 for table in tables)
+        getattr(torch.ops.amp_wrapper if whole else reference_step, name)(*arguments)
         return
     module = _library()
     if module is not None and _has_kernel(device) and hasattr(module, name):
@@ -288,7 +297,7 @@ def step_prologue(
 ) -> None:
     scalars = (found_inf, learned, norm, scale, growth_tracker, hysteresis_tracker, counts)
     table = (decision, rows, steps, hyper, groups, kind, rates, rated)
-    _call('step_prologue', decision, *table, *scalars, rule, max_norm, clip_value)
+    _call('step_prologue', (decision, rows), *table, *scalars, rule, max_norm, clip_value)
 
 
 def fused_adam(
@@ -302,7 +311,7 @@ def fused_adam(
     decision: Tensor,
 ) -> None:
     states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    _call('fused_adam', decision, grads, params, *states, partners, rows, decision)
+    _call('fused_adam', (decision, rows), grads, params, *states, partners, rows, decision)
 
 
 def fused_sgd(
@@ -313,7 +322,7 @@ def fused_sgd(
     rows: Tensor,
     decision: Tensor,
 ) -> None:
-    _call('fused_sgd', decision, grads, params, momentum_buffers, partners, rows, decision)
+    _call('fused_sgd', (decision, rows), grads, params, momentum_buffers, partners, rows, decision)
 
 
 # the meaning is told once, at the reference

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
                     f'{other}[{index}] has elements that share memory (an expanded tensor): it cannot be written to.'
                 )
     for target in written:
-        _check_overlap(target, [other for other in lists if other is not target])
+        _check_overlap(target, [other for other in lists if other is not target], written)
 
 
 def check_apart(read: Sequence[Named], written: Sequence[Named], **scalars: Tensor | None) -> None:
@@ -102,6 +102,30 @@ def check_apart(read: Sequence[Named], written: Sequence[Named], **scalars: Tens
             for first, last, index in _spans(tensors):
                 if scalar.device == tensors[index].device and first < end and begin < last:
                     raise ValueError(f'{label} and {name}[{index}] share memory: give a scalar of its own.')
+
+
+def check_distinct(written: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> None:
+    """What is written by name shares memory with nothing else that has a name.
+
+    Args:
+        written: Tensors without gaps, missing ones as None.
+        others: Those that are read, and perhaps some of ``written`` again.
+
+    Raises:
+        ValueError: Names both.
+    """
+    found = {
+        name: tensor for name, tensor in {**written, **others}.items() if tensor is not None and not _is_traced(tensor)
+    }
+    for first, one in found.items():
+        if first not in written:
+            continue
+        begin, end = one.data_ptr(), one.data_ptr() + one.numel() * one.element_size()
+        for second, other in found.items():
+            start = other.data_ptr()
+            apart = end <= start or start + other.numel() * other.element_size() <= begin or one.device != other.device
+            if first != second and not apart:
+                raise ValueError(f'{first} and {second} share memory: give a scalar of its own.')
 
 
 def is_direct(tensors: Sequence[Tensor]) -> bool:
@@ -140,7 +164,7 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     return sorted(spans)
 
 
-def _check_overlap(written: Named, others: Sequence[Named]) -> None:
+def _check_overlap(written: Named, others: Sequence[Named], all_written: Sequence[Named]) -> None:
     name, targets = written
     spans = _spans(targets)
     for (_, end, one), (begin, _, two) in itertools.pairwise(spans):
@@ -149,7 +173,9 @@ def _check_overlap(written: Named, others: Sequence[Named]) -> None:
             raise ValueError(
                 f'{name}[{first}] and {name}[{second}] share memory: give each tensor that is written once.'
             )
-    for other, tensors in others:
+    for named in others:
+        other, tensors = named
+        written_too = any(named is one for one in all_written)
         start = 0
         for begin, end, index in _spans(tensors):
             while start < len(spans) and spans[start][1] <= begin:
@@ -159,7 +185,9 @@ def _check_overlap(written: Named, others: Sequence[Named]) -> None:
                     break
                 source, target = tensors[index], targets[span[2]]
                 same = source.data_ptr() == target.data_ptr() and source.stride() == target.stride()
-                if span[2] != index or not same or source.dtype is not target.dtype:
+                # a partner that is its parameter means that there is none
+                twice = written_too and not (source is target and 'partners' in (name, other))
+                if span[2] != index or not same or twice or source.dtype is not target.dtype:
                     raise ValueError(
                         f'{other}[{index}] and {name}[{span[2]}] share memory, but are not the same tensor: what is written '
                         'would be read.'
@@ -176,6 +204,8 @@ def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.fl
     if scalar is None:
         return
     _check_tensor(name, scalar)
+    if scalar.is_neg():
+        raise ValueError(f'{name} has its negative bit set: give {name}.resolve_neg().')
     if scalar.numel() != 1 or scalar.dtype is not dtype:
         raise ValueError(
             f'{name} has shape {tuple(scalar.shape)} and dtype {scalar.dtype}: one element of {dtype} is expected.'

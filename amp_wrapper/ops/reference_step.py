@@ -6,13 +6,15 @@ and a sum are rounded once where torch's own fused optimizers round once (:func:
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..nested import HALF_TYPES
-from .checks import check_apart, check_lists, check_own, check_scalar
+from .checks import check_apart, check_distinct, check_lists, check_own, check_scalar
 from .reference import update_scale
 from .split import join, split
 
@@ -32,6 +34,7 @@ ADAM, SGD = 0, 1
 #: 1 as a fraction of 62 bits: powers of the betas are integers, the same on every device.
 _ONE = 1 << 62
 _LOW = (1 << 31) - 1
+_MOST = torch.iinfo(torch.int32).max
 _TINY = torch.finfo(torch.float32).tiny
 #: States of which an empty list stands for none.
 _OPTIONAL = ('max_exp_avg_sqs', 'momentum_buffers')
@@ -55,7 +58,9 @@ def _power(base: Tensor, exponent: Tensor) -> Tensor:
 
 def _corrections(betas: Tensor, counts: Tensor) -> Tensor:
     """``1 - beta ** count`` as float64: what is lost when float32 is subtracted from 1 is kept here."""
-    powers = _power((betas * 2.0**62).to(torch.int64), counts)
+    # betas that no constructor takes give something rather than wrap
+    bases = (betas.nan_to_num(0.0).clamp(0.0, 1.0) * 2.0**62).to(torch.int64)
+    powers = _power(bases, counts)
     return (_ONE - powers).double() * 2.0**-62
 
 
@@ -174,17 +179,19 @@ def step_prologue(
         rated: The groups that ``rates`` belong to.
         found_inf: float32 scalar: the step is skipped where it is above 0. None for never.
         learned: Likewise, whether the scale was too large; None for ``found_inf``.
-        norm: float32 scalar: the norm of the unscaled gradients.
+        norm: float32 scalar: the norm of the gradients as they are, which is multiplied by the inverse scale here.
         scale: float32 scalar: the loss scale; None for 1. In place where there is a ``rule``.
         growth_tracker: int32 scalar, in place where there is a ``rule``.
         hysteresis_tracker: int32 scalar, in place where there is a ``rule``.
         counts: int64 (3,), in place: steps decided on, steps skipped, skips in a row. None to count nothing.
-        rule: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale; empty for a scale that stays.
-        max_norm: Limit of the norm, or None.
+        rule: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale; empty for a scale that
+            stays. None of them NaN, and the third and fourth finite.
+        max_norm: Limit of the norm, or None. Not NaN, as the next.
         clip_value: Limit of each element, or None.
 
     Raises:
-        ValueError: A tensor of another shape or dtype, or on another device. Nothing is written then.
+        ValueError: A tensor of another shape or dtype, or on another device; what is written shares memory with anything
+            else; an impossible number. Nothing is written then.
     """
     _check_decision(decision, True)
     device = decision.device
@@ -208,6 +215,12 @@ def step_prologue(
         raise ValueError('rule needs scale, growth_tracker and hysteresis_tracker.')
     if max_norm is not None and norm is None:
         raise ValueError('max_norm needs norm.')
+    for index, number in enumerate(rule):
+        if math.isnan(number) or (index in (2, 3) and math.isinf(number)):
+            raise ValueError(f'rule[{index}] is not a number, or not a finite one where steps are counted.')
+    for name, limit in (('max_norm', max_norm), ('clip_value', clip_value)):
+        if limit is not None and math.isnan(limit):
+            raise ValueError(f'{name} is not a number.')
     check_lists([('steps', steps)], [('steps', steps)])
     for name, scalars, written in (('steps', steps, True), ('rates', rates, False)):
         for index, scalar in enumerate(scalars):
@@ -227,17 +240,25 @@ def step_prologue(
         check_own('counts', counts, True)
         if counts.device != device:
             raise ValueError(f'counts is on {counts.device} and decision on {device}: they belong on one device.')
-    apart = dict(scale=scale, growth_tracker=growth_tracker, hysteresis_tracker=hysteresis_tracker, counts=counts)
+    apart: dict[str, Tensor | None] = dict(scale=scale, growth_tracker=growth_tracker, counts=counts)
+    apart |= dict(hysteresis_tracker=hysteresis_tracker)
     apart |= dict(found_inf=found_inf, learned=learned, norm=norm)
+    apart |= {f'rates[{index}]': rate for index, rate in enumerate(rates)}
+    changed: dict[str, Tensor | None] = {'decision': decision, 'rows': rows}
     check_apart([], [('decision', [decision]), ('rows', [rows]), ('steps', steps)], **apart)
+    check_apart([], [('steps', steps)], **changed)
+    if moves:
+        changed |= {name: apart[name] for name in ('scale', 'growth_tracker', 'hysteresis_tracker')}
+    check_distinct(changed | {'counts': counts}, apart)
 
     one = torch.ones((), dtype=torch.float32, device=device)
     skip = torch.zeros_like(one) if found_inf is None else (found_inf.view(()) > 0).float()
     taken = skip == 0
+    inverse = one if scale is None else scale.view(()).reciprocal()
+    length = one if norm is None else norm.view(()) * inverse
     coefficient = one
     if norm is not None and max_norm is not None:
-        coefficient = ((norm.view(()) + 1e-6).reciprocal() * max_norm).clamp(max=1.0)
-    inverse = one if scale is None else scale.view(()).reciprocal()
+        coefficient = ((length + 1e-6).reciprocal() * _float(max_norm)).clamp(max=1.0)
     _fill_rows(rows, steps, hyper, groups, kind, rates, rated, taken)
     if rule and scale is not None and growth_tracker is not None and hysteresis_tracker is not None:
         signal = skip if learned is None else learned
@@ -252,8 +273,8 @@ def step_prologue(
         skip,
         inverse,
         coefficient,
-        torch.full_like(one, torch.inf if clip_value is None else clip_value),
-        nothing if norm is None else torch.where(taken, norm.view(()), nothing),
+        torch.full_like(one, torch.inf if clip_value is None else _float(clip_value)),
+        nothing if norm is None else torch.where(taken, length, nothing),
         nothing if scale is None else scale.view(()),
         torch.zeros_like(one) if counts is None else counts[1].float(),
         torch.zeros_like(one) if counts is None else counts[2].float(),
@@ -261,9 +282,19 @@ def step_prologue(
     decision.copy_(torch.stack(shown))
 
 
+def _float(number: float) -> float:
+    """The nearest float32, which may be infinite."""
+    return ctypes.c_float(number).value
+
+
+def _whole(number: float) -> int:
+    return int(min(max(number, -_MOST), _MOST))
+
+
 def _move(scale: Tensor, growth: Tensor, hysteresis: Tensor, signal: Tensor, rule: Sequence[float]) -> None:
     factor, backoff, interval, refill, least, most = rule
-    update_scale(scale, growth, hysteresis, signal, factor, backoff, int(interval), int(refill), least, most)
+    numbers = (_float(factor), _float(backoff), _whole(interval), _whole(refill), _float(least), _float(most))
+    update_scale(scale, growth, hysteresis, signal, *numbers)
 
 
 def _fill_rows(
@@ -344,6 +375,13 @@ def _check_update(
         for index, tensor in enumerate(tensors):
             if tensor.device != decision.device:
                 raise ValueError(f'{name}[{index}] is on {tensor.device} and decision on {decision.device}.')
+    for name, tensors in (('params', params), *kept):
+        for index, tensor in enumerate(tensors):
+            if tensor.dtype is torch.float64 and rows.dtype is not torch.float64:
+                raise ValueError(f'{name}[{index}] has dtype torch.float64: rows of torch.float64 are expected.')
+    for index, partner in enumerate(partners):
+        if partner.dtype is torch.int16 and rows.dtype is torch.float64:
+            raise ValueError(f'partners[{index}] has dtype torch.int16: rows of torch.float32 are expected.')
     check_apart([('grads', grads)], everything, decision=decision, rows=rows)
 
 

@@ -66,6 +66,8 @@ _library = torch.library.Library(NAMESPACE, 'DEF')  # type: ignore[no-untyped-ca
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     _library.impl(_name, REFERENCES[_name], 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
+    # a lazy negation is looked at by the kernels: torch's fallback expects written arguments to be returned
+    _library.impl(_name, torch.library.fallthrough_kernel, 'Negative')  # type: ignore[no-untyped-call]
     # not differentiable: results want no gradient, whatever the inputs do
     _library.impl(_name, torch.library.fallthrough_kernel, 'Autograd')  # type: ignore[no-untyped-call]
 

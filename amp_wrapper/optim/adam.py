@@ -72,13 +72,13 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
     Each step is that of ``torch.optim.Adam(fused=True)``. In addition it takes 16-bit parameters with float32 moments, never
     takes a skipped step for a first one, and runs in CUDA graphs whatever ``capturable`` says.
 
-    Inside :class:`~amp_wrapper.AmpOptimWrapper` and ``amp.initialize`` the same pass unscales, clips, skips, and writes the
+    Inside :class:`~amp_wrapper.AmpOptimWrapper` the same pass unscales, clips, skips, and writes the
     16-bit model weights.
 
     Args:
         params: Parameters, or dicts of groups, of any real or complex floating type, on any device.
         lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
-            the CPU beside parameters elsewhere is read by the host.
+            the CPU beside parameters elsewhere is read by the host. It is float32, for float64 parameters too.
         betas: Decay of the two averages. Tensors are read by the host.
         eps: Added to the denominator.
         weight_decay: Added to the gradient as ``weight_decay * weight``.
@@ -89,9 +89,8 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         differentiable: True is refused.
         fused: None or True; False is refused.
         decoupled_weight_decay: Whether weights decay as in AdamW.
-        state_dtype: 'float32' (None), 'bfloat16' or 'float16': type of the moments of float32 and 16-bit parameters. float64
-            and complex ones have moments of their own type. float16 loses second moments below 6e-8; bfloat16 keeps their
-            magnitude.
+        state_dtype: 'float32' (None) or 'bfloat16': type of the moments of float32 and 16-bit parameters. float64
+            and complex ones have moments of their own type.
 
     Raises:
         AmpConfigError: ``state_dtype``, ``fused`` or ``differentiable`` that cannot be.
@@ -151,7 +150,7 @@ class FusedAdamW(_AdamSteps, torch.optim.AdamW):
         capturable: Ignored.
         differentiable: True is refused.
         fused: None or True; False is refused.
-        state_dtype: 'float32' (None), 'bfloat16' or 'float16'.
+        state_dtype: 'float32' (None) or 'bfloat16'.
 
     Raises:
         AmpConfigError: ``state_dtype``, ``fused`` or ``differentiable`` that cannot be.

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from ..nested import HALF_TYPES
 from ..policy import parse_dtype
 from .plan import WIDE, Hyper, Part, Place, Plan, flat, misfit, same, uncountable, unfit
 
@@ -37,8 +36,7 @@ class Update:
             same tensors every time, where nothing changed.
         decide: Called once with all gradients, after everything was checked and before anything is written. Returns keyword
             arguments of :func:`amp_wrapper.ops.step_prologue`: ``found_inf``, ``norm``, ``scale``, ``clip_value`` and the like.
-        decision: Set by ``step()``: float32 (8,) on the device, as :func:`amp_wrapper.ops.step_prologue` describes it. The
-            next step writes to the same memory.
+        decision: Set by ``step()``: float32 (8,) on the device, as :func:`amp_wrapper.ops.step_prologue` describes it.
     """
 
     gradients: Sequence[Tensor | None]
@@ -90,10 +88,10 @@ class FusedOptimizer(Optimizer):
         """What is asked of the constructor beyond torch's."""
         problems = []
         dtype = parse_dtype(state_dtype)
-        if state_dtype is not None and dtype is not torch.float32 and dtype not in HALF_TYPES:
+        if state_dtype is not None and dtype not in (torch.float32, torch.bfloat16):
             problems.append(
-                f"state_dtype={state_dtype!r} of {type(self).__name__} must be 'float32', 'bfloat16', 'float16' or None "
-                '(float32).'
+                f"state_dtype={state_dtype!r} of {type(self).__name__} must be 'float32' (or None) or 'bfloat16'; float16 has "
+                'no room for squares of gradients.'
             )
         if fused is False:
             problems.append(
@@ -219,14 +217,14 @@ class FusedOptimizer(Optimizer):
             self._write(plan, hyper, present, inputs)
         except _NothingWrittenError as refused:
             if plan is not self._plan or update is not None:
-                raise refused.reason from None
+                raise self._explained(refused.reason) from refused.reason
             # perhaps something is other than the plan has it: gathered anew, it is named, or the step is taken
             plan = self._arrange(parameters, gradients, present, rest, update)
             inputs = [self._scaling(place.device) for place in plan.places]
             try:
                 self._write(plan, self._hyper_of(plan, rest), present, inputs)
             except _NothingWrittenError as again:
-                raise again.reason from None
+                raise self._explained(again.reason) from again.reason
         self._commit(plan)
         if update is not None:
             update.decision = plan.places[0].decision
@@ -272,13 +270,28 @@ class FusedOptimizer(Optimizer):
         for place in plan.places:
             skipped = torch.ones_like(place.decision)
             for part in place.parts:
-                self._run(part, part.real([gradients[i] for i in part.indices]), skipped)
+                try:
+                    self._run(part, part.real([gradients[i] for i in part.indices]), skipped)
+                except ValueError as error:
+                    raise self._explained(error) from error
+
+    def _explained(self, reason: Exception) -> Exception:
+        """What an op says about lists, as an error of a step."""
+        if not isinstance(reason, ValueError):
+            return reason
+        return AmpUsageError(
+            f'{type(self).__name__} cannot take the step, and nothing was changed: {reason} (Numbers count the parameters that '
+            'have a gradient.) Parameters, gradients and states need memory of their own: tie a parameter by using it twice.'
+        )
 
     def _write(self, plan: Plan, hyper: Hyper, gradients: list[Tensor], inputs: Sequence[Mapping[str, Any]]) -> None:
         counted: list[Place] = []
         updated: list[Part] = []
         try:
             for place, given in zip(plan.places, inputs):
+                if plan.decides:
+                    # the owner keeps it
+                    place.decision = torch.empty_like(place.decision)
                 rates, rated = self._rates(place, hyper)
                 table = (place.decision, place.rows, place.steps, hyper.table, place.groups, self._kind)
                 ops.step_prologue(*table, rates, rated, **given)

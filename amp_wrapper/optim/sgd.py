@@ -26,7 +26,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     Beside ``momentum_buffer``, a parameter's state holds ``step``, how many steps it took with momentum: at 0 its momentum is
     not begun. ``state_dict()`` leaves the state of such parameters out, so that torch's own can load it.
 
-    Inside :class:`~amp_wrapper.AmpOptimWrapper` and ``amp.initialize`` the same pass unscales, clips, skips, and writes the
+    Inside :class:`~amp_wrapper.AmpOptimWrapper` the same pass unscales, clips, skips, and writes the
     16-bit model weights.
 
     Args:
@@ -41,7 +41,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         foreach: Accepted and ignored, as is ``fused``: there is one implementation.
         differentiable: True is refused.
         fused: None or True; False is refused.
-        state_dtype: 'float32' (None), 'bfloat16' or 'float16': type of the momentum of float32 and 16-bit parameters. float64
+        state_dtype: 'float32' (None) or 'bfloat16': type of the momentum of float32 and 16-bit parameters. float64
             and complex ones have momentum of their own type.
 
     Raises:

@@ -88,10 +88,13 @@ std::vector<Span> spans_of(const Operands& operands) {
 }  // namespace
 
 void Flat::check_overlap(const List* lists) const {
+  std::vector<std::vector<Span>> spans;
+  spans.reserve(operands_.size());
+  for (const auto& operands : operands_) spans.push_back(spans_of(operands));
   for (std::size_t written = 0; written < operands_.size(); ++written) {
     if (!lists[written].written) continue;
     const char* name = lists[written].name;
-    const std::vector<Span> targets = spans_of(operands_[written]);
+    const std::vector<Span>& targets = spans[written];
     for (std::size_t i = 1; i < targets.size(); ++i) {
       const auto [first, second] = std::minmax(targets[i - 1].index, targets[i].index);
       TORCH_CHECK_VALUE(targets[i - 1].end <= targets[i].begin, name, "[", first, "] and ", name, "[", second,
@@ -101,10 +104,13 @@ void Flat::check_overlap(const List* lists) const {
       if (other == written) continue;
       // both are in order, and targets are disjoint, so their ends are in order too
       auto target = targets.begin();
-      for (const Span& source : spans_of(operands_[other])) {
+      for (const Span& source : spans[other]) {
         while (target != targets.end() && target->end <= source.begin) ++target;
         for (auto hit = target; hit != targets.end() && hit->begin < source.end; ++hit) {
-          const bool same = hit->index == source.index && hit->begin == source.begin && hit->end == source.end &&
+          // what is idle beside another list is not written
+          const bool twice =
+              lists[other].written && !operands_[other][source.index].idle && !operands_[written][hit->index].idle;
+          const bool same = !twice && hit->index == source.index && hit->begin == source.begin && hit->end == source.end &&
                             operands_[other][source.index].type == operands_[written][hit->index].type &&
                             lists[other].tensors[source.index].strides() == lists[written].tensors[hit->index].strides();
           TORCH_CHECK_VALUE(same, lists[other].name, "[", source.index, "] and ", name, "[", hit->index,
@@ -132,7 +138,7 @@ void Flat::check_apart(const List* lists, const Scalar& scalar) const {
   }
 }
 
-Flat::Flat(const List* lists, std::size_t width, c10::DeviceType device_type, std::initializer_list<Scalar> scalars) {
+Flat::Flat(const List* lists, std::size_t width, c10::DeviceType device_type, at::ArrayRef<Scalar> scalars) {
   const List& first = lists[0];
   const std::size_t size = first.tensors.size();
   for (std::size_t which = 0; which < width; ++which) {
@@ -216,6 +222,7 @@ void check_own(const char* name, const at::Tensor& tensor, bool written) {
 }
 
 void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type, bool written) {
+  TORCH_CHECK_VALUE(!scalar.is_neg(), name, " has its negative bit set: give ", name, ".resolve_neg().");
   TORCH_CHECK_VALUE(scalar.numel() == 1 && scalar.scalar_type() == type, name, " has shape ", shape_of(scalar), " and dtype ",
                     name_of(scalar.scalar_type()), ": one element of ", name_of(type), " is expected.");
   TORCH_CHECK_NOT_IMPLEMENTED(scalar.device() == device, name, " is on ", scalar.device(), " and the first tensor on ", device,

@@ -39,9 +39,9 @@ class Flat {
  public:
   // Raises ValueError for what is wrong, naming list and index, and NotImplementedError for what is right but left to plain
   // torch: several devices, or a type beside float32, float16 and bfloat16.
-  Flat(std::initializer_list<List> lists, c10::DeviceType device, std::initializer_list<Scalar> scalars = {})
+  Flat(std::initializer_list<List> lists, c10::DeviceType device, at::ArrayRef<Scalar> scalars = {})
       : Flat(lists.begin(), lists.size(), device, scalars) {}
-  Flat(const List* lists, std::size_t width, c10::DeviceType device, std::initializer_list<Scalar> scalars = {});
+  Flat(const List* lists, std::size_t width, c10::DeviceType device, at::ArrayRef<Scalar> scalars = {});
 
   std::size_t size() const { return counts_.size(); }
   const std::vector<std::int64_t>& counts() const { return counts_; }

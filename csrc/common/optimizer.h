@@ -59,7 +59,9 @@ AMP_INLINE std::int64_t power_of(std::int64_t base, std::int64_t exponent) {
 
 // 1 - beta ** count
 AMP_INLINE double correction_of(double beta, std::int64_t count) {
-  const std::int64_t power = power_of(static_cast<std::int64_t>(beta * 0x1p62), count);
+  // betas that no constructor takes give something rather than wrap; NaN is 0
+  const double whole = beta > 0.0 ? (beta < 1.0 ? beta : 1.0) : 0.0;
+  const std::int64_t power = power_of(static_cast<std::int64_t>(whole * 0x1p62), count);
   return static_cast<double>(kOne - power) * 0x1p-62;
 }
 
@@ -135,16 +137,18 @@ struct Decide {
     const bool skip = skips();
     const float flag = skip ? 1.0f : 0.0f;
     const float signal = learned == nullptr ? flag : *learned;
+    const float inverse = scale == nullptr ? 1.0f : Single::divide(1.0f, *scale);
+    const float length = norm == nullptr ? 0.0f : *norm * inverse;
     float coefficient = 1.0f;
     if (norm != nullptr && clips) {
-      coefficient = Single::divide(1.0f, *norm + 1e-6f) * max_norm;
+      coefficient = Single::divide(1.0f, length + 1e-6f) * max_norm;
       if (coefficient > 1.0f) coefficient = 1.0f;
     }
     decision[kSkip] = flag;
-    decision[kInverse] = scale == nullptr ? 1.0f : Single::divide(1.0f, *scale);
+    decision[kInverse] = inverse;
     decision[kCoefficient] = coefficient;
     decision[kLimit] = clip_value;
-    decision[kNorm] = norm == nullptr || skip ? nothing : *norm;
+    decision[kNorm] = norm == nullptr || skip ? nothing : length;
     if (moves) rule(scale, growth_tracker, hysteresis_tracker, signal);
     decision[kScale] = scale == nullptr ? nothing : *scale;
     if (counts != nullptr) {

@@ -2,7 +2,10 @@
 
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <limits>
+#include <string>
+#include <vector>
 
 namespace amp_wrapper {
 namespace {
@@ -79,8 +82,22 @@ struct Named {
   const std::optional<at::Tensor>& tensor;
 };
 
+// What is written shares memory with nothing else that has a name.
+void check_distinct(const std::vector<Scalar>& all) {
+  const auto begin_of = [](const Scalar& one) { return reinterpret_cast<std::uintptr_t>(one.tensor->const_data_ptr()); };
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (!all[i].written || !all[i].tensor.has_value()) continue;
+    for (std::size_t j = 0; j < all.size(); ++j) {
+      if (i == j || !all[j].tensor.has_value()) continue;
+      const bool apart = begin_of(all[i]) + all[i].tensor->nbytes() <= begin_of(all[j]) ||
+                         begin_of(all[j]) + all[j].tensor->nbytes() <= begin_of(all[i]);
+      TORCH_CHECK_VALUE(apart, all[i].name, " and ", all[j].name, " share memory: give a scalar of its own.");
+    }
+  }
+}
+
 // What the prologue writes beside the steps shares memory with no scalar.
-void check_apart(const at::Tensor& decision, const at::Tensor& rows, std::initializer_list<Scalar> scalars) {
+void check_apart(const at::Tensor& decision, const at::Tensor& rows, at::ArrayRef<Scalar> scalars) {
   for (const Scalar& scalar : scalars) {
     if (!scalar.tensor.has_value()) continue;
     const auto begin = reinterpret_cast<std::uintptr_t>(scalar.tensor->const_data_ptr());
@@ -97,7 +114,8 @@ ScaleUpdate rule_of(at::ArrayRef<double> rule) {
   if (rule.empty()) return {};
   const auto whole = [](double value) {
     constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-    return value < static_cast<double>(kMost) ? static_cast<std::int64_t>(value) : kMost;
+    const double most = static_cast<double>(kMost);
+    return static_cast<std::int64_t>(value < -most ? -most : value < most ? value : most);
   };
   return scale_rule(rule[0], rule[1], whole(rule[2]), whole(rule[3]), rule[4], rule[5]);
 }
@@ -160,6 +178,14 @@ Prologue check_prologue(const PrologueArguments& a, c10::DeviceType device_type)
   TORCH_CHECK_VALUE(!moves || (a.scale.has_value() && a.growth_tracker.has_value() && a.hysteresis_tracker.has_value()),
                     "rule needs scale, growth_tracker and hysteresis_tracker.");
   TORCH_CHECK_VALUE(!a.max_norm.has_value() || a.norm.has_value(), "max_norm needs norm.");
+  for (std::size_t i = 0; i < a.rule.size(); ++i) {
+    const bool counts = i == 2 || i == 3;
+    TORCH_CHECK_VALUE(!std::isnan(a.rule[i]) && !(counts && std::isinf(a.rule[i])), "rule[", i,
+                      "] is not a number, or not a finite one where steps are counted.");
+  }
+  for (const auto& [name, limit] : {std::pair{"max_norm", a.max_norm}, std::pair{"clip_value", a.clip_value}}) {
+    TORCH_CHECK_VALUE(!limit.has_value() || !std::isnan(*limit), name, " is not a number.");
+  }
   check_each("steps", a.steps, device, true);
   check_each("rates", a.rates, device, false);
   check_scalar("found_inf", a.found_inf, device);
@@ -176,12 +202,26 @@ Prologue check_prologue(const PrologueArguments& a, c10::DeviceType device_type)
     check_own("counts", counts, true);
     TORCH_CHECK_NOT_IMPLEMENTED(counts.device() == device, "counts is on ", counts.device(), kOneDevice);
   }
-  const std::initializer_list<Scalar> scalars = {
-      {"scale", a.scale},   {"growth_tracker", a.growth_tracker}, {"hysteresis_tracker", a.hysteresis_tracker},
-      {"counts", a.counts}, {"found_inf", a.found_inf},           {"learned", a.learned},
-      {"norm", a.norm}};
-  check_apart(a.decision, a.rows, scalars);
-  Flat steps({{"steps", a.steps, true}}, device_type, scalars);
+  const std::initializer_list<Scalar> scalars = {{"scale", a.scale, moves},
+                                                 {"growth_tracker", a.growth_tracker, moves},
+                                                 {"hysteresis_tracker", a.hysteresis_tracker, moves},
+                                                 {"counts", a.counts, true},
+                                                 {"found_inf", a.found_inf},
+                                                 {"learned", a.learned},
+                                                 {"norm", a.norm}};
+  std::vector<std::optional<at::Tensor>> kept(a.rates.begin(), a.rates.end());
+  std::vector<std::string> names;
+  for (std::size_t i = 0; i < a.rates.size(); ++i) names.push_back("rates[" + std::to_string(i) + "]");
+  const std::optional<at::Tensor> tables[] = {a.decision, a.rows};
+  const Scalar decision{"decision", tables[0], true};
+  const Scalar rows{"rows", tables[1], true};
+  std::vector<Scalar> all(scalars);
+  for (std::size_t i = 0; i < kept.size(); ++i) all.push_back({names[i].c_str(), kept[i], false});
+  check_apart(a.decision, a.rows, all);
+  all.push_back(decision);
+  all.push_back(rows);
+  Flat steps({{"steps", a.steps, true}}, device_type, all);
+  check_distinct(all);
   std::vector<const float*> rates(groups, nullptr);
   for (std::size_t i = 0; i < a.rated.size(); ++i) {
     rates[a.rated[i]] = static_cast<const float*>(a.rates[i].const_data_ptr());
