@@ -546,3 +546,82 @@ def test_samples_are_taken_as_they_are(name: str, device: torch.device) -> None:
     for face in FACES.values():
         for call in step_samples(name, device):
             call.run(face)
+
+
+@pytest.mark.parametrize('face', [ops, reference_step], ids=['front', 'reference'])
+def test_a_prologue_refuses_numbers_that_are_none_and_memory_with_two_names(face: Any) -> None:
+    """Each with nothing written; some were taken by one of the two, and did different things on a GPU."""
+    rule = [2.0, 0.5, 3.0, 1.0, 0.5, 64.0]
+
+    def call(**changes: Any) -> None:
+        state = dict(
+            decision=torch.zeros(8),
+            rows=torch.zeros(1, 12),
+            steps=[torch.ones(())],
+            hyper=torch.tensor([[0.1, 0.9, 0.99, 1e-8, 0.0, 0.0, 0.0]], dtype=torch.float64),
+            groups=torch.zeros(1, dtype=torch.int64),
+            kind=0,
+            rates=[],
+            rated=[],
+            found_inf=torch.zeros(()),
+            learned=None,
+            norm=torch.ones(()),
+            scale=torch.full((), 4.0),
+            growth_tracker=torch.zeros((), dtype=torch.int32),
+            hysteresis_tracker=torch.ones((), dtype=torch.int32),
+            counts=torch.zeros(3, dtype=torch.int64),
+            rule=rule,
+            max_norm=1.0,
+            clip_value=2.0,
+        )
+        state |= changes
+        tensors = [t for v in state.values() for t in (v if isinstance(v, list) else [v]) if isinstance(t, Tensor)]
+        before = [t.clone() for t in tensors]
+        try:
+            face.step_prologue(*state.values())
+        except ValueError:
+            assert all(torch.equal(a, b) for a, b in zip(tensors, before))
+            raise
+
+    call()
+    # limits beyond float32 are infinite
+    call(clip_value=1e300, max_norm=1e300, rule=[2.0, 0.5, 1e300, -3e9, 0.0, 1e300])
+    for index in range(6):
+        with pytest.raises(ValueError, match=rf'rule\[{index}\] is not a number'):
+            call(rule=[math.nan if i == index else number for i, number in enumerate(rule)])
+    with pytest.raises(ValueError, match=r'rule\[2\] is not a number, or not a finite one'):
+        call(rule=[*rule[:2], math.inf, *rule[3:]])
+    for name in ('max_norm', 'clip_value'):
+        with pytest.raises(ValueError, match=f'{name} is not a number'):
+            call(**{name: math.nan})
+    one, table = torch.full((), 4.0), torch.zeros(20)
+    whole = torch.ones((), dtype=torch.int32)
+    for changes in (
+        dict(scale=one, norm=one),
+        dict(scale=one, found_inf=one),
+        dict(growth_tracker=whole, hysteresis_tracker=whole),
+        dict(decision=table[:8], rows=table[7:19].view(1, 12)),
+        dict(decision=table[:8], steps=[table[7]]),
+        dict(rows=table[:12].view(1, 12), steps=[table[3]]),
+        dict(decision=table[:8], rates=[table[7]], rated=[0]),
+        dict(scale=one, rates=[one], rated=[0]),
+        dict(steps=[one], rates=[one], rated=[0]),
+    ):
+        with pytest.raises(ValueError, match='share memory'):
+            call(**changes)
+    with pytest.raises(ValueError, match='negative bit'):
+        call(scale=torch._neg_view(torch.tensor(-4.0)))
+
+
+def test_what_is_written_twice_or_has_no_rows_of_its_kind_is_refused() -> None:
+    tensors = [torch.ones(4) for _ in range(4)]
+    tables = (torch.ones(1, 12), torch.zeros(8))
+    for face in (ops, reference_step):
+        with pytest.raises(ValueError, match='share memory'):
+            face.fused_adam([tensors[0]], [tensors[1]], [tensors[1]], [tensors[2]], [], [], *tables)
+        wide = [torch.ones(4, dtype=torch.float64)]
+        with pytest.raises(ValueError, match=r'rows of torch\.float64 are expected'):
+            face.fused_sgd([tensors[0]], wide, [], [], *tables)
+        weight, remainder = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int16)
+        with pytest.raises(ValueError, match=r'rows of torch\.float32 are expected'):
+            face.fused_sgd([tensors[0]], [weight], [], [remainder], tables[0].double(), tables[1])

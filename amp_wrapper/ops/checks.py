@@ -204,7 +204,7 @@ def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.fl
     if scalar is None:
         return
     _check_tensor(name, scalar)
-    if scalar.is_neg():
+    if not torch.compiler.is_compiling() and scalar.is_neg():
         raise ValueError(f'{name} has its negative bit set: give {name}.resolve_neg().')
     if scalar.numel() != 1 or scalar.dtype is not dtype:
         raise ValueError(
