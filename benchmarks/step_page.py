@@ -30,7 +30,7 @@ class Row:
         reason: Why it was not taken; '' where it was.
         counts: Of one step.
         counted: Elements that they belong to.
-        estimate: Bytes for each parameter, resident and at the peak, of the list that is counted.
+        estimate: Bytes for each parameter, resident, at the peak of a step and at any moment, of the list that is counted.
         resident: Bytes of weights, masters, state and gradients, for each parameter.
         peak: The same with what a step allocates on top, at its highest.
         launched: Kernels, and copies beside them; None on a CPU.
@@ -42,7 +42,7 @@ class Row:
     reason: str = ''
     counts: Counts = dataclasses.field(default_factory=Counts)
     counted: int = 1
-    estimate: Sequence[float] = (0.0, 0.0)
+    estimate: Sequence[float] = (0.0, 0.0, 0.0)
     resident: float = 0.0
     peak: float = 0.0
     launched: tuple[int, int] | None = None
