@@ -198,7 +198,7 @@ def test_a_first_step_that_is_skipped_leaves_no_empty_norm_in_the_log(tmp_path: 
             words,
             model=model,
             log_level='INFO',
-            default_hooks=dict(logger=dict(type='LoggerHook', interval=2)),
+            default_hooks=dict(logger=dict(type='LoggerHook', interval=1)),
             log_processor=dict(custom_cfg=custom),
         )
     norms = MessageHub.get_current_instance().get_scalar('train/grad_norm').data[0]
