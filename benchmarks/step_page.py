@@ -349,7 +349,7 @@ def draw(blocks: Sequence[Block], path: Path) -> None:
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colours[number]) for number in range(len(models))]
     figure.legend(handles, models, loc='lower center', ncols=len(models), frameon=False)
     figure.tight_layout(rect=(0, 0.4 / height, 1, 1 - 0.2 / height))
-    figure.savefig(path, dpi=110, metadata={'Date': None} if path.suffix == '.svg' else None)
+    figure.savefig(path, dpi=110, metadata={'Date': None} if path.suffix == '.svg' else None, bbox_inches='tight')
     pyplot.close(figure)
 
 
