@@ -1239,7 +1239,7 @@ def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], p
             None, engine.weights, [(names[id(p)], p) for p in engine.weights() if id(p) in names]
         )
         engine.join([other for other in engines if other is not engine])
-    plan = casting.CastPlan(roots, policy)
+    plan = casting.CastPlan(roots, policy, covers_forward=True)
     for engine in engines:
         engine._make_masters(plan)
     handle = plan.apply()
