@@ -57,6 +57,14 @@ class Arrivals:
         self.held: Held | None = None
         #: Whether a pass is under way.
         self.open = False
+        self._scale: Tensor | None = None
+
+    @property
+    def pending_scale(self) -> Tensor | None:
+        """What gradients carry that are not unscaled yet, a float32 scalar: of the pass under way, or held. None for 1."""
+        if self.open:
+            return self._scale
+        return None if self.held is None else self.held.scale
 
     def clear(self) -> None:
         """Gradients were cleared, of weights and masters."""
@@ -174,7 +182,7 @@ class Arrivals:
         if held is None or not averaged:
             for parameter in everything:
                 parameter.grad = None
-        self.open = True
+        self.open, self._scale = True, scale
         try:
             yield
             check()
@@ -186,7 +194,7 @@ class Arrivals:
                 parameter.grad = waiting.get(id(parameter))
             raise
         finally:
-            self.open = False
+            self.open, self._scale = False, None
         if averaged:
             self.held = None
         elif held is None:

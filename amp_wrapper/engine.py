@@ -23,9 +23,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -135,6 +136,8 @@ class AmpEngine:
         # several scales must never mix in one gradient
         self._on_arrival = policy.enabled and (policy.num_losses > 1 or self._shared)
         self._arrivals = Arrivals(keeps=self._shared)
+        # ends what a pass for other optimizers, which is under way, brings here
+        self._lent: list[Callable[[], None]] = []
         self._learning: tuple[int, ...] = ()
         # those of the optimizer, where somebody stands in front of them
         self._own_methods: dict[str, Callable[..., Any]] = {}
@@ -523,7 +526,7 @@ class AmpEngine:
         flags = [engine._flags.new() if engine.scalers[0].checks else None for engine in engines]
         with ExitStack() as stack:
             # checkpointed segments are recomputed in there
-            stack.enter_context(foreign_gradients.converted([share for _, share in shares], scale, averaged_ones))
+            stack.enter_context(self._lending(shares, scale, averaged_ones, loss_id))
             if self._ops is not None:
                 stack.enter_context(fp32_ops.in_backward(self._ops, self._seen_ops))
             for engine, over_ranks, flag in zip(engines, averaged, flags):
@@ -536,14 +539,50 @@ class AmpEngine:
             self._sums.take(self.weights())
         if self._on_arrival:
             self._tell(loss_id, together, flags)
-        for other, share in shares:
-            self._hand_over(other, share, loss_id)
         self._flags.used[loss_id] = True
         for engine in engines:
             engine.stage = Stage.ACCUMULATING
 
+    @contextmanager
+    def _lending(
+        self,
+        shares: Sequence[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]],
+        scale: Tensor | None,
+        averaged: Container[int],
+        loss_id: int,
+    ) -> Iterator[None]:
+        """What the pass brings to other optimizers is put on their scales when it ends, or when a pass of theirs begins."""
+        conversion = foreign_gradients.Conversion([share for _, share in shares], scale, averaged)
+
+        def close(other: AmpEngine, share: foreign_gradients.Share) -> None:
+            if conversion.close(share):
+                self._hand_over(other, share, loss_id)
+
+        lent: list[tuple[AmpEngine, Callable[[], None]]] = []
+        for other, share in shares:
+            if isinstance(other, AmpEngine):
+                lent.append((other, functools.partial(close, other, share)))
+        closed: set[int] = set()
+        with conversion:
+            for other, end in lent:
+                other._lent.append(end)
+            try:
+                yield
+            finally:
+                for other, end in lent:
+                    if end in other._lent:
+                        other._lent.remove(end)
+                    else:
+                        closed.add(id(other))
+        for other, share in shares:
+            if id(other) not in closed:
+                self._hand_over(other, share, loss_id)
+
     def _begin_pass(self) -> bool:
         """Returns whether the coming pass is averaged over the ranks; True without several."""
+        while self._lent:
+            # a pass that is meant for another optimizer is under way; what it brought here so far carries its scale
+            self._lent.pop()()
         self._forget_cleared()
         averaged = self._reducers.begin_backward()
         if self._on_arrival and not averaged and not self._shared:
@@ -634,9 +673,9 @@ class AmpEngine:
         Args:
             beyond: Those of :meth:`weights` that the other one does not step.
         """
-        held = self._arrivals.held
         if self._on_arrival:
-            return foreign_gradients.Share(beyond, lambda: None if held is None else held.scale, self.scalers[0].checks)
+            # unscaled as they arrive, but not those that wait for the end of a pass
+            return foreign_gradients.Share(beyond, lambda: self._arrivals.pending_scale, self.scalers[0].checks)
         return foreign_gradients.Share(beyond, lambda: self._scale_of(0), self.scalers[0].checks and self.attached)
 
     def _has_gradient(self, weights: Iterable[nn.Parameter]) -> bool:
@@ -695,7 +734,7 @@ class AmpEngine:
     def _receive(self, found_inf: Tensor) -> None:
         """Gradients of another engine's loss have arrived, on our scale."""
         if self._on_arrival:
-            if self._arrivals.held is None:
+            if self._arrivals.held is None and not self._arrivals.open:
                 self._arrivals.add([pair for pair in self._pairs() if pair[0].grad is not None], None)
         elif self._sums is not None:
             self._sums.take(self.weights())
