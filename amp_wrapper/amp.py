@@ -259,7 +259,10 @@ def scale_loss(
     if all(engine.is_plain for engine in engines):
         yield scaled
         return
-    with first.receiving(loss_id, rest):
+    with first.receiving(loss_id, rest) as begins:
+        if scaled.requires_grad and scaled is not loss:
+            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
+            scaled.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]
         yield scaled
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
 import logging
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -136,8 +135,8 @@ class AmpEngine:
         # several scales must never mix in one gradient
         self._on_arrival = policy.enabled and (policy.num_losses > 1 or self._shared)
         self._arrivals = Arrivals(keeps=self._shared)
-        # ends what a pass for other optimizers, which is under way, brings here
-        self._lent: list[Callable[[], None]] = []
+        # passes for other optimizers that are under way, and what they may bring here
+        self._lenders: list[tuple[foreign_gradients.Lending, foreign_gradients.Share]] = []
         self._learning: tuple[int, ...] = ()
         # those of the optimizer, where somebody stands in front of them
         self._own_methods: dict[str, Callable[..., Any]] = {}
@@ -497,13 +496,16 @@ class AmpEngine:
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def receiving(self, loss_id: int = 0, together: Sequence[AmpEngine] = ()) -> Iterator[None]:
+    def receiving(self, loss_id: int = 0, together: Sequence[AmpEngine] = ()) -> Iterator[Callable[[], None]]:
         """Around one backward pass of a loss that :meth:`scale` has scaled, whoever runs it.
 
         Args:
             loss_id: Which scaler; below ``num_losses``.
             together: Further engines that the pass is meant for. This one's scale holds for all, and learns; where a gradient
                 of any is non-finite, all skip their next step.
+
+        Yields:
+            What to call where the pass begins inside, if passes for other optimizers may be under way by then.
 
         Raises:
             AmpUsageError: As :meth:`backward`; inside another pass of the same engine. All gradients are as before, and so they
@@ -526,13 +528,22 @@ class AmpEngine:
         flags = [engine._flags.new() if engine.scalers[0].checks else None for engine in engines]
         with ExitStack() as stack:
             # checkpointed segments are recomputed in there
-            stack.enter_context(self._lending(shares, scale, averaged_ones, loss_id))
+            lending = self._lend(shares, scale, averaged_ones, loss_id, stack)
             if self._ops is not None:
                 stack.enter_context(fp32_ops.in_backward(self._ops, self._seen_ops))
             for engine, over_ranks, flag in zip(engines, averaged, flags):
                 if engine._on_arrival:
                     stack.enter_context(engine._arriving(loss_id, scale, over_ranks, flag))
-            yield
+
+            @torch.no_grad()
+            def begins() -> None:
+                for engine in engines:
+                    engine._end_loans()
+                for other, share in shares:
+                    if isinstance(other, AmpEngine) and other._arrivals.open:
+                        lending.open(share)
+
+            yield begins
         for engine in engines:
             engine._reducers.end_backward()
         if self._sums is not None:
@@ -543,46 +554,9 @@ class AmpEngine:
         for engine in engines:
             engine.stage = Stage.ACCUMULATING
 
-    @contextmanager
-    def _lending(
-        self,
-        shares: Sequence[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]],
-        scale: Tensor | None,
-        averaged: Container[int],
-        loss_id: int,
-    ) -> Iterator[None]:
-        """What the pass brings to other optimizers is put on their scales when it ends, or when a pass of theirs begins."""
-        conversion = foreign_gradients.Conversion([share for _, share in shares], scale, averaged)
-
-        def close(other: AmpEngine, share: foreign_gradients.Share) -> None:
-            if conversion.close(share):
-                self._hand_over(other, share, loss_id)
-
-        lent: list[tuple[AmpEngine, Callable[[], None]]] = []
-        for other, share in shares:
-            if isinstance(other, AmpEngine):
-                lent.append((other, functools.partial(close, other, share)))
-        closed: set[int] = set()
-        with conversion:
-            for other, end in lent:
-                other._lent.append(end)
-            try:
-                yield
-            finally:
-                for other, end in lent:
-                    if end in other._lent:
-                        other._lent.remove(end)
-                    else:
-                        closed.add(id(other))
-        for other, share in shares:
-            if id(other) not in closed:
-                self._hand_over(other, share, loss_id)
-
     def _begin_pass(self) -> bool:
         """Returns whether the coming pass is averaged over the ranks; True without several."""
-        while self._lent:
-            # a pass that is meant for another optimizer is under way; what it brought here so far carries its scale
-            self._lent.pop()()
+        self._end_loans()
         self._forget_cleared()
         averaged = self._reducers.begin_backward()
         if self._on_arrival and not averaged and not self._shared:
@@ -591,6 +565,30 @@ class AmpEngine:
                 f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
             )
         return averaged
+
+    def _lend(
+        self,
+        shares: Sequence[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]],
+        scale: Tensor | None,
+        averaged: Container[int],
+        loss_id: int,
+        stack: ExitStack,
+    ) -> foreign_gradients.Lending:
+        others = {share: other for other, share in shares}
+        lending = foreign_gradients.Lending(
+            list(others), scale, averaged, lambda share: self._hand_over(others[share], share, loss_id)
+        )
+        stack.enter_context(lending)
+        for other, share in shares:
+            if isinstance(other, AmpEngine):
+                other._lenders.append((lending, share))
+                stack.callback(other._lenders.remove, (lending, share))
+        return lending
+
+    def _end_loans(self) -> None:
+        """Passes that are meant for other optimizers may be under way: what they brought here so far carries their scale."""
+        for lending, share in self._lenders:
+            lending.close(share)
 
     def _arriving(
         self, loss_id: int, scale: Tensor | None, averaged: bool, flag: Tensor | None
