@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 from . import amp_session, checkpoint_apex
 from . import policy as policies
+from .amp_scaling import scaled
 from .amp_session import Session
-from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpUsageError
+from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError
 from .policy import Policy
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
@@ -245,25 +246,8 @@ def scale_loss(
         AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one for the same optimizer;
             several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
     """
-    engines = amp_session.engines_of(optimizers)
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
-        raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
-    if not engines:
-        yield loss
-        return
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        loss = loss.float()
-    first, *rest = engines
-    scaled = first.scale(loss, loss_id, rest)
-    if all(engine.is_plain for engine in engines):
-        yield scaled
-        return
-    with first.receiving(loss_id, rest) as begins:
-        if scaled.requires_grad and scaled is not loss:
-            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
-            scaled.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]
-        yield scaled
+    with scaled(loss, amp_session.engines_of(optimizers), loss_id) as result:
+        yield result
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:

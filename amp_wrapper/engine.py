@@ -595,7 +595,14 @@ class AmpEngine:
     ) -> AbstractContextManager[None]:
         on_device = None if scale is None else scale.to(self._device)
         return self._arrivals.arriving(
-            self._pairs(), self._own_parameters(), loss_id, on_device, averaged, flag, self._check_finished
+            self._pairs(),
+            self._own_parameters(),
+            loss_id,
+            on_device,
+            averaged,
+            flag,
+            self._check_finished,
+            in_buckets=bool(self._reducers.ddps),
         )
 
     def _check_finished(self) -> None:
