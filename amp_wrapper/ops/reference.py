@@ -219,6 +219,9 @@ def add_gradients(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """
     if left is None or right is None:
         return right if left is None else left
+    if left.is_sparse and right.is_sparse and left.dtype == right.dtype == torch.float16:
+        # torch adds no sparse float16 on a CPU
+        return (left.float() + right.float()).to(left.dtype)
     # dense plus sparse is known to torch in this order only
     return right + left if left.is_sparse and not right.is_sparse else left + right
 
