@@ -138,6 +138,8 @@ class AmpEngine:
         # passes for other optimizers that are under way, and what they may bring here
         self._lenders: list[tuple[foreign_gradients.Lending, foreign_gradients.Share]] = []
         self._learning: tuple[int, ...] = ()
+        # of the optimizer's groups, when masters were last looked for
+        self._lengths: list[int] = []
         # those of the optimizer, where somebody stands in front of them
         self._own_methods: dict[str, Callable[..., Any]] = {}
         self._handle: casting.CastHandle | None = None
@@ -557,6 +559,7 @@ class AmpEngine:
     def _begin_pass(self) -> bool:
         """Returns whether the coming pass is averaged over the ranks; True without several."""
         self._end_loans()
+        self._adopt_late()
         self._forget_cleared()
         averaged = self._reducers.begin_backward()
         if self._on_arrival and not averaged and not self._shared:
@@ -584,6 +587,14 @@ class AmpEngine:
                 other._lenders.append((lending, share))
                 stack.callback(other._lenders.remove, (lending, share))
         return lending
+
+    def _adopt_late(self) -> None:
+        """Masters for what ``add_param_group`` brought, before gradients arrive."""
+        if self._masters is not None and self._on_arrival:
+            lengths = [len(group['params']) for group in self.optimizer.param_groups] if self.optimizer else []
+            if lengths != self._lengths:
+                self._lengths = lengths
+                self._masters.adopt()
 
     def _end_loans(self) -> None:
         """Passes that are meant for other optimizers may be under way: what they brought here so far carries their scale."""
