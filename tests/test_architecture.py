@@ -38,6 +38,7 @@ FLOOR_OF = {
     'optim': 'owners',
     'ddp_rebuild': 'owners',
     'accumulation': 'owners',
+    'arrival': 'owners',
     'foreign_gradients': 'owners',
     'open_window': 'owners',
     'step_flags': 'owners',
@@ -91,6 +92,10 @@ SIBLINGS = {
     ('checkpoint_transfer', 'checkpoint'),
     # building a DDP anew is the one thing done to it, and when is the other
     ('model_wrappers', 'ddp_rebuild'),
+    # the hook that notices a DDP is put on and taken off with the others
+    ('model_wrappers', 'forward_hooks'),
+    # what is kept between passes is unscaled and added up there
+    ('arrival', 'gradients'),
     # a window's part of a file is made of gradients and their sums
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),
