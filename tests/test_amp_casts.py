@@ -91,7 +91,7 @@ def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
         'addr': lambda: torch.addr(x, v, w),
         'baddbmm': lambda: torch.baddbmm(batch, batch, wide),
         'bmm': lambda: torch.bmm(batch, wide),
-        'chain_matmul': lambda: torch.linalg.multi_dot([x, other, x]),
+        'chain_matmul': lambda: torch.chain_matmul(x, other, x),
         'multi_dot': lambda: torch.linalg.multi_dot([x, other]),
         'conv1d': lambda: F.conv1d(batch, kernel),
         'conv2d': lambda: F.conv2d(image, kernel[None].expand(4, 4, 4, 4)),
@@ -626,6 +626,35 @@ def test_what_is_under_way_is_not_stale() -> None:
     model.dec.register_forward_hook(lambda module, args, output: seen.append(output.dtype), prepend=True)
     model(torch.randn(2, 4))
     assert seen == [torch.float16]
+
+
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O4'])
+def test_an_interrupt_that_a_model_survives(level: str) -> None:
+    class Patient(nn.Module):
+        def __init__(self, inner: Net) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            # not a child: a model of its own
+            self.inner = [inner]
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.inner[0]
+            inner.fail = KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt):
+                inner(x)
+            inner.fail = None
+            assert inner(x).dtype is torch.float32
+            assert forward_hooks.open_contexts()[3] == 1
+            return self.fc(x).softmax(-1) + self.fc(x)
+
+    model, inner = Patient(Net()), Net()
+    model.inner = [inner]
+    attach(inner, level)
+    attach(model, 'O1')
+    seen: list[torch.dtype] = []
+    model.fc.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(torch.randn(2, 4))
+    assert seen == [torch.float16] * 2
 
 
 class Tree(nn.Module):
