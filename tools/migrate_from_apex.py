@@ -21,8 +21,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description='Move Python files from apex.amp, apex.parallel, apex.fp16_utils, apex.optimizers and ApexOptimWrapper to '
         'amp_wrapper and torch. Shows the edits as a diff on stdout, and what is left to do by hand on stderr.',
-        epilog='exit status: 0 nothing is left to do by hand, 1 something is, 2 wrong arguments or a file that cannot be read or '
-        'written. example: python tools/migrate_from_apex.py train.py configs/',
+        epilog='exit status: 0 nothing is left to do by hand, 1 something is, 2 wrong arguments, or a file that cannot be '
+        'read or written. example: python tools/migrate_from_apex.py train.py configs/',
     )
     parser.add_argument('paths', metavar='PATH', nargs='+', type=Path, help='Python file, or folder with Python files')
     parser.add_argument('--write', action='store_true', help='apply the edits; without it nothing is written')
@@ -42,9 +42,9 @@ def say(path: Path, note: Note) -> str:
 
 def diff(path: Path, before: str, after: str) -> str:
     """The edits of a file as ``patch`` takes them."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f'a/{path}', f'b/{path}'
-    )
+    name = str(path).lstrip('/')
+    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    lines = difflib.unified_diff(old, new, f'a/{name}', f'b/{name}')
     return ''.join(line if line.endswith('\n') else f'{line}\n\\ No newline at end of file\n' for line in lines)
 
 
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if lines:
             print(f'\n{title}', *lines, sep='\n', file=sys.stderr)
     verb = 'changed' if args.write else 'would change'
-    print(f'\n{len(paths)} files, {changed} {verb}, {len(by_hand)} places left to do by hand', file=sys.stderr)
+    print(f'\nFiles: {len(paths)}, {verb}: {changed}. Places left to do by hand: {len(by_hand)}.', file=sys.stderr)
     return 2 if failed else 1 if by_hand else 0
 
 

@@ -131,50 +131,51 @@ def _settle_object(source: Source, alias: Alias) -> None:
             _unused(source, alias)
         else:
             module, _, name = tables.RENAMED[found[0]].rpartition('.')
-            _need_name(alias, module, name, alias.local if alias.renamed else name)
+            alias.need(module, name, alias.local if alias.renamed else name)
         return
     for use in moving:
         if use.via_amp:
             amp = source.amp_at(use.node, alias)
             _write(source, use, (amp or 'amp') + (use.target or '').removeprefix('amp_wrapper.amp'))
     moving = [use for use in moving if not use.via_amp]
-    whole = {use.dotted: (use.target or '').removesuffix(_below(use, alias)) for use in moving}
-    targets = set(whole.values())
-    importable = all(target.rpartition('.')[0] in tables.IMPORTABLE for target in targets)
-    if not importable:
-        for use in moving:
-            alias.keep = not _write_whole(source, use, alias) or alias.keep
-        return
-    # one name for one thing: the old one stays where the file chose it, or gives it to something else as well
-    same = len(targets) == 1 and (alias.renamed or bool(source.others(alias)))
-    for target in targets:
+    targets: dict[str, list[Use]] = {}
+    for use in moving:
+        targets.setdefault((use.target or '').removesuffix(_below(use, alias)), []).append(use)
+    for target, found_uses in targets.items():
         module, _, name = target.rpartition('.')
-        taken = not same and name != alias.local and _bound_otherwise(source, name, alias, target)
-        if same or (taken and len(targets) == 1):
-            _need_name(alias, module, name, alias.local)
+        # the name of the old import may not be given to two things
+        if module not in tables.IMPORTABLE or (alias.keep and name == alias.local):
+            for use in found_uses:
+                alias.keep = not _write_whole(source, use, alias) or alias.keep
             continue
-        _need_name(alias, module, name, name)
-        for use in moving:
-            if whole[use.dotted] == target or (use.target or '').startswith(target):
-                _write(source, use, name + _below(use, alias))
-        if not alias.keep and len(targets) == 1 and name != alias.local:
-            written = {use.node for use in alias.uses}
-            for bare in alias.bare:
-                if bare not in written:
-                    source.edit(bare, lambda updated, name=name: updated.with_changes(value=name))
+        chosen = alias.renamed or bool(source.others(alias)) or _taken(source, name, alias, target)
+        if len(targets) == 1 and not alias.keep and chosen:
+            alias.need(module, name, alias.local)
+            continue
+        alias.need(module, name, name)
+        for use in found_uses:
+            _write(source, use, name + _below(use, alias))
+        if len(targets) == 1 and not alias.keep and name != alias.local:
+            _rename_rest(source, alias, name)
+
+
+def _rename_rest(source: Source, alias: Alias, name: str) -> None:
+    """``FusedAdam = None`` where the import failed, under the new name."""
+    written = {use.node for use in alias.uses}
+    for bare in alias.bare:
+        if bare not in written:
+            source.edit(bare, lambda updated: updated.with_changes(value=name))
 
 
 def _below(use: Use, alias: Alias) -> str:
     return use.dotted.removeprefix(alias.dotted)
 
 
-def _bound_otherwise(source: Source, name: str, alias: Alias, target: str) -> bool:
+def _taken(source: Source, name: str, alias: Alias, target: str) -> bool:
+    if name == alias.local:
+        return False
     found = source.scope(alias.statement)[name]
     return bool(found) and source.visible(name, alias.statement) != target
-
-
-def _need_name(alias: Alias, module: str, name: str, local: str) -> None:
-    alias.need(module, name, local)
 
 
 def _settle_star(source: Source, alias: Alias) -> None:
@@ -234,14 +235,20 @@ def _write_imports(source: Source) -> None:
             source.edit(statement, lambda updated, new=in_place: new)
             seen.update(_text(need) for alias in aliases for need in alias.needs)
             continue
-        new = [
-            text
-            for alias in aliases
-            for need in alias.needs
-            if (text := _text(need)) not in seen and not seen.add(text)
+        needs = [
+            need for alias in aliases for need in alias.needs if _text(need) not in seen and not seen.add(_text(need))
         ]
-        kept = _kept(statement, aliases)
-        _replace(source, statement, line, sorted(new, key=lambda text: text.startswith('from')), kept)
+        _replace(source, statement, line, _lines(needs), aliases)
+
+
+def _lines(needs: Sequence[tuple[str, str, str]]) -> list[str]:
+    """The new statements: modules, then names, those of one module together."""
+    modules = [_text(need) for need in needs if not need[1]]
+    names: dict[str, list[str]] = {}
+    for need in needs:
+        if need[1]:
+            names.setdefault(need[0], []).append(_text(need).partition(' import ')[2])
+    return [*modules, *(f'from {module} import {", ".join(dict.fromkeys(found))}' for module, found in names.items())]
 
 
 def _present(source: Source, body: cst.CSTNode) -> set[str]:
@@ -309,8 +316,9 @@ def _replace(
     statement: cst.Import | cst.ImportFrom,
     line: cst.SimpleStatementLine | cst.SimpleStatementSuite,
     texts: list[str],
-    kept: cst.Import | cst.ImportFrom | None,
+    aliases: Sequence[Alias],
 ) -> None:
+    kept = _kept(statement, aliases)
     if kept is statement and not texts:
         return
     small: list[cst.BaseSmallStatement] = [_parsed(text) for text in texts]
@@ -320,7 +328,8 @@ def _replace(
             small = [cst.Pass()] if len(line.body) == 1 else []
         source.edit(statement, lambda updated: cst.FlattenSentinel(small) if small else cst.RemoveFromParent())
         return
-    comments = [] if kept is not None else _comments(statement)
+    gone = [alias.node for alias in aliases if not alias.keep]
+    comments = _comments(statement) if kept is None else [comment for node in gone for comment in _comments(node)]
 
     def lines(updated: cst.SimpleStatementLine) -> cst.FlattenSentinel[cst.SimpleStatementLine] | cst.RemovalSentinel:
         if not small:

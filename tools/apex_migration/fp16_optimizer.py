@@ -45,7 +45,6 @@ class Wrapped:
     use: Use
     model: str
     optimizer: str
-    amp: str
 
 
 def decide(source: Source) -> None:
@@ -93,16 +92,15 @@ def _optimizer(source: Source, use: Use) -> Wrapped | str:
     args = Arguments(call, _ORDER)
     scale = _loss_scale(args, source)
     models = _models(source, args.values.get('init_optimizer'), call)
-    amp = source.amp_at(call, use.aliases[0])
     if args.starred or args.too_many or set(args.values) - set(_ORDER) or not scale:
         problem = 'its arguments cannot be told, or have no counterpart'
     elif len(models) != 1:
         problem = f'the model whose parameters it steps cannot be told ({", ".join(sorted(models)) or "none"} found)'
-    elif amp is None:
-        problem = 'the import is not visible here'
     elif _wraps_ddp(source, models, call):
         problem = 'the model is in DistributedDataParallel already: first amp.initialize, then DistributedDataParallel'
-    if problem:
+    amp = source.amp_at(call, use.aliases[0]) if not problem else None
+    if amp is None:
+        problem = problem or 'the import is not visible here'
         source.hand(call, use.dotted, f'{problem}: {tables.advice(use.dotted)}')
         return target
     model = models.pop()
@@ -130,7 +128,7 @@ def _optimizer(source: Source, use: Use) -> Wrapped | str:
         'saved with amp.state_dict(), no longer with the optimizer',
     )
     use.target, use.gone = 'amp_wrapper.amp', True
-    return Wrapped(use, model, target, amp or 'amp')
+    return Wrapped(use, model, target)
 
 
 def _loss_scale(args: Arguments, source: Source) -> str:
@@ -176,33 +174,48 @@ def _pairs(node: cst.BaseExpression) -> dict[str, cst.BaseExpression] | None:
 
 
 def _models(source: Source, node: cst.BaseExpression | None, before: cst.CSTNode) -> set[str]:
-    """Whose ``.parameters()`` an expression comes from, through the variables it is made of."""
+    """Whose ``.parameters()`` an optimizer steps, found through the variables that they come from."""
     found: set[str] = set()
     seen: set[str] = set()
-    waiting: list[cst.CSTNode] = [node] if node is not None else []
-    function = source.function(before)
+    makers = _given(source, dotted_name(node), before) if node is not None and dotted_name(node) else [node]
+    waiting: list[cst.CSTNode] = [part for maker in makers for part in _first(maker)]
     while waiting:
-        for inner in _inside(waiting.pop()):
-            if (
-                isinstance(inner, cst.Attribute)
-                and inner.attr.value in ('parameters', 'named_parameters')
-                and isinstance(source.parents.get(inner), cst.Call)
-            ):
-                found.add(source.code(inner.value))
-            name = dotted_name(inner)
-            if name is None or name in seen:
-                continue
-            seen.add(name)
-            for assign in source.nodes:
-                if (
-                    isinstance(assign, cst.Assign)
-                    and source.function(assign) is function
-                    and source.start(assign) < source.start(before)
-                    and any(source.code(target.target) == name for target in assign.targets)
-                    and 'parameters' in source.code(assign.value)
-                ):
-                    waiting.append(assign.value)
+        parts = _inside(waiting.pop())
+        receivers = [
+            part.value
+            for part in parts
+            if isinstance(part, cst.Attribute)
+            and part.attr.value in ('parameters', 'named_parameters')
+            and isinstance(source.parents.get(part), cst.Call)
+        ]
+        found.update(source.code(receiver) for receiver in receivers)
+        for part in parts:
+            name = dotted_name(part)
+            if name is not None and name not in seen and name not in found:
+                seen.add(name)
+                waiting += _given(source, name, before)
     return found
+
+
+def _first(node: cst.BaseExpression | None) -> list[cst.BaseExpression]:
+    """What a call that makes an optimizer is given as parameters."""
+    if not isinstance(node, cst.Call):
+        return []
+    return [arg.value for arg in node.args if arg.keyword is not None and arg.keyword.value == 'params'] or [
+        arg.value for arg in node.args[:1] if arg.keyword is None
+    ]
+
+
+def _given(source: Source, name: str | None, before: cst.CSTNode) -> list[cst.BaseExpression]:
+    """What a variable was set to, in the same function and before."""
+    return [
+        node.value
+        for node in source.nodes
+        if isinstance(node, cst.Assign)
+        and source.function(node) is source.function(before)
+        and source.start(node) < source.start(before)
+        and any(dotted_name(target.target) == name for target in node.targets)
+    ]
 
 
 def _wraps_ddp(source: Source, models: set[str], before: cst.CSTNode) -> bool:
@@ -260,8 +273,17 @@ def _drop_if_idle(source: Source, statement: cst.CSTNode, model: str) -> None:
         code = source.code(updated.body[0]).strip()
         return cst.RemoveFromParent() if code in (model, f'{model} = {model}') else updated
 
-    if change not in source.edits.get(line, ()):
-        source.edit(line, change)
+    source.edit(line, change)
+    condition = source.enclosing(line, cst.BaseCompoundStatement)
+    outer = source.parents.get(condition)
+    if not isinstance(condition, cst.If) or condition.orelse or not isinstance(outer, (cst.Module, cst.IndentedBlock)):
+        return
+    if not any(isinstance(inner, (cst.Call, cst.NamedExpr)) for inner in _inside(condition.test)):
+        source.edit(condition, _none_if_empty)
+
+
+def _none_if_empty(updated: cst.If) -> cst.If | cst.RemovalSentinel:
+    return updated if updated.body.body else cst.RemoveFromParent()
 
 
 def _half_methods(source: Source, one: Wrapped) -> None:

@@ -18,8 +18,8 @@ _STRINGS = {
     'pytest.importorskip',
 }
 _STASH = (
-    "only apex itself used it, and it is not carried over; the FP32 masters are amp.master_params(optimizer), and a gradient's "
-    'state after amp.scale_loss is: unscaled'
+    'only apex itself used it, and it is not carried over; the FP32 masters are amp.master_params(optimizer), and their '
+    'gradients are unscaled after amp.scale_loss'
 )
 
 
