@@ -4,14 +4,17 @@
 
     optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=...)
 
+Without mmengine: ``from amp_wrapper import amp``, the functional interface of ``apex.amp``.
+
 Importing the package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry, and registers
 the optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there. Without
-mmengine, everything below the mmengine doors (:mod:`amp_wrapper.engine` and what it stands on) can be imported.
+mmengine, everything below the mmengine doors, and the functional interface, can be imported.
 """
 
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
+from . import amp
 from .errors import (
     AmpAttachError,
     AmpCheckpointError,
@@ -61,5 +64,6 @@ __all__ = [
     'NonfiniteWatch',
     'OverflowStreakError',
     'TorchAmpOptimWrapper',
+    'amp',
     'nonfinite_watch',
 ]

@@ -24,10 +24,16 @@ from .forward_hooks import (
     CastInputs,
     CastOutputs,
     EnterAutocast,
+    EnterCasts,
+    EnterCastsBelow,
     EnterForward,
     EnterFp32,
+    EnterPlain,
     LeaveAutocast,
+    LeaveCasts,
+    LeaveCastsBelow,
     LeaveForward,
+    LeavePlain,
     has_hook,
     is_loss,
     module_device,
@@ -110,6 +116,9 @@ class CastPlan:
         leave: Module classes that are not touched at all, such as mmengine's data preprocessors.
         average: Module classes of averaged models, which stay FP32 beside the classes torch has.
         enter: Casts tensors inside output objects of a framework's own kind.
+        covers_forward: For the functional API: at O1 and O4 every forward of a root or of a module below it runs with
+            casts, in training and evaluation, and gives FP32 outputs (``policy.cast_model_outputs``). At the other levels
+            the casts of other models end at the doors of the roots. False leaves autocast to the caller.
 
     Attributes:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
@@ -126,9 +135,11 @@ class CastPlan:
         leave: tuple[type, ...] = (),
         average: tuple[type, ...] = (),
         enter: EnterObject | None = None,
+        covers_forward: bool = False,
     ) -> None:
         self.roots = list(roots)
         self._enter = enter
+        self._covers = covers_forward
         self.policy = policy
         self._leave = leave
         # under autocast their weights are FP32 anyway
@@ -155,7 +166,13 @@ class CastPlan:
             self._collect()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
-            self.ops = fp32_ops.OpSet(policy.fp32_ops, sorted({type(m) for m in self._modules()}, key=_class_name))
+            classes = sorted({type(m) for m in self._modules()}, key=_class_name)
+            self.ops = fp32_ops.OpSet(policy.fp32_ops, classes, casts=self.casts_ops)
+
+    @property
+    def casts_ops(self) -> bool:
+        """Whether the hooks of the plan open regions in which ops are cast."""
+        return self._covers and self.policy.runs_16_bit and not self.policy.casts_model
 
     def _hook_sets(self) -> dict[int, fp32_ops.OpSet]:
         """What another wrapper that autocasts has put on the roots."""
@@ -163,7 +180,7 @@ class CastPlan:
             id(root): hook.ops
             for _, root in self.roots
             for hook in root._forward_pre_hooks.values()
-            if isinstance(hook, EnterForward)
+            if isinstance(hook, (EnterForward, EnterCasts))
         }
 
     def _modules(self) -> Iterator[nn.Module]:
@@ -326,19 +343,21 @@ class CastPlan:
                 if not has_hook(root, CastInputs):
                     root.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
+            elif self.casts_ops:
+                pass  # the hooks that close a region cast outputs
             elif policy.cast_model_outputs is not None:
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs, self._enter))
             elif policy.runs_16_bit and not has_hook(root, CastOutputs):
                 # a validation loop may autocast by itself
                 root.register_forward_hook(CastOutputs(torch.float32, self._enter, only_eval=True))
-            if self.ops is not None:
-                for hooks in (root._forward_pre_hooks, root._forward_hooks):
-                    _drop(hooks, (EnterForward, LeaveForward))
-                _forget_flags(root)
+            if self.ops is not None and not self.casts_ops:
+                _drop_forward_hooks(root, (EnterForward, LeaveForward))
                 ops = self.ops if id(root) not in before else before[id(root)] | self.ops
                 # first of all, so that other people's pre-hooks run inside the pass
                 root.register_forward_pre_hook(EnterForward(ops), prepend=True)
                 root.register_forward_hook(LeaveForward(), always_call=True)
+        if self._covers:
+            self._cover_forwards(before)
         if self.ops is not None:
             fp32_ops.attach(watched, self.ops)
             module_guard.watch(watched, policy.casts_model)
@@ -347,6 +366,32 @@ class CastPlan:
                     if not has_hook(module, EnterFp32):
                         run_in_fp32(module, starts and gives_back)
         return handle
+
+    def _cover_forwards(self, before: dict[int, fp32_ops.OpSet]) -> None:
+        policy = self.policy
+        kinds = (EnterForward, LeaveForward, EnterCasts, LeaveCasts, EnterPlain, LeavePlain)
+        roots = {id(root): root for _, root in self.roots}
+        if not self.casts_ops:
+            for root in roots.values():
+                _drop_forward_hooks(root, (EnterPlain, LeavePlain))
+                root.register_forward_pre_hook(EnterPlain(), prepend=True)
+                root.register_forward_hook(LeavePlain(), always_call=True)
+            return
+        assert self.ops is not None
+        assert policy.autocast_dtype is not None
+        outputs = policy.cast_model_outputs or torch.float32
+        for root in roots.values():
+            _drop_forward_hooks(root, kinds)
+            ops = self.ops if id(root) not in before else before[id(root)] | self.ops
+            # first of all, so that other people's pre-hooks run inside
+            root.register_forward_pre_hook(EnterCasts(ops, policy.autocast_dtype), prepend=True)
+            root.register_forward_hook(LeaveCasts(outputs, self._enter), always_call=True)
+        # modules kept in FP32 are no part of this: called directly, they run as they are
+        for module in self._cast_modules:
+            if id(module) not in roots:
+                _drop_forward_hooks(module, kinds)
+                module.register_forward_pre_hook(EnterCastsBelow(self.ops, policy.autocast_dtype), prepend=True)
+                module.register_forward_hook(LeaveCastsBelow(outputs, self._enter), always_call=True)
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers):
@@ -449,6 +494,12 @@ def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook,)) -> None:
         inner = getattr(hook, 'hook', hook)
         if isinstance(inner, kinds) or isinstance(getattr(inner, '__self__', None), kinds):
             del hooks[key]
+
+
+def _drop_forward_hooks(module: nn.Module, kinds: tuple[type, ...]) -> None:
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        _drop(hooks, kinds)
+    _forget_flags(module)
 
 
 def _forget_flags(module: nn.Module) -> None:

@@ -23,10 +23,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import logging
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from . import (
     twins,
 )
 from .accumulation import Fp32Sums
+from .arrival import Arrivals
 from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpError, AmpUsageError, OverflowStreakError
 from .gradients import GradientClip
 from .late_read import LateRead, flagged, has_pre_hooks, late_gradients, takes_flag
@@ -58,6 +60,7 @@ from .model_wrappers import Reducers, check_unknown_listeners
 from .nested import HALF_TYPES, EnterObject
 from .optim.fused import FusedOptimizer, Update
 from .policy import Policy, dtype_name
+from .scale_config import LossScaleConfig
 from .skip_watch import SkipWatch
 from .split_weights import SplitWeights
 from .step_flags import StepFlags
@@ -109,18 +112,35 @@ class AmpEngine:
     Args:
         policy: The configuration.
         optimizer: Any :class:`torch.optim.Optimizer` whose ``step`` needs no closure, or None for inference.
+        scalers: The loss scales, where several engines share them; one for each loss. Gradients are unscaled as they arrive
+            then, so that none depends on when another engine steps. None: scales of its own.
 
     Raises:
         AmpAttachError: An optimizer that cannot be wrapped.
     """
 
-    def __init__(self, policy: Policy, optimizer: Optimizer | None) -> None:
+    def __init__(
+        self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None = None
+    ) -> None:
         self.policy = policy
         self.optimizer = optimizer
         self.stage = Stage.DETACHED
         #: What log lines call this engine, where there are several.
         self.label = ''
-        self.scalers = [self._new_scaler() for _ in range(policy.num_losses)]
+        self._shared = scalers is not None
+        self.scalers = new_scalers(policy) if scalers is None else list(scalers)
+        # scales of several engines do not count the steps of one
+        self._tally = (
+            LossScaler(LossScaleConfig(False, 1.0), self.scalers[0].checks) if self._shared else self.scalers[0]
+        )
+        # several scales must never mix in one gradient
+        self._on_arrival = policy.enabled and (policy.num_losses > 1 or self._shared)
+        self._arrivals = Arrivals(keeps=self._shared)
+        # ends what a pass for other optimizers, which is under way, brings here
+        self._lent: list[Callable[[], None]] = []
+        self._learning: tuple[int, ...] = ()
+        # those of the optimizer, where somebody stands in front of them
+        self._own_methods: dict[str, Callable[..., Any]] = {}
         self._handle: casting.CastHandle | None = None
         self._ops: fp32_ops.OpSet | None = None
         self._seen_ops: set[frozenset[str]] = set()
@@ -129,7 +149,7 @@ class AmpEngine:
         self._reducers = Reducers(None, self.weights)
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
         self._others: tuple[AmpEngine | foreign_gradients.OtherOptimizer, ...] = ()
-        self._flags = StepFlags(policy.num_losses)
+        self._flags = StepFlags(policy.num_losses, self._on_arrival)
         self._kept_sides: _Sides | None = None
         self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
         self._device = torch.device('cpu')
@@ -150,11 +170,27 @@ class AmpEngine:
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def _new_scaler(self) -> LossScaler:
-        config = self.policy.loss_scale
-        if not self.policy.enabled:
-            config = dataclasses.replace(config, enabled=False)
-        return LossScaler(config, self.policy.skip_nonfinite)
+    @contextmanager
+    def behind(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Inside, these are the optimizer's own methods: the caller stands in front of it.
+
+        Args:
+            **methods: ``step`` or ``zero_grad``, which take their arguments by name.
+        """
+        before, self._own_methods = self._own_methods, methods
+        try:
+            yield
+        finally:
+            self._own_methods = before
+
+    def _own(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = self._own_methods.get(name) or getattr(self.optimizer, name)
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients go from backward to the optimizer untouched and unchecked."""
+        return self._is_plain()
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
@@ -224,35 +260,46 @@ class AmpEngine:
             done, shared_weights = self._cast_by_others()
             roots = scope.find_roots(inner, self.optimizer, foreign, done)
             plan = casting.CastPlan(roots, self.policy, leave, average, enter)
-            if self.optimizer is not None and self.policy.split_masters:
-                assert self.policy.cast_model_type is not None
-                self._masters = SplitWeights(self.optimizer, plan.parameters, self.policy.cast_model_type)
-            elif self.optimizer is not None and self.policy.master_weights:
-                self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.fp32_twin)
+            self._make_masters(plan)
             self._handle = plan.apply()
-            self._ops = plan.ops
-            if self._masters is not None:
-                # the cast rounded each weight; copying again settles the version counters
-                self._masters.copy_to_weights()
-            elif self.optimizer is not None and not isinstance(self.optimizer, FusedOptimizer):
-                # ours compute in FP32, and keep their state in the type they were given
-                cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
-                if plan.parameters and self.policy.verbosity >= 1 and self.policy.cast_model_type is not None:
-                    warn_of_lost_eps(self.optimizer, self.policy.cast_model_type)
+            self._take_cast(plan, shared_weights)
             self._reducers = reducers
             reducers.rebuild(plan.parameters.values())
             reducers.record()
             if self.policy.verbosity >= 2 and self.policy.casts_model:
-                self._log_casts(plan)
-        self._device = self._gradient_device(model)
-        self._kept_sides = None
-        self._flags.to(self._device)
-        for scaler in self.scalers:
-            scaler.to(self._device)
-        self.stage = Stage.READY
+                log_casts(plan)
+        self._begin(self._gradient_device(model))
         pending, self._pending = self._pending, None
         if pending is not None:
             self._restore_window(pending)
+
+    def _make_masters(self, plan: casting.CastPlan) -> None:
+        """From the weights before they are rounded."""
+        if self.optimizer is not None and self.policy.split_masters:
+            assert self.policy.cast_model_type is not None
+            self._masters = SplitWeights(self.optimizer, plan.parameters, self.policy.cast_model_type)
+        elif self.optimizer is not None and self.policy.master_weights:
+            self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.fp32_twin)
+
+    def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
+        """After the cast."""
+        self._ops = plan.ops
+        if self._masters is not None:
+            # the cast rounded each weight; copying again settles the version counters
+            self._masters.copy_to_weights()
+        elif self.optimizer is not None and not isinstance(self.optimizer, FusedOptimizer):
+            # ours compute in FP32, and keep their state in the type they were given
+            cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
+            if plan.parameters and self.policy.verbosity >= 1 and self.policy.cast_model_type is not None:
+                warn_of_lost_eps(self.optimizer, self.policy.cast_model_type)
+
+    def _begin(self, device: torch.device) -> None:
+        self._device = device
+        self._kept_sides = None
+        self._flags.to(device)
+        for scaler in (*self.scalers, self._tally):
+            scaler.to(device)
+        self.stage = Stage.READY
 
     def join(self, others: Iterable[AmpEngine | foreign_gradients.OtherOptimizer]) -> None:
         """Say whose parameters the losses of this engine may reach as well, before attaching.
@@ -304,11 +351,6 @@ class AmpEngine:
         """Whether gradients go from backward to the optimizer untouched."""
         scaler = self.scalers[0]
         return not self.policy.enabled or (scaler.is_one and not scaler.checks and not self.policy.casts_model)
-
-    def _log_casts(self, plan: casting.CastPlan) -> None:
-        assert self.policy.cast_model_type is not None
-        for name in plan.parameters:
-            logger.info(f'amp: {name} is {dtype_name(self.policy.cast_model_type)} now')
 
     def _gradient_device(self, model: nn.Module | None) -> torch.device:
         if self.optimizer is not None:
@@ -423,13 +465,19 @@ class AmpEngine:
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def scale(self, loss: Tensor, loss_id: int = 0) -> Tensor:
+    def scale(self, loss: Tensor, loss_id: int = 0, together: Sequence[AmpEngine] = ()) -> Tensor:
         """``loss`` times the scale of ``loss_id``, in float32; ``loss`` itself where nothing is scaled.
+
+        Args:
+            loss: Floating tensor of any shape.
+            loss_id: Which scaler; below ``num_losses``.
+            together: As in :meth:`receiving`.
 
         Raises:
             AmpUsageError: No such loss.
         """
-        return self._scaler(loss_id).scale(loss)
+        scaler = self._scaler(loss_id)
+        return scaler.scale(loss, None if scaler.is_one else self._pass_scale(loss_id, together))
 
     def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
         """Scale the loss and run its backward pass.
@@ -445,44 +493,157 @@ class AmpEngine:
         scaled = self.scale(loss, loss_id)
         if not self.attached:
             self.attach(None)
+        with self.receiving(loss_id):
+            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def receiving(self, loss_id: int = 0, together: Sequence[AmpEngine] = ()) -> Iterator[None]:
+        """Around one backward pass of a loss that :meth:`scale` has scaled, whoever runs it.
+
+        Args:
+            loss_id: Which scaler; below ``num_losses``.
+            together: Further engines that the pass is meant for. This one's scale holds for all, and learns; where a gradient
+                of any is non-finite, all skip their next step.
+
+        Raises:
+            AmpUsageError: As :meth:`backward`; inside another pass of the same engine. All gradients are as before, and so they
+                are after any exception inside, where gradients are unscaled as they arrive.
+        """
+        engines = (self, *together)
+        self._scaler(loss_id)
+        scale = self._pass_scale(loss_id, together)
+        for engine in engines:
+            if engine._arrivals.open:
+                raise AmpUsageError(
+                    'a backward pass inside another one that is meant for the same optimizer: leave the first '
+                    '"with amp.scale_loss(...)" block before the second begins, or add the losses up.'
+                )
+        averaged = [engine._begin_pass() for engine in engines]
+        shares = self._shares(together)
+        if self._sums is not None:
+            self._sums.give_back(self._reducers.about_to_average())
+        averaged_ones = self._reducers.about_to_average(everywhere=True) if shares else frozenset()
+        flags = [engine._flags.new() if engine.scalers[0].checks else None for engine in engines]
+        with ExitStack() as stack:
+            # checkpointed segments are recomputed in there
+            stack.enter_context(self._lending(shares, scale, averaged_ones, loss_id))
+            if self._ops is not None:
+                stack.enter_context(fp32_ops.in_backward(self._ops, self._seen_ops))
+            for engine, over_ranks, flag in zip(engines, averaged, flags):
+                if engine._on_arrival:
+                    stack.enter_context(engine._arriving(loss_id, scale, over_ranks, flag))
+            yield
+        for engine in engines:
+            engine._reducers.end_backward()
+        if self._sums is not None:
+            self._sums.take(self.weights())
+        if self._on_arrival:
+            self._tell(loss_id, together, flags)
+        self._flags.used[loss_id] = True
+        for engine in engines:
+            engine.stage = Stage.ACCUMULATING
+
+    @contextmanager
+    def _lending(
+        self,
+        shares: Sequence[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]],
+        scale: Tensor | None,
+        averaged: Container[int],
+        loss_id: int,
+    ) -> Iterator[None]:
+        """What the pass brings to other optimizers is put on their scales when it ends, or when a pass of theirs begins."""
+        conversion = foreign_gradients.Conversion([share for _, share in shares], scale, averaged)
+
+        def close(other: AmpEngine, share: foreign_gradients.Share) -> None:
+            if conversion.close(share):
+                self._hand_over(other, share, loss_id)
+
+        lent: list[tuple[AmpEngine, Callable[[], None]]] = []
+        for other, share in shares:
+            if isinstance(other, AmpEngine):
+                lent.append((other, functools.partial(close, other, share)))
+        closed: set[int] = set()
+        with conversion:
+            for other, end in lent:
+                other._lent.append(end)
+            try:
+                yield
+            finally:
+                for other, end in lent:
+                    if end in other._lent:
+                        other._lent.remove(end)
+                    else:
+                        closed.add(id(other))
+        for other, share in shares:
+            if id(other) not in closed:
+                self._hand_over(other, share, loss_id)
+
+    def _begin_pass(self) -> bool:
+        """Returns whether the coming pass is averaged over the ranks; True without several."""
+        while self._lent:
+            # a pass that is meant for another optimizer is under way; what it brought here so far carries its scale
+            self._lent.pop()()
         self._forget_cleared()
         averaged = self._reducers.begin_backward()
-        if self.policy.num_losses > 1 and self.policy.enabled and not averaged:
+        if self._on_arrival and not averaged and not self._shared:
             raise AmpUsageError(
                 f'backward() with num_losses={self.policy.num_losses} under no_sync: unscaling each loss on arrival would '
                 f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
             )
-        shares = self._shares()
-        if self._sums is not None:
-            self._sums.give_back(self._reducers.about_to_average())
-        averaged_ones = self._reducers.about_to_average(everywhere=True) if shares else frozenset()
-        with foreign_gradients.converted([share for _, share in shares], self._scale_of(loss_id), averaged_ones):
-            # checkpointed segments are recomputed in there
-            with nullcontext() if self._ops is None else fp32_ops.in_backward(self._ops, self._seen_ops):
-                if self.policy.num_losses > 1 and self.policy.enabled:
-                    self._backward_on_arrival(scaled, loss_id, kwargs)
-                else:
-                    scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-        self._reducers.end_backward()
-        if self._sums is not None:
-            self._sums.take(self.weights())
-        for other, share in shares:
-            self._hand_over(other, share, loss_id)
-        self._flags.used[loss_id] = True
-        self.stage = Stage.ACCUMULATING
+        return averaged
+
+    def _arriving(
+        self, loss_id: int, scale: Tensor | None, averaged: bool, flag: Tensor | None
+    ) -> AbstractContextManager[None]:
+        on_device = None if scale is None else scale.to(self._device)
+        return self._arrivals.arriving(
+            self._pairs(), self._own_parameters(), loss_id, on_device, averaged, flag, self._check_finished
+        )
+
+    def _check_finished(self) -> None:
+        if self._reducers.is_unfinished():
+            raise AmpUsageError(
+                f'backward() with num_losses={self.policy.num_losses} reached only some of the parameters that the forward '
+                f'pass used, and DistributedDataParallel waits for the others before it averages: run the model once for '
+                f'each loss, with find_unused_parameters=True, or add the losses up.'
+            )
+
+    def _tell(self, loss_id: int, together: Sequence[AmpEngine], flags: Sequence[Tensor | None]) -> None:
+        """Each engine of a pass learns what any of them found; the scale of the pass learns once."""
+        found = [flag for flag in flags if flag is not None]
+        if not found:
+            return
+        worst = found[0] if len(found) == 1 else torch.stack([flag.to(self._device) for flag in found]).max()
+        self._flags.find(loss_id, worst)
+        for engine in together:
+            engine._flags.receive(worst, engine._reducers.is_local())
+
+    def _pass_scale(self, loss_id: int, together: Sequence[AmpEngine] = ()) -> Tensor | None:
+        """The scale of the coming pass: that of the gradients which wait for it, or the present one."""
+        for engine in (self, *together):
+            held = engine._arrivals.held
+            if held is not None and held.loss_id == loss_id:
+                # the scale may have moved since, where engines share it
+                return held.scale
+        return self._scale_of(loss_id)
 
     def _scale_of(self, loss_id: int) -> Tensor | None:
         scaler = self._scaler(loss_id)
         return None if scaler.is_one else scaler.current_scale
 
-    def _shares(self) -> list[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]]:
-        """What the coming backward pass may bring to other optimizers."""
-        if not self._others:
+    def _shares(
+        self, together: Sequence[AmpEngine] = ()
+    ) -> list[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]]:
+        """What the coming backward pass may bring to optimizers that it is not meant for."""
+        others = [other for other in self._others if not any(other is engine for engine in together)]
+        if not others:
             return []
-        mine = {id(weight) for weight in self.weights()}
+        mine = {id(weight) for engine in (self, *together) for weight in engine.weights()}
         shares: list[tuple[AmpEngine | foreign_gradients.OtherOptimizer, foreign_gradients.Share]] = []
         seen: set[int] = set()
-        for other in self._others:
+        for other in others:
+            if isinstance(other, AmpEngine):
+                other._forget_cleared()
             theirs = other.weights()
             both = [weight for weight in theirs if id(weight) in mine]
             if (
@@ -512,10 +673,10 @@ class AmpEngine:
         Args:
             beyond: Those of :meth:`weights` that the other one does not step.
         """
-        unscaled = self.policy.num_losses > 1 and self.policy.enabled
-        return foreign_gradients.Share(
-            beyond, lambda: None if unscaled else self._scale_of(0), self.scalers[0].checks and self.attached
-        )
+        if self._on_arrival:
+            # unscaled as they arrive, but not those that wait for the end of a pass
+            return foreign_gradients.Share(beyond, lambda: self._arrivals.pending_scale, self.scalers[0].checks)
+        return foreign_gradients.Share(beyond, lambda: self._scale_of(0), self.scalers[0].checks and self.attached)
 
     def _has_gradient(self, weights: Iterable[nn.Parameter]) -> bool:
         """Whether any of ``weights`` has one waiting, as ``.grad``, as a sum beside it, or on its master."""
@@ -528,8 +689,33 @@ class AmpEngine:
 
     def _forget_cleared(self) -> None:
         """The model's own ``zero_grad()`` clears gradients, and nobody tells whose loss they came from."""
-        if self._flags.has_received and not self.in_own_window and not self._has_gradient(self.weights()):
+        if self._on_arrival and not self._arrivals.open:
+            if self._arrivals.held is not None and not any(weight.grad is not None for weight in self.weights()):
+                self._arrivals.held = None
+                for _, master in self._pairs():
+                    master.grad = None
+            if self._arrivals.held is None:
+                self._take_up(makes_room=True)
+        received = self._flags.has_received and not self.in_own_window
+        if (received or (self._shared and self.in_own_window)) and not self._has_gradient(self.weights()):
+            if self.in_own_window:
+                self._drop()
             self._flags.forget_received()
+
+    def _take_up(self, makes_room: bool) -> None:
+        """Masters follow what happened to the gradients of their weights."""
+        plain = self._arrivals.take_up(self._pairs(), makes_room)
+        if plain:
+            flag = self._flags.new() if self.scalers[0].checks else None
+            self._arrivals.add(plain, flag)
+            if flag is not None:
+                self._flags.receive(flag, self._reducers.is_local())
+
+    def _drop(self) -> None:
+        """Gradients are cleared before anybody stepped: what their scales were too large for, they learn all the same."""
+        if self._shared and self.in_own_window and self._arrivals.held is None and not self._reducers.is_local():
+            self._update_scalers()
+        self._flags.clear()
 
     def _hand_over(
         self,
@@ -547,39 +733,15 @@ class AmpEngine:
 
     def _receive(self, found_inf: Tensor) -> None:
         """Gradients of another engine's loss have arrived, on our scale."""
-        if self.policy.num_losses > 1 and self.policy.enabled:
-            gradients.accumulate_unscaled(self._pairs(), [], {}, None, None)
+        if self._on_arrival:
+            if self._arrivals.held is None and not self._arrivals.open:
+                self._arrivals.add([pair for pair in self._pairs() if pair[0].grad is not None], None)
         elif self._sums is not None:
             self._sums.take(self.weights())
         # this engine's own pass may average the gradients themselves, but not the flag
         self._flags.receive(found_inf, self._reducers.is_local())
         if self.attached:
             self.stage = Stage.ACCUMULATING
-
-    def _backward_on_arrival(self, scaled: Tensor, loss_id: int, kwargs: dict[str, Any]) -> None:
-        """Several scales must never mix in one gradient: each pass is unscaled alone, and the sums are FP32."""
-        own = self._own_parameters()
-        # copies: DDP may have moved them into its buckets, which this pass overwrites
-        before = {id(p): p.grad.clone() for p in own if p.grad is not None}
-        for parameter in own:
-            parameter.grad = None
-        try:
-            scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
-            if self._reducers.is_unfinished():
-                raise AmpUsageError(
-                    f'backward() with num_losses={self.policy.num_losses} reached only some of the parameters that the forward '
-                    f'pass used, and DistributedDataParallel waits for the others before it averages: run the model once for '
-                    f'each loss, with find_unused_parameters=True, or add the losses up.'
-                )
-        except BaseException:
-            for parameter in own:
-                parameter.grad = before.get(id(parameter))
-            for weight, _ in self._pairs():
-                weight.grad = None
-            raise
-        scaler = self._scaler(loss_id)
-        found = self._flags.found(loss_id) if scaler.checks else None
-        gradients.accumulate_unscaled(self._pairs(), own, before, scaler.inverse_scale(), found)
 
     # -- step --------------------------------------------------------------------------------------------------------
 
@@ -607,10 +769,12 @@ class AmpEngine:
         """
         assert self.optimizer is not None
         self._check_step(kwargs)
+        if self._on_arrival:
+            self._finish_arrivals()
         if kwargs.get('closure') is not None:
             # its backward passes run inside the optimizer: there is nothing to unscale, and nobody to check
             norm = None if clip is None else clip.apply(self._parameters())
-            self.optimizer.step(**kwargs)
+            self._own('step')(**kwargs)
             self.stage = Stage.READY
             return self._result(False, None, norm)
         sides = self._sides()
@@ -625,6 +789,23 @@ class AmpEngine:
         self.stage = Stage.READY
         return result
 
+    def _finish_arrivals(self) -> None:
+        """Everything that the optimizer is about to step is unscaled, and was looked at."""
+        held = self._arrivals.held
+        checks = self.scalers[0].checks
+        if held is not None:
+            flag = self._flags.found(held.loss_id) if checks else None
+            self._arrivals.release(self._pairs(), self._own_parameters(), flag)
+        self._take_up(makes_room=False)
+        if self._shared and checks and not self.in_own_window and not self._flags.has_received:
+            # nobody scaled them, or they were stepped before
+            found = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+            values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
+            if values:
+                flag = self._flags.new()
+                ops.multi_tensor_isnonfinite(values, flag)
+                self._flags.receive(flag, self._reducers.is_local())
+
     def _step_fused(
         self, clip: GradientClip | None, sides: _Sides, gradients: Sequence[Tensor | None], kwargs: dict[str, Any]
     ) -> StepResult:
@@ -633,7 +814,7 @@ class AmpEngine:
         waits = self.scalers[0].checks and self._watch.must_wait
         update = Update(gradients, sides.partners, lambda found: self._prologue(clip, found))
         with self.optimizer.updating(update):
-            self.optimizer.step(**kwargs)
+            self._own('step')(**kwargs)
         decision = update.decision
         assert decision is not None
         norm = None if clip is None or clip.kind == 'value' else decision[GRAD_NORM]
@@ -641,7 +822,7 @@ class AmpEngine:
             self._masters.settle()
         if self._sums is not None:
             self._sums.clear()
-        if self.policy.num_losses > 1:
+        if self._on_arrival:
             skip = self._flags.skipped()
             self._update_scalers()
             result = self._result(None, None, norm, skip)
@@ -678,8 +859,8 @@ class AmpEngine:
             return None
         if not split and not sides.together:
             return None
-        # with several losses each was unscaled into the masters as it arrived
-        several = self.policy.num_losses > 1
+        # unscaled into the masters as they arrived
+        several = self._on_arrival
         found = [parameter.grad for parameter in (sides.parameters if several else sides.weights)]
         if self._sums is not None and len(self._sums) and not several:
             found = [ops.add_gradients(self._sums.get(weight), grad) for weight, grad in zip(sides.weights, found)]
@@ -704,8 +885,8 @@ class AmpEngine:
     def _prologue(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
         """The first pass, and what the decision is made from."""
         scaler = self.scalers[0]
-        # with several losses, each was unscaled and looked at as it arrived
-        several = self.policy.num_losses > 1
+        # unscaled and looked at as they arrived
+        several = self._on_arrival
         flag = self._flags.found(0) if scaler.checks and not several else None
         words: dict[str, Any] = {} if several else scaler.prologue(self._flags.used[0])
         if clip is not None:
@@ -737,7 +918,7 @@ class AmpEngine:
         by_flag = skip is not None and not waits and not raises and takes_flag(self.optimizer)
         late = None
         if skip is not None and not by_flag:
-            late = LateRead(torch.cat([skip.double().reshape(1), self.scalers[0].counts[1:].double()]))
+            late = LateRead(torch.cat([skip.double().reshape(1), self._tally.counts[1:].double()]))
         norm = None
         if clip is not None and not waits and not raises:
             # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
@@ -754,7 +935,7 @@ class AmpEngine:
                 norm = clip.apply(self._parameters(), known)
             skipping = flagged(self.optimizer, skip) if by_flag and skip is not None else nullcontext()
             with late_gradients(self.optimizer), skipping:
-                self.optimizer.step(**kwargs)
+                self._own('step')(**kwargs)
             if self._masters is not None:
                 self._masters.copy_to_weights()
         self._update_scalers()
@@ -785,7 +966,7 @@ class AmpEngine:
         if not shows:
             return StepResult(skipped)
         if decision is None:
-            decision = decision_of(skip, norm, scaler.current_scale, scaler.counts)
+            decision = decision_of(skip, norm, scaler.current_scale, self._tally.counts)
         return StepResult(skipped, decision, tuple(shows))
 
     def review(self, decisions: Iterable[Sequence[float]]) -> None:
@@ -798,7 +979,12 @@ class AmpEngine:
 
     def _check_step(self, kwargs: Mapping[str, Any]) -> None:
         scaler = self.scalers[0]
-        plain = scaler.is_one and not scaler.checks and self._masters is None
+        if self._arrivals.open:
+            raise AmpUsageError(
+                'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '
+                'Step after the block.'
+            )
+        plain = self._shared or (scaler.is_one and not scaler.checks and self._masters is None)
         if kwargs.get('closure') is not None:
             if scaler.is_one and self._masters is None:
                 return
@@ -814,7 +1000,7 @@ class AmpEngine:
 
     def _unscale(self, norm: bool) -> Tensor | None:
         """Gradients where the optimizer looks for them; their Euclidean norm, where it came with the same pass."""
-        if self.policy.num_losses > 1:
+        if self._on_arrival:
             return None  # done as each backward arrived
         scaler = self.scalers[0]
         found = gradients.unscale_to_masters(
@@ -833,19 +1019,24 @@ class AmpEngine:
     def _update_scalers(self) -> None:
         worst = self._flags.skipped()
         skipped = torch.zeros((), device=self._device) if worst is None else worst
+        self._learning = tuple(index for index, used in enumerate(self._flags.used) if used)
         for index, scaler in enumerate(self.scalers):
             # a step is skipped for all losses; a scale moves only for a loss that took part
-            if self._flags.used[index] and scaler.checks:
-                scaler.update(self._flags.learned(index), skipped)
-            else:
+            if index in self._learning and scaler.checks:
+                device = scaler.current_scale.device
+                scaler.update(self._flags.learned(index).to(device), skipped.to(device))
+            elif not self._shared:
                 scaler.count_step(skipped)
+        if self._shared:
+            self._tally.count_step(skipped)
         self._flags.clear()
 
     def _scales(self) -> str:
         """The loss scales as text. Syncs."""
         if len(self.scalers) == 1:
             return f'{self.scalers[0].get_scale():g}'
-        return ', '.join(f'loss {index}: {scaler.get_scale():g}' for index, scaler in enumerate(self.scalers))
+        chosen = (self._shared and self._learning) or range(len(self.scalers))
+        return ', '.join(f'loss {index}: {self.scalers[index].get_scale():g}' for index in chosen)
 
     def _raise_streak(self, streak: int) -> None:
         """The limit of skips in a row is reached; the gradients are still there. Syncs."""
@@ -854,11 +1045,11 @@ class AmpEngine:
         named += [(self._name(weight), weight) for weight, master in self._pairs() if master.grad is None]
         names = gradients.nonfinite_names(named)
         shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
-        scale = self.scalers[0].get_scale()
+        scale = self._scales()
         self.zero_grad()
         raise OverflowStreakError(
             f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips='
-            f'{self.policy.max_consecutive_skips}); the loss scale is {scale:g}. Non-finite now: {shown}. Weights and '
+            f'{self.policy.max_consecutive_skips}); the loss scale is {scale}. Non-finite now: {shown}. Weights and '
             f'optimizer state are those of the last clean step. What to try: look for NaN in the data and the loss; lower the '
             f'learning rate or add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 '
             f"(dtype='bfloat16')."
@@ -871,7 +1062,9 @@ class AmpEngine:
             **kwargs: For ``Optimizer.zero_grad`` (``set_to_none``).
         """
         assert self.optimizer is not None
-        self.optimizer.zero_grad(**kwargs)
+        self._drop()
+        self._arrivals.clear()
+        self._own('zero_grad')(**kwargs)
         for weight, master in self._pairs():
             if kwargs.get('set_to_none', True):
                 weight.grad = None
@@ -881,7 +1074,6 @@ class AmpEngine:
             master.grad = None
         if self._sums is not None:
             self._sums.clear()
-        self._flags.clear()
         if self.attached:
             self.stage = Stage.READY
 
@@ -968,7 +1160,7 @@ class AmpEngine:
         return open_window.save(
             list(zip(self.weights(), self._parameters())),
             self._sums,
-            self.policy.num_losses > 1,
+            self._on_arrival,
             self._flags,
         )
 
@@ -1052,6 +1244,62 @@ class AmpEngine:
         logger.info(
             'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
         )
+
+
+def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], policy: Policy) -> casting.CastHandle:
+    """Cast models as wholes, and make masters for all that the engines' optimizers step of them.
+
+    Unlike :meth:`AmpEngine.attach`, it does not matter which optimizer owns what, nor whether any does. Losses of each engine
+    may reach the parameters of the others.
+
+    Args:
+        engines: Not attached; with ``policy``.
+        models: FP32, not wrapped.
+        policy: The configuration.
+
+    Returns:
+        The handle that takes the casts off.
+
+    Raises:
+        AmpAttachError: As :meth:`AmpEngine.attach`. Nothing has been changed.
+    """
+    several = len(models) > 1
+    roots = [(f'models[{index}]' if several else '', model) for index, model in enumerate(models)]
+    for model in models:
+        if policy.runs_16_bit:
+            scope.check_compiled(model)
+        scope.unwrap(model)
+        if policy.casts_model:
+            check_unknown_listeners(model)
+    names = {id(parameter): key for name, model in roots for key, parameter in model.named_parameters(prefix=name)}
+    for engine in engines:
+        engine._names = names
+        engine._reducers = Reducers(
+            None, engine.weights, [(names[id(p)], p) for p in engine.weights() if id(p) in names]
+        )
+        engine.join([other for other in engines if other is not engine])
+    plan = casting.CastPlan(roots, policy, covers_forward=True)
+    for engine in engines:
+        engine._make_masters(plan)
+    handle = plan.apply()
+    for engine in engines:
+        engine._take_cast(plan)
+        engine._reducers.watch(models)
+        engine._begin(engine._gradient_device(models[0] if models else None))
+    return handle
+
+
+def new_scalers(policy: Policy) -> list[LossScaler]:
+    """One for each loss."""
+    config = policy.loss_scale if policy.enabled else dataclasses.replace(policy.loss_scale, enabled=False)
+    return [LossScaler(config, policy.skip_nonfinite) for _ in range(policy.num_losses)]
+
+
+def log_casts(plan: casting.CastPlan) -> None:
+    """A line for each parameter."""
+    assert plan.policy.cast_model_type is not None
+    for name in plan.parameters:
+        logger.info(f'amp: {name} is {dtype_name(plan.policy.cast_model_type)} now')
 
 
 def _state_to_fp32(optimizer: Optimizer) -> None:

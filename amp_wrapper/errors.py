@@ -42,6 +42,22 @@ class AmpUsageError(AmpError, RuntimeError):
     """A call at a moment when it has no meaning, such as ``step()`` without a ``backward()``."""
 
 
+class BannedOpError(AmpUsageError, NotImplementedError):
+    """An op that O1 and O4 refuse to run on 16-bit tensors; apex raised ``NotImplementedError`` there.
+
+    Args:
+        name: Of the function.
+        reason: Why, and what to write instead.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(f'{name} is refused on 16-bit tensors at O1 and O4: {reason}')
+
+    def __reduce__(self) -> tuple[type[BannedOpError], tuple[str, str]]:
+        return type(self), (self.name, self.reason)
+
+
 class AmpCheckpointError(AmpError, RuntimeError):
     """A checkpoint that is damaged, from the future or of another kind. Nothing of it has been applied."""
 

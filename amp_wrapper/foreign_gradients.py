@@ -4,8 +4,8 @@ generator's loss flows. It carries the scale of this loss, and the other optimiz
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from . import ops
 from .errors import AmpUsageError
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Share:
     """One other optimizer.
 
@@ -62,13 +62,12 @@ class OtherOptimizer:
         return Share(beyond, self._scale, self._checks)
 
 
-@contextmanager
-def converted(shares: Sequence[Share], scale: Tensor | None, averaged: Container[int] = frozenset()) -> Iterator[None]:
+class Conversion:
     """Around one backward pass: gradients that arrive elsewhere are put on the scale that is expected there.
 
     Each gradient is multiplied by the ratio of the two scales, in float32, and rounded to its own type: exact for powers
     of two within the type's range. One that is non-finite voids what this pass brought to an optimizer that checks nothing;
-    others skip their step, as the optimizer of this pass does.
+    others skip their step, as the optimizer of this pass does. After an exception inside, all gradients are as before.
 
     Args:
         shares: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
@@ -76,20 +75,55 @@ def converted(shares: Sequence[Share], scale: Tensor | None, averaged: Container
         averaged: Parameters, by id, that DDP averages in this pass. Where gradients wait there, it must find some.
 
     Raises:
-        AmpUsageError: A gradient arrived at a parameter that two of the others step. All gradients there are as before.
+        AmpUsageError: On leaving: a gradient arrived at a parameter that two of the others step.
     """
-    waiting = [(p, _set_aside(p, id(p) in averaged)) for share in shares for p in share.parameters]
-    try:
-        yield
-        for share in shares:
-            _convert(share, scale)
-        sums = [ops.add_gradients(gradient, parameter.grad) for parameter, gradient in waiting]
-    except BaseException:
-        for parameter, gradient in waiting:
+
+    def __init__(self, shares: Sequence[Share], scale: Tensor | None, averaged: Container[int] = frozenset()) -> None:
+        self._open = list(shares)
+        self._scale = scale
+        self._averaged = averaged
+        # id of a share -> its parameters and what waited there
+        self._waiting: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+
+    def __enter__(self) -> Conversion:
+        for share in self._open:
+            self._waiting[id(share)] = [(p, _set_aside(p, id(p) in self._averaged)) for p in share.parameters]
+        return self
+
+    def close(self, share: Share) -> bool:
+        """What this pass brought to one optimizer is complete: another pass begins there.
+
+        Returns:
+            False where it was closed before.
+        """
+        if share not in self._open:
+            return False
+        _convert(share, self._scale)
+        sums = [(p, ops.add_gradients(gradient, p.grad)) for p, gradient in self._waiting[id(share)]]
+        self._open.remove(share)
+        for parameter, gradient in sums:
             parameter.grad = gradient
-        raise
-    for (parameter, _), gradient in zip(waiting, sums):
-        parameter.grad = gradient
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        try:
+            if kind is None:
+                for share in self._open:
+                    _convert(share, self._scale)
+                waiting = [pair for share in self._open for pair in self._waiting[id(share)]]
+                sums = [(parameter, ops.add_gradients(gradient, parameter.grad)) for parameter, gradient in waiting]
+                for parameter, gradient in sums:
+                    parameter.grad = gradient
+                return
+        except BaseException:
+            self._undo()
+            raise
+        self._undo()
+
+    def _undo(self) -> None:
+        for share in self._open:
+            for parameter, gradient in self._waiting[id(share)]:
+                parameter.grad = gradient
 
 
 def _set_aside(parameter: Tensor, averaged: bool) -> Tensor | None:

@@ -6,18 +6,22 @@ All of them are plain objects that know a dtype and nothing of the model, so the
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from . import fp32_ops
-from .errors import AmpAttachError
+from . import fp32_ops, op_casts, passes
+from .errors import AmpAttachError, BannedOpError
 from .fp32_call import autocast_is_on
+from .fp32_registry import BCE_REASON
 from .nested import HALF_TYPES, EnterObject, cast_tensors, map_tensors
 
 _Hook = TypeVar('_Hook', bound=Callable[..., Any])
@@ -171,6 +175,8 @@ class EnterFp32(AmpHook):
             return tensor
 
         map_tensors(look, (args, kwargs))
+        if region.caller is not None and isinstance(module, nn.BCELoss) and fp32_ops.refuses_bce():
+            raise BannedOpError('nn.BCELoss', BCE_REASON)
         for device in devices or {module_device(module).type}:
             if autocast_is_on(device):
                 region.contexts.enter_context(torch.autocast(device, enabled=False))
@@ -203,20 +209,233 @@ class LeaveFp32(AmpHook):
         return None if result is output else result
 
 
-def open_contexts() -> tuple[int, int, int]:
-    """How much is open on this thread: forward passes, autocasts of hooks, FP32 regions."""
-    return fp32_ops.depth(), len(_autocasts.contexts), len(_regions.open)
+class _CastRegion:
+    """What one model's forward, or a direct call of a part of it, has opened on this thread for O1 or O4."""
+
+    __slots__ = ('autocast', 'before', 'dtype', 'frame', 'grad', 'module_id', 'token')
+
+    def __init__(
+        self, module: nn.Module, dtype: torch.dtype | None, autocast: AbstractContextManager[Any], token: object
+    ) -> None:
+        self.module_id = id(module)
+        self.dtype = dtype
+        self.before = open_contexts()
+        self.frame = _calling_frame()
+        self.grad = torch.is_grad_enabled()
+        self.autocast = autocast
+        self.token = token
 
 
-CLOSED = (0, 0, 0)
+class _CastRegions(threading.local):
+    def __init__(self) -> None:
+        self.open: list[_CastRegion] = []
+        # the innermost, for the check that every module makes
+        self.top: _CastRegion | None = None
 
 
-def unwind(to: tuple[int, int, int] = CLOSED) -> None:
+_cast_regions = _CastRegions()
+
+
+def _calling_frame() -> FrameType | None:
+    """The frame of ``nn.Module.__call__`` above a hook."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _open_casts(
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    autocast: AbstractContextManager[Any],
+    ops: fp32_ops.OpSet | None,
+) -> None:
+    regions = _cast_regions
+    region = _CastRegion(module, dtype, autocast, object())
+    if regions.top is not None and regions.top.dtype is not dtype:
+        torch.clear_autocast_cache()
+    autocast.__enter__()
+    try:
+        if ops is None:
+            passes.begin(region.token, frozenset())
+        else:
+            fp32_ops.enter(ops, region.token)
+    except BaseException:
+        autocast.__exit__(None, None, None)
+        raise
+    regions.open.append(region)
+    regions.top = region
+
+
+def _close_casts() -> None:
+    regions = _cast_regions
+    region = regions.open.pop()
+    top = regions.top = regions.open[-1] if regions.open else None
+    fp32_ops.leave(region.token)
+    region.autocast.__exit__(None, None, None)
+    # an autocast around the model would keep copies of weights past a change of these
+    if top is None or top.dtype is not region.dtype:
+        torch.clear_autocast_cache()
+
+
+def unwind_stale() -> None:
+    """Close what calls left that are no longer under way: KeyboardInterrupt ends a forward pass without its hooks.
+
+    May be called at any time; does nothing to what is under way on this thread.
+    """
+    if not _cast_regions.open:
+        return
+    alive = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        alive.add(frame)
+        frame = frame.f_back
+    for region in _cast_regions.open:
+        if region.frame is not None and region.frame not in alive:
+            unwind(region.before)
+            break
+
+
+class EnterCasts(AmpHook):
+    """Forward pre-hook of a model at O1 and O4 in the functional API: autocast and the tables are on from here.
+
+    Args:
+        ops: What is active.
+        dtype: The 16-bit type.
+    """
+
+    def __init__(self, ops: fp32_ops.OpSet, dtype: torch.dtype) -> None:
+        self.ops = ops
+        self.dtype = dtype
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        unwind_stale()
+        self.open(module, args)
+
+    def open(self, module: nn.Module, args: Any) -> None:
+        """Open a region for a call of ``module``."""
+        device = _device_of_call(module, args)
+        # inside disable_casts() nothing is cast
+        autocast = nullcontext() if passes.is_suspended() else autocast_context(device, self.dtype)
+        op_casts.install(device)
+        _open_casts(module, self.dtype, autocast, self.ops)
+
+
+class EnterCastsBelow(EnterCasts):
+    """Forward pre-hook of every module below: calling it directly is cast as calling the model.
+
+    Inside an open region it costs a few tests.
+    """
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        # what torch.compile traces is inside of a region, or compiled apart from the model
+        if torch.compiler.is_compiling():
+            return
+        region = _cast_regions.top
+        if region is None:
+            # a checkpointed segment that runs again: it gets autocast back from torch, and must not give FP32 outputs
+            if not autocast_is_on(_device_of_call(module, args)):
+                self.open(module, args)
+        elif region.module_id == id(module):
+            # a module that calls itself: so that each call finds its own end
+            _open_casts(module, self.dtype, nullcontext(), self.ops)
+        elif region.grad is not torch.is_grad_enabled():
+            # copies of weights that were made without gradients must not serve a forward that needs them
+            torch.clear_autocast_cache()
+            region.grad = torch.is_grad_enabled()
+
+
+class LeaveCasts(AmpHook):
+    """Forward hook, called after exceptions too: the counterpart of :class:`EnterCasts`.
+
+    Args:
+        dtype: The type of floating outputs.
+        enter: As in :class:`CastOutputs`.
+    """
+
+    def __init__(self, dtype: torch.dtype, enter: EnterObject | None = None) -> None:
+        self.dtype = dtype
+        self.enter = enter
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        region = _cast_regions.top
+        # a pre-hook that failed before ours leaves nothing of this module open
+        if region is None or region.module_id != id(module):
+            return None
+        _close_casts()
+        result = cast_tensors(output, self.dtype, enter=self.enter)
+        return None if result is output else result
+
+
+class LeaveCastsBelow(LeaveCasts):
+    """The counterpart of :class:`EnterCastsBelow`: the outermost call gives FP32 outputs."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        region = _cast_regions.top
+        if region is None or region.module_id != id(module):
+            return None
+        _close_casts()
+        if _cast_regions.top is not None:
+            return None
+        result = cast_tensors(output, self.dtype, enter=self.enter)
+        return None if result is output else result
+
+
+class EnterPlain(AmpHook):
+    """Forward pre-hook of a model at the other levels of the functional API: casts of other models end at its door."""
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        unwind_stale()
+        device = _device_of_call(module, args)
+        autocast = torch.autocast(device, enabled=False) if autocast_is_on(device) else nullcontext()
+        _open_casts(module, None, autocast, None)
+
+
+class LeavePlain(AmpHook):
+    """Forward hook, called after exceptions too: the counterpart of :class:`EnterPlain`."""
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        region = _cast_regions.top
+        if region is not None and region.module_id == id(module):
+            _close_casts()
+
+
+def _device_of_call(module: nn.Module, args: Any) -> str:
+    """Where a call works: at the module's first tensor, or at the first that it is handed."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return tensor.device.type
+    found: list[str] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor.device.type)
+        return tensor
+
+    map_tensors(look, args)
+    return found[0] if found else 'cpu'
+
+
+def open_contexts() -> tuple[int, int, int, int]:
+    """How much is open on this thread: forward passes, autocasts of hooks, FP32 regions, regions of per-op casts."""
+    return fp32_ops.depth(), len(_autocasts.contexts), len(_regions.open), len(_cast_regions.open)
+
+
+CLOSED = (0, 0, 0, 0)
+
+
+def unwind(to: tuple[int, int, int, int] = CLOSED) -> None:
     """Close down to ``to``; for exceptions such as KeyboardInterrupt, after which torch runs no hooks."""
     while len(_regions.open) > to[2]:
         _regions.open.pop().contexts.close()
     while len(_autocasts.contexts) > to[1]:
         _autocasts.contexts.pop().__exit__(None, None, None)
+    while len(_cast_regions.open) > to[3]:
+        _close_casts()
     fp32_ops.unwind(to[0])
 
 
@@ -235,7 +454,7 @@ def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractCon
 
 def module_device(module: nn.Module) -> torch.device:
     """The device of the first parameter or buffer; the CPU for a module without any."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
         return tensor.device
     return torch.device('cpu')
 

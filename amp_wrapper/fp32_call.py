@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import AmpUsageError
-from .fp32_registry import CALLER, Fp32Op
+from . import passes
+from .errors import AmpUsageError, BannedOpError
+from .fp32_registry import FLOAT32, REFUSED, WIDEST, Fp32Op
 from .nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
 
 _MARK = '_amp_wrapper_fp32'
@@ -22,17 +23,57 @@ _FLOAT32 = frozenset({torch.float32})
 ActiveOp = Callable[[], 'Fp32Op | None']
 
 
-class _Inputs:
+class Copies:
+    """The copies of one call in another type: one for each tensor, so that arguments that are one object stay one.
+
+    Args:
+        target: The type of the copies.
+        sources: The types that are copied; everything else is left alone.
+    """
+
+    def __init__(self, target: torch.dtype, sources: frozenset[torch.dtype]) -> None:
+        self._target, self._sources = target, sources
+        # id of a tensor -> itself, its copy, the version of that copy
+        self._copies: dict[int, tuple[Tensor, Tensor, int | None]] = {}
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """The copy of ``tensor``, or itself where it has the type already."""
+        if tensor.dtype is self._target or tensor.dtype not in self._sources:
+            return tensor
+        known = self._copies.get(id(tensor))
+        if known is None:
+            copy = tensor.to(self._target)
+            known = self._copies[id(tensor)] = (tensor, copy, _version(copy))
+        return known[1]
+
+    def write_back(self, result: Any) -> Any:
+        """In-place changes reach the caller's tensors, and results that are arguments become the caller's objects."""
+        changed = {
+            id(copy): (tensor, copy)
+            for tensor, copy, version in self._copies.values()
+            if version is not None and _version(copy) != version
+        }
+        for tensor, copy in changed.values():
+            tensor.copy_(copy)
+        return self.originals(result, changed) if changed else result
+
+    def originals(self, result: Any, among: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
+        """``result`` with the caller's tensors in place of their copies."""
+        if among is None:
+            among = {id(copy): (tensor, copy) for tensor, copy, _ in self._copies.values()}
+        return map_tensors(lambda t: among[id(t)][0] if id(t) in among else t, result)
+
+
+class _Inputs(Copies):
     """What the tensors of one call are like; widens them."""
 
     def __init__(self, op: Fp32Op) -> None:
+        super().__init__(torch.float32, HALF_TYPES)
         self._op = op
         self.first: torch.dtype | None = None
         self.devices: list[str] = []
         self.narrow = False
-        # id of a 16-bit tensor -> itself, its FP32 copy, the version of that copy: one copy for each tensor, so that
-        # arguments that are one object stay one
-        self._copies: dict[int, tuple[Tensor, Tensor, int | None]] = {}
+        self._has_float32 = False
 
     def look(self, tensor: Tensor) -> Tensor:
         device = tensor.device.type
@@ -41,37 +82,13 @@ class _Inputs:
         if tensor.dtype in CASTABLE:
             self.first = self.first or tensor.dtype
             self.narrow = self.narrow or tensor.dtype in self._op.avoids(device)
+            self._has_float32 = self._has_float32 or tensor.dtype is torch.float32
         return tensor
-
-    def widen(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype not in HALF_TYPES:
-            return tensor
-        known = self._copies.get(id(tensor))
-        if known is None:
-            wide = tensor.to(torch.float32)
-            known = self._copies[id(tensor)] = (tensor, wide, _version(wide))
-        return known[1]
-
-    def write_back(self, result: Any) -> Any:
-        """In-place changes reach the caller's tensors, and results that are arguments become the caller's objects."""
-        changed = {
-            id(wide): (tensor, wide)
-            for tensor, wide, version in self._copies.values()
-            if version is not None and _version(wide) != version
-        }
-        for tensor, wide in changed.values():
-            tensor.copy_(wide)
-        return self.originals(result, changed) if changed else result
-
-    def originals(self, result: Any, among: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
-        """``result`` with the caller's tensors in place of their FP32 copies."""
-        if among is None:
-            among = {id(wide): (tensor, wide) for tensor, wide, _ in self._copies.values()}
-        return map_tensors(lambda t: among[id(t)][0] if id(t) in among else t, result)
 
     def narrowed(self, result: Any) -> Any:
         """``result`` in the type that the rule of the member asks for."""
-        if self._op.output != CALLER or self.first not in HALF_TYPES:
+        keeps = self._op.output in (FLOAT32, REFUSED) or (self._op.output == WIDEST and self._has_float32)
+        if keeps or self.first not in HALF_TYPES:
             return result
         assert self.first is not None
         return cast_tensors(result, self.first, _FLOAT32)
@@ -125,12 +142,14 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
         The result, floating tensors in the type that ``op.output`` asks for.
     """
     seen = look(op, args, kwargs)
+    if op.output == REFUSED and seen.narrow and not passes.is_suspended():
+        raise BannedOpError(function.__name__, op.reason)
     with _without_autocast(op, seen.devices):
         avoided = op.avoids(seen.devices[0] if seen.devices else 'cpu')
         args, kwargs = _wide_types(args, avoided), _wide_types(kwargs, avoided)
         if not seen.narrow:
             return function(*args, **kwargs)
-        result = function(*map_tensors(seen.widen, args), **map_tensors(seen.widen, kwargs))
+        result = function(*map_tensors(seen.cast, args), **map_tensors(seen.cast, kwargs))
     return seen.narrowed(seen.write_back(result))
 
 
@@ -160,8 +179,8 @@ def forward_stand_in(active: ActiveOp, forward: Callable[..., Any], with_context
         with _without_autocast(op, seen.devices):
             if not seen.narrow:
                 return forward(*args, **kwargs)
-            wide = map_tensors(seen.widen, args)
-            result = forward(*wide, **map_tensors(seen.widen, kwargs))
+            wide = map_tensors(seen.cast, args)
+            result = forward(*wide, **map_tensors(seen.cast, kwargs))
         narrowed = seen.narrowed(seen.write_back(result))
         if with_context:
             context = args[0]

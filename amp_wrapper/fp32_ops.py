@@ -25,19 +25,28 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from . import passes, rule_call
 from .fp32_call import call, call_method, forward_stand_in, setup_stand_in
 from .fp32_registry import (
     CALLER,
+    CAST_OPS,
     FLOAT32,
     FP32_METHODS,
     FP32_OPS,
     METHOD_REASON,
+    REFUSED,
     Fp32Op,
     find,
     is_function_class,
     is_module_class,
     owner,
 )
+
+# part of what this module offers: a pass is begun here, and known there
+from .passes import depth as depth
+from .passes import in_forward as in_forward
+from .passes import recording as recording
+from .rule_call import CallRule
 
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a pass begins there too.
 PASS_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference', *FP32_METHODS)
@@ -47,22 +56,31 @@ _STAND_IN = '_amp_wrapper_stand_in'
 _VERB = '_amp_wrapper_verb'
 
 
+def _cast_key(name: str) -> str:
+    """The entry of a name where O1 and O4 cast op by op."""
+    return f'casts:{name}'
+
+
 def _config_key(op: Fp32Op) -> str:
     """A name from a configuration may say more than the registry's entry of the same name."""
     return f'config:{op.output}:{op.name}'
 
 
 class _Member:
-    """An object that runs in FP32 while any of its names is active: 'mmcv.ops.nms' is 'mmcv.ops.nms.nms' too."""
+    """An object that runs in FP32 while any of its names is active: 'mmcv.ops.nms' is 'mmcv.ops.nms.nms' too.
+
+    Or by a rule of the user, where O1 and O4 cast op by op.
+    """
 
     def __init__(self) -> None:
         self.ops: dict[str, Fp32Op] = {}
+        self.rule: CallRule | None = None
 
     def active(self) -> Fp32Op | None:
         """What holds for this thread now."""
         found: Fp32Op | None = None
         for key, op in self.ops.items():
-            if any(key in names for names in _thread.passes.values()) or any(key in n for n in _backward_passes):
+            if passes.is_active(key):
                 found = op if found is None else _joined(found, op)
         return found
 
@@ -125,6 +143,12 @@ def _stand_in(member: _Member, original: Any, of_class: bool) -> Any:
 
     @functools.wraps(function)
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
+        rule = member.rule
+        if rule is not None and passes.casts_on():
+            held = 1 if run is call_method and args and not isinstance(args[0], torch.Tensor) else 0
+            seen = rule_call.look(args[held:], kwargs)
+            if rule_call.applies(seen):
+                return rule_call.run(rule, function, seen, args, kwargs, held)
         op = member.active()
         if op is None:
             return function(*args, **kwargs)
@@ -159,6 +183,25 @@ class _Members:
                     self._keys.add(key)
                     self._wanted[key] = op
                     self._fingerprint = ()
+
+    def add_rule(self, holder: Any, name: str, rule: CallRule) -> None:
+        """Let an attribute be called by a rule of the user, from now on; in place of an earlier one."""
+        with self.lock:
+            value = _original(getattr(holder, name))
+            of_class = isinstance(holder, type)
+            site = self._sites.get((id(holder), name))
+            known = None if of_class else self._originals.get(id(value))
+            if site is None:
+                # under all of its names, as members of the registry are
+                site = self._add_site(_Member() if known is None else known[1], holder, name)
+                if known is None and not of_class:
+                    self._originals[id(value)] = (value, site.member)
+                    self._scanned.clear()
+                    self._fingerprint = ()
+                if self.users > 0:
+                    for fresh in [site, *self._look_around()]:
+                        fresh.install()
+            site.member.rule = rule
 
     def acquire(self) -> None:
         """A pass begins."""
@@ -272,17 +315,6 @@ _members = _Members()
 # -- passes ------------------------------------------------------------------------------------------------------------
 
 
-class _Thread(threading.local):
-    """The passes that are open on this thread, in order, with the keys that are active in them."""
-
-    def __init__(self) -> None:
-        self.passes: dict[object, frozenset[str]] = {}
-        # what a backward pass will need to know: the keys of every pass inside the present forward context
-        self.recorders: list[set[frozenset[str]]] = []
-
-
-_thread = _Thread()
-_backward_passes: list[frozenset[str]] = []
 _default_keys = frozenset(FP32_OPS)
 
 
@@ -293,28 +325,48 @@ class OpSet:
         extra: Members beyond the registry, or their dotted names; checked by
             :func:`amp_wrapper.fp32_registry.problems_of` before.
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``PASS_METHODS`` begin a pass.
+        casts: Whether the tables of O1 and O4 act in its passes, and what the user registered.
+        allow_banned: Whether these run in FP32 what they refuse otherwise.
     """
 
-    def __init__(self, extra: Iterable[Fp32Op | str] = (), classes: Iterable[type] = ()) -> None:
+    def __init__(
+        self,
+        extra: Iterable[Fp32Op | str] = (),
+        classes: Iterable[type] = (),
+        casts: bool = False,
+        allow_banned: bool = False,
+    ) -> None:
         self.extra = tuple(dict.fromkeys(Fp32Op(op) if isinstance(op, str) else op for op in extra))
         self.classes = tuple(cls for cls in classes if any(hasattr(cls, name) for name in PASS_METHODS))
+        self.casts, self.allow_banned = casts, allow_banned
         self._join()
 
     def _join(self) -> None:
         _members.add({_config_key(op): op for op in self.extra})
         self.keys = _default_keys | {_config_key(op) for op in self.extra}
+        if self.casts:
+            _members.add({_cast_key(name): op for name, op in CAST_OPS.items()})
+            changed = {n for n, op in CAST_OPS.items() if not (self.allow_banned and op.output == REFUSED)}
+            self.keys = (self.keys - changed) | {_cast_key(name) for name in changed} | {passes.CASTS}
         for cls in self.classes:
             for name in PASS_METHODS:
                 _wrap_verb(cls, name)
 
     def __or__(self, other: OpSet) -> OpSet:
-        return OpSet((*self.extra, *other.extra), dict.fromkeys((*self.classes, *other.classes)))
+        return OpSet(
+            (*self.extra, *other.extra),
+            dict.fromkeys((*self.classes, *other.classes)),
+            self.casts or other.casts,
+            self.allow_banned or other.allow_banned,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {'extra': self.extra, 'classes': self.classes}
+        return {'extra': self.extra, 'classes': self.classes, 'casts': self.casts, 'allow_banned': self.allow_banned}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.extra, self.classes = tuple(state['extra']), tuple(state['classes'])
+        # models that were pickled whole before these existed have none
+        self.casts, self.allow_banned = state.get('casts', False), state.get('allow_banned', False)
         self._join()
 
 
@@ -328,14 +380,8 @@ def enter(ops: OpSet, token: object | None = None) -> object:
     Returns:
         The token.
     """
-    token = object() if token is None else token
-    while token in _thread.passes:
-        token = (token,)  # a model that calls itself
     _members.acquire()
-    _thread.passes[token] = ops.keys
-    for recorder in _thread.recorders:
-        recorder.add(ops.keys)
-    return token
+    return passes.begin(object() if token is None else token, ops.keys)
 
 
 def leave(token: object | None = None) -> None:
@@ -344,41 +390,14 @@ def leave(token: object | None = None) -> None:
     Args:
         token: As given to :func:`enter`. Does nothing where the innermost pass is another one, or there is none.
     """
-    if not _thread.passes:
-        return
-    last = next(reversed(_thread.passes))
-    innermost = last
-    while token is not None and innermost != token and isinstance(innermost, tuple) and len(innermost) == 1:
-        (innermost,) = innermost
-    if token is None or innermost == token:
-        del _thread.passes[last]
+    if passes.end(token):
         _members.release()
-
-
-def depth() -> int:
-    """The number of passes under way on this thread."""
-    return len(_thread.passes)
 
 
 def unwind(to: int) -> None:
     """Leave down to ``to`` passes; for exceptions such as KeyboardInterrupt, after which torch runs no hooks."""
-    while depth() > to:
+    while passes.depth() > to:
         leave()
-
-
-@contextmanager
-def recording(seen: set[frozenset[str]]) -> Iterator[None]:
-    """Note in ``seen`` what the passes inside make active, for the backward pass that follows."""
-    _thread.recorders.append(seen)
-    try:
-        yield
-    finally:
-        _thread.recorders.pop()
-
-
-def in_forward() -> bool:
-    """Whether a forward context is open on this thread."""
-    return bool(_thread.recorders)
 
 
 @contextmanager
@@ -393,12 +412,36 @@ def in_backward(ops: OpSet, seen: Iterable[frozenset[str]] = ()) -> Iterator[Non
     """
     keys = ops.keys.union(*seen)
     _members.acquire()
-    _backward_passes.append(keys)
+    passes.backward_begins(keys)
     try:
         yield
     finally:
-        _backward_passes.remove(keys)
+        passes.backward_ends(keys)
         _members.release()
+
+
+def add_rule(holder: Any, name: str, rule: CallRule) -> None:
+    """Let ``holder.name`` be called by ``rule`` wherever O1 and O4 cast op by op; see :mod:`amp_wrapper.rule_call`."""
+    _members.add_rule(holder, name, rule)
+
+
+def global_casts_begin(token: object, ops: OpSet) -> None:
+    """A pass without an end in sight, outside of any model, on this thread."""
+    _members.acquire()
+    passes.global_casts_begin(token, ops.keys)
+
+
+def global_casts_end(token: object) -> object | None:
+    """The counterpart of :func:`global_casts_begin`; returns the newest of those that are left, or None."""
+    left = passes.global_casts_end(token)
+    _members.release()
+    return left
+
+
+def refuses_bce() -> bool:
+    """Whether ``binary_cross_entropy`` is refused on 16-bit tensors here."""
+    name = 'torch.nn.functional.binary_cross_entropy'
+    return not passes.is_suspended() and passes.is_active(_cast_key(name)) and not passes.is_active(name)
 
 
 def is_installed() -> bool:
@@ -435,7 +478,7 @@ def _wrap_verb(cls: type, name: str) -> None:
 
     @functools.wraps(method)
     def verb(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _thread.passes:
+        if passes.depth():
             return call_method(_METHOD_OP, method, (self, *args), kwargs) if in_fp32 else method(self, *args, **kwargs)
         # torch.compile would guard a plain model by the other models of its class that happen to be attached
         ops = None if torch.compiler.is_compiling() else _attached.get(self)

@@ -26,6 +26,9 @@ _NEITHER: frozenset[torch.dtype] = frozenset()
 
 #: Output rules of :class:`Fp32Op`.
 CALLER, FLOAT32 = 'caller', 'float32'
+#: Further ones, for members that O1 and O4 of the functional API treat otherwise: FP32 where any input is, and no 16-bit
+#: input at all.
+WIDEST, REFUSED = 'widest', 'refused'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Fp32Op:
     Attributes:
         name: Dotted name of a function, a method, a :class:`torch.autograd.Function` or an ``nn.Module`` class.
         output: 'caller' gives FP32 results back in the type of the first floating tensor of the call; 'float32' leaves
-            them, for losses, whose sums a 16-bit number could not hold.
+            them, for losses, whose sums a 16-bit number could not hold. :data:`CAST_OPS` has two more.
         cpu: The 16-bit types that it must not compute in on a CPU.
         cuda: The same for every other device.
         reason: Why it is here.
@@ -263,6 +266,28 @@ def _table() -> dict[str, Fp32Op]:
 
 #: The registry as it is delivered, by name.
 FP32_OPS = MappingProxyType(_table())
+
+#: Why, and what to write instead.
+BCE_REASON = (
+    'its logarithms of 0 and 1 are infinite in float16, and its gradients overflow. Write binary_cross_entropy_with_logits or '
+    'nn.BCEWithLogitsLoss, without the sigmoid before it; or make sure that its input is FP32: input.float(), or '
+    "amp.register_float_function(torch, 'sigmoid')."
+)
+#: Members whose entry is another one where the functional API casts op by op, as autocast does on a GPU.
+CAST_OPS = MappingProxyType(
+    {
+        op.name: op
+        for op in (
+            Fp32Op('torch.nn.functional.grid_sample', WIDEST, reason='autocast promotes it'),
+            Fp32Op('torch.grid_sampler', WIDEST, reason='autocast promotes it'),
+            Fp32Op(
+                'torch.nn.functional.local_response_norm', FLOAT32, reason='autocast gives back the FP32 of its power'
+            ),
+            Fp32Op('torch.nn.functional.binary_cross_entropy', REFUSED, reason=BCE_REASON),
+            Fp32Op('torch._C._nn.binary_cross_entropy', REFUSED, reason=BCE_REASON),
+        )
+    }
+)
 
 #: Methods of modules that run in FP32 by their name. OpenMMLab's heads turn network outputs into losses and predictions
 #: there: boxes, anchors, sums and scores, which mmdetection 2 kept in FP32 with ``force_fp32``.

@@ -277,7 +277,7 @@ def accumulate_unscaled(
     """Add the gradients of one backward pass to what earlier ones left, each unscaled by its own scale.
 
     Args:
-        pairs: (model weight, master): sums live in the master's gradient, in FP32; the weight's is freed.
+        pairs: (model weight, master): sums live in the master's gradient, in FP32; the weight's stays as it is.
         own: Parameters whose gradient holds only this pass; the sum takes its place.
         before: What the ``own`` gradients were before this pass, by ``id`` of the parameter.
         inverse_scale: float32 scalar, or None for 1.
@@ -285,14 +285,12 @@ def accumulate_unscaled(
     """
     added: list[Tensor] = []
     sums: list[Tensor] = []
-    done: list[nn.Parameter] = []
     other_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
     for weight, master in pairs:
         if weight.grad is not None and master.grad is not None and _are_dense(weight.grad, master.grad):
             master.requires_grad = weight.requires_grad
             added.append(weight.grad)
             sums.append(master.grad)
-            done.append(weight)
         else:
             other_pairs.append((weight, master))
     other_own: list[nn.Parameter] = []
@@ -308,14 +306,11 @@ def accumulate_unscaled(
             other_own.append(parameter)
     with refused_gradients():
         ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
-    for weight in done:
-        weight.grad = None
 
     # sparse gradients, and the first of a sum
     earlier_sums = {id(master): master.grad for _, master in other_pairs if master.grad is not None}
     unscale_to_masters(other_pairs, other_own, inverse_scale, found_inf)
-    for weight, master in other_pairs:
-        weight.grad = None
+    for _, master in other_pairs:
         master.grad = ops.add_gradients(earlier_sums.get(id(master)), master.grad)
     for parameter in other_own:
         parameter.grad = ops.add_gradients(before.get(id(parameter)), parameter.grad)

@@ -27,6 +27,11 @@ class LateRead:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(numbers.device))  # type: ignore[no-untyped-call]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> list[float]:
         """The numbers. Syncs with what was under way when the read began, and with nothing after it."""
         if self._event is not None:

@@ -85,11 +85,12 @@ class LossScaler:
         self._hysteresis_tracker = self._hysteresis_tracker.to(device)
         self._counts = self._counts.to(device)
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, scale: Tensor | None = None) -> Tensor:
         """The loss times the scale.
 
         Args:
             loss: Floating tensor of any shape.
+            scale: float32 scalar, where another one than the present has to be used.
 
         Returns:
             ``loss.float() * scale`` (float32; float64 stays), or ``loss`` itself where the scale is 1 for good.
@@ -99,7 +100,7 @@ class LossScaler:
         if loss.dtype in (torch.float16, torch.bfloat16):
             # a 16-bit product would overflow before the gradients do
             loss = loss.float()
-        return loss * self._scale.to(loss.device)
+        return loss * (self._scale if scale is None else scale).to(loss.device)
 
     def inverse_scale(self) -> Tensor | None:
         """float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .ddp_rebuild import logged, rebuild_ddp
 from .errors import AmpAttachError, AmpUsageError
+from .forward_hooks import AmpHook
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -65,6 +66,27 @@ class ForwardRecord:
             self.state = 'local'
 
 
+# model -> the DDP that ran it last, where that was put around it after it had been cast
+_noticed: WeakKeyDictionary[nn.Module, ReferenceType[DistributedDataParallel]] = WeakKeyDictionary()
+
+
+class NoticeDdp(AmpHook):
+    """Forward pre-hook of a model: takes notice of the DDP that runs it, which nobody hands over."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not dist.is_available():
+            return
+        ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if ddp is None:
+            return
+        _noticed[module] = ref(ddp)
+        if _record(ddp) is None:
+            record = ForwardRecord()
+            ddp.register_forward_hook(record)
+            # torch may have looked for hooks before this forward pass began
+            record(ddp)
+
+
 class Reducers:
     """The DDP modules that average the gradients of one optimizer.
 
@@ -87,6 +109,7 @@ class Reducers:
         self._outside = False
         self._warned = False
         self._said = 0
+        self._watched: tuple[nn.Module, ...] = ()
         if model is not None:
             self._find(model)
 
@@ -145,6 +168,24 @@ class Reducers:
         for ddp in self.ddps:
             if _record(ddp) is None:
                 ddp.register_forward_hook(ForwardRecord())
+
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """Find the DDP modules that will be put around these models, when they run. Idempotent.
+
+        Args:
+            models: Not wrapped.
+        """
+        self._watched = tuple(models)
+        for model in self._watched:
+            if not any(isinstance(hook, NoticeDdp) for hook in model._forward_pre_hooks.values()):
+                model.register_forward_pre_hook(NoticeDdp(), prepend=True)
+
+    def _look_around(self) -> None:
+        found = [ddp for ddp in (_noticed[model]() for model in self._watched if model in _noticed) if ddp is not None]
+        new = [ddp for ddp in found if ddp not in self.ddps]
+        self.ddps += new
+        if new or (self.ddps and self._ids != [id(weight) for weight in self._weights()]):
+            self._list()
 
     # -- before a forward pass ---------------------------------------------------------------------------------------
 
@@ -251,6 +292,8 @@ class Reducers:
             AmpUsageError: A second backward pass through one forward pass, which DDP does not average, or one whose DDP was
                 built anew since the forward pass.
         """
+        if self._watched:
+            self._look_around()
         states = [_state(ddp) for ddp in self._mine]
         if any(map(_has_several_ranks, self._mine)):
             if states and all(state == 'spent' for state in states):

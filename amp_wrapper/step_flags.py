@@ -18,13 +18,15 @@ class StepFlags:
 
     Args:
         losses: Number of losses with a scale of their own.
+        apart: Whether the gradients of each pass are looked at alone, before they are added up.
 
     Attributes:
         used: Whether each loss has had a backward pass since the last step.
         received_locally: Whether something was received in a pass that was not averaged over the ranks.
     """
 
-    def __init__(self, losses: int) -> None:
+    def __init__(self, losses: int, apart: bool = False) -> None:
+        self._apart = apart
         self._device = torch.device('cpu')
         self._losses = losses
         #: Flags that are down, and that nobody has yet.
@@ -48,10 +50,15 @@ class StepFlags:
         """The flag of the gradients at our own parameters; a live tensor."""
         found = self._found[loss_id]
         if found is None:
-            found = self._found[loss_id] = self._new_flag()
+            found = self._found[loss_id] = self.new()
         return found
 
-    def _new_flag(self) -> Tensor:
+    def find(self, loss_id: int, found_inf: Tensor) -> None:
+        """A pass has brought something non-finite, or not: a flag of its own."""
+        self._found[loss_id] = self._larger(self._found[loss_id], found_inf)
+
+    def new(self) -> Tensor:
+        """A flag that is down."""
         if self._device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
             # a graph has to lower its flag each time it runs
             return torch.zeros((), dtype=torch.float32, device=self._device)
@@ -116,8 +123,8 @@ class StepFlags:
     def learned(self, loss_id: int) -> Tensor:
         """Whether the scale of a loss was too large."""
         found, brought = self.found(loss_id), self._brought[loss_id]
-        if self._received is not None and self._losses == 1:
-            # the gradients were added up; with several losses each was looked at alone
+        if self._received is not None and not self._apart:
+            # the gradients were added up
             found = (found - self._received).clamp_(min=0)
         return found if brought is None else torch.maximum(found, brought)
 

@@ -18,9 +18,14 @@ FLOOR_OF = {
     'policy': 'words',
     'scale_config': 'words',
     'fp32_registry': 'words',
+    'cast_rules': 'words',
     'ops': 'ops',
     'fp32_ops': 'ops',
     'fp32_call': 'ops',
+    'passes': 'ops',
+    'op_casts': 'ops',
+    'rule_call': 'ops',
+    'global_casts': 'ops',
     'casting': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
@@ -33,6 +38,7 @@ FLOOR_OF = {
     'optim': 'owners',
     'ddp_rebuild': 'owners',
     'accumulation': 'owners',
+    'arrival': 'owners',
     'foreign_gradients': 'owners',
     'open_window': 'owners',
     'step_flags': 'owners',
@@ -61,6 +67,18 @@ SIBLINGS = {
     ('scale_config', 'errors'),
     ('fp32_registry', 'nested'),
     ('fp32_ops', 'fp32_call'),
+    # what is at work on a thread is asked by all that casts
+    ('fp32_ops', 'passes'),
+    ('fp32_call', 'passes'),
+    ('op_casts', 'passes'),
+    ('rule_call', 'passes'),
+    ('global_casts', 'passes'),
+    # the user's rule stands above the registry's, at one stand-in
+    ('fp32_ops', 'rule_call'),
+    ('rule_call', 'fp32_call'),
+    # the casts of a model, without the model
+    ('global_casts', 'fp32_ops'),
+    ('global_casts', 'op_casts'),
     # what is watched is the decision of a step
     ('skip_watch', 'step_result'),
     # hooks and the plan that puts them on are two files of one idea
@@ -74,6 +92,10 @@ SIBLINGS = {
     ('checkpoint_transfer', 'checkpoint'),
     # building a DDP anew is the one thing done to it, and when is the other
     ('model_wrappers', 'ddp_rebuild'),
+    # the hook that notices a DDP is put on and taken off with the others
+    ('model_wrappers', 'forward_hooks'),
+    # what is kept between passes is unscaled and added up there
+    ('arrival', 'gradients'),
     # a window's part of a file is made of gradients and their sums
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),

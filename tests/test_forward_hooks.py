@@ -23,7 +23,7 @@ from amp_wrapper.forward_hooks import (
 from amp_wrapper.fp32_ops import OpSet
 
 HALVES = (torch.float16, torch.bfloat16)
-CLOSED = (0, 0, 0)
+CLOSED = (0, 0, 0, 0)
 
 
 @pytest.fixture(autouse=True)

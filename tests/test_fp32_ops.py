@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss as imported_by_name
 
-from amp_wrapper import AmpUsageError, fp32_ops
+from amp_wrapper import AmpUsageError, fp32_ops, passes
 from amp_wrapper.fp32_ops import OpSet
 from amp_wrapper.fp32_registry import FP32_OPS, Fp32Op
 
@@ -647,13 +647,13 @@ def test_rules_of_one_member_do_not_mix() -> None:
     member.ops = {'a': narrow, 'config:caller:a': wide}
     assert member.active() is None
     try:
-        fp32_ops._thread.passes[1] = frozenset({'a'})
+        passes._thread.passes[1] = frozenset({'a'})
         assert member.active() is narrow
-        fp32_ops._thread.passes[2] = frozenset({'config:caller:a'})
+        passes._thread.passes[2] = frozenset({'config:caller:a'})
         both = member.active()
         assert both is not None and both.avoids('cpu') == set(HALVES) and both.output == 'float32'
     finally:
-        fp32_ops._thread.passes.clear()
+        passes._thread.passes.clear()
 
 
 # -- what is written in place ------------------------------------------------------------------------------------------

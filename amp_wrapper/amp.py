@@ -1,0 +1,343 @@
+"""``from amp_wrapper import amp``: the functional interface of ``apex.amp``, over the engine of the mmengine wrapper.
+
+.. code-block:: python
+
+    from amp_wrapper import amp
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
+    for inputs, target in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), target)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from . import amp_session, checkpoint_apex
+from . import policy as policies
+from .amp_session import Session
+from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpUsageError
+from .policy import Policy
+from .scale_config import DEFAULT_MAX_LOSS_SCALE
+
+logger = logging.getLogger('amp_wrapper')
+
+_Models = TypeVar('_Models', nn.Module, list[nn.Module], tuple[nn.Module, ...])
+_Optimizers = TypeVar('_Optimizers', Optimizer, list[Optimizer], tuple[Optimizer, ...])
+
+
+@overload
+def initialize(models: _Models, optimizers: None = None, *args: Any, **kwargs: Any) -> _Models: ...
+@overload
+def initialize(models: _Models, optimizers: _Optimizers, *args: Any, **kwargs: Any) -> tuple[_Models, _Optimizers]: ...
+
+
+def initialize(  # type: ignore[misc]
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = 'O1',
+    cast_model_type: str | torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | Mapping[str, Any] | None = None,
+    cast_model_outputs: str | torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+) -> Any:
+    """Cast models, make FP32 masters for their optimizers, and set up the loss scales. In place.
+
+    Call it once, after the models are on their device and hold their first (or loaded) FP32 weights, after the optimizers were
+    built, and before ``DistributedDataParallel`` wraps a model. It may be called again for other models and optimizers: each
+    call has loss scales of its own.
+
+    Args:
+        models: One or a list or tuple of them; all are cast as wholes, whoever steps their parameters.
+        optimizers: One or several that will be stepped, or None for inference. ``step`` and ``zero_grad`` of these objects lead
+            through this package from now on; class, pickled form and schedulers stay as they are.
+        enabled: False makes this and all that follows a no-op; the rest is still checked.
+        opt_level: 'O0' to 'O5'.
+        cast_model_type: Type of the model weights, or False for no cast.
+        patch_torch_functions: Whether operations are cast one by one (O1 and O4).
+        keep_batchnorm_fp32: Whether BatchNorm stays FP32; True, False, 'True' or 'False'.
+        master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights.
+        loss_scale: 'dynamic', a positive number (also as a string), a dict in ``GradScaler``'s words, or None for the level's
+            own.
+        cast_model_outputs: Type of the models' floating outputs; FP32 where None.
+        num_losses: Losses with a scale of their own, chosen by ``loss_id``.
+        verbosity: 0 silent, 1 the options and skipped steps, 2 a line for each cast too.
+        min_loss_scale: Floor of a dynamic scale.
+        max_loss_scale: Ceiling of a dynamic scale, or None.
+
+    Returns:
+        ``models``, or ``(models, optimizers)`` where optimizers were given: the same objects, in lists or tuples as they came.
+
+    Raises:
+        AmpConfigError: Every conflict of the configuration in one message.
+        AmpAttachError: A model that is wrapped, 16-bit or initialised already; an optimizer that cannot be wrapped or was
+            initialised already. Nothing has been changed.
+        TypeError: Something else than models and optimizers.
+    """
+    if master_weights is not None and not isinstance(master_weights, bool):
+        raise AmpConfigError(
+            [
+                f"master_weights={master_weights!r} must be True, False or None (the level's own); 'split' needs gradients "
+                'that are unscaled by the step, as AmpOptimWrapper has them.'
+            ]
+        )
+    policy = policies.resolve(
+        opt_level,
+        enabled=enabled,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        cast_model_outputs=cast_model_outputs,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        min_loss_scale=min_loss_scale,
+        max_loss_scale=max_loss_scale,
+    )
+    model_list = _listed(models, nn.Module, 'models', 'a torch.nn.Module')
+    optimizer_list = (
+        [] if optimizers is None else _listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
+    )
+    amp_session.check_new(optimizer_list)
+    if policy.enabled:
+        _check_models(model_list)
+        told = {
+            'opt_level': opt_level if policy.opt_level == opt_level else None,
+            'cast_model_type': cast_model_type,
+            'patch_torch_functions': patch_torch_functions,
+            'keep_batchnorm_fp32': keep_batchnorm_fp32,
+            'master_weights': master_weights,
+            'loss_scale': loss_scale,
+        }
+        first = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        if not first and torch.distributed.get_rank() != 0:
+            # one voice for all ranks
+            policy = dataclasses.replace(policy, verbosity=0)
+        session = Session(policy, model_list, optimizer_list)
+        _say(policy, told, session)
+    else:
+        amp_session.disable(optimizer_list)
+    given = models if isinstance(models, nn.Module) else _like(models, model_list)
+    if optimizers is None:
+        return given
+    return given, optimizers if isinstance(optimizers, Optimizer) else _like(optimizers, optimizer_list)
+
+
+def _listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
+    if isinstance(value, kind):
+        return [value]
+    if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
+        raise TypeError(
+            f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.'
+        )
+    for index, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise TypeError(f'{name}[{index}]={_short(item)} must be {word}, but is {type(item).__name__}.')
+    return list(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + '...'
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, list):
+        return items
+    make = getattr(type(value), '_make', type(value))
+    return make(items)
+
+
+def _check_models(models: Sequence[nn.Module]) -> None:
+    for index, model in enumerate(models):
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            name = type(model).__name__
+            raise AmpAttachError(
+                f'models[{index}] is wrapped in {name} already. The order is: model.to(device), optimizer = ..., model, '
+                f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
+                f'that the parameters have after the cast.'
+            )
+        if any(model is other for other in models[:index]):
+            raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
+
+
+def _say(policy: Policy, told: Mapping[str, Any], session: Session) -> None:
+    """The options on standard output, as people who used apex look for them."""
+    if policy.verbosity < 1:
+        return
+    print(f'amp: {policy.describe()}')
+    given = ', '.join(f'{name}={value!r}' for name, value in told.items() if value is not None and name != 'opt_level')
+    print(f'amp: overrides of {policy.opt_level}: {given or "none"}')
+    scale = policy.loss_scale
+    options = {
+        'enabled': policy.enabled,
+        'opt_level': policy.opt_level,
+        'cast_model_type': None if policy.cast_model_type is None else policies.dtype_name(policy.cast_model_type),
+        'patch_torch_functions': policy.patch_torch_functions,
+        'keep_batchnorm_fp32': policy.keep_batchnorm_fp32,
+        'master_weights': policy.master_weights,
+        'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale,
+    }
+    for name, value in options.items():
+        print(f'    {name:<22}: {value}')
+    if policy.verbosity >= 2 and policy.cast_model_type is not None:
+        for name in session.casts.parameters:
+            print(f'amp: {name} is {policies.dtype_name(policy.cast_model_type)} now')
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and looked at. No host read.
+
+    .. code-block:: python
+
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+
+    Each block adds to what is there, in FP32 where the optimizer has masters. Where a gradient of any of the optimizers is
+    non-finite, the next ``step()`` of all of them is left out, and the scale of the loss falls with it.
+
+    Args:
+        loss: Floating tensor of any shape, mostly a scalar.
+        optimizers: Every optimizer for which the pass makes gradients that it will step. What arrives at others is put in order
+            too.
+        loss_id: Which of the ``num_losses`` scales, from 0. That of the first optimizer's ``amp.initialize`` holds.
+        model: Not used, as in apex.
+        delay_unscale: Accepted, and without effect: gradients are always unscaled on leaving. Only passes under
+            ``DistributedDataParallel.no_sync()`` stay scaled until one is averaged, or until the step.
+        delay_overflow_check: Accepted, and without effect: whether a step is skipped is decided when it is taken, from all
+            passes since the last one.
+
+    Yields:
+        float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed precision is not enabled.
+
+    Raises:
+        AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one for the same optimizer;
+            several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
+    """
+    engines = amp_session.engines_of(optimizers)
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
+        raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
+    if not engines:
+        yield loss
+        return
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()
+    first, *rest = engines
+    scaled = first.scale(loss, loss_id, rest)
+    if all(engine.is_plain for engine in engines):
+        yield scaled
+        return
+    with first.receiving(loss_id, rest):
+        yield scaled
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What an optimizer steps: FP32 masters, and parameters that are their own; of any optimizer, initialised or not.
+
+    Their ``.grad`` is unscaled after :func:`scale_loss`: clip these.
+
+    Args:
+        optimizer: A torch optimizer.
+
+    Yields:
+        Parameters, in the order of the groups.
+    """
+    yield from amp_session.master_params_of(optimizer)
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The loss scales in apex's form: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``. Syncs.
+
+    Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none.
+    Masters are in the models' own ``state_dict()``, moments in the optimizers'.
+
+    Args:
+        destination: A dict to write to.
+
+    Returns:
+        ``destination``, or a new dict. Empty where mixed precision is not enabled.
+
+    Raises:
+        AmpUsageError: Before :func:`initialize`.
+    """
+    scalers = []
+    for session in amp_session.sessions():
+        session.read_all()
+        scalers += [scaler.state_dict() for scaler in session.scalers]
+    result = {} if destination is None else destination
+    result.update(checkpoint_apex.write(scalers))
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Take over loss scales from :func:`state_dict`, or from ``apex.amp.state_dict()``.
+
+    Models and optimizers load their own states, before or after :func:`initialize`.
+
+    Args:
+        state_dict: Not changed. With more scales than are configured, or fewer, those of the same number are taken over, and a
+            warning says so.
+
+    Raises:
+        AmpCheckpointError: Unknown keys, a hole in the numbering, or an impossible value. Nothing has been applied.
+        AmpUsageError: Before :func:`initialize`.
+    """
+    sessions = amp_session.sessions()
+    scalers = [scaler for session in sessions for scaler in session.scalers]
+    if not isinstance(state_dict, Mapping):
+        raise AmpCheckpointError(f'amp state must be a dict, but is {type(state_dict).__name__}.')
+    unknown = [key for key in state_dict if not str(key).startswith('loss_scaler')]
+    if unknown:
+        raise AmpCheckpointError(
+            f"amp state has unknown keys: {', '.join(map(repr, unknown[:5]))}. Expected are 'loss_scaler0', 'loss_scaler1' "
+            f'and so on alone; the states of models and optimizers are loaded by themselves.'
+        )
+    if not scalers and not state_dict:
+        return
+    saved = checkpoint_apex.read(state_dict, 'amp state')
+    if not scalers:
+        logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
+        return
+    if len(saved) != len(scalers):
+        logger.warning(
+            f'amp: the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured: the first '
+            f'{min(len(saved), len(scalers))} are taken over.'
+        )
+    for index, (scaler, state) in enumerate(zip(scalers, saved)):
+        for note in scaler.load_state_dict(state):
+            logger.info(f'amp: loss {index}: {note}')
+
+
+__all__ = ['initialize', 'load_state_dict', 'master_params', 'scale_loss', 'state_dict']

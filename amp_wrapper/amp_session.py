@@ -1,0 +1,234 @@
+"""What one call of ``amp.initialize`` set up: its engines, and how an optimizer leads to its own.
+
+The registry below is all that is global. It holds no session alive: an optimizer does, and both go together.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .engine import AmpEngine, attach_together, new_scalers
+from .errors import AmpAttachError, AmpUsageError
+from .late_read import LateRead
+from .policy import Policy
+
+_sessions: list[ReferenceType[Session]] = []
+_session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
+#: Optimizers that were initialised with ``enabled=False``.
+_disabled: WeakSet[Optimizer] = WeakSet()
+_NEVER = (
+    'no optimizer has been initialised: call "model, optimizer = amp.initialize(model, optimizer, opt_level=...)" first, once, '
+    'before training.'
+)
+
+
+class Session:
+    """Models that were cast together, and one engine for each of their optimizers, which share the loss scales.
+
+    Args:
+        policy: The configuration; enabled.
+        models: FP32, not wrapped.
+        optimizers: Not in any session.
+
+    Raises:
+        AmpAttachError: A model or optimizer that cannot be taken. Nothing has been changed.
+    """
+
+    def __init__(self, policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+        self.policy = policy
+        self.scalers = new_scalers(policy)
+        self._engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
+        self._unread: dict[int, list[LateRead]] = {}
+        if len(optimizers) > 1:
+            for index, engine in enumerate(self._engines):
+                engine.label = f'optimizer {index}'
+        self.casts = attach_together(self._engines, models, policy)
+        for optimizer, engine in zip(optimizers, self._engines):
+            self._stand_in_front(optimizer, engine)
+            _session_of[optimizer] = ref(self)
+        if optimizers:
+            _sessions.append(ref(self))
+
+    def engine(self, optimizer: Optimizer) -> AmpEngine:
+        """The engine of one of the optimizers."""
+        return next(engine for engine in self._engines if engine.optimizer is optimizer)
+
+    def _stand_in_front(self, optimizer: Optimizer, engine: AmpEngine) -> None:
+        """``step`` and ``zero_grad`` of this one object lead through the engine.
+
+        They are attributes of the object, which torch neither pickles nor copies: its class, its saved form and every copy are
+        those of a plain optimizer. Schedulers that came before stay inside, those that come later go around.
+        """
+        own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
+
+        @functools.wraps(getattr(own_step, '__func__', own_step))
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(engine, own_step, _named('closure', args, kwargs))
+
+        @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
+        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            with engine.behind(zero_grad=own_zero_grad):
+                engine.zero_grad(**_named('set_to_none', args, kwargs))
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _step(self, engine: AmpEngine, own_step: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        optimizer = engine.optimizer
+        assert optimizer is not None
+        result: list[Any] = []
+        closure = kwargs.get('closure')
+        if closure is not None and not engine.is_plain:
+            # what it brings is scaled, or has masters: it runs before the step, as all optimizers but LBFGS have it
+            with torch.enable_grad():
+                result.append(closure())
+            del kwargs['closure']
+        # a skipped step is a step to schedulers, which would warn otherwise
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+        def bare_step(**words: Any) -> None:
+            value = own_step(**words)
+            if not result:
+                result.append(value)
+
+        with engine.behind(step=bare_step):
+            outcome = engine.step(None, **kwargs)
+        if outcome.skipped is None and outcome.decision is not None:
+            self._unread.setdefault(id(engine), []).append(LateRead(outcome.decision))
+        self._read(engine, wait=False)
+        return result[0] if result else None
+
+    def _read(self, engine: AmpEngine, wait: bool) -> None:
+        """What steps did that nobody waited for, as far as the device has told."""
+        unread = self._unread.get(id(engine), [])
+        while unread and (wait or unread[0].is_there):
+            engine.review([unread.pop(0).wait()])
+
+    def read_all(self) -> None:
+        """Say what was skipped up to now. Syncs."""
+        for engine in self._engines:
+            self._read(engine, wait=True)
+
+
+def _named(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, where at most one came by place."""
+    if len(args) > 1 or (args and first in kwargs):
+        raise TypeError(f'at most one argument without a name was expected ({first}), but {len(args)} were given.')
+    return {first: args[0], **kwargs} if args else dict(kwargs)
+
+
+def check_new(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that are in a session, or twice in the list.
+
+    Raises:
+        AmpAttachError: Names the optimizer.
+    """
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if optimizer in _session_of or id(optimizer) in seen:
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} was initialised already: amp.initialize() takes an optimizer once. Hand over all '
+                f'models and optimizers in one call, as lists, or use a new optimizer for other models.'
+            )
+        seen.add(id(optimizer))
+
+
+def disable(optimizers: Iterable[Optimizer]) -> None:
+    """These were initialised with ``enabled=False``."""
+    _disabled.update(optimizers)
+
+
+def is_disabled(optimizer: Optimizer) -> bool:
+    """Whether an optimizer was initialised with ``enabled=False``."""
+    return optimizer in _disabled and optimizer not in _session_of
+
+
+def session_of(optimizer: Optimizer) -> Session | None:
+    """The session of an optimizer; None where it was never initialised, or is disabled."""
+    found = _session_of.get(optimizer)
+    return None if found is None else found()
+
+
+def engines_of(optimizers: Any) -> list[AmpEngine]:
+    """The engines of one optimizer or several; none for those of ``enabled=False``.
+
+    Args:
+        optimizers: One, or a list or tuple of them.
+
+    Raises:
+        AmpUsageError: Not an optimizer, or one that was never initialised; some enabled and some not.
+    """
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if not given:
+        raise AmpUsageError('optimizers=[] is empty: name every optimizer for which the backward pass makes gradients.')
+    engines: list[AmpEngine] = []
+    off = 0
+    for optimizer in given:
+        if not isinstance(optimizer, Optimizer):
+            raise AmpUsageError(
+                f'optimizers={optimizers!r} must be a torch optimizer or a list of them, but holds {type(optimizer).__name__}.'
+            )
+        session = session_of(optimizer)
+        if session is not None:
+            engine = session.engine(optimizer)
+            if engine not in engines:
+                engines.append(engine)
+        elif is_disabled(optimizer):
+            off += 1
+        elif _sessions or _disabled:
+            raise AmpUsageError(
+                f'{type(optimizer).__name__} was not initialised (a copy of an initialised optimizer is a plain one): hand it '
+                f'over to amp.initialize() and use what that returns.'
+            )
+        else:
+            raise AmpUsageError(_NEVER)
+    if engines and off:
+        raise AmpUsageError(
+            'some of these optimizers were initialised with enabled=False and some not: scale their losses apart.'
+        )
+    return engines
+
+
+def sessions() -> list[Session]:
+    """The sessions that have an optimizer and are alive, in the order in which they were made.
+
+    Raises:
+        AmpUsageError: ``amp.initialize`` was never called.
+    """
+    if len(_sessions) > 1:
+        # those that nobody uses any more, but Python has not yet found
+        gc.collect()
+    _sessions[:] = [found for found in _sessions if found() is not None]
+    alive = [session for session in (found() for found in _sessions) if session is not None]
+    if not alive and not _disabled:
+        raise AmpUsageError(_NEVER)
+    return alive
+
+
+def master_params_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    """What an optimizer steps, initialised or not."""
+    session = session_of(optimizer)
+    if session is not None:
+        return session.engine(optimizer).master_params()
+    return (parameter for group in optimizer.param_groups for parameter in group['params'])
+
+
+__all__ = [
+    'Session',
+    'check_new',
+    'disable',
+    'engines_of',
+    'is_disabled',
+    'master_params_of',
+    'session_of',
+    'sessions',
+]
