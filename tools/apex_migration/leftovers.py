@@ -26,13 +26,14 @@ _STASH = (
 def decide(source: Source) -> None:
     """List what is left of apex beside its names; translate the loss scale."""
     for use in source.uses:
-        inner = use.dotted
-        if use.ours and inner.startswith('amp_wrapper.amp.'):
-            inner = 'apex' + inner.removeprefix('amp_wrapper')
-            if tables.find(inner) is None:
-                source.hand(use.node, inner, tables.advice(inner))
-        elif not use.ours and tables.WITH_CALL.get((tables.find(inner) or ('',))[0]) == 'loss_scalers':
-            _loss_scale(source, use)
+        dotted = use.dotted
+        if use.ours and dotted.startswith('amp_wrapper.amp.'):
+            dotted = 'apex' + dotted.removeprefix('amp_wrapper')
+        found = tables.find(dotted)
+        if found is not None and tables.WITH_CALL.get(found[0]) == 'loss_scalers':
+            _loss_scale(source, use, dotted)
+        elif found is None and dotted != use.dotted:
+            source.hand(use.node, dotted, tables.advice(dotted))
     for node in source.nodes:
         if isinstance(node, cst.Attribute) and node.attr.value == '_amp_stash':
             source.hand(node, '_amp_stash', _STASH)
@@ -47,20 +48,20 @@ def messages(source: Source) -> None:
             _message(source, node)
 
 
-def _loss_scale(source: Source, use: Use) -> None:
+def _loss_scale(source: Source, use: Use, dotted: str) -> None:
     """``amp._amp_state.loss_scalers[0].loss_scale()``: the one thing of apex's state that scripts read a lot."""
     item = source.parents.get(use.node)
     attribute = source.parents.get(item) if isinstance(item, cst.Subscript) and item.value is use.node else None
     name = attribute.attr.value if isinstance(attribute, cst.Attribute) else ''
     whole = source.parents.get(attribute) if attribute is not None else None
     reads = name == 'loss_scale' and isinstance(whole, cst.Call) and whole.func is attribute and not whole.args
-    if not reads or not isinstance(item, cst.Subscript) or len(item.slice) != 1:
-        text = tables.advice(use.dotted)
+    if use.ours or not reads or not isinstance(item, cst.Subscript) or len(item.slice) != 1:
+        text = tables.advice(dotted)
         if name == '_loss_scale':
             text = 'only apex itself used it; for another start, write loss_scale=dict(init_scale=2.0**20) in amp.initialize'
         elif name == '_unskipped':
             text = "only apex itself used it; write amp.state_dict()['loss_scaler0']['unskipped']"
-        source.hand(use.node, use.dotted, text)
+        source.hand(use.node, dotted, text)
         return
     index = source.code(item.slice[0].slice)
     other = '"' if source.quote == "'" else "'"
@@ -69,7 +70,7 @@ def _loss_scale(source: Source, use: Use) -> None:
     elif other not in index and source.quote not in index:
         key = f'f{source.quote}loss_scaler{{{index}}}{source.quote}'
     else:
-        source.hand(use.node, use.dotted, tables.advice(use.dotted))
+        source.hand(use.node, dotted, tables.advice(dotted))
         return
     use.target = 'amp_wrapper.amp.state_dict'
     use.via_amp = True

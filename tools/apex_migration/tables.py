@@ -103,8 +103,8 @@ LISTED: dict[str, str] = {
     'apex.amp.register_fp16': 'of the oldest API: write amp.half_function, or amp.register_half_function(module, name)',
     'apex.amp.register_fp32': 'of the oldest API: write amp.float_function, or amp.register_float_function(module, name)',
     'apex.parallel': 'torch.nn.parallel and torch.distributed have what remains of it',
-    'apex.parallel.LARC': 'not part of this package; apex still has it: make it around the optimizer that amp.initialize '
-    'returns, or scale the rate by layer in your own code',
+    'apex.parallel.LARC': 'not part of this package; apex still has it: give amp.initialize and amp.scale_loss the '
+    'optimizer inside it, or scale the rate by layer in your own code',
     'apex.parallel.Reducer': 'torch has none: use torch.nn.parallel.DistributedDataParallel with no_sync() until the last '
     'backward pass, or torch.distributed.all_reduce(p.grad, op=torch.distributed.ReduceOp.AVG) for each parameter',
     'apex.parallel.create_syncbn_process_group': 'write torch.distributed.new_group(ranks) for the ranks of each group, and '
