@@ -188,6 +188,18 @@ def test_an_existing_name_is_not_taken() -> None:
     assert 'from amp_wrapper import FusedAdamW as FusedAdam\n' in migrated(text)
 
 
+def test_a_fallback_under_the_same_name_keeps_the_name() -> None:
+    text = 'try:\n    from apex.optimizers import FusedAdam\nexcept ImportError:\n    from torch.optim import AdamW as FusedAdam\n'
+    after = migrated(text + 'FusedAdam(p, weight_decay=0.1)\n')
+    assert 'from amp_wrapper import FusedAdamW as FusedAdam\n' in after
+    assert after.endswith('AdamW as FusedAdam\nFusedAdam(p, weight_decay=0.1)\n')
+
+
+def test_a_keyword_is_no_name() -> None:
+    text = 'import apex\n\nf(apex=apex.amp.init(), other=apex)\n'
+    assert migrated(text) == 'import amp_wrapper.amp\n\nf(apex=amp_wrapper.amp.init(), other=amp_wrapper)\n'
+
+
 def test_import_apex_stays_where_apex_is_still_used() -> None:
     text = 'import apex\napex.amp.init()\napex.optimizers.FusedLAMB(p)\n'
     assert (

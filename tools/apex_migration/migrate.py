@@ -12,7 +12,9 @@ from .source import Note, Source
 
 #: A file without any of these words needs no parsing.
 _WORDS = re.compile(
-    rb'apex|ApexOptimWrapper|_amp_stash|Fp16OptimizerHook|DistOptimizerHook|EpochBasedRunnerAmp|fp16|amp_wrapper'
+    rb'apex|ApexOptimWrapper|_amp_stash|Fp16OptimizerHook|DistOptimizerHook|EpochBasedRunnerAmp|^fp16\s*='
+    rb'|amp_wrapper(\.amp| import)',
+    re.MULTILINE,
 )
 
 

@@ -130,7 +130,8 @@ class Source:
     """
 
     def __init__(self, module: cst.Module) -> None:
-        wrapper = MetadataWrapper(module)
+        # a parsed module has each node once, which is all that the copy is for
+        wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
         self.scopes = wrapper.resolve(ScopeProvider)
         self.parents = wrapper.resolve(ParentNodeProvider)
