@@ -28,8 +28,21 @@ from torch.optim import Optimizer
 
 from . import amp_session, checkpoint_apex
 from . import policy as policies
+from .amp_functions import (
+    bfloat16_function,
+    disable_casts,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from .amp_handle import AmpHandle, NoOpHandle
+from .amp_scaling import scaled
 from .amp_session import Session
-from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpUsageError
+from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError
 from .policy import Policy
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
@@ -245,22 +258,8 @@ def scale_loss(
         AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one for the same optimizer;
             several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
     """
-    engines = amp_session.engines_of(optimizers)
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
-        raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
-    if not engines:
-        yield loss
-        return
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        loss = loss.float()
-    first, *rest = engines
-    scaled = first.scale(loss, loss_id, rest)
-    if all(engine.is_plain for engine in engines):
-        yield scaled
-        return
-    with first.receiving(loss_id, rest):
-        yield scaled
+    with scaled(loss, amp_session.engines_of(optimizers), loss_id) as result:
+        yield result
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -340,4 +339,49 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             logger.info(f'amp: loss {index}: {note}')
 
 
-__all__ = ['initialize', 'load_state_dict', 'master_params', 'scale_loss', 'state_dict']
+def init(
+    enabled: bool = True,
+    loss_scale: float | str | Mapping[str, Any] = 'dynamic',
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """The oldest interface: casts as at O1, on this thread, for everything, until the handle's ``_deactivate()``.
+
+    New scripts use :func:`initialize`, whose casts end with the forward pass of the model.
+
+    Args:
+        enabled: False gives a handle that does nothing.
+        loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
+        enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
+        verbose: Accepted, and told by the handle.
+        allow_banned: Whether 16-bit inputs of ``binary_cross_entropy`` are cast to FP32 in place of an error.
+
+    Returns:
+        A handle with ``wrap_optimizer``, ``scale_loss``, ``is_active`` and ``_deactivate``.
+
+    Raises:
+        AmpConfigError: An impossible loss scale.
+    """
+    if not enabled:
+        return NoOpHandle()
+    return AmpHandle(loss_scale, enable_caching, verbose, allow_banned)
+
+
+__all__ = [
+    'bfloat16_function',
+    'disable_casts',
+    'float_function',
+    'half_function',
+    'init',
+    'initialize',
+    'load_state_dict',
+    'master_params',
+    'promote_function',
+    'register_bfloat16_function',
+    'register_float_function',
+    'register_half_function',
+    'register_promote_function',
+    'scale_loss',
+    'state_dict',
+]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from . import passes
 from .engine import AmpEngine, attach_together, new_scalers
 from .errors import AmpAttachError, AmpUsageError
 from .late_read import LateRead
@@ -23,6 +25,8 @@ from .policy import Policy
 
 _sessions: list[ReferenceType[Session]] = []
 _session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
+# model at O1 or O4 -> what says so to decorated functions
+_casting: WeakKeyDictionary[nn.Module, passes.CastSession] = WeakKeyDictionary()
 #: Optimizers that were initialised with ``enabled=False``.
 _disabled: WeakSet[Optimizer] = WeakSet()
 _NEVER = (
@@ -52,6 +56,9 @@ class Session:
             for index, engine in enumerate(self._engines):
                 engine.label = f'optimizer {index}'
         self.casts = attach_together(self._engines, models, policy)
+        if policy.autocast_dtype is not None:
+            for model in models:
+                _casting[model] = passes.session_opened()
         for optimizer, engine in zip(optimizers, self._engines):
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
@@ -100,7 +107,9 @@ class Session:
             if not result:
                 result.append(value)
 
-        with engine.behind(step=bare_step):
+        # optimizers compute in FP32: what is cast for models is not cast here
+        casts = nullcontext() if self.policy.autocast_dtype is None else passes.suspended()
+        with casts, engine.behind(step=bare_step):
             outcome = engine.step(None, **kwargs)
         if outcome.skipped is None and outcome.decision is not None:
             self._unread.setdefault(id(engine), []).append(LateRead(outcome.decision))

@@ -153,6 +153,7 @@ class Arrivals:
         averaged: bool,
         found_inf: Tensor | None,
         check: Callable[[], None],
+        in_buckets: bool = True,
     ) -> Iterator[None]:
         """Around one backward pass. After an exception inside, all gradients are what they were before.
 
@@ -164,6 +165,7 @@ class Arrivals:
             averaged: Whether the pass is averaged over the ranks; if not, its gradients are held.
             found_inf: As in :func:`~amp_wrapper.gradients.unscale_to_masters`.
             check: Called after the pass; raises where it must not count.
+            in_buckets: Whether DDP may have moved gradients into its buckets, which this pass overwrites.
 
         Raises:
             AmpUsageError: Gradients of another loss are held.
@@ -176,8 +178,8 @@ class Arrivals:
                 f'one loss_id for both.'
             )
         everything = [*own, *(weight for weight, _ in pairs)]
-        # copies, where DDP may have moved them into its buckets, which this pass overwrites, and where this pass adds to them
-        copies = held is None or averaged
+        # this pass adds to what is held, where it is averaged
+        copies = in_buckets if held is None else averaged
         waiting = {id(p): p.grad.clone() if copies else p.grad for p in everything if p.grad is not None}
         if held is None or not averaged:
             for parameter in everything:

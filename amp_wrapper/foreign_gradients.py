@@ -62,68 +62,76 @@ class OtherOptimizer:
         return Share(beyond, self._scale, self._checks)
 
 
-class Conversion:
+class Lending:
     """Around one backward pass: gradients that arrive elsewhere are put on the scale that is expected there.
 
     Each gradient is multiplied by the ratio of the two scales, in float32, and rounded to its own type: exact for powers
     of two within the type's range. One that is non-finite voids what this pass brought to an optimizer that checks nothing;
     others skip their step, as the optimizer of this pass does. After an exception inside, all gradients are as before.
 
+    Passes for several optimizers may be under way at once; then each ends what it lends (:meth:`close`) where another one goes
+    on, and takes it up again (:meth:`open`) where it goes on itself.
+
     Args:
         shares: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
         scale: The scale of this pass, a float32 scalar; None for 1.
         averaged: Parameters, by id, that DDP averages in this pass. Where gradients wait there, it must find some.
+        hand_over: Called with each share that is complete.
 
     Raises:
         AmpUsageError: On leaving: a gradient arrived at a parameter that two of the others step.
     """
 
-    def __init__(self, shares: Sequence[Share], scale: Tensor | None, averaged: Container[int] = frozenset()) -> None:
-        self._open = list(shares)
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        scale: Tensor | None,
+        averaged: Container[int],
+        hand_over: Callable[[Share], None],
+    ) -> None:
+        self.shares = list(shares)
         self._scale = scale
         self._averaged = averaged
-        # id of a share -> its parameters and what waited there
-        self._waiting: dict[int, list[tuple[Tensor, Tensor | None]]] = {}
+        self._hand_over = hand_over
+        # open shares: their parameters, and what waited there
+        self._waiting: dict[Share, list[tuple[Tensor, Tensor | None]]] = {}
 
-    def __enter__(self) -> Conversion:
-        for share in self._open:
-            self._waiting[id(share)] = [(p, _set_aside(p, id(p) in self._averaged)) for p in share.parameters]
+    def __enter__(self) -> Lending:
+        for share in self.shares:
+            self.open(share)
         return self
 
-    def close(self, share: Share) -> bool:
-        """What this pass brought to one optimizer is complete: another pass begins there.
+    def open(self, share: Share) -> None:
+        """What arrives from now on comes from this pass."""
+        if share not in self._waiting:
+            share.arrived, share.found_inf = False, None
+            self._waiting[share] = [(p, _set_aside(p, id(p) in self._averaged)) for p in share.parameters]
 
-        Returns:
-            False where it was closed before.
-        """
-        if share not in self._open:
-            return False
-        _convert(share, self._scale)
-        sums = [(p, ops.add_gradients(gradient, p.grad)) for p, gradient in self._waiting[id(share)]]
-        self._open.remove(share)
+    def close(self, share: Share) -> None:
+        """What arrives from now on does not come from this pass."""
+        if share in self._waiting:
+            self._finish([share])
+
+    def _finish(self, shares: Sequence[Share]) -> None:
+        for share in shares:
+            _convert(share, self._scale)
+        waiting = [pair for share in shares for pair in self._waiting[share]]
+        sums = [(parameter, ops.add_gradients(gradient, parameter.grad)) for parameter, gradient in waiting]
         for parameter, gradient in sums:
             parameter.grad = gradient
-        return True
+        for share in shares:
+            del self._waiting[share]
+            self._hand_over(share)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
             if kind is None:
-                for share in self._open:
-                    _convert(share, self._scale)
-                waiting = [pair for share in self._open for pair in self._waiting[id(share)]]
-                sums = [(parameter, ops.add_gradients(gradient, parameter.grad)) for parameter, gradient in waiting]
-                for parameter, gradient in sums:
+                self._finish(list(self._waiting))
+        finally:
+            for pairs in self._waiting.values():
+                for parameter, gradient in pairs:
                     parameter.grad = gradient
-                return
-        except BaseException:
-            self._undo()
-            raise
-        self._undo()
-
-    def _undo(self) -> None:
-        for share in self._open:
-            for parameter, gradient in self._waiting[id(share)]:
-                parameter.grad = gradient
+            self._waiting.clear()
 
 
 def _set_aside(parameter: Tensor, averaged: bool) -> Tensor | None:

@@ -377,17 +377,17 @@ def problems_of(names: tuple[str, ...]) -> list[str]:
             problems.append(
                 f'{label} cannot be called: it is a {type(value).__name__}. Name a function, a method or a class.'
             )
-        elif not isinstance(value, type) and not _can_be_replaced(name):
+        elif not isinstance(value, type) and not can_be_replaced(*owner(name)):
             problems.append(
                 f'{label} belongs to a built-in type and cannot be replaced: name the function that calls it.'
             )
     return problems
 
 
-def _can_be_replaced(name: str) -> bool:
-    holder, attribute = owner(name)
-    own = attribute in vars(holder)
+def can_be_replaced(holder: Any, attribute: str) -> bool:
+    """Whether an attribute may be set on a module, class or object; tried with what is there."""
     try:
+        own = attribute in vars(holder)
         setattr(holder, attribute, vars(holder)[attribute] if own else getattr(holder, attribute))
         if not own:
             delattr(holder, attribute)

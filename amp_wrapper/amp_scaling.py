@@ -1,0 +1,51 @@
+"""Around one backward pass of a script: the loss times its scale, and gradients that are unscaled afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .engine import AmpEngine
+from .errors import AmpUsageError
+
+
+@contextmanager
+def scaled(loss: Tensor, engines: Sequence[AmpEngine], loss_id: int) -> Iterator[Tensor]:
+    """Scale a loss; on leaving, unscale what its backward pass brought.
+
+    Args:
+        loss: Floating tensor of any shape.
+        engines: Those the pass is meant for; the scale of the first holds. Without any, the loss is yielded as it is.
+        loss_id: Which scale.
+
+    Yields:
+        float32 tensor of the loss's shape (float64 for a float64 loss).
+
+    Raises:
+        AmpUsageError: No floating tensor, no such loss, or a block inside another one for the same optimizer. After any
+            exception inside the block, gradients are what they were before it.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
+        raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
+    if not engines:
+        yield loss
+        return
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()
+    first, *rest = engines
+    result = first.scale(loss, loss_id, rest)
+    if all(engine.is_plain for engine in engines):
+        yield result
+        return
+    with first.receiving(loss_id, rest) as begins:
+        if result.requires_grad and result is not loss:
+            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
+            result.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]
+        yield result
+
+
+__all__ = ['scaled']
