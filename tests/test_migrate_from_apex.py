@@ -35,7 +35,7 @@ RUNNABLE = {
 sys.path.insert(0, str(ROOT / 'tools'))
 
 import libcst
-from apex_migration import Note, migrate, tables
+from apex_migration import Note, calls, fp16_optimizer, migrate, tables
 from apex_migration.files import find
 
 import amp_wrapper.amp
@@ -125,6 +125,21 @@ def test_every_name_that_is_written_exists() -> None:
 def test_every_listed_name_says_what_to_write() -> None:
     words = re.compile(r'write|use|apex still has|amp\.|torch|docs/')
     assert not [name for name, text in tables.LISTED.items() if not words.search(text)]
+
+
+def test_the_page_has_every_name_and_argument() -> None:
+    page = (ROOT / 'docs' / 'migrating_from_apex.md').read_text()
+    page = re.sub(r'^```.*?^```', '', page, flags=re.MULTILINE | re.DOTALL)
+    words = {word for code in re.findall(r'`([^`]+)`', page) for word in re.findall(r'\w+', code)}
+    names = {part for name in (*tables.LISTED, *tables.AMP_NAMES) for part in name.split('.')}
+    # told in words: deeper names of what is there, and helpers that nobody imports
+    names -= {'clip_grad', 'xentropy', 'clip_grad_norm', 'Fused_Weight_Norm'}
+    arguments = {name for order in (*calls._AMP.values(), calls._DDP, calls._ADAM, calls._SGD) for name in order}
+    arguments |= set(fp16_optimizer._ORDER) | set(fp16_optimizer._ATTRIBUTES) | set(fp16_optimizer._SCALER)
+    arguments -= {'params', 'loss', 'init_optimizer', 'fp16_groups', 'fp32_from_fp32_groups', 'fp32_from_fp16'}
+    # shared by FusedSGD and torch: "the same first six arguments"
+    arguments -= {'momentum', 'dampening', 'nesterov', 'dynamic_loss_scale', 'loss_scaler'}
+    assert sorted((names | arguments) - words) == []
 
 
 # -- names and scopes -------------------------------------------------------------------------------------------------
