@@ -55,19 +55,24 @@ def attach(model: nn.Module, level: str = 'O1', **overrides: Any) -> casting.Cas
 
 # -- the lists ---------------------------------------------------------------------------------------------------------
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 # torch's documented list for CUDA, written down: what goes to 16-bit, to float32, and to the widest type
-CUDA_HALF = """
-__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d
-conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv prelu RNNCell
-""".split()
-CUDA_FLOAT = """
-__pow__ __rpow__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity
-cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10
-log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist
-poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan
-triplet_margin_loss
-""".split()
-CUDA_WIDEST = 'addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot'.split()
+CUDA_HALF = _names("""
+    __matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv prelu RNNCell
+""")
+CUDA_FLOAT = _names("""
+    __pow__ __rpow__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity
+    cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10
+    log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize
+    pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum
+    renorm tan triplet_margin_loss
+""")
+CUDA_WIDEST = _names('addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot')
 
 
 def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
@@ -86,7 +91,7 @@ def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
         'addr': lambda: torch.addr(x, v, w),
         'baddbmm': lambda: torch.baddbmm(batch, batch, wide),
         'bmm': lambda: torch.bmm(batch, wide),
-        'chain_matmul': lambda: torch.linalg.multi_dot([x, other, x]),
+        'chain_matmul': lambda: torch.chain_matmul(x, other, x),
         'multi_dot': lambda: torch.linalg.multi_dot([x, other]),
         'conv1d': lambda: F.conv1d(batch, kernel),
         'conv2d': lambda: F.conv2d(image, kernel[None].expand(4, 4, 4, 4)),
@@ -220,6 +225,7 @@ def test_the_table_is_the_list_for_cuda_less_what_only_a_gpu_has() -> None:
     assert all(OP_RULES[name[6:]].cpu_only or OP_RULES[name[6:]].rule == 'refuse' for name in beyond)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason='older lists for CUDA lack ops that came later')
 def test_cuda_gets_nothing_but_the_errors() -> None:
     """torch's list stands where it has an entry; what is missing in this version is taken from the table."""
     assert {rule.rule for rule in op_casts.missing('cuda')} == {'refuse'}
@@ -323,10 +329,17 @@ def test_composite_functions_are_cast_inside(half: torch.dtype) -> None:
 # -- banned functions --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('function', [nn.BCELoss(), F.binary_cross_entropy, torch._C._nn.binary_cross_entropy])
+@pytest.mark.parametrize(
+    'function',
+    [
+        nn.BCELoss(),
+        lambda x, target: F.binary_cross_entropy(x, target),
+        lambda x, target: torch._C._nn.binary_cross_entropy(x, target),
+        F.binary_cross_entropy,
+    ],
+    ids=['module', 'functional', 'inner', 'kept reference'],
+)
 def test_bce_is_refused_on_16_bit(function: Callable[..., Tensor], half: torch.dtype) -> None:
-    if not isinstance(function, nn.Module):
-        function = (F if function.__name__ in vars(F) else torch._C._nn).binary_cross_entropy
     x, target = torch.rand(2, 4, dtype=half), torch.rand(2, 4)
     with pytest.raises(NotImplementedError, match='with_logits') as caught:
         function(x, target)
@@ -614,6 +627,35 @@ def test_what_is_under_way_is_not_stale() -> None:
     model.dec.register_forward_hook(lambda module, args, output: seen.append(output.dtype), prepend=True)
     model(torch.randn(2, 4))
     assert seen == [torch.float16]
+
+
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O4'])
+def test_an_interrupt_that_a_model_survives(level: str) -> None:
+    class Patient(nn.Module):
+        def __init__(self, inner: Net) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            # not a child: a model of its own
+            self.inner = [inner]
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.inner[0]
+            inner.fail = KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt):
+                inner(x)
+            inner.fail = None
+            assert inner(x).dtype is torch.float32
+            assert forward_hooks.open_contexts()[3] == 1
+            return self.fc(x).softmax(-1) + self.fc(x)
+
+    model, inner = Patient(Net()), Net()
+    model.inner = [inner]
+    attach(inner, level)
+    attach(model, 'O1')
+    seen: list[torch.dtype] = []
+    model.fc.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(torch.randn(2, 4))
+    assert seen == [torch.float16] * 2
 
 
 class Tree(nn.Module):

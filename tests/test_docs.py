@@ -153,7 +153,7 @@ def test_there_are_snippets_to_run() -> None:
     [
         ('```python\nprint(1 + 1)  # 3\n```\n', AssertionError),
         ('```python\nprint(1 + 1)\n```\n', AssertionError),
-        ('```python\nimport amp_wrapper\namp_wrapper.amp.initialize()\n```\n', AttributeError),
+        ('```python\nimport amp_wrapper\namp_wrapper.amp.initialise()\n```\n', AttributeError),
         (
             "```python\noptim_wrapper = dict(type='AmpOptimWrapper', opt_level='O1', master_weights=True, "
             "optimizer=dict(type='SGD', lr=0.1))\n```\n",

@@ -267,8 +267,9 @@ class Receiving(Attaching):
     ) -> None:
         if not share.arrived or share.found_inf is None:
             return
-        if self.scalers[0].checks:
-            # the scale of this loss was too large there: it is the one that has to learn
+        if self.scalers[0].checks and not self._shared:
+            # the scale of this loss was too large there: it is the one that has to learn. A script says which optimizers a pass
+            # is meant for; what arrives elsewhere is mostly thrown away
             self._flags.bring(loss_id, share.found_inf)
         if isinstance(other, Receiving):
             other._receive(share.found_inf)
