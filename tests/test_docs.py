@@ -439,7 +439,9 @@ def test_commands_name_what_exists() -> None:
             assert (ROOT / path).is_file(), f'{page.name}: {path}'
 
 
-@pytest.mark.parametrize('tool', ['tools/train.py', 'tools/test.py', 'tools/convert_checkpoint.py'])
+@pytest.mark.parametrize(
+    'tool', ['tools/train.py', 'tools/test.py', 'tools/convert_checkpoint.py', 'tools/migrate_from_apex.py']
+)
 def test_commands_use_options_that_exist(tool: str) -> None:
     used = {word for words in commands() if tool in words for word in words if word.startswith('--')}
     text = '\n'.join(page.read_text() for page in PAGES)

@@ -26,4 +26,4 @@ def main():
 
     model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(Net()).eval()
     assert isinstance(model.fourth, SyncBatchNorm)
-    return [float(model(torch.ones(3, 4)).sum()) for _ in range(2)]
+    return [model(torch.ones(3, 4)).sum().item() for _ in range(2)]

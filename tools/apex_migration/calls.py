@@ -9,7 +9,7 @@ import libcst as cst
 from . import tables
 from .source import Source, Use
 
-_INITIALIZE = (
+INITIALIZE = (
     'models',
     'optimizers',
     'enabled',
@@ -27,7 +27,7 @@ _INITIALIZE = (
 )
 #: Keywords of the functions of apex.amp, all of which are taken here.
 _AMP = {
-    'initialize': _INITIALIZE,
+    'initialize': INITIALIZE,
     'scale_loss': ('loss', 'optimizers', 'loss_id', 'model', 'delay_unscale', 'delay_overflow_check'),
     'init': ('enabled', 'loss_scale', 'enable_caching', 'verbose', 'allow_banned'),
 }
@@ -364,6 +364,7 @@ _CALLS: dict[str, Callable[[Source, Use, cst.Call], None]] = {
 
 def decide(source: Source) -> None:
     """Look at every call of a name of apex, and decide what becomes of its arguments."""
+    uncalled: list[Use] = []
     for use in source.uses:
         call = source.call_of(use)
         dotted = use.dotted
@@ -378,8 +379,8 @@ def decide(source: Source) -> None:
             )
         last = dotted.rpartition('.')[2]
         if call is None:
-            if last in ('FusedAdam', 'FusedSGD') and not use.ours and tables.find(dotted):
-                source.hand(use.node, use.dotted, tables.advice(use.dotted))
+            if not use.ours and tables.WITH_CALL.get(dotted) in ('FusedAdam', 'FusedSGD'):
+                uncalled.append(use)
             continue
         if dotted.startswith('apex.amp.'):
             amp_arguments(source, use, call, last)
@@ -387,38 +388,22 @@ def decide(source: Source) -> None:
             _CALLS[last](source, use, call)
         elif not use.ours and tables.WITH_CALL.get(dotted) in ('FusedAdam', 'FusedSGD'):
             use.target = (adam if last == 'FusedAdam' else sgd)(source, use, call)
-    _order(source)
-
-
-def _order(source: Source) -> None:
-    """DistributedDataParallel before amp.initialize, in the same function: amp casts what DDP holds on to."""
-    wrapped, initialized = [], []
-    for use in source.uses:
-        call = source.call_of(use)
-        if call is None or not call.args:
+    for use in uncalled:
+        if not _asks_whether_it_is_there(source, use):
+            source.hand(use.node, use.dotted, tables.advice(use.dotted))
             continue
-        if use.dotted.endswith('.DistributedDataParallel'):
-            wrapped.append(call)
-        elif use.dotted.endswith('.initialize'):
-            initialized.append(call)
-    for call in wrapped:
-        names = {source.code(call.args[0].value), *_targets(source, call)}
-        for later in initialized:
-            models = Arguments(later, _INITIALIZE).values.get('models')
-            if models is None or source.function(later) is not source.function(call):
-                continue
-            parts = models.elements if isinstance(models, (cst.List, cst.Tuple)) else ()
-            given = {source.code(models), *(source.code(part.value) for part in parts)}
-            if source.start(call) < source.start(later) and _targets(source, call) & given and names & given:
-                source.hand(
-                    call,
-                    'DistributedDataParallel',
-                    f'wraps the model before amp.initialize in line {source.line(later)}, which refuses it: move it below',
-                )
+        made = [other.target for other in use.aliases[0].uses if other.dotted == use.dotted and other not in uncalled]
+        if made and all(target is not None for target in made):
+            use.target = made[0]
 
 
-def _targets(source: Source, call: cst.Call) -> set[str]:
-    statement = source.parents.get(call)
-    if not isinstance(statement, cst.Assign):
-        return set()
-    return {source.code(target.target) for target in statement.targets}
+def _asks_whether_it_is_there(source: Source, use: Use) -> bool:
+    """Whether a name is only compared with None, or tested, as after an import that may have failed."""
+    parent = source.parents.get(use.node)
+    if isinstance(parent, cst.Comparison):
+        others = [part.comparator for part in parent.comparisons]
+        return all(isinstance(part, cst.Name) and part.value == 'None' for part in others)
+    tests = (cst.If, cst.IfExp, cst.Assert, cst.While)
+    if isinstance(parent, tests):
+        return parent.test is use.node
+    return isinstance(parent, (cst.BooleanOperation, cst.UnaryOperation))

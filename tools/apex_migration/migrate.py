@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from . import bindings, calls, configs, fp16_optimizer, leftovers
+from . import bindings, calls, configs, fp16_optimizer, leftovers, order
 from .source import Note, Source
 
 #: A file without any of these words needs no parsing.
@@ -81,6 +81,7 @@ def migrate(data: bytes) -> Result:
     except RecursionError:
         raise SyntaxError('nested too deeply') from None
     calls.decide(source)
+    order.decide(source)
     fp16_optimizer.decide(source)
     leftovers.decide(source)
     configs.decide(source)
