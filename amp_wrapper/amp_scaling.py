@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from . import forward_hooks
 from .engine import AmpEngine
 from .errors import AmpUsageError
 
@@ -34,6 +35,8 @@ def scaled(
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
         raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
+    # what an interrupted forward pass left open
+    forward_hooks.unwind_stale()
     if not engines:
         yield loss
         return

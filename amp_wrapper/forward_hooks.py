@@ -212,18 +212,15 @@ class LeaveFp32(AmpHook):
 class _CastRegion:
     """What one model's forward, or a direct call of a part of it, has opened on this thread for O1 or O4."""
 
-    __slots__ = ('autocast', 'before', 'dtype', 'frame', 'grad', 'module_id', 'token')
+    __slots__ = ('autocast', 'before', 'dtype', 'frame', 'grad', 'module_id')
 
-    def __init__(
-        self, module: nn.Module, dtype: torch.dtype | None, autocast: AbstractContextManager[Any], token: object
-    ) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None, autocast: AbstractContextManager[Any]) -> None:
         self.module_id = id(module)
         self.dtype = dtype
         self.before = open_contexts()
         self.frame = _calling_frame()
         self.grad = torch.is_grad_enabled()
         self.autocast = autocast
-        self.token = token
 
 
 class _CastRegions(threading.local):
@@ -251,15 +248,15 @@ def _open_casts(
     ops: fp32_ops.OpSet | None,
 ) -> None:
     regions = _cast_regions
-    region = _CastRegion(module, dtype, autocast, object())
+    region = _CastRegion(module, dtype, autocast)
     if regions.top is not None and regions.top.dtype is not dtype:
         torch.clear_autocast_cache()
     autocast.__enter__()
     try:
         if ops is None:
-            passes.begin(region.token, frozenset())
+            passes.begin(object(), frozenset())
         else:
-            fp32_ops.enter(ops, region.token)
+            fp32_ops.enter(ops)
     except BaseException:
         autocast.__exit__(None, None, None)
         raise
@@ -271,7 +268,8 @@ def _close_casts() -> None:
     regions = _cast_regions
     region = regions.open.pop()
     top = regions.top = regions.open[-1] if regions.open else None
-    fp32_ops.leave(region.token)
+    # with its own pass ends what an interrupt left open inside of it
+    fp32_ops.unwind(region.before[0])
     region.autocast.__exit__(None, None, None)
     # an autocast around the model would keep copies of weights past a change of these
     if top is None or top.dtype is not region.dtype:

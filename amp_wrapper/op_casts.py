@@ -65,16 +65,10 @@ def _overload(name: str) -> Any:
 
 def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., Any]:
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
-    arguments = op._schema.arguments
-    dtype_at = next((at for at, argument in enumerate(arguments) if argument.name == 'dtype'), None)
     name = rule.op.partition('.')[0]
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # a dtype that the caller asks for stands
-        asked = dtype_at is not None and (
-            kwargs.get('dtype') is not None or (len(args) > dtype_at and args[dtype_at] is not None)
-        )
-        if asked or not passes.casts_on():
+        if not passes.casts_on():
             return op.redispatch(keyset & below, *args, **kwargs)
         if rule.rule == REFUSE:
             if args[0].dtype in (torch.float16, torch.bfloat16) and args[0].device.type == device_type:

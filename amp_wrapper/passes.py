@@ -49,7 +49,7 @@ def begin(token: object, keys: frozenset[str]) -> object:
 
     Args:
         token: Names it for :func:`end`; anything hashable.
-        keys: What is active in it.
+        keys: What is active in it; nothing, in a pass that only keeps the casts of others out.
 
     Returns:
         The token, wrapped where a pass of that name is open already: a model that calls itself.
@@ -62,25 +62,24 @@ def begin(token: object, keys: frozenset[str]) -> object:
     return token
 
 
-def end(token: object | None) -> bool:
+def end(token: object | None) -> frozenset[str]:
     """Forget the innermost pass.
 
     Args:
         token: Its name; None for whichever it is.
 
     Returns:
-        Whether there was one of that name.
+        What was active in it; nothing where the innermost is another one, or there is none.
     """
     if not _thread.passes:
-        return False
+        return frozenset()
     last = next(reversed(_thread.passes))
     innermost = last
     while token is not None and innermost != token and isinstance(innermost, tuple) and len(innermost) == 1:
         (innermost,) = innermost
     if token is not None and innermost != token:
-        return False
-    del _thread.passes[last]
-    return True
+        return frozenset()
+    return _thread.passes.pop(last)
 
 
 def depth() -> int:

@@ -55,19 +55,26 @@ def attach(model: nn.Module, level: str = 'O1', **overrides: Any) -> casting.Cas
 
 # -- the lists ---------------------------------------------------------------------------------------------------------
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 # torch's documented list for CUDA, written down: what goes to 16-bit, to float32, and to the widest type
-CUDA_HALF = """
-__matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d
-conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv prelu RNNCell
-""".split()
-CUDA_FLOAT = """
-__pow__ __rpow__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity
-cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10
-log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize pdist
-poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum renorm tan
-triplet_margin_loss
-""".split()
-CUDA_WIDEST = 'addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot'.split()
+CUDA_HALF = _names("""
+    __matmul__ addbmm addmm addmv addr baddbmm bmm chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d
+    conv_transpose2d conv_transpose3d GRUCell linear LSTMCell matmul mm mv prelu RNNCell
+""")
+CUDA_FLOAT = _names("""
+    __pow__ __rpow__ acos asin binary_cross_entropy_with_logits cosh cosine_embedding_loss cdist cosine_similarity
+    cross_entropy cumprod cumsum dist erfinv exp expm1 group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10
+    log_softmax log1p log2 margin_ranking_loss mse_loss multilabel_margin_loss multi_margin_loss nll_loss norm normalize
+    pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum
+    renorm tan triplet_margin_loss
+""")
+CUDA_WIDEST = _names(
+    'addcdiv addcmul atan2 bilinear cross dot grid_sample grid_sampler index_put scatter_add tensordot'
+)
 
 
 def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
@@ -75,7 +82,7 @@ def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
     v, w = x[0], other[0]
     batch, wide = x.expand(2, 4, 4), other.expand(2, 4, 4)
     signs, classes = torch.ones(4), torch.tensor([0, 1, 2, 3])
-    image, kernel = x.expand(1, 4, 4, 4), other.expand(4, 4, 4)
+    image, kernel, places = x.expand(1, 4, 4, 4), other.expand(4, 4, 4), other[:, :2].expand(1, 2, 4, 2)
     cell = [p.to(torch.float32) for p in (torch.ones(4, 4), torch.ones(4, 4))]
     four, three = [torch.cat([p] * 4) for p in cell], [torch.cat([p] * 3) for p in cell]
     return {
@@ -86,7 +93,7 @@ def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
         'addr': lambda: torch.addr(x, v, w),
         'baddbmm': lambda: torch.baddbmm(batch, batch, wide),
         'bmm': lambda: torch.bmm(batch, wide),
-        'chain_matmul': lambda: torch.linalg.multi_dot([x, other, x]),
+        'chain_matmul': lambda: torch.chain_matmul(x, other, x),
         'multi_dot': lambda: torch.linalg.multi_dot([x, other]),
         'conv1d': lambda: F.conv1d(batch, kernel),
         'conv2d': lambda: F.conv2d(image, kernel[None].expand(4, 4, 4, 4)),
@@ -157,7 +164,8 @@ def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
         'bilinear': lambda: F.bilinear(x, other, batch, w[:2]),
         'cross': lambda: torch.cross(x[:, :3], other[:, :3], dim=1),
         'dot': lambda: v.dot(w),
-        'grid_sample': lambda: F.grid_sample(image, wide[None, 0, :, :2, None].expand(1, 4, 2, 2), align_corners=False),
+        'grid_sample': lambda: F.grid_sample(image, places, align_corners=False),
+        'grid_sampler': lambda: torch.grid_sampler(image, places, 0, 0, False),
         'index_put': lambda: torch.index_put(v, (classes,), w),
         'scatter_add': lambda: v.scatter_add(0, classes, w),
         'tensordot': lambda: torch.tensordot(x, other),
@@ -220,6 +228,7 @@ def test_the_table_is_the_list_for_cuda_less_what_only_a_gpu_has() -> None:
     assert all(OP_RULES[name[6:]].cpu_only or OP_RULES[name[6:]].rule == 'refuse' for name in beyond)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason='older lists for CUDA lack ops that came later')
 def test_cuda_gets_nothing_but_the_errors() -> None:
     """torch's list stands where it has an entry; what is missing in this version is taken from the table."""
     assert {rule.rule for rule in op_casts.missing('cuda')} == {'refuse'}
@@ -323,10 +332,17 @@ def test_composite_functions_are_cast_inside(half: torch.dtype) -> None:
 # -- banned functions --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('function', [nn.BCELoss(), F.binary_cross_entropy, torch._C._nn.binary_cross_entropy])
+@pytest.mark.parametrize(
+    'function',
+    [
+        nn.BCELoss(),
+        lambda x, target: F.binary_cross_entropy(x, target),
+        lambda x, target: torch._C._nn.binary_cross_entropy(x, target),
+        F.binary_cross_entropy,
+    ],
+    ids=['module', 'functional', 'inner', 'kept reference'],
+)
 def test_bce_is_refused_on_16_bit(function: Callable[..., Tensor], half: torch.dtype) -> None:
-    if not isinstance(function, nn.Module):
-        function = (F if function.__name__ in vars(F) else torch._C._nn).binary_cross_entropy
     x, target = torch.rand(2, 4, dtype=half), torch.rand(2, 4)
     with pytest.raises(NotImplementedError, match='with_logits') as caught:
         function(x, target)
@@ -539,6 +555,16 @@ def test_direct_calls_of_parts(level: str) -> None:
     assert model.dec(x).equal(F.linear(*(t.to(TYPES[level]) for t in (x, model.dec.weight, model.dec.bias))).float())
 
 
+@pytest.mark.parametrize('level', LEVELS)
+def test_parts_kept_in_fp32_are_not_cast_when_called_directly(level: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))), torch.randn(2, 4)
+    attach(model, level, keep_fp32=['1'])
+    kept = model[1][0]
+    expected = F.linear(x, kept.weight, kept.bias)
+    assert model[1](x).equal(expected)
+    assert kept(x).equal(expected)
+
+
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O3', 'O5'])
 def test_casts_of_another_model_end_at_the_door(level: str) -> None:
     inner, outer = Net(), Net()
@@ -614,6 +640,35 @@ def test_what_is_under_way_is_not_stale() -> None:
     model.dec.register_forward_hook(lambda module, args, output: seen.append(output.dtype), prepend=True)
     model(torch.randn(2, 4))
     assert seen == [torch.float16]
+
+
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O4'])
+def test_an_interrupt_that_a_model_survives(level: str) -> None:
+    class Patient(nn.Module):
+        def __init__(self, inner: Net) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            # not a child: a model of its own
+            self.inner = [inner]
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.inner[0]
+            inner.fail = KeyboardInterrupt
+            with pytest.raises(KeyboardInterrupt):
+                inner(x)
+            inner.fail = None
+            assert inner(x).dtype is torch.float32
+            assert forward_hooks.open_contexts()[3] == 1
+            return self.fc(x).softmax(-1) + self.fc(x)
+
+    model, inner = Patient(Net()), Net()
+    model.inner = [inner]
+    attach(inner, level)
+    attach(model, 'O1')
+    seen: list[torch.dtype] = []
+    model.fc.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model(torch.randn(2, 4))
+    assert seen == [torch.float16] * 2
 
 
 class Tree(nn.Module):

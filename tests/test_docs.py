@@ -153,7 +153,7 @@ def test_there_are_snippets_to_run() -> None:
     [
         ('```python\nprint(1 + 1)  # 3\n```\n', AssertionError),
         ('```python\nprint(1 + 1)\n```\n', AssertionError),
-        ('```python\nimport amp_wrapper\namp_wrapper.amp.initialize()\n```\n', AttributeError),
+        ('```python\nimport amp_wrapper\namp_wrapper.amp.initialise()\n```\n', AttributeError),
         (
             "```python\noptim_wrapper = dict(type='AmpOptimWrapper', opt_level='O1', master_weights=True, "
             "optimizer=dict(type='SGD', lr=0.1))\n```\n",
@@ -439,7 +439,9 @@ def test_commands_name_what_exists() -> None:
             assert (ROOT / path).is_file(), f'{page.name}: {path}'
 
 
-@pytest.mark.parametrize('tool', ['tools/train.py', 'tools/test.py', 'tools/convert_checkpoint.py'])
+@pytest.mark.parametrize(
+    'tool', ['tools/train.py', 'tools/test.py', 'tools/convert_checkpoint.py', 'tools/migrate_from_apex.py']
+)
 def test_commands_use_options_that_exist(tool: str) -> None:
     used = {word for words in commands() if tool in words for word in words if word.startswith('--')}
     text = '\n'.join(page.read_text() for page in PAGES)

@@ -136,8 +136,8 @@ def poisoned(parameter: Tensor, value: float = math.inf) -> Iterator[None]:
 def nothing_is_left_open() -> Iterator[None]:
     yield
     left = forward_hooks.open_contexts()
-    forward_hooks.unwind((0, 0, 0))
-    assert left == (0, 0, 0) and not fp32_ops.is_installed()
+    forward_hooks.unwind()
+    assert left == forward_hooks.CLOSED and not fp32_ops.is_installed()
 
 
 @pytest.fixture

@@ -206,7 +206,6 @@ def _axpby(
         torch._foreach_copy_([targets[i] for i in indices], torch._foreach_add(left, right))
 
 
-@torch.no_grad()
 def add_gradients(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """The sum of two gradients, sparse or dense, in the wider of their types; None stands for "no gradient".
 
@@ -219,11 +218,13 @@ def add_gradients(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """
     if left is None or right is None:
         return right if left is None else left
-    if left.is_sparse and right.is_sparse and left.dtype == right.dtype == torch.float16:
-        # torch adds no sparse float16 on a CPU
-        return (left.float() + right.float()).to(left.dtype)
-    # dense plus sparse is known to torch in this order only
-    return right + left if left.is_sparse and not right.is_sparse else left + right
+    # called for each parameter, mostly in vain: only a sum needs the guard
+    with torch.no_grad():
+        if left.is_sparse and right.is_sparse and left.dtype == right.dtype == torch.float16:
+            # torch adds no sparse float16 on a CPU
+            return (left.float() + right.float()).to(left.dtype)
+        # dense plus sparse is known to torch in this order only
+        return right + left if left.is_sparse and not right.is_sparse else left + right
 
 
 @torch.no_grad()

@@ -1,0 +1,315 @@
+"""What an engine holds, and what it steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import logging
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import (
+    casting,
+    checkpoint,
+    foreign_gradients,
+    fp32_ops,
+    scope,
+    split_weights,
+)
+from ..accumulation import Fp32Sums
+from ..arrival import Arrivals
+from ..errors import AmpUsageError
+from ..loss_scaler import LossScaler
+from ..master_weights import MasterWeights
+from ..model_wrappers import Reducers
+from ..policy import Policy
+from ..scale_config import LossScaleConfig
+from ..skip_watch import SkipWatch
+from ..split_weights import SplitWeights
+from ..step_flags import StepFlags
+
+#: Doors decide where these lines go.
+logger = logging.getLogger('amp_wrapper')
+
+
+class Stage(enum.Enum):
+    """Where an engine stands between two optimizer steps."""
+
+    DETACHED = 'not attached to a model'
+    READY = 'attached, no gradients'
+    ACCUMULATING = 'gradients of one or more backward passes'
+
+
+class Sides:
+    """Both sides of what an optimizer steps, in the order of its groups.
+
+    Attributes:
+        parameters: What it steps.
+        weights: What the model computes with, and gradients arrive at.
+        partners: What a fused update writes beside each parameter, or None.
+        together: Whether all are on one device.
+    """
+
+    def __init__(
+        self, parameters: list[nn.Parameter], masters: MasterWeights | SplitWeights | None, device: torch.device
+    ) -> None:
+        self.parameters = parameters
+        self.weights = parameters if masters is None else [masters.weight_of(p) for p in parameters]
+        self.partners = [None if masters is None else masters.partner_of(p) for p in parameters]
+        self.together = all(weight.device == device for weight in self.weights)
+        self._types = [weight.dtype for weight in self.weights]
+
+    def are_of(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these parameters are still the same objects, and of the same kinds."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(operator.is_, parameters, self.parameters))
+            and self._types == [weight.dtype for weight in self.weights]
+        )
+
+
+class EngineBase:
+    """Mixed precision for one optimizer.
+
+    Args:
+        policy: The configuration.
+        optimizer: Any :class:`torch.optim.Optimizer` whose ``step`` needs no closure, or None for inference.
+        scalers: The loss scales, where several engines share them; one for each loss. Gradients are unscaled as they arrive
+            then, so that none depends on when another engine steps. None: scales of its own.
+
+    Raises:
+        AmpAttachError: An optimizer that cannot be wrapped.
+    """
+
+    def __init__(
+        self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None = None
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.stage = Stage.DETACHED
+        #: What log lines call this engine, where there are several.
+        self.label = ''
+        self._shared = scalers is not None
+        self.scalers = new_scalers(policy) if scalers is None else list(scalers)
+        # scales of several engines do not count the steps of one
+        self._tally = (
+            LossScaler(LossScaleConfig(False, 1.0), self.scalers[0].checks) if self._shared else self.scalers[0]
+        )
+        # several scales must never mix in one gradient
+        self._on_arrival = policy.enabled and (policy.num_losses > 1 or self._shared)
+        self._arrivals = Arrivals(keeps=self._shared)
+        # passes for other optimizers that are under way, and what they may bring here
+        self._lenders: list[tuple[foreign_gradients.Lending, foreign_gradients.Share]] = []
+        self._learning: tuple[int, ...] = ()
+        # of the optimizer's groups, when masters were last looked for
+        self._lengths: list[int] = []
+        # those of the optimizer, where somebody stands in front of them
+        self._own_methods: dict[str, Callable[..., Any]] = {}
+        self._handle: casting.CastHandle | None = None
+        self._ops: fp32_ops.OpSet | None = None
+        self._seen_ops: set[frozenset[str]] = set()
+        self._masters: MasterWeights | SplitWeights | None = None
+        self._names: dict[int, str] = {}
+        self._reducers = Reducers(None, self.weights)
+        self._sums = Fp32Sums() if policy.sums_in_fp32 else None
+        self._others: tuple[EngineBase | foreign_gradients.OtherOptimizer, ...] = ()
+        self._flags = StepFlags(policy.num_losses, self._on_arrival)
+        self._kept_sides: Sides | None = None
+        self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
+        self._device = torch.device('cpu')
+        self._pending: checkpoint.SavedAmp | None = None
+        if policy.enabled and optimizer is not None:
+            scope.check_optimizer(optimizer)
+            if policy.split_masters:
+                split_weights.check_optimizer(optimizer)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EngineBase:
+        if self.attached and self.policy.enabled:
+            raise AmpUsageError(
+                'a deep copy of an attached wrapper would know neither the copied weights nor their masters: copy before the '
+                'first forward pass, or copy the model alone and build a wrapper for it.'
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    @contextmanager
+    def behind(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Inside, these are the optimizer's own methods: the caller stands in front of it.
+
+        Args:
+            **methods: ``step`` or ``zero_grad``, which take their arguments by name.
+        """
+        before, self._own_methods = self._own_methods, methods
+        try:
+            yield
+        finally:
+            self._own_methods = before
+
+    def _own(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = self._own_methods.get(name) or getattr(self.optimizer, name)
+        return found
+
+    @property
+    def attached(self) -> bool:
+        """Whether :meth:`attach` has run."""
+        return self.stage is not Stage.DETACHED
+
+    @property
+    def in_own_window(self) -> bool:
+        """Whether a loss of this engine has had a backward pass since the last step."""
+        return any(self._flags.used)
+
+    @property
+    def casts(self) -> bool:
+        """Whether any parameter changed its type."""
+        return self._handle is not None and self._handle.casts
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients go from backward to the optimizer untouched and unchecked."""
+        return self._is_plain()
+
+    def _is_plain(self) -> bool:
+        """Whether gradients go from backward to the optimizer untouched."""
+        scaler = self.scalers[0]
+        return not self.policy.enabled or (scaler.is_one and not scaler.checks and not self.policy.casts_model)
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Every tensor that the optimizer steps: FP32 masters, 16-bit weights that are split, and FP32 parameters."""
+        if self._masters is not None:
+            self._masters.adopt()
+        yield from self._parameters()
+
+    def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
+        """Say that model weights were edited, through ``.data`` too: the masters follow the weights. Syncs.
+
+        Args:
+            tensors: The edited parameters; all of them by default, but split weights have to be named.
+
+        Returns:
+            The names of the weights that differed from their masters, or that are split.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split.
+        """
+        return [] if self._masters is None else self._masters.changed(tensors)
+
+    def weights(self) -> list[nn.Parameter]:
+        """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""
+        if self.optimizer is None:
+            return []
+        parameters = self._parameters()
+        return parameters if self._masters is None else [self._masters.weight_of(p) for p in parameters]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        assert self.optimizer is not None
+        return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
+
+    def _pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        # split weights are stepped themselves
+        return list(self._masters.pairs) if isinstance(self._masters, MasterWeights) else []
+
+    def _own_parameters(self) -> list[nn.Parameter]:
+        masters = self._masters
+        return [p for p in self._parameters() if masters is None or not masters.is_master(p)]
+
+    def _name(self, parameter: Tensor) -> str:
+        if self._masters is not None and isinstance(parameter, nn.Parameter):
+            parameter = self._masters.weight_of(parameter)
+        return self._names.get(id(parameter), f'<parameter of shape {tuple(parameter.shape)}>')
+
+    def _scaler(self, loss_id: int) -> LossScaler:
+        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+            raise AmpUsageError(
+                f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses in the configuration.'
+            )
+        return self.scalers[loss_id]
+
+    def _scale_of(self, loss_id: int) -> Tensor | None:
+        scaler = self._scaler(loss_id)
+        return None if scaler.is_one else scaler.current_scale
+
+    def share(self, beyond: Sequence[Tensor]) -> foreign_gradients.Share:
+        """How gradients of another engine's loss have to look for this one.
+
+        Args:
+            beyond: Those of :meth:`weights` that the other one does not step.
+        """
+        if self._on_arrival:
+            # unscaled as they arrive, but not those that wait for the end of a pass
+            return foreign_gradients.Share(beyond, lambda: self._arrivals.pending_scale, self.scalers[0].checks)
+        return foreign_gradients.Share(beyond, lambda: self._scale_of(0), self.scalers[0].checks and self.attached)
+
+    def _has_gradient(self, weights: Iterable[nn.Parameter]) -> bool:
+        """Whether any of ``weights`` has one waiting, as ``.grad``, as a sum beside it, or on its master."""
+        chosen = {id(weight) for weight in weights}
+        return any(
+            weight.grad is not None or stepped.grad is not None or (self._sums is not None and weight in self._sums)
+            for weight, stepped in zip(self.weights(), self._parameters())
+            if id(weight) in chosen
+        )
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of the optimizer's parameters and of the model weights behind its masters.
+
+        Args:
+            **kwargs: For ``Optimizer.zero_grad`` (``set_to_none``).
+        """
+        assert self.optimizer is not None
+        self._drop()
+        self._arrivals.clear(self._pairs())
+        self._own('zero_grad')(**kwargs)
+        for weight, master in self._pairs():
+            if kwargs.get('set_to_none', True):
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+            # a master's gradient is made anew at each step: keeping zeros would only cost memory
+            master.grad = None
+        if self._sums is not None:
+            self._sums.clear()
+        if self.attached:
+            self.stage = Stage.READY
+
+    def _drop(self) -> None:
+        """Gradients are cleared before anybody stepped: what their scales were too large for, they learn all the same."""
+        if self._shared and self.in_own_window and self._arrivals.held is None and not self._reducers.is_local():
+            self._update_scalers()
+        self._flags.clear()
+
+    def _update_scalers(self) -> None:
+        worst = self._flags.skipped()
+        skipped = torch.zeros((), device=self._device) if worst is None else worst
+        self._learning = tuple(index for index, used in enumerate(self._flags.used) if used)
+        for index, scaler in enumerate(self.scalers):
+            # a step is skipped for all losses; a scale moves only for a loss that took part
+            if index in self._learning and scaler.checks:
+                device = scaler.current_scale.device
+                scaler.update(self._flags.learned(index).to(device), skipped.to(device))
+            elif not self._shared:
+                scaler.count_step(skipped)
+        if self._shared:
+            self._tally.count_step(skipped)
+        self._flags.clear()
+
+    def _scales(self) -> str:
+        """The loss scales as text. Syncs."""
+        if len(self.scalers) == 1:
+            return f'{self.scalers[0].get_scale():g}'
+        chosen = (self._shared and self._learning) or range(len(self.scalers))
+        return ', '.join(f'loss {index}: {self.scalers[index].get_scale():g}' for index in chosen)
+
+
+def new_scalers(policy: Policy) -> list[LossScaler]:
+    """One for each loss."""
+    config = policy.loss_scale if policy.enabled else dataclasses.replace(policy.loss_scale, enabled=False)
+    return [LossScaler(config, policy.skip_nonfinite) for _ in range(policy.num_losses)]

@@ -1,0 +1,20 @@
+import amp_wrapper.amp
+import apex
+from amp_wrapper import amp
+from apex import parallel
+from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+import amp_wrapper
+from apex.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+
+def build(model, name, options):
+    classes = {'adam': FusedAdam, 'lamb': FusedLAMB}
+    optimizer = FusedAdam(model.parameters(), **options)
+    optimizer = FusedAdam(model.parameters(), adam_w_mode=options.decoupled)
+    optimizer = FusedAdam(model.parameters(), bias_correction=False)
+    optimizer = FusedSGD(model.parameters(), 0.1, wd_after_momentum=True)
+    optimizer = amp_wrapper.FusedSGD(model.parameters(), 0.1)
+    optimizer = parallel.LARC(optimizer)
+    model, optimizer = amp_wrapper.amp.initialize(model, optimizer)
+    model = apex.contrib.sparsity.ASP.init_model_for_pruning(model)
+    return amp.master_params(optimizer), SoftmaxCrossEntropyLoss, classes

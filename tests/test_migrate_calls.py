@@ -1,0 +1,255 @@
+"""tools/migrate_from_apex.py: names and their scopes, and the arguments of calls."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from migration import left, migrate, migrated
+
+import amp_wrapper
+
+# -- names and scopes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        'from torch.cuda import amp\namp._amp_state\n# apex\n',
+        'from .apex import amp\namp._amp_state.handle\n',
+        'def f(apex):\n    return apex.optimizers.FusedLAMB\n',
+        'import other as apex\napex.optimizers.FusedLAMB()\n',
+        "choices = ['native', 'apex']\n",
+        '"""Trains as apex.amp did."""\n',
+        'class A:\n    apex = 1\n    x = apex\n',
+        'def f(fp16=dict(loss_scale=1)):\n    fp16 = dict(loss_scale=2)\n    return fp16\n',
+    ],
+)
+def test_what_only_looks_like_apex_is_left_alone(text: str) -> None:
+    assert migrated(text) == text
+    assert left(text) == []
+
+
+def test_a_local_name_hides_the_import() -> None:
+    text = 'from apex.optimizers import FusedAdam\n\n\ndef f(FusedAdam):\n    return FusedAdam(1)\n\n\nFusedAdam(1)\n'
+    expected = text.replace('from apex.optimizers import FusedAdam', 'from amp_wrapper import FusedAdamW')
+    assert migrated(text) == expected.replace('\n\nFusedAdam(1)', '\n\nFusedAdamW(1, weight_decay=0.0)')
+
+
+def test_an_import_in_a_function_is_changed_there() -> None:
+    text = 'def f():\n    from apex import amp\n    return amp.init()\n\n\ndef g(amp):\n    return amp._amp_state\n'
+    assert migrated(text) == text.replace('from apex', 'from amp_wrapper')
+    assert left(text) == []
+
+
+def test_torch_is_imported_where_it_is_not() -> None:
+    text = 'from apex.parallel import convert_syncbn_model\n\nmodel = convert_syncbn_model(model)\n'
+    expected = 'import torch\n\nmodel = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)\n'
+    assert migrated(text) == expected
+    hidden = text.replace('\n\nmodel', '\n\ntorch = None\nmodel', 1)
+    assert left(hidden) == ['apex.parallel.convert_syncbn_model']
+    assert 'torch.nn' not in migrated(hidden)
+
+
+def test_an_existing_name_is_not_taken() -> None:
+    text = 'from torch.cuda import amp\nfrom apex.fp16_utils import FP16_Optimizer\n'
+    text += (
+        'opt = FP16_Optimizer(torch.optim.SGD(net.parameters(), 0.1))\nwith amp.autocast():\n    opt.backward(loss)\n'
+    )
+    after = migrated(text)
+    assert 'import amp_wrapper.amp\n' in after
+    assert 'net, opt = amp_wrapper.amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), ' in after
+    assert 'with amp_wrapper.amp.scale_loss(loss, opt) as scaled_loss:' in after
+    text = 'from apex.optimizers import FusedAdam\nfrom other import FusedAdamW\nFusedAdam(1)\nFusedAdamW(2)\n'
+    assert 'from amp_wrapper import FusedAdamW as FusedAdam\n' in migrated(text)
+
+
+def test_a_fallback_under_the_same_name_keeps_the_name() -> None:
+    text = 'try:\n    from apex.optimizers import FusedAdam\n'
+    text += 'except ImportError:\n    from torch.optim import AdamW as FusedAdam\n'
+    after = migrated(text + 'FusedAdam(p, weight_decay=0.1)\n')
+    assert 'from amp_wrapper import FusedAdamW as FusedAdam\n' in after
+    assert after.endswith('AdamW as FusedAdam\nFusedAdam(p, weight_decay=0.1)\n')
+
+
+@pytest.mark.parametrize('test', ['{} is not None', 'not {}', '{} and cuda', '{} if {} else None', 'x == {}', '[{}]'])
+def test_asking_whether_the_import_worked(test: str) -> None:
+    text = 'try:\n    from apex.optimizers import FusedAdam\nexcept ImportError:\n    FusedAdam = None\n'
+    text += 'FusedAdam(p, weight_decay=0.1)\nx = ' + test.replace('{}', 'FusedAdam') + '\n'
+    if test in ('x == {}', '[{}]', '{} if {} else None'):
+        assert left(text) == ['apex.optimizers.FusedAdam']
+        assert 'FusedAdam = None\nFusedAdamW(p, weight_decay=0.1)\n' in migrated(text)
+    else:
+        expected = text.replace('apex.optimizers', 'amp_wrapper').replace('FusedAdam', 'FusedAdamW')
+        assert migrated(text) == expected
+        assert left(text) == []
+
+
+def test_a_keyword_is_no_name() -> None:
+    text = 'import apex\n\nf(apex=apex.amp.init(), other=apex)\n'
+    assert migrated(text) == 'import amp_wrapper.amp\n\nf(apex=amp_wrapper.amp.init(), other=amp_wrapper)\n'
+
+
+def test_import_apex_stays_where_apex_is_still_used() -> None:
+    text = 'import apex\napex.amp.init()\napex.optimizers.FusedLAMB(p)\n'
+    assert (
+        migrated(text) == 'import amp_wrapper.amp\nimport apex\namp_wrapper.amp.init()\napex.optimizers.FusedLAMB(p)\n'
+    )
+    assert migrated('import apex\napex.amp.init()\n') == 'import amp_wrapper.amp\namp_wrapper.amp.init()\n'
+    assert migrated('try:\n    import apex\n    HAVE = True\nexcept ImportError:\n    HAVE = False\n').startswith(
+        'try:\n    import amp_wrapper\n    HAVE'
+    )
+
+
+def test_two_statements_on_a_line_and_an_import_alone_in_a_block() -> None:
+    assert migrated('from apex import amp; x = 1\n') == 'from amp_wrapper import amp; x = 1\n'
+    text = 'import torch\nif sync: import apex.parallel\nm = apex.parallel.convert_syncbn_model(m)\n'
+    expected = 'import torch\nif sync: pass\nm = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)\n'
+    assert migrated(text) == expected
+
+
+def test_layout_and_comments_stay() -> None:
+    text = 'from apex.amp import (  # ours\n    initialize,  # casts\n    # scales\n    scale_loss as scale,\n)\n'
+    assert migrated(text) == text.replace('apex', 'amp_wrapper')
+    text = '# header\n\n# about it\nfrom apex import amp, parallel  # tail\n\nparallel.convert_syncbn_model(m)\nimport torch\n'
+    after = migrated(text)
+    assert after.startswith('# header\n\n# about it\n') and '  # tail\n' in after
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'by_hand'),
+    [
+        ('DDP(m)', 'DDP(m)', 0),
+        ('DDP(m, delay_allreduce=True)', 'DDP(m)', 0),
+        ('DDP(module=m, message_size=1, prof=True)', 'DDP(module=m)', 0),
+        ('DDP(m, gradient_average=True, allreduce_always_fp32=False)', 'DDP(m)', 0),
+        ('DDP(m, gradient_average=flag)', 'DDP(m, gradient_average=flag)', 1),
+        ('DDP(m, 1, True, None, None, False, True)', 'DDP(m, allreduce_always_fp32=True)', 1),
+        ('DDP(m, device_ids=[0])', 'DDP(m, device_ids=[0])', 1),
+    ],
+)
+def test_arguments_of_distributed_data_parallel(before: str, after: str, by_hand: int) -> None:
+    text = f'from apex.parallel import DistributedDataParallel as DDP\n{before}\n'
+    assert migrated(text) == f'from torch.nn.parallel import DistributedDataParallel as DDP\n{after}\n'
+    assert len(left(text)) == by_hand
+
+
+@pytest.mark.parametrize(
+    ('before', 'after'),
+    [
+        ('FusedAdam(p)', 'FusedAdamW(p, weight_decay=0.0)'),
+        ('FusedAdam(p, weight_decay=w)', 'FusedAdamW(p, weight_decay=w)'),
+        ('FusedAdam(p, 1, True, b, e)', 'FusedAdamW(p, 1, betas=b, eps=e, weight_decay=0.0)'),
+        ('FusedAdam(p, adam_w_mode=False)', 'FusedAdam(p)'),
+        ('FusedAdam(p, adam_w_mode=False, weight_decay=w)', 'FusedAdam(p, weight_decay=w)'),
+        ('FusedAdam(\n    p,\n    lr=1,\n)', 'FusedAdamW(\n    p,\n    lr=1,\n    weight_decay=0.0,\n)'),
+        ('FusedAdam(\n    p,\n    capturable=True\n)', 'FusedAdamW(\n    p, weight_decay=0.0\n)'),
+    ],
+)
+def test_arguments_of_fused_adam(before: str, after: str) -> None:
+    text = f'from apex.optimizers import FusedAdam\n{before}\n'
+    name = after.partition('(')[0]
+    assert migrated(text) == f'from amp_wrapper import {name}\n{after}\n'
+    assert left(text) == []
+
+
+@pytest.mark.parametrize(
+    'call',
+    [
+        'FusedAdam(p, bias_correction=False)',
+        'FusedAdam(p, adam_w_mode=mode)',
+        'FusedAdam(p, master_weights=True)',
+        'FusedAdam(p, **options)',
+        'FusedAdam(*everything)',
+        'FusedAdam(p, max_grad_norm=1.0)',
+        'partial(FusedAdam, lr=1)',
+        'FusedSGD(p, 0.1, wd_after_momentum=True)',
+        'FusedLAMB(p)',
+    ],
+)
+def test_an_optimizer_that_cannot_be_told_stays(call: str) -> None:
+    name = 'FusedAdam' if 'FusedAdam' in call else call.partition('(')[0]
+    text = f'from apex.optimizers import {name}\n{call}\n'
+    assert migrated(text) == text
+    assert left(text) == [f'apex.optimizers.{name}']
+
+
+def test_fused_adam_means_the_same() -> None:
+    """apex's default is decoupled decay of 0; torch's AdamW, and so ours, would decay by 0.01."""
+    assert inspect.signature(amp_wrapper.FusedAdamW).parameters['weight_decay'].default == 1e-2
+    assert inspect.signature(amp_wrapper.FusedAdam).parameters['weight_decay'].default == 0
+    apex = dict(lr=1e-3, betas=(0.9, 0.999), eps=1e-8)
+    for cls in (amp_wrapper.FusedAdam, amp_wrapper.FusedAdamW):
+        assert {name: inspect.signature(cls).parameters[name].default for name in apex} == apex
+    order = list(inspect.signature(amp_wrapper.FusedSGD).parameters)
+    assert order[:6] == ['params', 'lr', 'momentum', 'dampening', 'weight_decay', 'nesterov']
+
+
+@pytest.mark.parametrize(
+    ('given', 'scale'),
+    [
+        ('', '1.0'),
+        (', 128.0', '128.0'),
+        (', dynamic_loss_scale=True', "'dynamic'"),
+        (', static_loss_scale=s, dynamic_loss_scale=False', 's'),
+        (', s, d', "'dynamic' if d else s"),
+        (', dynamic_loss_scale=True, dynamic_loss_args=None', "'dynamic'"),
+        (
+            ', dynamic_loss_scale=True, dynamic_loss_args=dict(scale_factor=4.)',
+            'dict(growth_factor=4., backoff_factor=1 / 4.)',
+        ),
+        (', dynamic_loss_scale=True, dynamic_loss_args=args', None),
+        (', dynamic_loss_scale=True, dynamic_loss_args=dict(min_scale=1)', None),
+        (', max_grad_norm=1.0', None),
+    ],
+)
+def test_loss_scale_of_fp16_optimizer(given: str, scale: str | None) -> None:
+    text = 'from apex.fp16_utils import FP16_Optimizer\nopt = SGD(net.parameters(), 0.1)\n'
+    text += f'opt = FP16_Optimizer(opt{given})\n'
+    if scale is None:
+        assert migrated(text) == text
+        assert left(text) == ['apex.fp16_utils.FP16_Optimizer']
+    else:
+        assert f"net, opt = amp.initialize(net, opt, opt_level='O2', loss_scale={scale})\n" in migrated(text)
+        assert left(text) == []
+
+
+@pytest.mark.parametrize(
+    'lines',
+    [
+        'opt = FP16_Optimizer(make(net))',
+        'opt = FP16_Optimizer(SGD(list(a.parameters()) + list(b.parameters())))',
+        'opts.append(FP16_Optimizer(SGD(net.parameters())))',
+        'a = b = FP16_Optimizer(SGD(net.parameters()))',
+        'from apex.parallel import DistributedDataParallel\n'
+        'net = DistributedDataParallel(net)\nopt = FP16_Optimizer(SGD(net.parameters()))',
+    ],
+)
+def test_fp16_optimizer_that_cannot_be_told_is_listed_with_its_calls(lines: str) -> None:
+    text = f'from apex.fp16_utils import FP16_Optimizer\n{lines}\nopt.backward(loss)\nopt.clip_master_grads(1)\n'
+    found = left(text)
+    assert 'apex.fp16_utils.FP16_Optimizer' in found
+    assert 'FP16_Optimizer.clip_master_grads' in found
+    assert 'opt.backward(loss)\nopt.clip_master_grads(1)\n' in migrated(text)
+
+
+def test_another_variable_of_the_same_name_is_no_fp16_optimizer() -> None:
+    text = (
+        'from apex.fp16_utils import FP16_Optimizer\n\n\ndef main():\n    opt = FP16_Optimizer(SGD(net.parameters()))\n'
+        '    opt.backward(loss)\n\n\ndef other():\n    opt = engine()\n    opt.backward(loss)\n'
+    )
+    after = migrated(text)
+    assert after.endswith('def other():\n    opt = engine()\n    opt.backward(loss)\n')
+    assert 'with amp.scale_loss(loss, opt) as scaled_loss:\n        scaled_loss.backward()\n' in after
+
+
+def test_ddp_before_initialize_is_listed_in_the_same_function_only() -> None:
+    text = (
+        'from apex import amp\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n\n\n'
+        'def wrong(m, o):\n    m = DDP(m)\n    return amp.initialize(m, o)\n\n\n'
+        'def right(m, o):\n    m, o = amp.initialize(m, o)\n    m = DDP(m)\n\n\ndef elsewhere(m):\n    m = DDP(m)\n'
+    )
+    assert [note.line for note in migrate(text.encode()).by_hand] == [6]

@@ -1,0 +1,93 @@
+"""One file: from its bytes to its new bytes and the lines of the report."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import libcst as cst
+
+from . import bindings, calls, configs, fp16_optimizer, leftovers, order
+from .source import Note, Source
+
+#: A file without any of these words needs no parsing.
+_WORDS = re.compile(
+    rb'apex|ApexOptimWrapper|_amp_stash|Fp16OptimizerHook|DistOptimizerHook|EpochBasedRunnerAmp|^fp16\s*='
+    rb'|amp_wrapper(\.amp| import)',
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a file.
+
+    Attributes:
+        before: Its text.
+        after: Its text now.
+        data: The bytes of ``after``, in the file's encoding and with its line ends.
+        notes: What to read, in the order of the lines.
+    """
+
+    before: str
+    after: str
+    data: bytes
+    notes: tuple[Note, ...]
+
+    @property
+    def changed(self) -> bool:
+        return self.before != self.after
+
+    @property
+    def by_hand(self) -> tuple[Note, ...]:
+        return tuple(note for note in self.notes if note.by_hand)
+
+
+class _Transformer(cst.CSTTransformer):
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._edits = source.edits
+
+    def on_leave(self, original_node, updated_node):  # type: ignore[no-untyped-def]
+        new = super().on_leave(original_node, updated_node)
+        for edit in self._edits.get(original_node, ()):
+            if isinstance(new, cst.CSTNode):
+                new = edit(new)
+        return new
+
+
+def migrate(data: bytes) -> Result:
+    """Rewrite a Python file.
+
+    Args:
+        data: Content of the file.
+
+    Returns:
+        What became of it; equal bytes where there is nothing to do.
+
+    Raises:
+        SyntaxError: It cannot be parsed; the message names line and reason.
+        UnicodeDecodeError: Its bytes are not in the encoding that it declares.
+    """
+    if not _WORDS.search(data):
+        return Result('', '', data, ())
+    try:
+        module = cst.parse_module(data)
+        source = Source(module)
+    except cst.ParserSyntaxError as error:
+        problem = SyntaxError(error.message)
+        problem.lineno = error.raw_line
+        raise problem from None
+    except RecursionError:
+        raise SyntaxError('nested too deeply') from None
+    calls.decide(source)
+    order.decide(source)
+    fp16_optimizer.decide(source)
+    leftovers.decide(source)
+    configs.decide(source)
+    bindings.decide(source)
+    bindings.settle(source)
+    leftovers.messages(source)
+    after = source.module.visit(_Transformer(source)) if source.edits else source.module
+    assert isinstance(after, cst.Module)
+    return Result(module.code, after.code, after.bytes, tuple(sorted(source.notes)))
