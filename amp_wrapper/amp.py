@@ -297,7 +297,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
         session.read_all()
         scalers += [scaler.state_dict() for scaler in session.scalers]
     result = {} if destination is None else destination
-    result.update(checkpoint_apex.write(scalers))
+    result.update(checkpoint_apex.write(scalers, exact=True))
     return result
 
 
@@ -317,7 +317,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     sessions = amp_session.sessions()
     scalers = [scaler for session in sessions for scaler in session.scalers]
     if not isinstance(state_dict, Mapping):
-        raise AmpCheckpointError(f'amp state must be a dict, but is {type(state_dict).__name__}.')
+        raise AmpCheckpointError(
+            f'amp state must be a dict from amp.state_dict(), but is {type(state_dict).__name__}: load what was saved under '
+            f"its own key, such as checkpoint['amp']."
+        )
     unknown = [key for key in state_dict if not str(key).startswith('loss_scaler')]
     if unknown:
         raise AmpCheckpointError(

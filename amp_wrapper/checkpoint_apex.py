@@ -4,6 +4,9 @@ apex saved no word about the level or the rule. The rule never differed: growth 
 scale moved is told by its values where they can tell: a counter of 2000 or more is that of a static scale, for a moving
 one starts again there; and 1.0 is the static scale of apex's O0 and O3. Every other scale is taken for a moving one. The
 configuration that resumes has the last word: a static one keeps its own scale.
+
+apex reads its two words of each scaler and passes over others. So where they cannot tell all, what ``amp.state_dict()`` gives
+has a third: ``dynamic`` for a moving scale that looks like a static one, ``hysteresis_tracker`` where one is in use.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from .scale_config import check_scaler_state
 #: Clean steps after which apex doubled a moving scale.
 GROWTH_INTERVAL = 2000
 _WORDS = ('loss_scale', 'unskipped')
+_FURTHER = ('dynamic', 'hysteresis_tracker')
 
 
 def is_apex(amp: Any) -> bool:
@@ -65,28 +69,38 @@ def _read_one(state: Any, label: str) -> dict[str, Any]:
         'backoff_factor': 0.5,
         'growth_interval': GROWTH_INTERVAL,
         '_growth_tracker': unskipped,
+        **{key: state[key] for key in _FURTHER if key in state},
     }
     try:
         check_scaler_state(ours)
     except AmpCheckpointError as error:
         # the words of the file, not ours
         text = str(error).replace("loss_scaler['scale']", f"{label}['loss_scale']")
-        text = text.replace("loss_scaler['_growth_tracker']", f"{label}['unskipped']")
+        text = text.replace("loss_scaler['_growth_tracker']", f"{label}['unskipped']").replace(
+            'loss_scaler[', f'{label}['
+        )
         # apex's scale could fall to 0, where its training ended
         raise AmpCheckpointError(f'{text} To go on with the configured scale, write it there.') from None
-    return {**ours, 'scale': float(scale), 'dynamic': scale != 1.0 and unskipped < GROWTH_INTERVAL}
+    return {'dynamic': scale != 1.0 and unskipped < GROWTH_INTERVAL, **ours, 'scale': float(scale)}
 
 
-def write(loss_scalers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def write(loss_scalers: Sequence[Mapping[str, Any]], exact: bool = False) -> dict[str, dict[str, Any]]:
     """What ``apex.amp.load_state_dict`` takes; it refuses further keys.
 
     Args:
         loss_scalers: ``LossScaler`` or ``GradScaler`` states, one per loss, none of them empty.
+        exact: Whether :func:`read` has to give back all of a ``LossScaler``.
 
     Returns:
         A new dict of plain numbers.
     """
-    return {
-        f'loss_scaler{index}': {'loss_scale': float(state['scale']), 'unskipped': int(state['_growth_tracker'])}
-        for index, state in enumerate(loss_scalers)
-    }
+    return {f'loss_scaler{index}': _write_one(state, exact) for index, state in enumerate(loss_scalers)}
+
+
+def _write_one(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
+    written: dict[str, Any] = {'loss_scale': float(state['scale']), 'unskipped': int(state['_growth_tracker'])}
+    if exact and state['dynamic'] and (written['loss_scale'] == 1.0 or written['unskipped'] >= GROWTH_INTERVAL):
+        written['dynamic'] = True
+    if exact and state['hysteresis_tracker'] != 1:
+        written['hysteresis_tracker'] = state['hysteresis_tracker']
+    return written
