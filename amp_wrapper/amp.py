@@ -295,7 +295,12 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     scalers = []
     for session in amp_session.sessions():
         session.read_all()
-        scalers += [scaler.state_dict() for scaler in session.scalers]
+        for scaler in session.scalers:
+            state = scaler.state_dict()
+            if scaler.config.hysteresis == 1:
+                # its tracker tells nothing
+                del state['hysteresis_tracker']
+            scalers.append(state)
     result = {} if destination is None else destination
     result.update(checkpoint_apex.write(scalers, exact=True))
     return result

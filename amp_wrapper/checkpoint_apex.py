@@ -89,7 +89,7 @@ def write(loss_scalers: Sequence[Mapping[str, Any]], exact: bool = False) -> dic
 
     Args:
         loss_scalers: ``LossScaler`` or ``GradScaler`` states, one per loss, none of them empty.
-        exact: Whether :func:`read` has to give back all of a ``LossScaler``.
+        exact: Whether :func:`read` has to tell that a scale moves, and give back ``hysteresis_tracker`` where a state has one.
 
     Returns:
         A new dict of plain numbers.
@@ -101,6 +101,6 @@ def _write_one(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
     written: dict[str, Any] = {'loss_scale': float(state['scale']), 'unskipped': int(state['_growth_tracker'])}
     if exact and state['dynamic'] and (written['loss_scale'] == 1.0 or written['unskipped'] >= GROWTH_INTERVAL):
         written['dynamic'] = True
-    if exact and state['hysteresis_tracker'] != 1:
+    if exact and 'hysteresis_tracker' in state:
         written['hysteresis_tracker'] = state['hysteresis_tracker']
     return written

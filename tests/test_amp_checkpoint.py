@@ -167,7 +167,7 @@ def _train(level: str, kind: str, device: torch.device, state: dict[str, Any] | 
         torch.set_rng_state(state['rng'])
         start = state['step']
     losses = []
-    for index in range(start, until):
+    for _ in range(start, until):
         x = torch.randn(8, 4).to(device)
         optimizer.zero_grad()
         for loss_id in range(2):
