@@ -258,7 +258,8 @@ def scale_loss(
         AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one for the same optimizer;
             several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
     """
-    with scaled(loss, amp_session.engines_of(optimizers), loss_id) as result:
+    engines = amp_session.engines_of(optimizers)
+    with scaled(loss, engines, loss_id, amp_session.engines_beyond(engines)) as result:
         yield result
 
 

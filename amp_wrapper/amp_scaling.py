@@ -8,18 +8,22 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from . import forward_hooks
 from .engine import AmpEngine
 from .errors import AmpUsageError
 
 
 @contextmanager
-def scaled(loss: Tensor, engines: Sequence[AmpEngine], loss_id: int) -> Iterator[Tensor]:
+def scaled(
+    loss: Tensor, engines: Sequence[AmpEngine], loss_id: int, beyond: Sequence[AmpEngine] = ()
+) -> Iterator[Tensor]:
     """Scale a loss; on leaving, unscale what its backward pass brought.
 
     Args:
         loss: Floating tensor of any shape.
         engines: Those the pass is meant for; the scale of the first holds. Without any, the loss is yielded as it is.
         loss_id: Which scale.
+        beyond: Engines of other sessions, which the pass may reach.
 
     Yields:
         float32 tensor of the loss's shape (float64 for a float64 loss).
@@ -31,6 +35,8 @@ def scaled(loss: Tensor, engines: Sequence[AmpEngine], loss_id: int) -> Iterator
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
         kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
         raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
+    # what an interrupted forward pass left open
+    forward_hooks.unwind_stale()
     if not engines:
         yield loss
         return
@@ -41,7 +47,7 @@ def scaled(loss: Tensor, engines: Sequence[AmpEngine], loss_id: int) -> Iterator
     if all(engine.is_plain for engine in engines):
         yield result
         return
-    with first.receiving(loss_id, rest) as begins:
+    with first.receiving(loss_id, rest, beyond) as begins:
         if result.requires_grad and result is not loss:
             # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
             result.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]

@@ -63,6 +63,8 @@ class Session:
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
         if optimizers:
+            # passes of this session look at the others: not at those that nobody uses any more
+            _forget_dead()
             _sessions.append(ref(self))
 
     def engine(self, optimizer: Optimizer) -> AmpEngine:
@@ -207,6 +209,31 @@ def engines_of(optimizers: Any) -> list[AmpEngine]:
     return engines
 
 
+def engines_beyond(engines: Iterable[AmpEngine]) -> list[AmpEngine]:
+    """The engines of other sessions than that of the first of ``engines``, without the rest of these."""
+    listed = list(engines)
+    if not listed or len(_sessions) < 2:
+        return []
+    return [
+        engine
+        for session in _alive()
+        if listed[0] not in session._engines
+        for engine in session._engines
+        if engine not in listed
+    ]
+
+
+def _alive() -> list[Session]:
+    return [session for session in (found() for found in _sessions) if session is not None]
+
+
+def _forget_dead() -> None:
+    if _alive():
+        # those that nobody uses any more, but Python has not yet found
+        gc.collect()
+    _sessions[:] = [found for found in _sessions if found() is not None]
+
+
 def sessions() -> list[Session]:
     """The sessions that have an optimizer and are alive, in the order in which they were made.
 
@@ -214,10 +241,8 @@ def sessions() -> list[Session]:
         AmpUsageError: ``amp.initialize`` was never called.
     """
     if len(_sessions) > 1:
-        # those that nobody uses any more, but Python has not yet found
-        gc.collect()
-    _sessions[:] = [found for found in _sessions if found() is not None]
-    alive = [session for session in (found() for found in _sessions) if session is not None]
+        _forget_dead()
+    alive = _alive()
     if not alive and not _disabled:
         raise AmpUsageError(_NEVER)
     return alive

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -53,6 +53,8 @@ class Arrivals:
         self._keeps = keeps
         # id of a weight -> the gradient that was left there, its version
         self._left: dict[int, tuple[Tensor, int]] = {}
+        # those that a pass under way has taken off their weights, by id
+        self._aside: dict[int, Tensor] = {}
         self._warned = False
         self.held: Held | None = None
         #: Whether a pass is under way.
@@ -66,9 +68,23 @@ class Arrivals:
             return self._scale
         return None if self.held is None else self.held.scale
 
-    def clear(self) -> None:
-        """Gradients were cleared, of weights and masters."""
-        self._left.clear()
+    def share(self, other: Arrivals) -> None:
+        """What is left on the weights is known to both: the other engine steps some of them too.
+
+        Args:
+            other: Nothing has arrived at either.
+        """
+        self._left, self._aside = other._left, other._aside
+
+    def clear(self, pairs: Iterable[Pair]) -> None:
+        """Gradients were cleared, of weights and masters.
+
+        Args:
+            pairs: All of them.
+        """
+        for weight, _ in pairs:
+            self._left.pop(id(weight), None)
+            self._aside.pop(id(weight), None)
         self.held = None
 
     def take_up(self, pairs: Sequence[Pair], makes_room: bool) -> list[Pair]:
@@ -78,7 +94,8 @@ class Arrivals:
 
         Args:
             pairs: All of them.
-            makes_room: Whether nothing may be left on the weights, for a pass is about to begin.
+            makes_room: Whether nothing may be left on the weights, for a pass is about to begin. :meth:`put_back` comes after
+                it.
 
         Returns:
             The pairs whose weight has a gradient of such a pass.
@@ -90,7 +107,7 @@ class Arrivals:
             left = self._left.get(id(weight))
             if left is not None and weight.grad is left[0] and weight.grad._version == left[1]:
                 if makes_room:
-                    weight.grad = None
+                    self._aside[id(weight)], weight.grad = weight.grad, None
                     del self._left[id(weight)]
                 continue
             self._left.pop(id(weight), None)
@@ -107,6 +124,21 @@ class Arrivals:
         if written:
             self._take_up_written(written)
         return plain
+
+    def put_back(self, pairs: Sequence[Pair]) -> None:
+        """After a pass, however it ended: weights that got no gradient have the one that was left there before.
+
+        Args:
+            pairs: All of them.
+        """
+        if self.open or self.held is not None or not self._aside:
+            # what lies on the weights will be unscaled, all of it
+            return
+        for weight, _ in pairs:
+            gradient = self._aside.pop(id(weight), None)
+            if gradient is not None and weight.grad is None:
+                weight.grad = gradient
+                self._left[id(weight)] = (gradient, gradient._version)
 
     def _take_up_written(self, pairs: Sequence[Pair]) -> None:
         """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs."""
@@ -210,6 +242,7 @@ class Arrivals:
         held, self.held = self.held, None
         if held is not None:
             self._unscale(pairs, own, held.before, held.scale, found_inf)
+            self.put_back(pairs)
 
     def _unscale(
         self,

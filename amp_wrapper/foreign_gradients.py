@@ -107,6 +107,10 @@ class Lending:
             share.arrived, share.found_inf = False, None
             self._waiting[share] = [(p, _set_aside(p, id(p) in self._averaged)) for p in share.parameters]
 
+    def is_open(self, share: Share) -> bool:
+        """Whether what arrives comes from this pass."""
+        return share in self._waiting
+
     def close(self, share: Share) -> None:
         """What arrives from now on does not come from this pass."""
         if share in self._waiting:

@@ -72,7 +72,9 @@ CUDA_FLOAT = _names("""
     pdist poisson_nll_loss pow prod reciprocal rsqrt sinh smooth_l1_loss soft_margin_loss softmax softmin softplus sum
     renorm tan triplet_margin_loss
 """)
-CUDA_WIDEST = _names('addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot')
+CUDA_WIDEST = _names(
+    'addcdiv addcmul atan2 bilinear cross dot grid_sample grid_sampler index_put scatter_add tensordot'
+)
 
 
 def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
@@ -80,7 +82,7 @@ def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
     v, w = x[0], other[0]
     batch, wide = x.expand(2, 4, 4), other.expand(2, 4, 4)
     signs, classes = torch.ones(4), torch.tensor([0, 1, 2, 3])
-    image, kernel = x.expand(1, 4, 4, 4), other.expand(4, 4, 4)
+    image, kernel, places = x.expand(1, 4, 4, 4), other.expand(4, 4, 4), other[:, :2].expand(1, 2, 4, 2)
     cell = [p.to(torch.float32) for p in (torch.ones(4, 4), torch.ones(4, 4))]
     four, three = [torch.cat([p] * 4) for p in cell], [torch.cat([p] * 3) for p in cell]
     return {
@@ -162,7 +164,8 @@ def _calls(x: Tensor, other: Tensor) -> dict[str, Callable[[], Any]]:
         'bilinear': lambda: F.bilinear(x, other, batch, w[:2]),
         'cross': lambda: torch.cross(x[:, :3], other[:, :3], dim=1),
         'dot': lambda: v.dot(w),
-        'grid_sample': lambda: F.grid_sample(image, wide[None, 0, :, :2, None].expand(1, 4, 2, 2), align_corners=False),
+        'grid_sample': lambda: F.grid_sample(image, places, align_corners=False),
+        'grid_sampler': lambda: torch.grid_sampler(image, places, 0, 0, False),
         'index_put': lambda: torch.index_put(v, (classes,), w),
         'scatter_add': lambda: v.scatter_add(0, classes, w),
         'tensordot': lambda: torch.tensordot(x, other),
@@ -550,6 +553,16 @@ def test_direct_calls_of_parts(level: str) -> None:
         assert call(x).dtype is torch.float32
     assert seen == [TYPES[level]] * 3
     assert model.dec(x).equal(F.linear(*(t.to(TYPES[level]) for t in (x, model.dec.weight, model.dec.bias))).float())
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_parts_kept_in_fp32_are_not_cast_when_called_directly(level: str) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))), torch.randn(2, 4)
+    attach(model, level, keep_fp32=['1'])
+    kept = model[1][0]
+    expected = F.linear(x, kept.weight, kept.bias)
+    assert model[1](x).equal(expected)
+    assert kept(x).equal(expected)
 
 
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O3', 'O5'])

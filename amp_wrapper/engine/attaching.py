@@ -311,6 +311,7 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
     names = {id(parameter): key for name, model in roots for key, parameter in model.named_parameters(prefix=name)}
     for engine in engines:
         engine._names = names
+        engine._arrivals.share(engines[0]._arrivals)
         engine._reducers = Reducers(
             None, engine.weights, [(names[id(p)], p) for p in engine.weights() if id(p) in names]
         )

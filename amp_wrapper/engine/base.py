@@ -266,7 +266,7 @@ class EngineBase:
         """
         assert self.optimizer is not None
         self._drop()
-        self._arrivals.clear()
+        self._arrivals.clear(self._pairs())
         self._own('zero_grad')(**kwargs)
         for weight, master in self._pairs():
             if kwargs.get('set_to_none', True):

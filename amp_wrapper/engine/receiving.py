@@ -54,13 +54,16 @@ class Receiving(Attaching):
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def receiving(self, loss_id: int = 0, together: Sequence[Receiving] = ()) -> Iterator[Callable[[], None]]:
+    def receiving(
+        self, loss_id: int = 0, together: Sequence[Receiving] = (), beyond: Sequence[Receiving] = ()
+    ) -> Iterator[Callable[[], None]]:
         """Around one backward pass of a loss that :meth:`scale` has scaled, whoever runs it.
 
         Args:
             loss_id: Which scaler; below ``num_losses``.
             together: Further engines that the pass is meant for. This one's scale holds for all, and learns; where a gradient
                 of any is non-finite, all skip their next step.
+            beyond: Further engines that the pass may reach, as those told to :meth:`join`.
 
         Yields:
             What to call where the pass begins inside, if passes for other optimizers may be under way by then.
@@ -78,27 +81,35 @@ class Receiving(Attaching):
                     'a backward pass inside another one that is meant for the same optimizer: leave the first '
                     '"with amp.scale_loss(...)" block before the second begins, or add the losses up.'
                 )
-        averaged = [engine._begin_pass() for engine in engines]
-        shares = self._shares(together)
-        if self._sums is not None:
-            self._sums.give_back(self._reducers.about_to_average())
-        averaged_ones = self._reducers.about_to_average(everywhere=True) if shares else frozenset()
-        flags = [engine._flags.new() if engine.scalers[0].checks else None for engine in engines]
+        others = [other for other in (*self._others, *beyond) if not any(other is engine for engine in engines)]
         with ExitStack() as stack:
-            # checkpointed segments are recomputed in there
+            for each in (*engines, *others):
+                if isinstance(each, Receiving):
+                    stack.callback(each._end_pass)
+            averaged = [engine._begin_pass() for engine in engines]
+            shares = self._shares(engines, others)
+            if self._sums is not None:
+                self._sums.give_back(self._reducers.about_to_average())
+            averaged_ones = self._reducers.about_to_average(everywhere=True) if shares else frozenset()
+            flags = [engine._flags.new() if engine.scalers[0].checks else None for engine in engines]
             lending = self._lend(shares, scale, averaged_ones, loss_id, stack)
             if self._ops is not None:
+                # checkpointed segments are recomputed in there
                 stack.enter_context(fp32_ops.in_backward(self._ops, self._seen_ops))
+            taken: set[int] = set()
             for engine, over_ranks, flag in zip(engines, averaged, flags):
                 if engine._on_arrival:
-                    stack.enter_context(engine._arriving(loss_id, scale, over_ranks, flag))
+                    stack.enter_context(engine._arriving(loss_id, scale, over_ranks, flag, taken))
+                    taken.update(map(id, engine.weights()))
 
             @torch.no_grad()
             def begins() -> None:
                 for engine in engines:
                     engine._end_loans()
                 for other, share in shares:
-                    if isinstance(other, Receiving) and other._arrivals.open:
+                    if not lending.is_open(share):
+                        if isinstance(other, Receiving):
+                            other._forget_cleared()
                         lending.open(share)
 
             yield begins
@@ -107,7 +118,7 @@ class Receiving(Attaching):
         if self._sums is not None:
             self._sums.take(self.weights())
         if self._on_arrival:
-            self._tell(loss_id, together, flags)
+            self._tell(loss_id, [*together, *self._steppers_of(engines, others)], flags)
         self._flags.used[loss_id] = True
         for engine in engines:
             engine.stage = Stage.ACCUMULATING
@@ -124,6 +135,20 @@ class Receiving(Attaching):
                 f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
             )
         return averaged
+
+    def _end_pass(self) -> None:
+        self._arrivals.put_back(list(self._pairs()))
+
+    @staticmethod
+    def _steppers_of(
+        engines: Sequence[Receiving], others: Sequence[EngineBase | foreign_gradients.OtherOptimizer]
+    ) -> list[Receiving]:
+        """Those others that step a parameter of the engines as well."""
+        theirs = [other for other in others if isinstance(other, Receiving) and other._on_arrival]
+        if not theirs:
+            return []
+        mine = {id(weight) for engine in engines for weight in engine.weights()}
+        return [other for other in theirs if mine.intersection(map(id, other.weights()))]
 
     def _lend(
         self,
@@ -158,12 +183,20 @@ class Receiving(Attaching):
             lending.close(share)
 
     def _arriving(
-        self, loss_id: int, scale: Tensor | None, averaged: bool, flag: Tensor | None
+        self, loss_id: int, scale: Tensor | None, averaged: bool, flag: Tensor | None, taken: Container[int]
     ) -> AbstractContextManager[None]:
         on_device = None if scale is None else scale.to(self._device)
+        pairs = [pair for pair in self._pairs() if id(pair[0]) not in taken]
+        own = [parameter for parameter in self._own_parameters() if id(parameter) not in taken]
+        if not averaged and any(id(weight) in taken for weight in self.weights()):
+            raise AmpUsageError(
+                'a backward pass under no_sync that is meant for two optimizers of the same parameters: which of them holds '
+                'the gradients until they are averaged cannot be known. Leave no_sync out, or list one optimizer of each '
+                'parameter.'
+            )
         return self._arrivals.arriving(
-            self._pairs(),
-            self._own_parameters(),
+            pairs,
+            own,
             loss_id,
             on_device,
             averaged,
@@ -197,16 +230,17 @@ class Receiving(Attaching):
             if held is not None and held.loss_id == loss_id:
                 # the scale may have moved since, where engines share it
                 return held.scale
-        return self._scale_of(loss_id)
+        scale = self._scale_of(loss_id)
+        # another engine may step before this pass is through, and move it
+        return scale.clone() if scale is not None and self._shared else scale
 
     def _shares(
-        self, together: Sequence[Receiving] = ()
+        self, engines: Sequence[Receiving], others: Sequence[EngineBase | foreign_gradients.OtherOptimizer]
     ) -> list[tuple[EngineBase | foreign_gradients.OtherOptimizer, foreign_gradients.Share]]:
-        """What the coming backward pass may bring to optimizers that it is not meant for."""
-        others = [other for other in self._others if not any(other is engine for engine in together)]
+        """What the coming backward pass of ``engines`` may bring to others, which it is not meant for."""
         if not others:
             return []
-        mine = {id(weight) for engine in (self, *together) for weight in engine.weights()}
+        mine = {id(weight) for engine in engines for weight in engine.weights()}
         shares: list[tuple[EngineBase | foreign_gradients.OtherOptimizer, foreign_gradients.Share]] = []
         seen: set[int] = set()
         for other in others:
@@ -217,6 +251,8 @@ class Receiving(Attaching):
             if (
                 both
                 and isinstance(other, Receiving)
+                # unscaled as they arrive, the gradients of both may be added up
+                and not other._on_arrival
                 and other.stage is Stage.ACCUMULATING
                 and other._has_gradient(both)
             ):
@@ -272,13 +308,14 @@ class Receiving(Attaching):
             # is meant for; what arrives elsewhere is mostly thrown away
             self._flags.bring(loss_id, share.found_inf)
         if isinstance(other, Receiving):
-            other._receive(share.found_inf)
+            other._receive(share.found_inf, share.parameters)
 
-    def _receive(self, found_inf: Tensor) -> None:
-        """Gradients of another engine's loss have arrived, on our scale."""
+    def _receive(self, found_inf: Tensor, at: Sequence[Tensor]) -> None:
+        """Gradients of another engine's loss have arrived at some of our weights, on our scale."""
         if self._on_arrival:
             if self._arrivals.held is None and not self._arrivals.open:
-                self._arrivals.add([pair for pair in self._pairs() if pair[0].grad is not None], None)
+                reached = {id(weight) for weight in at if weight.grad is not None}
+                self._arrivals.add([pair for pair in self._pairs() if id(pair[0]) in reached], None)
         elif self._sums is not None:
             self._sums.take(self.weights())
         # this engine's own pass may average the gradients themselves, but not the flag

@@ -220,6 +220,9 @@ def add_gradients(left: Tensor | None, right: Tensor | None) -> Tensor | None:
         return right if left is None else left
     # called for each parameter, mostly in vain: only a sum needs the guard
     with torch.no_grad():
+        if left.is_sparse and right.is_sparse and left.dtype == right.dtype == torch.float16:
+            # torch adds no sparse float16 on a CPU
+            return (left.float() + right.float()).to(left.dtype)
         # dense plus sparse is known to torch in this order only
         return right + left if left.is_sparse and not right.is_sparse else left + right
 
