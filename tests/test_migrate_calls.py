@@ -85,6 +85,18 @@ def test_asking_whether_the_import_worked(test: str) -> None:
         assert left(text) == []
 
 
+def test_asking_stays_with_the_call_that_stays() -> None:
+    text = 'from apex.optimizers import FusedAdam\nif FusedAdam:\n    a = FusedAdam(p), FusedAdam(q, **options)\n'
+    assert left(text) == ['apex.optimizers.FusedAdam']
+    assert 'if FusedAdam:\n    a = FusedAdamW(p, weight_decay=0.0), FusedAdam(q, **options)\n' in migrated(text)
+
+
+def test_internals_below_the_new_name_are_listed() -> None:
+    text = 'import amp_wrapper.amp\n\nprint(amp_wrapper.amp._amp_state.loss_scalers[0].loss_scale())\n'
+    assert migrated(text) == text
+    assert left(text) == ['apex.amp._amp_state.loss_scalers']
+
+
 def test_a_keyword_is_no_name() -> None:
     text = 'import apex\n\nf(apex=apex.amp.init(), other=apex)\n'
     assert migrated(text) == 'import amp_wrapper.amp\n\nf(apex=amp_wrapper.amp.init(), other=amp_wrapper)\n'
