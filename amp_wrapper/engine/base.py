@@ -107,6 +107,8 @@ class EngineBase:
         self._arrivals = Arrivals(keeps=self._shared)
         # passes for other optimizers that are under way, and what they may bring here
         self._lenders: list[tuple[foreign_gradients.Lending, foreign_gradients.Share]] = []
+        # of backward(), of which the last pass was a part
+        self._call = -1
         self._learning: tuple[int, ...] = ()
         # of the optimizer's groups, when masters were last looked for
         self._lengths: list[int] = []

@@ -104,6 +104,7 @@ class Receiving(Attaching):
 
             @torch.no_grad()
             def begins() -> None:
+                self._check_alone(engines, others)
                 for engine in engines:
                     engine._end_loans()
                 for other, share in shares:
@@ -113,6 +114,9 @@ class Receiving(Attaching):
                         lending.open(share)
 
             yield begins
+            for engine in engines:
+                # what passes that are still under way brought here is not to be unscaled by this one's scale
+                engine._end_loans()
         for engine in engines:
             engine._reducers.end_backward()
         if self._sums is not None:
@@ -135,6 +139,21 @@ class Receiving(Attaching):
                 f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
             )
         return averaged
+
+    @staticmethod
+    def _check_alone(
+        engines: Sequence[Receiving], others: Sequence[EngineBase | foreign_gradients.OtherOptimizer]
+    ) -> None:
+        """Within a backward() call: another block's loss may be a part of what it differentiates."""
+        call = torch._C._current_graph_task_id()
+        for engine in engines:
+            engine._call = call
+        if any(isinstance(other, Receiving) and other._arrivals.open and other._call == call for other in others):
+            raise AmpUsageError(
+                'one backward() of two scaled losses, each of a "with amp.scale_loss(...)" block of its own: which of the two '
+                'scales a gradient carries cannot be known. Call backward() for each, or scale the sum: '
+                'amp.scale_loss(loss0 + loss1, [optimizer0, optimizer1]).'
+            )
 
     def _end_pass(self) -> None:
         self._arrivals.put_back(list(self._pairs()))
