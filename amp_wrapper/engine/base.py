@@ -76,17 +76,7 @@ class Sides:
 
 
 class EngineBase:
-    """Mixed precision for one optimizer.
-
-    Args:
-        policy: The configuration.
-        optimizer: Any :class:`torch.optim.Optimizer` whose ``step`` needs no closure, or None for inference.
-        scalers: The loss scales, where several engines share them; one for each loss. Gradients are unscaled as they arrive
-            then, so that none depends on when another engine steps. None: scales of its own.
-
-    Raises:
-        AmpAttachError: An optimizer that cannot be wrapped.
-    """
+    """What an :class:`~amp_wrapper.engine.AmpEngine` holds, and what the parts of it share."""
 
     def __init__(
         self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None = None
