@@ -122,7 +122,7 @@ class Arrivals:
                 if weight.grad is not None:
                     plain.append(pair)
         if written:
-            self._take_up_written(written)
+            self._take_up_written(written, makes_room)
         return plain
 
     def put_back(self, pairs: Sequence[Pair]) -> None:
@@ -140,15 +140,17 @@ class Arrivals:
                 weight.grad = gradient
                 self._left[id(weight)] = (gradient, gradient._version)
 
-    def _take_up_written(self, pairs: Sequence[Pair]) -> None:
+    def _take_up_written(self, pairs: Sequence[Pair], makes_room: bool) -> None:
         """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs."""
         given = [(weight.grad.coalesce()._values() if weight.grad.is_sparse else weight.grad) for weight, _ in pairs
                  if weight.grad is not None]  # fmt: skip
         zero = torch.stack([~gradient.any() for gradient in given]).tolist()
         for (weight, master), cleared in zip(pairs, zero):
-            weight.grad = None
-            if cleared:
-                master.grad = None
+            if cleared and master.grad is not None:
+                master.grad = None if master.grad.is_sparse else torch.zeros_like(master.grad)
+            if makes_room and weight.grad is not None:
+                self._aside[id(weight)], weight.grad = weight.grad, None
+        self.note_left(pairs)
         if not all(zero) and not self._warned:
             self._warned = True
             logger.warning(

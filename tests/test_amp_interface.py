@@ -656,6 +656,39 @@ def test_steps_without_a_pass(level: str, device: torch.device) -> None:
     assert scales(ours[1]) == [4.0]
 
 
+@pytest.mark.parametrize('fused', [True, False])
+@pytest.mark.parametrize('level', LEVELS)
+def test_infinities_that_nobody_clears(level: str, fused: bool, device: torch.device) -> None:
+    """After a skipped step the gradients are still there: what is added to them must not bring them into the weights."""
+    net = Net().to(device)
+    optimizer = FusedSGD(net.trained, 0.25, momentum=0.5) if fused else sgd([net])
+    amp.initialize(net, optimizer, opt_level=level, loss_scale='dynamic', verbosity=0)
+    set_scales(optimizer, 8.0)
+
+    def stepped() -> dict[str, Tensor]:
+        # ours begins its state before it knows whether to step
+        return {key: value for key, value in values([net], [optimizer]).items() if len(key.split()) != 5}
+
+    before = stepped()
+    backward(net(data(0, device)), optimizer, poisoned=net.fc.weight)
+    optimizer.step()
+    for index in range(3):
+        if index == 2:
+            net(data(1, device)).backward()
+        elif index:
+            backward(net(data(index, device)), optimizer)
+        optimizer.step()
+        assert differing(before, stepped()) == []
+    # the pass in between was clean
+    assert scales(optimizer) == [4.0] and unskipped(optimizer) == [1]
+    net.zero_grad()
+    backward(net(data(0, device)), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert differing(before, stepped()) != []
+    assert all(bool(value.isfinite().all()) for value in stepped().values())
+
+
 @pytest.mark.parametrize('level', LEVELS)
 def test_scripts_that_leave_out_the_step(level: str, device: torch.device) -> None:
     """ESPnet's way: where the norm is not finite, the gradients are cleared. The scale falls all the same."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import foreign_gradients, fp32_ops
+from .. import foreign_gradients, fp32_ops, ops
 from ..errors import AmpUsageError
 from .attaching import Attaching
 from .base import EngineBase, Stage
@@ -304,6 +304,20 @@ class Receiving(Attaching):
             if self.in_own_window:
                 self._drop()
             self._flags.forget_received()
+        if self._shared and self._stepped and not self._arrivals.open:
+            # a pass adds to what nobody cleared: to infinities as well, where the step was skipped
+            self._stepped = False
+            if self.scalers[0].checks:
+                self._look_through()
+
+    def _look_through(self) -> None:
+        """Whether any gradient is non-finite where the optimizer looks for it, whoever brought it."""
+        found = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
+        if values:
+            flag = self._flags.new()
+            ops.multi_tensor_isnonfinite(values, flag)
+            self._flags.receive(flag, self._reducers.is_local())
 
     def _take_up(self, makes_room: bool) -> None:
         """Masters follow what happened to the gradients of their weights."""
