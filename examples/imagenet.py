@@ -434,7 +434,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.workers is None:
         args.workers = 0 if args.synthetic else 4
-    lowest = dict(image_size=1, workers=0, epochs=0, start_epoch=0, batch_size=2, print_freq=1, lr=0, warmup_epochs=0)
+    lowest = dict(image_size=32, workers=0, epochs=0, start_epoch=0, batch_size=2, print_freq=1, lr=0, warmup_epochs=0)
     for name, low in {**lowest, 'momentum': 0, 'weight_decay': 0}.items():
         value = getattr(args, name)
         if not low <= value < math.inf:
