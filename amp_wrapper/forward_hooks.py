@@ -332,10 +332,9 @@ class EnterCastsBelow(EnterCasts):
             return
         region = _cast_regions.top
         if region is None:
-            # a checkpointed segment that runs again gets autocast back from torch, and must not give FP32 outputs
-            if passes.is_resumed() or (passes.in_graph_task() and autocast_is_on(_device_of_call(module, args))):
-                return
-            self.open(module, args)
+            # a checkpointed segment that runs again has what the region of its forward had, and no FP32 outputs inside
+            if not passes.is_resumed():
+                self.open(module, args)
         elif region.module_id == id(module):
             # a module that calls itself: so that each call finds its own end
             _open_casts(module, self.dtype, nullcontext(), self.ops)

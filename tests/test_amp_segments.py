@@ -211,3 +211,48 @@ def test_an_error_in_a_segment_leaves_nothing_open() -> None:
     with pytest.raises(KeyError):
         loss.backward()
     passes.session_closed(session)
+
+
+@pytest.mark.parametrize('around', [None, functools.partial(torch.autocast, 'cpu', torch.bfloat16)])
+def test_a_part_that_the_script_checkpoints(run: Callable[..., Any], around: Callable[[], Any] | None) -> None:
+    model = Net(run)
+    session = attach(model)
+    types: list[torch.dtype] = []
+    model.a.register_forward_hook(lambda module, args, output: types.append(output.dtype))
+    x = torch.randn(2, 4, requires_grad=True)
+    with torch.autocast('cpu', enabled=False) if around is None else around():
+        loss = run(model.a, x).sum()
+    loss.backward()
+    assert types == [torch.float32] * 2
+    assert x.grad is not None
+    passes.session_closed(session)
+
+
+class Written(torch.autograd.Function):
+    """Checkpointing by hand, as older code has it."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.autocast('cpu', torch.float16):
+            out = ctx.function(x)
+        torch.autograd.backward(out, gradient)
+        return None, x.grad
+
+
+def test_checkpointing_by_hand() -> None:
+    model, values = Net(Written.apply), []
+    model.segment = lambda x: (values.append(model.b(x)), values[-1])[1]  # type: ignore[method-assign]
+    model.run = lambda function, x: Written.apply(function, x)
+    session = attach(model)
+    model(torch.randn(2, 4)).sum().backward()
+    assert values[0].float().equal(values[1].float())
+    assert model.b.weight.grad is not None
+    passes.session_closed(session)
