@@ -763,6 +763,15 @@ def test_a_module_that_calls_itself() -> None:
     assert seen == [torch.float16] * 6
 
 
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_a_module_that_calls_itself_under_a_plan_that_does_not_cover_forwards(level: str) -> None:
+    tree = Tree()
+    casting.CastPlan([('', tree)], resolve(opt_level=level)).apply()
+    tree(torch.randn(1, 2), 2)
+    assert fp32_ops.depth() == 0
+    assert not fp32_ops.is_installed()
+
+
 def test_hooks_survive_copies_and_pickle() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     attach(model, 'O4')
@@ -789,6 +798,41 @@ def test_no_copy_of_a_weight_outlives_the_forward() -> None:
         with torch.no_grad():
             model.weight.fill_(3.0)
         assert model(x).tolist() == [[6.0, 6.0]]
+
+
+class Outer(nn.Module):
+    """Uses a layer before, inside and after a model that has it, too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.layer = [inner], inner[0]  # type: ignore[index]
+        self.types: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.types = [F.linear(x, self.layer.weight).dtype]
+        self.inner[0](x)
+        last = F.linear(x, self.layer.weight)
+        self.types.append(last.dtype)
+        return last
+
+
+@pytest.mark.parametrize('level', ['O4', 'O2'])
+def test_no_copy_of_a_weight_reaches_a_region_of_another_type(level: str) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4))
+    outer = Outer(inner)
+    attach(outer, 'O1')
+    seen: list[torch.dtype] = []
+    if level == 'O4':
+        attach(inner, level)
+    else:
+        # at the levels without casts by op a region is plain
+        inner.register_forward_pre_hook(forward_hooks.EnterPlain(), prepend=True)
+        inner.register_forward_hook(forward_hooks.LeavePlain(), always_call=True)
+    inner[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    outer(torch.randn(2, 4)).sum().backward()
+    assert outer.types == [torch.float16] * 2
+    assert seen == [torch.bfloat16 if level == 'O4' else torch.float32]
+    assert inner[0].weight.grad is not None
 
 
 class TwoModes(nn.Module):
