@@ -332,8 +332,8 @@ class EnterCastsBelow(EnterCasts):
             return
         region = _cast_regions.top
         if region is None:
-            # a checkpointed segment that runs again: it gets autocast back from torch, and must not give FP32 outputs
-            if not autocast_is_on(_device_of_call(module, args)):
+            # a checkpointed segment that runs again has what the region of its forward had, and no FP32 outputs inside
+            if not passes.is_resumed():
                 self.open(module, args)
         elif region.module_id == id(module):
             # a module that calls itself: so that each call finds its own end
@@ -438,12 +438,12 @@ def unwind(to: tuple[int, int, int, int] = CLOSED) -> None:
 
 
 def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """:class:`torch.autocast` on any device, or a context that does nothing for None.
+    """:class:`torch.autocast`, or a context that does nothing: for None, and on devices without autocast, such as 'meta'.
 
     Raises:
         AmpAttachError: bfloat16 on a GPU that has none.
     """
-    if dtype is None:
+    if dtype is None or not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise AmpAttachError("this GPU has no bfloat16: write opt_level='O1' (float16) instead of 'O4'.")

@@ -397,6 +397,39 @@ def test_decorated_methods(alive: passes.CastSession) -> None:
     assert Scaler.static(ones(S)) is H
 
 
+def test_decorated_callables_of_python_may_use_weights(alive: passes.CastSession) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    class Project:
+        def __init__(self) -> None:
+            self.block = Block()
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.block(x)
+
+    block, project = Block(), Project()
+    for function in (
+        block,
+        block.fc,
+        block.forward,
+        project,
+        functools.partial(block.forward),
+        functools.partial(project),
+    ):
+        assert half_function(function)(ones(S)).dtype is H
+        assert float_function(function)(ones(H)).dtype is S
+    # what is compiled is one op, however it is wrapped
+    for op in (torch.mm, functools.partial(torch.mm, ones(S)), torch.ops.aten.mm):
+        words = (ones(S),) if isinstance(op, functools.partial) else (ones(S), ones(S))
+        assert float_function(op)(*words).dtype is S
+
+
 def test_decorators_refuse_what_is_no_function() -> None:
     for value in (nn.Linear, 3):
         with pytest.raises(ValueError, match='cannot be decorated'):
