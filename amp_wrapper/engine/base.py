@@ -259,6 +259,8 @@ class EngineBase:
         assert self.optimizer is not None
         self._drop()
         self._arrivals.clear(self._pairs())
+        for lending, share in self._lenders:
+            lending.forget(share)
         self._own('zero_grad')(**kwargs)
         for weight, master in self._pairs():
             if kwargs.get('set_to_none', True):

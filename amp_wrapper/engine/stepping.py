@@ -82,14 +82,7 @@ class Stepping(Receiving):
             flag = self._flags.found(held.loss_id) if checks else None
             self._arrivals.release(self._pairs(), self._own_parameters(), flag)
         self._take_up(makes_room=False)
-        if self._shared and checks and not self.in_own_window and not self._flags.has_received:
-            # nobody scaled them, or they were stepped before
-            found = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-            values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
-            if values:
-                flag = self._flags.new()
-                ops.multi_tensor_isnonfinite(values, flag)
-                self._flags.receive(flag, self._reducers.is_local())
+        self._look_at_rest()
 
     def _step_fused(
         self, clip: GradientClip | None, sides: Sides, gradients: Sequence[Tensor | None], kwargs: dict[str, Any]
