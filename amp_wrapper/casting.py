@@ -215,6 +215,14 @@ class CastPlan:
                     f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
                     f'attach a model once, or take the casts off with detach() first.'
                 )
+        for key, module in root.named_modules(prefix=name):
+            # hooks do not go on them: where a cast needs none, they are left alone
+            if isinstance(module, torch.jit.ScriptModule) and (module is root or self.policy.casts_model):
+                raise AmpAttachError(
+                    f'{key or "the model"} ({type(module).__name__}) was made by torch.jit.script or '
+                    f'torch.jit.trace, and such a module takes no hooks, which the casts need. Hand over the Python module and '
+                    f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
+                )
         half, lazy = [], []
         left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
         for key, parameter in root.named_parameters(prefix=name):
@@ -235,7 +243,7 @@ class CastPlan:
             )
 
     def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
-        if id(module) in self._seen or isinstance(module, self._leave):
+        if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
             return
         self._seen.add(id(module))
         bottom = self.policy.keep_batchnorm_fp32 and _is_batchnorm(module)

@@ -269,8 +269,10 @@ def _close_casts() -> None:
     region = regions.open.pop()
     top = regions.top = regions.open[-1] if regions.open else None
     # with its own pass ends what an interrupt left open inside of it
-    fp32_ops.unwind(region.before[0])
-    region.autocast.__exit__(None, None, None)
+    try:
+        fp32_ops.unwind(region.before[0])
+    finally:
+        region.autocast.__exit__(None, None, None)
     # an autocast around the model would keep copies of weights past a change of these
     if top is None or top.dtype is not region.dtype:
         torch.clear_autocast_cache()
@@ -332,8 +334,8 @@ class EnterCastsBelow(EnterCasts):
             return
         region = _cast_regions.top
         if region is None:
-            # a checkpointed segment that runs again: it gets autocast back from torch, and must not give FP32 outputs
-            if not autocast_is_on(_device_of_call(module, args)):
+            # a checkpointed segment that runs again has what the region of its forward had, and no FP32 outputs inside
+            if not passes.is_resumed():
                 self.open(module, args)
         elif region.module_id == id(module):
             # a module that calls itself: so that each call finds its own end
@@ -438,12 +440,12 @@ def unwind(to: tuple[int, int, int, int] = CLOSED) -> None:
 
 
 def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """:class:`torch.autocast` on any device, or a context that does nothing for None.
+    """:class:`torch.autocast`, or a context that does nothing: for None, and on devices without autocast, such as 'meta'.
 
     Raises:
         AmpAttachError: bfloat16 on a GPU that has none.
     """
-    if dtype is None:
+    if dtype is None or not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise AmpAttachError("this GPU has no bfloat16: write opt_level='O1' (float16) instead of 'O4'.")

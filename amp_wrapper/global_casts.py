@@ -88,8 +88,10 @@ class GlobalCasts:
             newest._apply()
         else:
             for device, enabled, dtype in _autocast.before:
-                torch.set_autocast_enabled(device, enabled)
-                torch.set_autocast_dtype(device, dtype)
+                # where it is off by now, a block around the start has ended, and has put back what it found
+                if passes.autocast_enabled(device):
+                    passes.set_autocast_enabled(device, enabled)
+                    torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_cache_enabled(_autocast.cache)
             _autocast.before = []
         torch.clear_autocast_cache()
@@ -98,11 +100,11 @@ class GlobalCasts:
         known = {device for device, _, _ in _autocast.before}
         for device in self.device_types:
             if device not in known:
-                state = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+                state = (device, passes.autocast_enabled(device), torch.get_autocast_dtype(device))
                 _autocast.before.append(state)
         for device, enabled, dtype in _autocast.before:
             ours = device in self.device_types
             torch.set_autocast_dtype(device, self.dtype if ours else dtype)
-            torch.set_autocast_enabled(device, ours or enabled)
+            passes.set_autocast_enabled(device, ours or enabled)
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()

@@ -6,6 +6,7 @@ apply here, now?", and it holds nothing but what is open.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +30,12 @@ class _Thread(threading.local):
         self.global_casts: dict[object, frozenset[str]] = {}
         # open disable_casts()
         self.suspended = 0
+        # the devices whose autocast the outermost of them turned off
+        self.switched_off: set[str] | None = None
         # open calls whose user-given rule stands above the FP32 registry
         self.overruled = 0
+        # open segments that run again
+        self.resumed = 0
 
 
 _thread = _Thread()
@@ -161,17 +166,51 @@ def casts_on() -> bool:
         return CASTS in thread.passes[next(reversed(thread.passes))]
     if thread.global_casts:
         return True
-    if _backward_passes:
-        return any(CASTS in keys for keys in _backward_passes)
-    return in_plain_backward()
+    # a backward pass may use threads of autograd's own; other threads are no business of it
+    return in_graph_task() and any(CASTS in keys for keys in _backward_passes)
 
 
-def in_plain_backward() -> bool:
-    """Whether autograd is at work here for a script that called ``backward`` itself, while an O1 or O4 model is alive.
+def casts_open() -> bool:
+    """Whether the innermost pass of this thread is one of O1 or O4, suspended or not."""
+    found = _thread.passes or _thread.global_casts
+    return bool(found) and CASTS in found[next(reversed(found))]
 
-    Checkpointed segments run again there, and have to see the types of the forward pass.
-    """
-    return in_graph_task() and bool(_sessions)
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What is open on a thread, in order, and whether casts are suspended. See :func:`snapshot`."""
+
+    keys: tuple[frozenset[str], ...]
+    suspended: bool
+
+
+def snapshot() -> State:
+    """What a segment that runs again has to find as it is now."""
+    return State((*_thread.global_casts.values(), *_thread.passes.values()), _thread.suspended > 0)
+
+
+@contextmanager
+def resumed(state: State) -> Iterator[None]:
+    """Inside, the passes of a snapshot are open on this thread, on top of what is. The stand-ins are the caller's."""
+    tokens = [object() for _ in state.keys]
+    before = _thread.suspended
+    _thread.resumed += 1
+    try:
+        for token, keys in zip(tokens, state.keys):
+            begin(token, keys)
+        # autocast is as the caller has it
+        _thread.suspended = int(state.suspended)
+        yield
+    finally:
+        _thread.suspended = before
+        for token in reversed(tokens):
+            end(token)
+        _thread.resumed -= 1
+
+
+def is_resumed() -> bool:
+    """Whether a segment runs again on this thread."""
+    return _thread.resumed > 0
 
 
 def in_graph_task() -> bool:
@@ -192,7 +231,10 @@ def is_suspended() -> bool:
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, on this thread, nothing that O1 and O4 cast is cast: neither autocast's lists nor ours. Nests."""
-    devices = [device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    devices = {device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)}
+    outermost = _thread.switched_off is None
+    if outermost:
+        _thread.switched_off = devices
     _thread.suspended += 1
     try:
         for device in devices:
@@ -201,7 +243,26 @@ def suspended() -> Iterator[None]:
     finally:
         for device in devices:
             torch.set_autocast_enabled(device, True)
+        if outermost:
+            _thread.switched_off = None
         _thread.suspended -= 1
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on for a device type on this thread, or will be when :func:`suspended` ends."""
+    off = _thread.switched_off
+    return torch.is_autocast_enabled(device_type) if off is None else device_type in off
+
+
+def set_autocast_enabled(device_type: str, enabled: bool) -> None:
+    """Turn autocast on or off for a device type on this thread; inside of :func:`suspended`, from its end on."""
+    off = _thread.switched_off
+    if off is None:
+        torch.set_autocast_enabled(device_type, enabled)
+    elif enabled:
+        off.add(device_type)
+    else:
+        off.discard(device_type)
 
 
 def global_casts_begin(token: object, keys: frozenset[str]) -> None:

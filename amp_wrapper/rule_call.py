@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import passes
 from .fp32_call import Copies, autocast_is_on
@@ -79,6 +80,18 @@ def _target(rule: CallRule, function: Callable[..., Any], seen: _Look, kwargs: d
     return next(iter(seen.types), None)
 
 
+def _is_op(function: Any) -> bool:
+    """Whether a callable is one op: compiled, or a function of torch. What is written in Python may use weights."""
+    while isinstance(function, (functools.partial, MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    if isinstance(function, nn.Module):
+        return False
+    kind = type(function)
+    if kind is not FunctionType:
+        return kind.__module__ == 'builtins' or kind.__module__.partition('.')[0] == 'torch'
+    return (function.__module__ or '').partition('.')[0] == 'torch'
+
+
 def run(
     rule: CallRule,
     function: Callable[..., Any],
@@ -105,7 +118,7 @@ def run(
         The result as it comes. What the function wrote into its arguments reaches the caller's tensors.
     """
     target = _target(rule, function, seen, kwargs)
-    is_op = not isinstance(function, FunctionType) or (function.__module__ or '').partition('.')[0] == 'torch'
+    is_op = _is_op(function)
     with ExitStack() as stack:
         if is_op:
             stack.enter_context(passes.overruling())

@@ -3,7 +3,7 @@
 .. code-block:: bash
 
     python examples/dcgan_digits.py --opt-level O4
-    python examples/dcgan_digits.py --opt-level O4 --epochs 80 --resume work_dirs/dcgan_digits/checkpoint.pth
+    python examples/dcgan_digits.py --opt-level O4 --epochs 120 --resume work_dirs/dcgan_digits/checkpoint.pth
 
 The digits are the 1,797 images of 8 x 8 that install with scikit-learn. The run writes pictures of samples, a curve of the
 losses, and a checkpoint from which it goes on bit for bit.
@@ -403,10 +403,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add('--opt-level', default='O4', choices=LEVELS, help='float16 (O1 to O3) is about ten times slower on a CPU')
     add('--loss-scale', metavar='SCALE', help="'dynamic' or a number in place of the level's own")
     add('--keep-batchnorm-fp32', choices=('True', 'False'), help="in place of the level's own")
-    add('--epochs', type=at_least(1), default=40, metavar='N', help='passes over the 1,437 training images')
+    add('--epochs', type=at_least(1), default=60, metavar='N', help='passes over the 1,437 training images')
     add('--batch-size', type=at_least(2), default=64, metavar='N', help='images in a step')
     add('--steps-per-epoch', type=at_least(1), metavar='N', help='end each epoch early')
-    add('--lr', type=at_least(0, float), default=2e-3, help='learning rate of both optimizers')
+    add('--lr', type=at_least(0, float), default=4e-3, help='learning rate of both optimizers')
     add('--beta1', type=share, default=0.5, help='of Adam')
     add('--eps', type=at_least(0, float), default=1e-4, help='of Adam; the usual 1e-8 is 0 in float16, as it is at O3')
     add('--noise-dim', type=at_least(1), default=32, metavar='N', help='length of the noise')

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import math
 import os
 import shutil
@@ -434,7 +435,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.workers is None:
         args.workers = 0 if args.synthetic else 4
-    lowest = dict(image_size=1, workers=0, epochs=0, start_epoch=0, batch_size=2, print_freq=1, lr=0, warmup_epochs=0)
+    lowest = dict(image_size=32, workers=0, epochs=0, start_epoch=0, batch_size=2, print_freq=1, lr=0, warmup_epochs=0)
     for name, low in {**lowest, 'momentum': 0, 'weight_decay': 0}.items():
         value = getattr(args, name)
         if not low <= value < math.inf:
@@ -475,7 +476,11 @@ def processes() -> Iterator[tuple[torch.device, int, int]]:
     dist.init_process_group('nccl' if cuda else 'gloo')
     try:
         yield device, dist.get_rank(), dist.get_world_size()
+        # the first process may still be writing
+        dist.barrier()
     finally:
+        # a DDP that is left over would keep the threads of gloo alive, and these abort a process that is about to end
+        gc.collect()
         dist.destroy_process_group()
 
 
@@ -484,11 +489,15 @@ def run(args: argparse.Namespace) -> Any:
     torch.backends.cudnn.benchmark = not args.deterministic
     torch.backends.cudnn.deterministic = args.deterministic
     checkpoint_file.check_writable(args.out)
-    with processes() as (device, rank, world):
-        torch.manual_seed(args.seed)
-        trainer = Trainer(args, device, rank, world)
-        with contextlib.suppress(Profiled):
-            return trainer.validate() if args.evaluate else trainer.fit()
+    with processes() as place:
+        return _run(args, *place)
+
+
+def _run(args: argparse.Namespace, device: torch.device, rank: int, world: int) -> Any:
+    torch.manual_seed(args.seed)
+    trainer = Trainer(args, device, rank, world)
+    with contextlib.suppress(Profiled):
+        return trainer.validate() if args.evaluate else trainer.fit()
 
 
 def main() -> None:

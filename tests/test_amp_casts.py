@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from amp_wrapper import AmpUsageError, casting, forward_hooks, fp32_ops, op_casts, passes
+from amp_wrapper import AmpAttachError, AmpUsageError, casting, forward_hooks, fp32_ops, op_casts, passes
 from amp_wrapper.amp_functions import disable_casts
 from amp_wrapper.cast_rules import OP_RULES
 from amp_wrapper.errors import BannedOpError
@@ -477,6 +477,30 @@ def test_disable_casts(half: torch.dtype) -> None:
     assert _types() == on
 
 
+def test_casts_that_start_and_stop_inside_disable_casts() -> None:
+    casts = GlobalCasts()
+    with disable_casts():
+        casts.start()
+        assert _types() == OFF
+        with disable_casts():
+            assert _types() == OFF
+        assert _types() == OFF
+    assert _types() == ON16
+    with disable_casts():
+        casts.stop()
+        assert _types() == OFF
+    assert _types() == OFF
+    assert not torch.is_autocast_enabled('cpu')
+
+
+def test_a_block_of_autocast_that_ends_before_the_casts() -> None:
+    casts = GlobalCasts()
+    with torch.autocast('cpu', torch.bfloat16):
+        casts.start()
+    casts.stop()
+    assert not torch.is_autocast_enabled('cpu')
+
+
 def test_functions_keep_their_identity(half: torch.dtype) -> None:
     assert torch.softmax.__module__ is None or 'amp' not in str(torch.softmax.__module__)
     assert 'sum' not in vars(torch.Tensor)
@@ -555,6 +579,47 @@ def test_direct_calls_of_parts(level: str) -> None:
     assert model.dec(x).equal(F.linear(*(t.to(TYPES[level]) for t in (x, model.dec.weight, model.dec.bias))).float())
 
 
+@pytest.mark.parametrize('dtype', HALVES)
+def test_direct_calls_of_parts_inside_an_autocast_of_the_user(dtype: torch.dtype) -> None:
+    """As calls of the model: its own type inside, and FP32 outputs."""
+    model, x = Net(), torch.randn(2, 4)
+    attach(model)
+    expected = model.enc(x)
+    with torch.autocast('cpu', dtype):
+        assert model.enc(x).equal(expected)
+        assert model.dec(x).dtype is torch.float32
+        assert torch.get_autocast_dtype('cpu') is dtype
+
+
+def test_a_model_on_a_device_without_autocast() -> None:
+    model = Net().to('meta')
+    attach(model)
+    assert model(torch.ones(2, 4, device='meta')).shape == (2, 4)
+    assert model.enc(torch.ones(2, 4, device='meta')).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    'make', [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 4))], ids=['script', 'trace']
+)
+def test_scripted_modules(make: Callable[[nn.Module], nn.Module]) -> None:
+    """They take no hooks."""
+    part = make(nn.Sequential(nn.Linear(4, 4)))
+    model = nn.Sequential(nn.Linear(4, 4), part)
+    for level in ('O2', 'O3', 'O5'):
+        with pytest.raises(AmpAttachError, match=r'1 .*torch\.jit'):
+            attach(model, level)
+    for level in ('O0', 'O1', 'O2'):
+        with pytest.raises(AmpAttachError, match=r'the model .*torch\.jit'):
+            attach(part, level)
+    assert not model._forward_pre_hooks
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    attach(model, 'O1')
+    out = model(torch.ones(2, 4))
+    assert out.dtype is torch.float32
+    assert out.equal(out.half().float())
+    assert part(torch.ones(2, 4)).dtype is torch.float32
+
+
 @pytest.mark.parametrize('level', LEVELS)
 def test_parts_kept_in_fp32_are_not_cast_when_called_directly(level: str) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))), torch.randn(2, 4)
@@ -617,6 +682,38 @@ def test_exceptions_leave_nothing_open(part: str, error: type[BaseException]) ->
     assert forward_hooks.open_contexts() == forward_hooks.CLOSED
     assert not torch.is_autocast_enabled('cpu')
     assert model(x).dtype is torch.float32
+
+
+def test_a_pass_that_cannot_begin_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    attach(model)
+
+    def fail(ops: fp32_ops.OpSet) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fp32_ops, 'enter', fail)
+        for call in (model, model.dec):
+            with pytest.raises(KeyError):
+                call(torch.randn(2, 4))
+            assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+            assert not torch.is_autocast_enabled('cpu')
+    assert model(torch.randn(2, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize('order', [('O1', 'O4'), ('O4', 'O1')])
+def test_a_part_of_two_models_has_the_casts_of_the_later(order: tuple[str, str]) -> None:
+    part = nn.Linear(4, 4)
+    types: list[torch.dtype] = []
+    part.register_forward_hook(lambda module, args, output: types.append(output.dtype))
+    first, second = nn.Sequential(part), nn.Sequential(part)
+    attach(first, order[0])
+    attach(second, order[1])
+    x = torch.randn(2, 4)
+    assert {m(x).dtype for m in (part, first, second)} == {torch.float32}
+    assert types == [TYPES[order[1]], TYPES[order[0]], TYPES[order[1]]]
+    # one pair of ours, and the test's own
+    assert (len(part._forward_pre_hooks), len(part._forward_hooks)) == (1, 2)
 
 
 def test_the_next_forward_cleans_up_after_an_interrupt() -> None:
@@ -698,6 +795,15 @@ def test_a_module_that_calls_itself() -> None:
     assert seen == [torch.float16] * 6
 
 
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_a_module_that_calls_itself_under_a_plan_that_does_not_cover_forwards(level: str) -> None:
+    tree = Tree()
+    casting.CastPlan([('', tree)], resolve(opt_level=level)).apply()
+    tree(torch.randn(1, 2), 2)
+    assert fp32_ops.depth() == 0
+    assert not fp32_ops.is_installed()
+
+
 def test_hooks_survive_copies_and_pickle() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     attach(model, 'O4')
@@ -724,6 +830,41 @@ def test_no_copy_of_a_weight_outlives_the_forward() -> None:
         with torch.no_grad():
             model.weight.fill_(3.0)
         assert model(x).tolist() == [[6.0, 6.0]]
+
+
+class Outer(nn.Module):
+    """Uses a layer before, inside and after a model that has it, too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.layer = [inner], inner[0]  # type: ignore[index]
+        self.types: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.types = [F.linear(x, self.layer.weight).dtype]
+        self.inner[0](x)
+        last = F.linear(x, self.layer.weight)
+        self.types.append(last.dtype)
+        return last
+
+
+@pytest.mark.parametrize('level', ['O4', 'O2'])
+def test_no_copy_of_a_weight_reaches_a_region_of_another_type(level: str) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4))
+    outer = Outer(inner)
+    attach(outer, 'O1')
+    seen: list[torch.dtype] = []
+    if level == 'O4':
+        attach(inner, level)
+    else:
+        # at the levels without casts by op a region is plain
+        inner.register_forward_pre_hook(forward_hooks.EnterPlain(), prepend=True)
+        inner.register_forward_hook(forward_hooks.LeavePlain(), always_call=True)
+    inner[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    outer(torch.randn(2, 4)).sum().backward()
+    assert outer.types == [torch.float16] * 2
+    assert seen == [torch.bfloat16 if level == 'O4' else torch.float32]
+    assert inner[0].weight.grad is not None
 
 
 class TwoModes(nn.Module):
@@ -823,6 +964,8 @@ def test_gradient_penalty(level: str) -> None:
 
 
 def test_a_session_counts_while_somebody_holds_it() -> None:
+    # models of other tests
+    gc.collect()
     assert not passes.casts_alive()
     session = passes.session_opened()
     assert passes.casts_alive()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import softmin as by_name
 
-from amp_wrapper import amp_functions, casting, fp32_ops, passes
+from amp_wrapper import amp_functions, casting, fp32_ops, op_casts, passes
 from amp_wrapper.amp_functions import (
     bfloat16_function,
     disable_casts,
@@ -369,6 +369,19 @@ def test_decorated_functions_act_while_a_session_is_alive(rule: torch.dtype) -> 
     assert not torch.is_autocast_enabled('cpu')
 
 
+def test_decorated_functions_bring_the_tables(alive: passes.CastSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any model has run."""
+    asked: list[str] = []
+    monkeypatch.setattr(op_casts, 'install', asked.append)
+
+    @bfloat16_function
+    def weights(x: Tensor) -> Tensor:
+        return x
+
+    weights(ones(S))
+    assert asked == ['cpu']
+
+
 def test_decorated_promote(alive: passes.CastSession) -> None:
     @promote_function
     def both(x: Tensor, y: Tensor) -> tuple[torch.dtype, torch.dtype]:
@@ -395,6 +408,39 @@ def test_decorated_methods(alive: passes.CastSession) -> None:
 
     assert Scaler(ones(S)).run(ones(S)) == (H, S)
     assert Scaler.static(ones(S)) is H
+
+
+def test_decorated_callables_of_python_may_use_weights(alive: passes.CastSession) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    class Project:
+        def __init__(self) -> None:
+            self.block = Block()
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.block(x)
+
+    block, project = Block(), Project()
+    for function in (
+        block,
+        block.fc,
+        block.forward,
+        project,
+        functools.partial(block.forward),
+        functools.partial(project),
+    ):
+        assert half_function(function)(ones(S)).dtype is H
+        assert float_function(function)(ones(H)).dtype is S
+    # what is compiled is one op, however it is wrapped
+    for op in (torch.mm, functools.partial(torch.mm, ones(S)), torch.ops.aten.mm):
+        words = (ones(S),) if isinstance(op, functools.partial) else (ones(S), ones(S))
+        assert float_function(op)(*words).dtype is S
 
 
 def test_decorators_refuse_what_is_no_function() -> None:

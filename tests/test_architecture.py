@@ -23,6 +23,7 @@ FLOOR_OF = {
     'fp32_ops': 'ops',
     'fp32_call': 'ops',
     'passes': 'ops',
+    'segments': 'ops',
     'op_casts': 'ops',
     'rule_call': 'ops',
     'global_casts': 'ops',
@@ -72,6 +73,9 @@ SIBLINGS = {
     ('fp32_call', 'passes'),
     ('op_casts', 'passes'),
     ('rule_call', 'passes'),
+    ('segments', 'passes'),
+    # where checkpointing is handed its segments is a site of the registry
+    ('fp32_ops', 'segments'),
     ('global_casts', 'passes'),
     # the user's rule stands above the registry's, at one stand-in
     ('fp32_ops', 'rule_call'),

@@ -143,9 +143,9 @@ def test_there_are_snippets_to_run() -> None:
         assert len(snippets(text, 'python')) == len(re.findall(r'^ *```python', text, re.MULTILINE)), page
         assert text.count('```') % 2 == 0, page
     counts = {page.stem: len(snippets(page.read_text(), 'python')) for page in PAGES}
-    assert all(counts[stem] > 0 for stem in ('README', 'index', 'opt_levels', 'migrating', 'checkpoints', 'nan')), (
-        counts
-    )
+    assert all(
+        counts[stem] > 0 for stem in ('README', 'index', 'functional', 'opt_levels', 'migrating', 'checkpoints', 'nan')
+    ), counts
 
 
 @pytest.mark.parametrize(
@@ -485,7 +485,8 @@ def test_api_page_names_every_public_name() -> None:
             objects += [v for v in vars(importlib.import_module(path)).values() if getattr(v, '__module__', '') == path]
         else:
             objects.append(getattr(importlib.import_module(module), name))
-    # mmengine's own class is documented by mmengine
-    own = [getattr(amp_wrapper, name) for name in amp_wrapper.__all__ if name != 'TorchAmpOptimWrapper']
+    # mmengine's own class is documented by mmengine, and amp by its functions
+    own = [getattr(amp_wrapper, name) for name in amp_wrapper.__all__ if name not in ('TorchAmpOptimWrapper', 'amp')]
+    own += [getattr(amp_wrapper.amp, name) for name in amp_wrapper.amp.__all__]
     assert [item for item in own if item not in objects] == []
     assert issubclass(AmpOptimWrapper, OptimWrapper)
