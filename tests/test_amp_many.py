@@ -136,7 +136,8 @@ class Training:
 def test_overflows_at_any_pass(name: str, level: str, ids: str, device: torch.device) -> None:
     """In each parameter, at each iteration: those that the pass is meant for skip, its scale halves once, all else goes on."""
     case = CASES[name]
-    for fault, how in zip(faults(case), itertools.cycle(ZEROINGS)):
+    # which scale it is does not depend on the parameter: every third fault will do for a shared one
+    for fault, how in zip(faults(case)[:: 3 if ids == 'one' else 1], itertools.cycle(ZEROINGS)):
         plain, run = Training(case, device, None), Training(case, device, level, ids)
         plain.iterate(how, 3, fault)
         run.iterate(how, 3, fault)
