@@ -268,3 +268,31 @@ def test_weights_that_are_clamped_after_each_step(level: str, device: torch.devi
             each(data(0, device)).backward()
         its.step()
     same_as(net, optimizer, plain, plain_optimizer)
+
+
+class Projecting(SGD):
+    """An optimizer that multiplies matrices, as second-order ones do."""
+
+    seen: torch.dtype | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group['params']:
+                if parameter.grad is not None and parameter.dim() == 2:
+                    self.seen = (parameter.grad @ parameter.grad.t()).dtype
+        return super().step(closure)
+
+
+def test_optimizers_compute_in_fp32_while_everything_is_cast(device: torch.device) -> None:
+    net = Net().to(device)
+    handle = amp.init(loss_scale=4.0)
+    try:
+        inner = Projecting(net.trained, lr=0.25)
+        optimizer = handle.wrap_optimizer(inner)
+        with optimizer.scale_loss(net(data(0, device))) as scaled:
+            scaled.backward()
+        optimizer.step()
+    finally:
+        handle._deactivate()
+    assert inner.seen is torch.float32
