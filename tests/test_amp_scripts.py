@@ -241,3 +241,58 @@ def test_sessions_of_other_threads_are_left_alone(level: str, device: torch.devi
     assert not failed
     same_as(net, optimizer, plain, plain_optimizer)
     assert scales(optimizer) == [4.0]
+
+
+# -- weights that a script edits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_weights_that_are_clamped_after_each_step(level: str, device: torch.device) -> None:
+    """As a WGAN does it: in place, without ``.data``."""
+    (net, optimizer), (plain, plain_optimizer) = trained(level, device), trained(None, device)
+    for iteration in range(4):
+        zero('optimizer', [optimizer, plain_optimizer], [])
+        backward(net(data(iteration, device)), optimizer)
+        plain(data(iteration, device)).backward()
+        for its, each in ((optimizer, net), (plain_optimizer, plain)):
+            its.step()
+            with torch.no_grad():
+                for parameter in each.trained:
+                    parameter.clamp_(-0.5, 0.5)
+        assert torch.equal(net.fc.weight.float(), plain.fc.weight)
+    for each, its in ((net, optimizer), (plain, plain_optimizer)):
+        its.zero_grad()
+        if each is net:
+            backward(each(data(0, device)), its)
+        else:
+            each(data(0, device)).backward()
+        its.step()
+    same_as(net, optimizer, plain, plain_optimizer)
+
+
+class Projecting(SGD):
+    """An optimizer that multiplies matrices, as second-order ones do."""
+
+    seen: torch.dtype | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group['params']:
+                if parameter.grad is not None and parameter.dim() == 2:
+                    self.seen = (parameter.grad @ parameter.grad.t()).dtype
+        return super().step(closure)
+
+
+def test_optimizers_compute_in_fp32_while_everything_is_cast(device: torch.device) -> None:
+    net = Net().to(device)
+    handle = amp.init(loss_scale=4.0)
+    try:
+        inner = Projecting(net.trained, lr=0.25)
+        optimizer = handle.wrap_optimizer(inner)
+        with optimizer.scale_loss(net(data(0, device))) as scaled:
+            scaled.backward()
+        optimizer.step()
+    finally:
+        handle._deactivate()
+    assert inner.seen is torch.float32
