@@ -43,6 +43,7 @@ from .amp_handle import AmpHandle, NoOpHandle
 from .amp_scaling import scaled
 from .amp_session import Session
 from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError
+from .forward_hooks import CastInputs, has_hook
 from .policy import Policy
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
@@ -134,7 +135,7 @@ def initialize(  # type: ignore[misc]
     )
     amp_session.check_new(optimizer_list)
     if policy.enabled:
-        _check_models(model_list)
+        _check_models(model_list, policy)
         told = {
             'opt_level': opt_level if policy.opt_level == opt_level else None,
             'cast_model_type': cast_model_type,
@@ -182,7 +183,7 @@ def _like(value: Any, items: list[Any]) -> Any:
     return make(items)
 
 
-def _check_models(models: Sequence[nn.Module]) -> None:
+def _check_models(models: Sequence[nn.Module], policy: Policy) -> None:
     for index, model in enumerate(models):
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             name = type(model).__name__
@@ -190,6 +191,12 @@ def _check_models(models: Sequence[nn.Module]) -> None:
                 f'models[{index}] is wrapped in {name} already. The order is: model.to(device), optimizer = ..., model, '
                 f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
                 f'that the parameters have after the cast.'
+            )
+        if policy.cast_model_type is not None and any(has_hook(part, CastInputs) for part in model.modules()):
+            raise AmpAttachError(
+                f'models[{index}] ({type(model).__name__}) holds casts already, of another amp.initialize() or of a wrapper: '
+                f'initialize a model once, together with all its optimizers, as lists. For more parameters there is '
+                f'optimizer.add_param_group(); to begin anew, build the model again and load model.state_dict(), which is FP32.'
             )
         if any(model is other for other in models[:index]):
             raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from types import MethodType
@@ -52,6 +54,8 @@ class Session:
         self.scalers = new_scalers(policy)
         self._engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
         self._unread: dict[int, list[LateRead]] = {}
+        #: The thread that used this session last.
+        self.thread = threading.get_ident()
         if len(optimizers) > 1:
             for index, engine in enumerate(self._engines):
                 engine.label = f'optimizer {index}'
@@ -78,41 +82,56 @@ class Session:
         those of a plain optimizer. Schedulers that came before stay inside, those that come later go around.
         """
         own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
+        closure = _first_name(own_step, 'closure')
 
         @functools.wraps(getattr(own_step, '__func__', own_step))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            return self._step(engine, own_step, _named('closure', args, kwargs))
+            self.thread = threading.get_ident()
+            return self._step(engine, own_step, closure, args, kwargs)
 
         @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self.thread = threading.get_ident()
             with engine.behind(zero_grad=own_zero_grad):
                 engine.zero_grad(**_named('set_to_none', args, kwargs))
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
-    def _step(self, engine: AmpEngine, own_step: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    def _step(
+        self,
+        engine: AmpEngine,
+        own_step: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         optimizer = engine.optimizer
         assert optimizer is not None
         result: list[Any] = []
-        closure = kwargs.get('closure')
+        closure = args[0] if args else kwargs.get(name)
+        if not callable(closure):
+            # whatever else optimizers of third parties take there
+            closure = None
         if closure is not None and not engine.is_plain:
             # what it brings is scaled, or has masters: it runs before the step, as all optimizers but LBFGS have it
             with torch.enable_grad():
                 result.append(closure())
-            del kwargs['closure']
+            closure = None
+            args, kwargs = ((None, *args[1:]), kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != name})
         # a skipped step is a step to schedulers, which would warn otherwise
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
-        def bare_step(**words: Any) -> None:
-            value = own_step(**words)
+        def bare_step(**_: Any) -> None:
+            # every argument as it came: the engine has to know of closures alone
+            value = own_step(*args, **kwargs)
             if not result:
                 result.append(value)
 
         # optimizers compute in FP32: what is cast for models is not cast here
         casts = nullcontext() if self.policy.autocast_dtype is None else passes.suspended()
         with casts, engine.behind(step=bare_step):
-            outcome = engine.step(None, **kwargs)
+            outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
         if outcome.skipped is None and outcome.decision is not None:
             self._unread.setdefault(id(engine), []).append(LateRead(outcome.decision))
         self._read(engine, wait=False)
@@ -135,6 +154,16 @@ def _named(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     if len(args) > 1 or (args and first in kwargs):
         raise TypeError(f'at most one argument without a name was expected ({first}), but {len(args)} were given.')
     return {first: args[0], **kwargs} if args else dict(kwargs)
+
+
+def _first_name(method: Callable[..., Any], usual: str) -> str:
+    """What a method calls its first argument, where it has none of the usual name."""
+    try:
+        names = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return usual
+    places = [each.name for each in names if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return usual if usual in [each.name for each in names] or not places else places[0]
 
 
 def check_new(optimizers: Iterable[Optimizer]) -> None:
@@ -190,6 +219,7 @@ def engines_of(optimizers: Any) -> list[AmpEngine]:
             )
         session = session_of(optimizer)
         if session is not None:
+            session.thread = threading.get_ident()
             engine = session.engine(optimizer)
             if engine not in engines:
                 engines.append(engine)
@@ -210,14 +240,18 @@ def engines_of(optimizers: Any) -> list[AmpEngine]:
 
 
 def engines_beyond(engines: Iterable[AmpEngine]) -> list[AmpEngine]:
-    """The engines of other sessions than that of the first of ``engines``, without the rest of these."""
+    """The engines of other sessions than that of the first of ``engines``, without the rest of these.
+
+    Those that another thread uses are left alone: their gradients may be under way now.
+    """
+    here = threading.get_ident()
     listed = list(engines)
     if not listed or len(_sessions) < 2:
         return []
     return [
         engine
         for session in _alive()
-        if listed[0] not in session._engines
+        if session.thread == here and listed[0] not in session._engines
         for engine in session._engines
         if engine not in listed
     ]

@@ -60,6 +60,8 @@ class Arrivals:
         #: Whether a pass is under way.
         self.open = False
         self._scale: Tensor | None = None
+        # what the pass under way adds to, by id
+        self._waiting: dict[int, Tensor] = {}
 
     @property
     def pending_scale(self) -> Tensor | None:
@@ -85,6 +87,10 @@ class Arrivals:
         for weight, _ in pairs:
             self._left.pop(id(weight), None)
             self._aside.pop(id(weight), None)
+        self._waiting.clear()
+        if self.held is not None:
+            # a pass may be under way that averages it
+            self.held.before.clear()
         self.held = None
 
     def take_up(self, pairs: Sequence[Pair], makes_room: bool) -> list[Pair]:
@@ -218,7 +224,7 @@ class Arrivals:
         if held is None or not averaged:
             for parameter in everything:
                 parameter.grad = None
-        self.open, self._scale = True, scale
+        self.open, self._scale, self._waiting = True, scale, waiting
         try:
             yield
             check()
@@ -230,10 +236,11 @@ class Arrivals:
                 parameter.grad = waiting.get(id(parameter))
             raise
         finally:
-            self.open, self._scale = False, None
+            # another dict: what is held goes on with this one
+            self.open, self._scale, self._waiting = False, None, {}
         if averaged:
             self.held = None
-        elif held is None:
+        elif self.held is None:
             self.held = Held(loss_id, None if scale is None else scale.clone(), waiting)
         else:
             for parameter in everything:

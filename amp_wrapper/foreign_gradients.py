@@ -116,6 +116,11 @@ class Lending:
         if share in self._waiting:
             self._finish([share])
 
+    def forget(self, share: Share) -> None:
+        """The gradients there were cleared, those that wait too."""
+        if share in self._waiting:
+            self._waiting[share] = [(parameter, None) for parameter, _ in self._waiting[share]]
+
     def _finish(self, shares: Sequence[Share]) -> None:
         for share in shares:
             _convert(share, self._scale)

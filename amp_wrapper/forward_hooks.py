@@ -269,8 +269,10 @@ def _close_casts() -> None:
     region = regions.open.pop()
     top = regions.top = regions.open[-1] if regions.open else None
     # with its own pass ends what an interrupt left open inside of it
-    fp32_ops.unwind(region.before[0])
-    region.autocast.__exit__(None, None, None)
+    try:
+        fp32_ops.unwind(region.before[0])
+    finally:
+        region.autocast.__exit__(None, None, None)
     # an autocast around the model would keep copies of weights past a change of these
     if top is None or top.dtype is not region.dtype:
         torch.clear_autocast_cache()

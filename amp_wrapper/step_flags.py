@@ -23,6 +23,7 @@ class StepFlags:
     Attributes:
         used: Whether each loss has had a backward pass since the last step.
         received_locally: Whether something was received in a pass that was not averaged over the ranks.
+        looked: Whether somebody has looked at the gradients that were there before the first pass.
     """
 
     def __init__(self, losses: int, apart: bool = False) -> None:
@@ -40,6 +41,7 @@ class StepFlags:
         self._brought: list[Tensor | None] = [None] * self._losses
         self._received: Tensor | None = None
         self.received_locally = False
+        self.looked = False
 
     def to(self, device: torch.device) -> None:
         """Where flags are made from now on."""
@@ -87,7 +89,7 @@ class StepFlags:
 
     def forget_received(self) -> None:
         """What was received has been cleared by somebody."""
-        self._received, self.received_locally = None, False
+        self._received, self.received_locally, self.looked = None, False, False
 
     def agree(self, groups: Iterable[ProcessGroup]) -> None:
         """A flag that is up on one rank is up on every rank of the groups. Collective.

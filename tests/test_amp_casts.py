@@ -684,6 +684,38 @@ def test_exceptions_leave_nothing_open(part: str, error: type[BaseException]) ->
     assert model(x).dtype is torch.float32
 
 
+def test_a_pass_that_cannot_begin_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Net()
+    attach(model)
+
+    def fail(ops: fp32_ops.OpSet) -> None:
+        raise KeyError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fp32_ops, 'enter', fail)
+        for call in (model, model.dec):
+            with pytest.raises(KeyError):
+                call(torch.randn(2, 4))
+            assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+            assert not torch.is_autocast_enabled('cpu')
+    assert model(torch.randn(2, 4)).dtype is torch.float32
+
+
+@pytest.mark.parametrize('order', [('O1', 'O4'), ('O4', 'O1')])
+def test_a_part_of_two_models_has_the_casts_of_the_later(order: tuple[str, str]) -> None:
+    part = nn.Linear(4, 4)
+    types: list[torch.dtype] = []
+    part.register_forward_hook(lambda module, args, output: types.append(output.dtype))
+    first, second = nn.Sequential(part), nn.Sequential(part)
+    attach(first, order[0])
+    attach(second, order[1])
+    x = torch.randn(2, 4)
+    assert {m(x).dtype for m in (part, first, second)} == {torch.float32}
+    assert types == [TYPES[order[1]], TYPES[order[0]], TYPES[order[1]]]
+    # one pair of ours, and the test's own
+    assert (len(part._forward_pre_hooks), len(part._forward_hooks)) == (1, 2)
+
+
 def test_the_next_forward_cleans_up_after_an_interrupt() -> None:
     model = Net()
     attach(model)

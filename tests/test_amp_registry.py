@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import pickle
 import types
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import softmin as by_name
 
-from amp_wrapper import amp_functions, casting, fp32_ops, passes
+from amp_wrapper import amp_functions, casting, fp32_ops, op_casts, passes
 from amp_wrapper.amp_functions import (
     bfloat16_function,
     disable_casts,
@@ -347,6 +348,8 @@ DECORATE = {H: half_function, B: bfloat16_function, S: float_function}
 
 @pytest.mark.parametrize('rule', [H, B, S])
 def test_decorated_functions_act_while_a_session_is_alive(rule: torch.dtype) -> None:
+    # a session of an earlier test ends when Python finds its model
+    gc.collect()
     layer = nn.Linear(2, 2)
 
     @DECORATE[rule]
@@ -367,6 +370,19 @@ def test_decorated_functions_act_while_a_session_is_alive(rule: torch.dtype) -> 
     passes.session_closed(session)
     assert call() is S
     assert not torch.is_autocast_enabled('cpu')
+
+
+def test_decorated_functions_bring_the_tables(alive: passes.CastSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any model has run."""
+    asked: list[str] = []
+    monkeypatch.setattr(op_casts, 'install', asked.append)
+
+    @bfloat16_function
+    def weights(x: Tensor) -> Tensor:
+        return x
+
+    weights(ones(S))
+    assert asked == ['cpu']
 
 
 def test_decorated_promote(alive: passes.CastSession) -> None:

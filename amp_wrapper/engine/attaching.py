@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -310,6 +310,8 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
             check_unknown_listeners(model)
     names = {id(parameter): key for name, model in roots for key, parameter in model.named_parameters(prefix=name)}
     for engine in engines:
+        check_once(engine, names)
+    for engine in engines:
         engine._names = names
         engine._arrivals.share(engines[0]._arrivals)
         engine._reducers = Reducers(
@@ -325,6 +327,26 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         engine._reducers.watch(models)
         engine._begin(engine._gradient_device(models[0] if models else None))
     return handle
+
+
+def check_once(engine: EngineBase, names: Mapping[int, str]) -> None:
+    """Refuse an optimizer that has a parameter twice: its gradient would be unscaled twice, and have two masters.
+
+    Raises:
+        AmpAttachError: Names the parameters. Nothing has been changed.
+    """
+    seen: set[int] = set()
+    twice = []
+    for weight in () if engine.is_plain else engine.weights():
+        if id(weight) in seen:
+            twice.append(names.get(id(weight), f'one of shape {tuple(weight.shape)}'))
+        seen.add(id(weight))
+    if twice:
+        shown = ', '.join(twice[:5]) + (f' and {len(twice) - 5} more' if len(twice) > 5 else '')
+        raise AmpAttachError(
+            f'{type(engine.optimizer).__name__} has parameters twice ({shown}): give it each of them once, such as '
+            f'{{id(p): p for p in parameters}}.values().'
+        )
 
 
 def log_casts(plan: casting.CastPlan) -> None:

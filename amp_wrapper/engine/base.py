@@ -97,8 +97,6 @@ class EngineBase:
         self._arrivals = Arrivals(keeps=self._shared)
         # passes for other optimizers that are under way, and what they may bring here
         self._lenders: list[tuple[foreign_gradients.Lending, foreign_gradients.Share]] = []
-        # whether the gradients that are there have been stepped, or left out, and nobody cleared them since
-        self._stepped = False
         # of backward(), of which the last pass was a part
         self._call = -1
         self._learning: tuple[int, ...] = ()
@@ -260,8 +258,9 @@ class EngineBase:
         """
         assert self.optimizer is not None
         self._drop()
-        self._stepped = False
         self._arrivals.clear(self._pairs())
+        for lending, share in self._lenders:
+            lending.forget(share)
         self._own('zero_grad')(**kwargs)
         for weight, master in self._pairs():
             if kwargs.get('set_to_none', True):

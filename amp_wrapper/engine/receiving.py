@@ -133,6 +133,7 @@ class Receiving(Attaching):
         self._adopt_late()
         self._forget_cleared()
         averaged = self._reducers.begin_backward()
+        self._look_at_rest()
         if self._on_arrival and not averaged and not self._shared:
             raise AmpUsageError(
                 f'backward() with num_losses={self.policy.num_losses} under no_sync: unscaling each loss on arrival would '
@@ -154,6 +155,18 @@ class Receiving(Attaching):
                 'scales a gradient carries cannot be known. Call backward() for each, or scale the sum: '
                 'amp.scale_loss(loss0 + loss1, [optimizer0, optimizer1]).'
             )
+
+    def _look_at_rest(self) -> None:
+        """Each pass looks at what it brings. What nobody scaled, or what was stepped before, is looked at here, once."""
+        if not self._shared or self._flags.looked or not self.scalers[0].checks:
+            return
+        self._flags.looked = True
+        found = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
+        if values:
+            flag = self._flags.new()
+            ops.multi_tensor_isnonfinite(values, flag)
+            self._flags.receive(flag, self._reducers.is_local())
 
     def _end_pass(self) -> None:
         self._arrivals.put_back(list(self._pairs()))
@@ -304,20 +317,6 @@ class Receiving(Attaching):
             if self.in_own_window:
                 self._drop()
             self._flags.forget_received()
-        if self._shared and self._stepped and not self._arrivals.open:
-            # a pass adds to what nobody cleared: to infinities as well, where the step was skipped
-            self._stepped = False
-            if self.scalers[0].checks:
-                self._look_through()
-
-    def _look_through(self) -> None:
-        """Whether any gradient is non-finite where the optimizer looks for it, whoever brought it."""
-        found = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-        values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
-        if values:
-            flag = self._flags.new()
-            ops.multi_tensor_isnonfinite(values, flag)
-            self._flags.receive(flag, self._reducers.is_local())
 
     def _take_up(self, makes_room: bool) -> None:
         """Masters follow what happened to the gradients of their weights."""

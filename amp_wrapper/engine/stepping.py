@@ -72,7 +72,6 @@ class Stepping(Receiving):
         else:
             result = self._step_any(clip, kwargs)
         self.stage = Stage.READY
-        self._stepped = True
         return result
 
     def _finish_arrivals(self) -> None:
@@ -83,9 +82,7 @@ class Stepping(Receiving):
             flag = self._flags.found(held.loss_id) if checks else None
             self._arrivals.release(self._pairs(), self._own_parameters(), flag)
         self._take_up(makes_room=False)
-        if self._shared and checks and not self.in_own_window and (self._stepped or not self._flags.has_received):
-            # nobody scaled them, or they were stepped before
-            self._look_through()
+        self._look_at_rest()
 
     def _step_fused(
         self, clip: GradientClip | None, sides: Sides, gradients: Sequence[Tensor | None], kwargs: dict[str, Any]
