@@ -89,7 +89,7 @@ def check(found: tuple[list[Net], Optimizer], wanted: tuple[list[Net], Optimizer
 @pytest.mark.parametrize('level', LEVELS)
 def test_trained_like_the_rest(level: str, moment: str | int, passes: int, device: torch.device) -> None:
     """With momentum and accumulation, zeroing before or after the group came."""
-    for how, zero_first in itertools.product(ZEROINGS, (True, False)):
+    for how, zero_first in itertools.product(ZEROINGS, (True, False) if isinstance(moment, int) else (True,)):
         check(
             train(device, level, moment, how, passes, zero_first),
             train(device, None, moment, how, passes, zero_first),
