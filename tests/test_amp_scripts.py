@@ -27,7 +27,7 @@ from amp_toy import (
 from torch.optim import SGD, Optimizer
 
 from amp_wrapper import FusedSGD, amp
-from amp_wrapper.errors import AmpAttachError
+from amp_wrapper.errors import AmpAttachError, AmpUsageError
 from amp_wrapper.late_read import LateRead
 
 CHECKED = [level for level in LEVELS if level != 'O0']
@@ -333,3 +333,25 @@ def test_late_skips_are_told_with_state_dict(monkeypatch: pytest.MonkeyPatch, de
         assert not lines
         amp.state_dict()
     assert len(lines) == 1 and 'skipped' in lines[0]
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_edits_through_data_are_taken_up_where_a_script_says_so(level: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, -3.0]]))
+        model.bias.fill_(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    model.weight.data.clamp_(-1.0, 1.0)
+    assert amp.weights_changed(optimizer) == ['weight']
+    assert amp.weights_changed(optimizer) == []
+    with amp.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model.weight.tolist() == [[0.75, -1.5]]
+    model.weight.data.fill_(0.5)
+    assert amp.weights_changed(optimizer, [model.bias]) == []
+    assert amp.weights_changed(optimizer, [model.weight]) == ['weight']
+    with pytest.raises(AmpUsageError, match='was not initialised'):
+        amp.weights_changed(torch.optim.SGD(model.parameters(), lr=0.25))
