@@ -377,3 +377,8 @@ def test_amp_that_was_passed_on_is_followed_as_far_as_its_name_goes() -> None:
     assert left(text) == ['_amp_state']
     assert left(migrated(text)) == ['_amp_state']
     assert left('import apex\n'.join(['', text.partition('\n')[2]]).replace('= amp', '= apex.amp')) == ['_amp_state']
+
+
+def test_types_in_strings_are_listed() -> None:
+    text = 'import apex\ndef f(m: "apex.parallel.Reducer", n: list["apex.A"]) -> \'myapex.B\':\n    apex.amp.initialize(m)\n'
+    assert left(text) == ['apex.A', 'apex.parallel.Reducer']

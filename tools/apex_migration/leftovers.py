@@ -107,6 +107,9 @@ def _string(source: Source, node: cst.SimpleString) -> None:
     if 'apex.parallel.multiproc' in text:
         source.hand(node, 'apex.parallel.multiproc', tables.LISTED['apex.parallel.multiproc'])
         return
+    if re.search(r'(?<![\w.])apex\.\w', text) and source.enclosing(node, cst.Annotation) is not None:
+        source.hand(node, text[1:-1], 'a type of apex in a string, which is not edited: see the page for its name here')
+        return
     if not re.fullmatch(r"""['"]apex(\.\w+)*['"]""", text):
         return
     parent = source.parents.get(node)
