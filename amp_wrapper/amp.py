@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, overload
 
@@ -284,6 +284,25 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     yield from amp_session.master_params_of(optimizer)
 
 
+def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> list[str]:
+    """Say that model weights were edited through ``.data``: their FP32 masters take the new values. Syncs.
+
+    Edits under ``torch.no_grad()`` are noticed at the next step by themselves; those through ``.data`` leave no trace, so call this
+    right after them. apex had no such function.
+
+    Args:
+        optimizer: Steps the weights.
+        tensors: The edited parameters of the model; all by default.
+
+    Returns:
+        The names of the weights that differed from their masters; nothing without masters.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised.
+    """
+    return [name for engine in amp_session.engines_of(optimizer) for name in engine.weights_changed(tensors)]
+
+
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """The loss scales in apex's form: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``. Syncs.
 
@@ -400,4 +419,5 @@ __all__ = [
     'register_promote_function',
     'scale_loss',
     'state_dict',
+    'weights_changed',
 ]

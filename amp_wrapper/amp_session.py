@@ -132,9 +132,10 @@ class Session:
         casts = nullcontext() if self.policy.autocast_dtype is None else passes.suspended()
         with casts, engine.behind(step=bare_step):
             outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
-        if outcome.skipped is None and outcome.decision is not None:
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if outcome.skipped is None and outcome.decision is not None and not capturing:
             self._unread.setdefault(id(engine), []).append(LateRead(outcome.decision))
-        self._read(engine, wait=False)
+            self._read(engine, wait=False)
         return result[0] if result else None
 
     def _read(self, engine: AmpEngine, wait: bool) -> None:

@@ -16,6 +16,7 @@ from amp_toy import (
     backward,
     data,
     differing,
+    logged,
     quick_collections,  # noqa: F401  (a fixture)
     scales,
     set_scales,
@@ -25,8 +26,9 @@ from amp_toy import (
 )
 from torch.optim import SGD, Optimizer
 
-from amp_wrapper import amp
-from amp_wrapper.errors import AmpAttachError
+from amp_wrapper import FusedSGD, amp
+from amp_wrapper.errors import AmpAttachError, AmpUsageError
+from amp_wrapper.late_read import LateRead
 
 CHECKED = [level for level in LEVELS if level != 'O0']
 
@@ -296,3 +298,60 @@ def test_optimizers_compute_in_fp32_while_everything_is_cast(device: torch.devic
     finally:
         handle._deactivate()
     assert inner.seen is torch.float32
+
+
+# -- steps that nobody waits for ---------------------------------------------------------------------------------------
+
+
+def test_skips_that_only_the_device_knew_are_told(device: torch.device) -> None:
+    """After the step on a CPU, at the latest with state_dict(): and nothing piles up."""
+    net = Net().to(device)
+    optimizer = FusedSGD(net.trained, lr=0.25)
+    amp.initialize(net, optimizer, opt_level='O1', loss_scale='dynamic')
+    set_scales(optimizer, 4.0)
+    with logged() as lines:
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(net(data(0, device)), optimizer, poisoned=net.fc.weight)
+            optimizer.step()
+        if device.type == 'cpu':
+            assert len(lines) == 3
+        amp.state_dict()
+    assert len(lines) == 3 and all('skipped' in line for line in lines)
+
+
+def test_late_skips_are_told_with_state_dict(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """As on a GPU that has not come so far."""
+    monkeypatch.setattr(LateRead, 'is_there', property(lambda read: False))
+    net = Net().to(device)
+    optimizer = FusedSGD(net.trained, lr=0.25)
+    amp.initialize(net, optimizer, opt_level='O1', loss_scale='dynamic')
+    set_scales(optimizer, 4.0)
+    with logged() as lines:
+        backward(net(data(0, device)), optimizer, poisoned=net.fc.weight)
+        optimizer.step()
+        assert not lines
+        amp.state_dict()
+    assert len(lines) == 1 and 'skipped' in lines[0]
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_edits_through_data_are_taken_up_where_a_script_says_so(level: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, -3.0]]))
+        model.bias.fill_(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    model.weight.data.clamp_(-1.0, 1.0)
+    assert amp.weights_changed(optimizer) == ['weight']
+    assert amp.weights_changed(optimizer) == []
+    with amp.scale_loss(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert model.weight.tolist() == [[0.75, -1.5]]
+    model.weight.data.fill_(0.5)
+    assert amp.weights_changed(optimizer, [model.bias]) == []
+    assert amp.weights_changed(optimizer, [model.weight]) == ['weight']
+    with pytest.raises(AmpUsageError, match='was not initialised'):
+        amp.weights_changed(torch.optim.SGD(model.parameters(), lr=0.25))

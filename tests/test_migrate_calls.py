@@ -265,3 +265,115 @@ def test_ddp_before_initialize_is_listed_in_the_same_function_only() -> None:
         'def right(m, o):\n    m, o = amp.initialize(m, o)\n    m = DDP(m)\n\n\ndef elsewhere(m):\n    m = DDP(m)\n'
     )
     assert [note.line for note in migrate(text.encode()).by_hand] == [6]
+
+
+def test_functions_of_amp_that_came_with_a_star() -> None:
+    text = 'from apex.amp import *\nmodel = initialize(model)\nwith scale_loss(loss, optimizer) as scaled:\n    pass\n'
+    assert migrated(text).startswith('from amp_wrapper.amp import initialize, scale_loss\nmodel = initialize(model)\n')
+
+
+@pytest.mark.parametrize('quote', ['"', "'", '"""', "'''"])
+def test_strings_within_an_f_string_have_other_quotes(quote: str) -> None:
+    # what Python 3.10 reads; newer ones read more
+    text = f'from apex import amp\nx = f{quote}{{amp._amp_state.loss_scalers[i].loss_scale():.2f}}{quote}\n'
+    new = migrated(text)
+    compile(new, '', 'exec', dont_inherit=True)
+    inside = new.partition(f'f{quote}')[2].rpartition(quote)[0]
+    assert quote not in inside
+    assert len({mark for mark in '"\'' if mark in inside}) == 1
+    assert 'loss_scaler' in inside
+
+
+def test_comments_beside_arguments_stay_with_them() -> None:
+    text = (
+        'from apex.optimizers import FusedAdam\n'
+        'o = FusedAdam(\n'
+        '    p,  # params\n'
+        '    lr=1e-3,  # rate\n'
+        '    # above\n'
+        '    adam_w_mode=True,  # mode\n'
+        '    # end\n'
+        ')\n'
+    )
+    assert migrated(text) == (
+        'from amp_wrapper import FusedAdamW\n'
+        'o = FusedAdamW(\n'
+        '    p,  # params\n'
+        '    lr=1e-3,  # rate\n'
+        '    # above\n'
+        '    # mode\n'
+        '    # end\n'
+        '    weight_decay=0.0,\n'
+        ')\n'
+    )
+    text = (
+        'from apex.parallel import DistributedDataParallel as DDP\n'
+        'm = DDP(m, # x\n'
+        '  delay_allreduce=True # z\n'
+        ' ) # w\n'
+        'm = DDP(\n'
+        '    message_size=1,  # size\n'
+        '    module=m,\n'
+        ')\n'
+    )
+    assert migrated(text) == (
+        'from torch.nn.parallel import DistributedDataParallel as DDP\n'
+        'm = DDP(m # x\n'
+        '  # z\n'
+        ' ) # w\n'
+        'm = DDP(\n'
+        '    # size\n'
+        '    module=m,\n'
+        ')\n'
+    )
+
+
+def test_layout_inside_a_name_stays() -> None:
+    text = 'from apex import amp\n(amp.  # of apex\n initialize)(m)\namp . initialize(m)\n'
+    assert migrated(text) == text.replace('from apex', 'from amp_wrapper')
+
+
+def test_names_that_other_files_import_stay() -> None:
+    text = 'from apex.normalization import FusedLayerNorm\nfrom apex.optimizers import FusedAdam\n'
+    used = text + 'def make(p):\n    return FusedAdam(p, weight_decay=0)\n'
+    new = (
+        'from torch.nn import LayerNorm as FusedLayerNorm\n'
+        'from amp_wrapper import FusedAdamW as FusedAdam\n'
+        'def make(p):\n    return FusedAdam(p, weight_decay=0)\n'
+    )
+    assert migrate(used.encode(), package=True).after == new
+    listed = "__all__ = ['FusedLayerNorm']\n__all__ += ['FusedAdam']\n"
+    assert migrated(used + listed) == new + listed
+    result = migrate(text.encode(), package=True)
+    assert result.after == 'from torch.nn import LayerNorm as FusedLayerNorm\nfrom apex.optimizers import FusedAdam\n'
+    assert [(note.line, note.name) for note in result.by_hand] == [(2, 'apex.optimizers.FusedAdam')]
+
+
+def test_what_has_no_import_here_is_not_imported() -> None:
+    text = 'from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model\nDDP(m)\n'
+    assert migrated(text) == 'from torch.nn.parallel import DistributedDataParallel as DDP\nDDP(m)\n'
+    result = migrate(text.encode(), package=True)
+    assert 'from apex.parallel import convert_syncbn_model\n' in result.after
+    assert [note.name for note in result.by_hand] == ['apex.parallel.convert_syncbn_model']
+    assert 'write convert_syncbn_model = torch.nn.SyncBatchNorm.convert_sync_batchnorm' in result.by_hand[0].text
+
+
+def test_a_star_in_a_package_stays_and_is_listed() -> None:
+    result = migrate(b'from apex.parallel import *\n', package=True)
+    assert not result.changed
+    assert [note.name for note in result.by_hand] == ['apex.parallel.*']
+
+
+@pytest.mark.parametrize('before', ['', 'import apex\n'])
+def test_a_module_that_is_gone_is_not_imported_for_what_stays(before: str) -> None:
+    new = migrated(f'{before}import apex.amp\napex.amp.initialize(m)\napex.optimizers.FusedLAMB(p)\n')
+    assert 'import apex.amp' not in new
+    assert new.count('import apex\n') == 1
+    assert migrated(new) == new
+
+
+def test_amp_that_was_passed_on_is_followed_as_far_as_its_name_goes() -> None:
+    text = 'from apex import amp\nself.amp = amp\nself.amp._amp_state.loss_scalers[0].loss_scale()\n'
+    assert left(text) == ['_amp_state']
+    assert left(migrated(text)) == ['_amp_state']
+    assert left('import apex\n'.join(['', text.partition('\n')[2]]).replace('= amp', '= apex.amp')) == ['_amp_state']

@@ -267,3 +267,62 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert said in done.stderr
         assert 'Traceback' not in done.stderr
+
+
+def test_what_cannot_be_parsed_is_listed_with_the_line_of_python() -> None:
+    with pytest.raises(SyntaxError) as caught:
+        migrate(b'# cell\n%matplotlib inline\nfrom apex import amp\n')
+    assert caught.value.lineno == 2
+
+
+def test_a_defect_of_the_tool_in_one_file_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import migrate_from_apex
+
+    for name in ('a.py', 'b.py'):
+        (tmp_path / name).write_text(f'from apex import amp  # {name}\n')
+
+    def broken(data: bytes, package: bool = False) -> object:
+        if b'a.py' in data:
+            raise KeyError('defect')
+        return migrate(data, package)
+
+    monkeypatch.setattr(migrate_from_apex, 'migrate', broken)
+    assert migrate_from_apex.main([str(tmp_path), '--write']) == 2
+    assert "a.py: is left as it is, by a defect of this tool: KeyError: 'defect'" in capsys.readouterr().err
+    assert (tmp_path / 'a.py').read_text().startswith('from apex ')
+    assert (tmp_path / 'b.py').read_text().startswith('from amp_wrapper ')
+
+
+def test_a_result_that_is_no_python_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tables.RENAMED, 'apex.parallel.DistributedDataParallel', 'torch.nn.parallel.None')
+    with pytest.raises(RuntimeError, match='line 1 of the result is no Python'):
+        migrate(b'from apex.parallel import DistributedDataParallel as DDP\nDDP(m)\n')
+
+
+def test_a_form_feed_ends_no_line_of_the_diff(tmp_path: Path) -> None:
+    (tmp_path / 'a.py').write_bytes(b'from apex import amp\n\x0c\nx = 1  # a\x0cb\n')
+    result = tool(tmp_path)
+    assert 'No newline' not in result.stdout
+    (tmp_path / 'the.diff').write_text(result.stdout)
+    assert ' x = 1  # a\x0cb\n' in (tmp_path / 'the.diff').read_text()
+
+
+def test_a_reader_that_has_enough_gets_no_traceback(tmp_path: Path) -> None:
+    for index in range(200):
+        (tmp_path / f'{index}.py').write_text('from apex import amp\n' + f'# {index}\n' * 200)
+    command = [sys.executable, str(ROOT / 'tools' / 'migrate_from_apex.py'), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert 'Traceback' not in process.stderr.read()
+
+
+def test_the_imports_of_a_package_stay(tmp_path: Path) -> None:
+    (tmp_path / '__init__.py').write_text('from apex.optimizers import FusedLAMB\n')
+    result = tool(tmp_path, '--write')
+    assert result.returncode == 1
+    assert '__init__.py:1: apex.optimizers.FusedLAMB: other files may import it from here' in result.stderr
+    assert (tmp_path / '__init__.py').read_text() == 'from apex.optimizers import FusedLAMB\n'

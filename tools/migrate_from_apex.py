@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +45,8 @@ def say(path: Path, note: Note) -> str:
 def diff(path: Path, before: str, after: str) -> str:
     """The edits of a file as ``patch`` takes them."""
     name = str(path).lstrip('/')
-    old, new = before.splitlines(keepends=True), after.splitlines(keepends=True)
+    # a form feed ends a line for splitlines, and none for patch
+    old, new = (list(io.StringIO(text, newline='\n')) for text in (before, after))
     lines = difflib.unified_diff(old, new, f'a/{name}', f'b/{name}')
     return ''.join(line if line.endswith('\n') else f'{line}\n\\ No newline at end of file\n' for line in lines)
 
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for done, path in enumerate(paths, 1):
         progress.show(done)
         try:
-            result = migrate(path.read_bytes())
+            result = migrate(path.read_bytes(), package=path.name == '__init__.py')
         except OSError as error:
             failed.append(f'{path}: cannot be read: {error.strerror}')
             continue
@@ -89,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             by_hand.append(
                 f'{path}:{line}: the file: is left as it is, since it is no Python that can be parsed: {error}'
             )
+            continue
+        except Exception as error:  # a defect of this tool in one file is no reason to leave the others
+            failed.append(f'{path}: is left as it is, by a defect of this tool: {type(error).__name__}: {error}')
             continue
         by_hand += [say(path, note) for note in result.notes if note.by_hand]
         remarks += [say(path, note) for note in result.notes if not note.by_hand]
@@ -114,4 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except BrokenPipeError:
+        # the reader, such as head, has what it wants; nothing may be flushed to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(2)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from . import tables
-from .source import Alias, Source, Use
+from .source import Alias, Source, Use, dotted_name
 
 _AMP = ('apex.amp', 'amp_wrapper.amp')
 
@@ -47,6 +47,7 @@ def settle(source: Source) -> None:
             use.target is not None
             and not use.gone
             and use.aliases[0].dotted in _AMP
+            and not use.aliases[0].star
             and '.' not in use.aliases[0].local
         ):
             _write(source, use, use.aliases[0].local + use.target.removeprefix('amp_wrapper.amp'))
@@ -54,7 +55,8 @@ def settle(source: Source) -> None:
 
 
 def _write(source: Source, use: Use, text: str) -> None:
-    if source.code(use.node) != text:
+    # what only its layout tells apart is the same name
+    if dotted_name(use.node) != text:
         source.edit(use.node, lambda updated: _like(text, updated))
 
 
@@ -95,6 +97,11 @@ def _settle_root(source: Source, alias: Alias) -> None:
             _write(source, use, 'amp_wrapper' + use.dotted.removeprefix('apex'))
         staying = []
     alias.keep = bool(staying)
+    if alias.keep and alias.dotted in tables.GONE and alias.local == alias.dotted:
+        # importing it would fail, and what stays needs its parent alone
+        alias.keep = False
+        alias.need('apex')
+        return
     if not alias.uses and not alias.bare:
         # it may be there to see whether it is installed
         alias.keep = tables.find(alias.dotted) is None
@@ -127,11 +134,11 @@ def _settle_object(source: Source, alias: Alias) -> None:
     alias.keep = len(moving) < len(uses)
     if not alias.uses:
         found = tables.find(alias.dotted)
-        if found is None or found[0] in tables.WITH_CALL or found[1]:
+        module, _, name = tables.RENAMED.get(found[0] if found else '', '').rpartition('.')
+        if found is None or found[1] or module not in tables.IMPORTABLE:
             _unused(source, alias)
         else:
-            module, _, name = tables.RENAMED[found[0]].rpartition('.')
-            alias.need(module, name, alias.local if alias.renamed else name)
+            alias.need(module, name, alias.local if alias.renamed or source.exports(alias.local) else name)
         return
     for use in moving:
         if use.via_amp:
@@ -149,6 +156,7 @@ def _settle_object(source: Source, alias: Alias) -> None:
                 alias.keep = not _write_whole(source, use, alias) or alias.keep
             continue
         chosen = alias.renamed or bool(source.others(alias)) or _taken(source, name, alias, target)
+        chosen = chosen or source.exports(alias.local)
         if len(targets) == 1 and not alias.keep and chosen:
             alias.need(module, name, alias.local)
             continue
@@ -179,6 +187,13 @@ def _taken(source: Source, name: str, alias: Alias, target: str) -> bool:
 
 
 def _settle_star(source: Source, alias: Alias) -> None:
+    if source.exports(''):
+        alias.keep = True
+        source.hand(
+            alias.statement,
+            f'{alias.dotted}.*',
+            'other files may import what this brings from here: import the names that they use one by one',
+        )
     for use in alias.uses:
         if use.gone:
             continue
@@ -201,6 +216,13 @@ def _write_star(source: Source, use: Use, alias: Alias) -> bool:
 
 def _unused(source: Source, alias: Alias) -> None:
     """An import that nothing in the file uses: gone, unless other files may count on it."""
+    if source.exports(alias.local):
+        alias.keep = True
+        found = tables.find(alias.dotted)
+        target = tables.RENAMED.get(found[0], '') if found else ''
+        what = f'write {alias.local} = {target}' if target else tables.advice(alias.dotted)
+        source.hand(alias.statement, alias.dotted, f'other files may import it from here: {what}')
+        return
     siblings = [
         other for other in source.aliases if other is not alias and _body(source, other) is _body(source, alias)
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import libcst as cst
 
 from . import tables
+from .arguments import Arguments, rebuilt
 from .source import Source, Use
 
 INITIALIZE = (
@@ -99,92 +100,6 @@ _SGD = (
     'set_grad_none',
 )
 _GRAD_NONE = 'zero_grad() sets gradients to None, as in torch; write zero_grad(set_to_none=False) for zeros'
-
-
-class Arguments:
-    """The arguments of a call, by name.
-
-    Args:
-        call: The call.
-        order: Names of its positional arguments.
-    """
-
-    def __init__(self, call: cst.Call, order: Sequence[str]) -> None:
-        self.starred = any(arg.star for arg in call.args)
-        self.by_name: dict[str, int] = {}
-        self.values: dict[str, cst.BaseExpression] = {}
-        self.positional = 0
-        self.too_many = False
-        for index, arg in enumerate(call.args):
-            if arg.star:
-                continue
-            if arg.keyword is not None:
-                name = arg.keyword.value
-            elif index < len(order):
-                name = order[index]
-                self.positional = index + 1
-            else:
-                self.too_many = True
-                continue
-            self.by_name[name] = index
-            self.values[name] = arg.value
-
-    def literal(self, name: str, default: str) -> str:
-        """'True', 'False', 'None' where that is written, '?' for anything else, the default where nothing is."""
-        value = self.values.get(name)
-        if value is None:
-            return default
-        return value.value if isinstance(value, cst.Name) and value.value in ('True', 'False', 'None') else '?'
-
-
-def rebuilt(
-    call: cst.Call,
-    indices: Mapping[str, int],
-    drop: Sequence[str] = (),
-    name: Sequence[str] = (),
-    add: Mapping[str, str] | None = None,
-) -> cst.Call:
-    """A call with arguments left out, named, or added at the end; what stays keeps its layout.
-
-    Args:
-        call: As it is after the edits inside it.
-        indices: Where each argument stands.
-        drop: Left out.
-        name: Positional ones that get their name, since one before them is left out.
-        add: New keywords and their code.
-    """
-    names = {indices[one]: one for one in name if one in indices}
-    gone = {indices[one] for one in drop if one in indices}
-    args = []
-    for index, arg in enumerate(call.args):
-        if index in gone:
-            continue
-        if index in names and arg.keyword is None:
-            equal = cst.AssignEqual(cst.SimpleWhitespace(''), cst.SimpleWhitespace(''))
-            arg = arg.with_changes(keyword=cst.Name(names[index]), equal=equal)
-        args.append(arg)
-    last = call.args[-1] if call.args else None
-    trailing = last is not None and isinstance(last.comma, cst.Comma)
-    if args and last is not None and len(call.args) - 1 in gone:
-        # what is last now closes as what was last before
-        args[-1] = args[-1].with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-    for keyword, code in (add or {}).items():
-        comma: cst.Comma | cst.MaybeSentinel = cst.MaybeSentinel.DEFAULT
-        new = cst.parse_expression(f'f({keyword}={code})')
-        assert isinstance(new, cst.Call)
-        if args:
-            between = args[-2].comma if len(args) > 1 and isinstance(args[-2].comma, cst.Comma) else _comma()
-            comma = args[-1].comma if trailing else comma
-            after = args[-1].whitespace_after_arg
-            args[-1] = args[-1].with_changes(comma=between, whitespace_after_arg=cst.SimpleWhitespace(''))
-            args.append(new.args[0].with_changes(comma=comma, whitespace_after_arg=after))
-        else:
-            args.append(new.args[0])
-    return call.with_changes(args=args)
-
-
-def _comma() -> cst.Comma:
-    return cst.Comma(whitespace_after=cst.SimpleWhitespace(' '))
 
 
 # -- one function for each kind of call -------------------------------------------------------------------------------

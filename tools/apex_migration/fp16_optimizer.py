@@ -13,7 +13,7 @@ import libcst as cst
 from libcst.metadata import Assignment, ImportAssignment
 
 from . import tables
-from .calls import Arguments
+from .arguments import Arguments
 from .source import Source, Use, dotted_name
 
 _ORDER = ('init_optimizer', 'static_loss_scale', 'dynamic_loss_scale', 'dynamic_loss_args', 'verbose')

@@ -7,7 +7,7 @@ import re
 import libcst as cst
 
 from . import tables
-from .source import Source, Use
+from .source import Source, Use, root_of
 
 _STRINGS = {
     'importlib.import_module',
@@ -34,9 +34,21 @@ def decide(source: Source) -> None:
             _loss_scale(source, use, dotted)
         elif found is None and dotted != use.dotted:
             source.hand(use.node, dotted, tables.advice(dotted))
+    known = {use.root for use in source.uses}
     for node in source.nodes:
         if isinstance(node, cst.Attribute) and node.attr.value == '_amp_stash':
             source.hand(node, '_amp_stash', _STASH)
+        elif (
+            # self.amp._amp_state, in a file that has amp
+            isinstance(node, cst.Attribute)
+            and node.attr.value == '_amp_state'
+            and isinstance(node.value, cst.Attribute)
+            and node.value.attr.value == 'amp'
+            and source.aliases
+            and root_of(node) not in known
+            and source.enclosing(node, (cst.Import, cst.ImportFrom)) is None
+        ):
+            source.hand(node, '_amp_state', tables.LISTED['apex.amp._amp_state'])
         elif isinstance(node, cst.SimpleString):
             _string(source, node)
 
@@ -64,17 +76,23 @@ def _loss_scale(source: Source, use: Use, dotted: str) -> None:
         source.hand(use.node, dotted, text)
         return
     index = source.code(item.slice[0].slice)
-    other = '"' if source.quote == "'" else "'"
+    outer = source.enclosing(use.node, cst.FormattedString)
+    quote = source.quote
+    if outer is not None:
+        # before Python 3.12, a string inside an f-string needs the other quotes
+        quote = '"' if outer.quote == "'" else "'"
     if index.isdigit():
-        key = f'{source.quote}loss_scaler{index}{source.quote}'
-    elif other not in index and source.quote not in index:
-        key = f'f{source.quote}loss_scaler{{{index}}}{source.quote}'
+        key = f'{quote}loss_scaler{index}{quote}'
+    elif outer is None and '"' not in index and "'" not in index:
+        key = f'f{quote}loss_scaler{{{index}}}{quote}'
+    elif outer is not None and re.fullmatch(r'\w+', index):
+        key = f'{quote}loss_scaler%d{quote} % {index}'
     else:
         source.hand(use.node, dotted, tables.advice(dotted))
         return
     use.target = 'amp_wrapper.amp.state_dict'
     use.via_amp = True
-    scale = f'{source.quote}loss_scale{source.quote}'
+    scale = f'{quote}loss_scale{quote}'
 
     def change(updated: cst.Call) -> cst.BaseExpression:
         function = source.code(updated.func.value.value)  # type: ignore[attr-defined]

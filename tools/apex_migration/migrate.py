@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from dataclasses import dataclass
 
 import libcst as cst
@@ -56,11 +58,43 @@ class _Transformer(cst.CSTTransformer):
         return new
 
 
-def migrate(data: bytes) -> Result:
+def _check(before: bytes, after: bytes) -> None:
+    """Nothing may be written that Python cannot read, where it could before.
+
+    Raises:
+        RuntimeError: It cannot: a defect of this tool.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        try:
+            ast.parse(before)
+        except (SyntaxError, ValueError):
+            return
+        try:
+            ast.parse(after)
+        except SyntaxError as error:
+            raise RuntimeError(f'line {error.lineno} of the result is no Python: {error.msg}') from error
+
+
+def _problem(data: bytes, error: cst.ParserSyntaxError) -> SyntaxError:
+    """What Python itself says of a file that libcst cannot read, since its lines are the right ones."""
+    try:
+        compile(data, '', 'exec', dont_inherit=True)
+    except SyntaxError as problem:
+        return problem
+    except ValueError:
+        pass
+    problem = SyntaxError(error.message)
+    problem.lineno = error.raw_line
+    return problem
+
+
+def migrate(data: bytes, package: bool = False) -> Result:
     """Rewrite a Python file.
 
     Args:
         data: Content of the file.
+        package: Whether it is an ``__init__.py``, whose imports are there for other files.
 
     Returns:
         What became of it; equal bytes where there is nothing to do.
@@ -73,11 +107,9 @@ def migrate(data: bytes) -> Result:
         return Result('', '', data, ())
     try:
         module = cst.parse_module(data)
-        source = Source(module)
+        source = Source(module, package)
     except cst.ParserSyntaxError as error:
-        problem = SyntaxError(error.message)
-        problem.lineno = error.raw_line
-        raise problem from None
+        raise _problem(data, error) from None
     except RecursionError:
         raise SyntaxError('nested too deeply') from None
     calls.decide(source)
@@ -90,4 +122,6 @@ def migrate(data: bytes) -> Result:
     leftovers.messages(source)
     after = source.module.visit(_Transformer(source)) if source.edits else source.module
     assert isinstance(after, cst.Module)
+    if source.edits:
+        _check(data, after.bytes)
     return Result(module.code, after.code, after.bytes, tuple(sorted(source.notes)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import libcst as cst
 
-from .calls import INITIALIZE, Arguments
+from .arguments import Arguments
+from .calls import INITIALIZE
 from .source import Source
 
 

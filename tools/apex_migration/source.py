@@ -127,9 +127,10 @@ class Source:
 
     Args:
         module: As libcst parsed it.
+        package: Whether it is an ``__init__.py``, whose imports are there for other files.
     """
 
-    def __init__(self, module: cst.Module) -> None:
+    def __init__(self, module: cst.Module, package: bool = False) -> None:
         # a parsed module has each node once, which is all that the copy is for
         wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
@@ -146,6 +147,8 @@ class Source:
         self._bound: dict[int, Alias] = {}
         self.quote = '"' if module.code.count('"') > module.code.count("'") else "'"
         self.nodes: list[cst.CSTNode] = list(_all(self.module))
+        self._package = package
+        self._listed = self._find_listed()
         self._find_imports()
         self._find_uses()
 
@@ -206,6 +209,10 @@ class Source:
     def loaded(self, node: cst.CSTNode) -> bool:
         """Whether a node is read, not assigned to or deleted."""
         return self._contexts.get(node, ExpressionContext.LOAD) is ExpressionContext.LOAD
+
+    def exports(self, name: str) -> bool:
+        """Whether other files may import a name from this one; ``''`` for any name of an ``import *``."""
+        return self._package or name in self._listed
 
     def others(self, alias: Alias) -> list[Assignment]:
         """What else, beside None, is given to the name of an import."""
@@ -270,6 +277,18 @@ class Source:
         return (item for item in self.scope(node)[name] if isinstance(item, ImportAssignment))
 
     # -- finding --------------------------------------------------------------------------------------------------
+
+    def _find_listed(self) -> set[str]:
+        """The names in ``__all__``."""
+        return {
+            str(inner.evaluated_value)
+            for node in self.nodes
+            if isinstance(node, (cst.Assign, cst.AugAssign, cst.AnnAssign)) and node.value is not None
+            for target in (node.targets if isinstance(node, cst.Assign) else [node])
+            if dotted_name(target.target) == '__all__'
+            for inner in _all(node.value)
+            if isinstance(inner, cst.SimpleString)
+        }
 
     def _find_imports(self) -> None:
         for node in self.nodes:

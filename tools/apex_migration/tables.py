@@ -188,6 +188,9 @@ MODULES = frozenset(STARS) | {
     'apex.normalization.fused_layer_norm',
 }
 
+#: Modules that apex has no more.
+GONE = ('apex.amp', 'apex.fp16_utils')
+
 #: Modules that ``from module import name`` may be written for.
 IMPORTABLE = ('amp_wrapper', 'amp_wrapper.amp', 'torch.nn', 'torch.nn.parallel')
 
