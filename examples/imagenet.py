@@ -35,12 +35,14 @@ from amp_wrapper import AmpCheckpointError, AmpError, amp, checkpoint_file
 
 try:
     import torchvision
-except ImportError:
+except (ImportError, RuntimeError):
+    # one that was built for another torch raises RuntimeError
     torchvision = None
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 #: Of the red, green and blue of ImageNet, which has bytes.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+NO_TORCHVISION = 'is not installed, or does not fit this torch: install the version that does'
 CHECKPOINT, BEST = 'checkpoint.pth.tar', 'model_best.pth.tar'
 
 
@@ -118,7 +120,10 @@ OWN_MODELS = {'resnet18': ((2, 2, 2, 2), False), 'resnet50': ((3, 4, 6, 3), True
 
 def model_names() -> list[str]:
     """What ``--arch`` may be."""
-    return sorted(OWN_MODELS) if torchvision is None else torchvision.models.list_models(module=torchvision.models)
+    if torchvision is None:
+        return sorted(OWN_MODELS)
+    # these two put out more than logits
+    return torchvision.models.list_models(module=torchvision.models, exclude=['googlenet', 'inception_*'])
 
 
 def build_model(args: argparse.Namespace, num_classes: int) -> nn.Module:
@@ -453,9 +458,9 @@ def _check_source(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     if args.synthetic is not None and args.synthetic < 2:
         parser.error(f'--synthetic {args.synthetic} must be at least 2')
     if args.pretrained and torchvision is None:
-        parser.error('--pretrained needs torchvision, which is not installed')
+        parser.error(f'--pretrained needs torchvision, which {NO_TORCHVISION}')
     if args.data is not None and torchvision is None:
-        parser.error('images are read with torchvision, which is not installed: install it, or try --synthetic N')
+        parser.error(f'images are read with torchvision, which {NO_TORCHVISION}; --synthetic N needs none')
     if args.data is not None and not all((args.data / name).is_dir() for name in ('train', 'val')):
         parser.error(f'{args.data} must hold the folders train and val')
     if args.sync_bn and not torch.cuda.is_available():
