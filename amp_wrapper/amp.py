@@ -287,8 +287,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> list[str]:
     """Say that model weights were edited through ``.data``: their FP32 masters take the new values. Syncs.
 
-    Edits under ``torch.no_grad()`` are noticed at the next step by themselves; those through ``.data`` leave no trace, so call this
-    right after them. apex had no such function.
+    Edits under ``torch.no_grad()`` are noticed at the next step by themselves; those through ``.data`` leave no trace, so call
+    this right after them. apex had no such function.
 
     Args:
         optimizer: Steps the weights.
