@@ -394,16 +394,20 @@ def test_parameters_of_two_optimizers(level: str, way: str, device: torch.device
     assert [key for key in differing(wanted, found) if level not in MASTERS or 'net' not in key] == []
 
 
+@pytest.mark.parametrize('first', [0, 1])
 @pytest.mark.parametrize('level', LEVELS)
-def test_overflows_at_parameters_of_two_optimizers(level: str, device: torch.device) -> None:
+def test_overflows_at_parameters_of_two_optimizers(level: str, first: int, device: torch.device) -> None:
     """A pass for one of them voids what the other one would step as well; only its own scale learns."""
     net, own = Net().to(device), Net(2).to(device)
     optimizers: list[Optimizer] = [sgd([net]), sgd([net, own])]
     amp.initialize([net, own], optimizers, opt_level=level, loss_scale='dynamic', verbosity=0, num_losses=2)
     set_scales(optimizers[0], 4.0, 16.0)
     before = values([net, own], optimizers)
-    backward(net(data(0, device)), optimizers[0], 0, net.fc.weight)
-    backward(net(data(1, device)) + own(data(1, device)), optimizers[1], 1)
+    for place in (first, 1 - first):
+        if place == 0:
+            backward(net(data(0, device)), optimizers[0], 0, net.fc.weight)
+        else:
+            backward(net(data(1, device)) + own(data(1, device)), optimizers[1], 1)
     for optimizer in reversed(optimizers):
         optimizer.step()
     assert differing(before, values([net, own], optimizers)) == []
