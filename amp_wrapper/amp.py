@@ -104,7 +104,7 @@ def initialize(  # type: ignore[misc]
 
     Raises:
         AmpConfigError: Every conflict of the configuration in one message.
-        AmpAttachError: A model that is wrapped, 16-bit or initialised already; an optimizer that cannot be wrapped or was
+        AmpAttachError: A model that is wrapped, 16-bit or cast already; an optimizer that cannot be wrapped or was
             initialised already. Nothing has been changed.
         TypeError: Something else than models and optimizers.
     """
