@@ -81,7 +81,7 @@ class Attaching(Saving):
             reducers = Reducers(model, self.weights, inner.named_parameters())
             if self.policy.casts_model and not reducers.ddps:
                 check_unknown_listeners(inner)
-            reducers.check(not self._is_plain(), self.policy.casts_model)
+            reducers.check(not self.is_plain, self.policy.casts_model)
             self._check_shared()
             done, shared_weights = self._cast_by_others()
             roots = scope.find_roots(inner, self.optimizer, foreign, done)
@@ -227,7 +227,7 @@ class Attaching(Saving):
             return
         if self.policy.runs_16_bit and hasattr(model, '_orig_mod'):
             scope.check_compiled(model)
-        if self._reducers.joins() and not self._is_plain():
+        if self._reducers.joins() and not self.is_plain:
             raise AmpUsageError(
                 'DistributedDataParallel.join(): ranks that take more steps than others would move their loss scale and '
                 'masters alone. Give every rank the same number of iterations, or use O0.'

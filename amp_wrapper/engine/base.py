@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,9 +33,6 @@ from ..scale_config import LossScaleConfig
 from ..skip_watch import SkipWatch
 from ..split_weights import SplitWeights
 from ..step_flags import StepFlags
-
-#: Doors decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 class Stage(enum.Enum):
@@ -168,10 +164,6 @@ class EngineBase:
     @property
     def is_plain(self) -> bool:
         """Whether gradients go from backward to the optimizer untouched and unchecked."""
-        return self._is_plain()
-
-    def _is_plain(self) -> bool:
-        """Whether gradients go from backward to the optimizer untouched."""
         scaler = self.scalers[0]
         return not self.policy.enabled or (scaler.is_one and not scaler.checks and not self.policy.casts_model)
 

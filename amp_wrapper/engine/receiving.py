@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -14,9 +13,6 @@ from .. import foreign_gradients, fp32_ops, ops
 from ..errors import AmpUsageError
 from .attaching import Attaching
 from .base import EngineBase, Stage
-
-#: Doors decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 class Receiving(Attaching):

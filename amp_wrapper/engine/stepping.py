@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -22,9 +21,6 @@ from ..optim.fused import FusedOptimizer, Update
 from ..step_result import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, decision_of
 from .base import Sides, Stage
 from .receiving import Receiving
-
-#: Doors decide where these lines go.
-logger = logging.getLogger('amp_wrapper')
 
 
 class Stepping(Receiving):
