@@ -49,14 +49,45 @@ from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
 logger = logging.getLogger('amp_wrapper')
 
-_Models = TypeVar('_Models', nn.Module, list[nn.Module], tuple[nn.Module, ...])
-_Optimizers = TypeVar('_Optimizers', Optimizer, list[Optimizer], tuple[Optimizer, ...])
+# what is handed over comes back, of the same type
+_Models = TypeVar('_Models', bound=nn.Module | Sequence[nn.Module])
+_Optimizers = TypeVar('_Optimizers', bound=Optimizer | Sequence[Optimizer])
 
 
 @overload
-def initialize(models: _Models, optimizers: None = None, *args: Any, **kwargs: Any) -> _Models: ...
+def initialize(
+    models: _Models,
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: str = 'O1',
+    cast_model_type: str | torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | Mapping[str, Any] | None = None,
+    cast_model_outputs: str | torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+) -> _Models: ...
 @overload
-def initialize(models: _Models, optimizers: _Optimizers, *args: Any, **kwargs: Any) -> tuple[_Models, _Optimizers]: ...
+def initialize(
+    models: _Models,
+    optimizers: _Optimizers,
+    enabled: bool = True,
+    opt_level: str = 'O1',
+    cast_model_type: str | torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | Mapping[str, Any] | None = None,
+    cast_model_outputs: str | torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+) -> tuple[_Models, _Optimizers]: ...
 
 
 def initialize(  # type: ignore[misc]
