@@ -96,7 +96,7 @@ class Arrivals:
     def take_up(self, pairs: Sequence[Pair], makes_room: bool) -> list[Pair]:
         """Before a pass or a step: masters follow what was done to the gradients of their weights since the last pass.
 
-        Where a weight has lost its gradient, so does its master. Syncs where a gradient was written to.
+        Where a weight has lost its gradient, so does its master. Syncs where a gradient was written to, or replaced.
 
         Args:
             pairs: All of them.
@@ -106,6 +106,7 @@ class Arrivals:
         Returns:
             The pairs whose weight has a gradient of such a pass.
         """
+        self._recognise(pairs)
         plain: list[Pair] = []
         written: list[Pair] = []
         for pair in pairs:
@@ -130,6 +131,23 @@ class Arrivals:
         if written:
             self._take_up_written(written, makes_room)
         return plain
+
+    def _recognise(self, pairs: Sequence[Pair]) -> None:
+        """What was left may lie in another tensor now. Syncs where any does.
+
+        DDP with ``gradient_as_bucket_view`` moves gradients when it builds its buckets anew, before its second forward pass.
+        """
+        moved: list[tuple[nn.Parameter, Tensor]] = []
+        same: list[Tensor] = []
+        for weight, _ in pairs:
+            left, grad = self._left.get(id(weight)), weight.grad
+            if left is None or grad is None or grad is left[0] or grad.is_sparse or left[0].is_sparse:
+                continue
+            moved.append((weight, grad))
+            same.append(((grad == left[0]) | (grad.isnan() & left[0].isnan())).all())
+        for (weight, grad), is_same in zip(moved, torch.stack(same).tolist() if same else []):
+            if is_same:
+                self._left[id(weight)] = (grad, grad._version)
 
     def put_back(self, pairs: Sequence[Pair]) -> None:
         """After a pass, however it ended: weights that got no gradient have the one that was left there before.
