@@ -127,3 +127,14 @@ def test_an_optimizer_that_is_named_twice_is_named_once(level: str) -> None:
         passed(model, [optimizer, optimizer], factor)
         optimizer.step()
     assert model.weight.tolist() == [[0.5 - 0.375, -1.0 - 0.75]]
+
+
+def test_an_optimizer_that_is_named_twice_holds_its_gradients_once(group: None) -> None:
+    model = network()
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level='O2', loss_scale=8.0, verbosity=0)
+    ddp = DistributedDataParallel(model)
+    with ddp.no_sync():
+        passed(ddp, [optimizer, optimizer], 1.0)
+    passed(ddp, [optimizer, optimizer], 0.5)
+    assert are(gradients(optimizer), 1.5)
