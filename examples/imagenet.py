@@ -282,6 +282,10 @@ class Trainer:
         # also what is random in the augmentation depends on seed, epoch and process alone, as after a resume
         torch.manual_seed(args.seed + self.epoch * self.world + self.rank)
         loader = self.batches(train=True)
+        if args.prof + 10 > len(loader) and args.prof >= 0:
+            raise SystemExit(
+                f'--prof {args.prof}: an epoch has {len(loader)} steps, fewer than ten from there on; begin at a smaller one.'
+            )
         self.model.train()
         start, printed = time.monotonic(), 0
         with contextlib.ExitStack() as stack:

@@ -486,3 +486,5 @@ def test_imagenet_learns_evaluates_and_profiles(tmp_path: Path, capsys: pytest.C
     text = capsys.readouterr().out
     # ten steps and no validation
     assert '[0][10/10]' in text and 'aten::' in text and ' * Prec@1' not in text
+    with pytest.raises(SystemExit, match='--prof 1: an epoch has 10 steps'):
+        trained_images(tmp_path, *words, '--epochs', '1', '--prof', '1')
