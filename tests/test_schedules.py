@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,9 +35,11 @@ END = EPOCHS * LENGTH
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mmengine formats the whole config for each file, and looks for compilers at each start: nine tenths of the time."""
+    """mmengine formats the whole config and asks git for each file, and looks for compilers at each start."""
     monkeypatch.setattr(Config, 'pretty_text', '')
     monkeypatch.setattr(mmengine.runner.runner, 'collect_env', dict)
+    monkeypatch.setattr(mmengine.runner.runner, 'get_git_hash', str)
+    monkeypatch.setattr(os, 'fsync', lambda handle: None)
 
 
 @HOOKS.register_module()
@@ -103,9 +106,10 @@ def compare(folder: Path, case: dict[str, Any], points: list[int]) -> dict[int, 
     """
     whole, end = run(folder / 'whole', case)
     assert sorted(whole) == list(range(END))
+    case = copy.deepcopy(case)
+    case['default_hooks']['checkpoint']['interval'] = END
     for point in points:
         path = str(folder / 'whole' / f'iter_{point}.pth')
-        # the check of files that look into the hub: last_checkpoint is no part of this
         part, last = run(folder / f'from{point}', case, resume=True, load_from=path)
         assert sorted(part) == list(range(point, END)), point
         assert toy.differences({step: whole[step] for step in part}, part) == [], point
@@ -187,7 +191,7 @@ USUAL = {
             type='CosineAnnealingLR', eta_min=1e-3, begin=2, end=4, T_max=2, by_epoch=True, convert_to_iter_based=True
         ),
     ],
-    'one that never begins': [dict(type='StepLR', step_size=1, begin=EPOCHS + 3)],
+    'one that never begins': [dict(type='StepLR', step_size=1, begin=EPOCHS, end=EPOCHS + 9)],
     'one without an end': [dict(type='PolyLR', begin=1, end=float('inf'), power=0.5)],
     'momentum beside it': [
         dict(
@@ -226,7 +230,7 @@ def lists_of_schedulers(draw: st.DrawFn) -> list[dict[str, Any]]:
     return result
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     schedulers=lists_of_schedulers(),
     level=st.sampled_from(LEVELS),
