@@ -51,6 +51,8 @@ _stand_in('xtcocotools', 'pycocotools')
 # the wheel of mmaction2 lacks a folder that its own __init__ imports
 sys.modules.setdefault('mmaction.models.localizers.drn', types.ModuleType('drn'))
 sys.modules.setdefault('mmaction.models.localizers.drn.drn', types.ModuleType('drn'))
+# and its models of pictures and words want a transformers of long ago
+sys.modules.setdefault('mmaction.models.multimodal', types.ModuleType('multimodal'))
 sys.modules['mmaction.models.localizers.drn.drn'].DRN = type('DRN', (), {})  # type: ignore[attr-defined]
 
 

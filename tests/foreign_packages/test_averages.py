@@ -89,7 +89,9 @@ def test_average_of_the_masters(name: str, level: str, when: str, row: dict[str,
     package, make, update = AVERAGES[name]
     made: list[Any] = []
     recipe = Recipe(package, name, sgd)
-    row.update(package=package, version=metadata.version(package), trial=f'{name}, made {when}', level=level, api='functional')
+    row.update(
+        package=package, version=metadata.version(package), trial=f'{name}, made {when}', level=level, api='functional'
+    )
 
     def start(seed: int = 0) -> tuple[Way, Any]:
         if when == 'before':
@@ -120,7 +122,9 @@ def test_average_of_the_masters(name: str, level: str, when: str, row: dict[str,
     found = {key: value.float() for key, value in inside(average).state_dict().items()}
     start_values = {key: value.float() for key, value in way.start.items()}
     assert any(not torch.equal(found[key], start_values[key]) for key in found), 'the average does not move'
-    off = {key: float((found[key] - value).abs().max()) for key, value in expected.items() if not same(found[key], value)}
+    off = {
+        key: float((found[key] - value).abs().max()) for key, value in expected.items() if not same(found[key], value)
+    }
     assert not off, f'not the average of the FP32 values: {off}'
 
     inside(average).eval(), inside(outside).eval()

@@ -10,11 +10,34 @@ import torch
 from ways import DROPOUT, Recipe, cases, trial
 
 RECIPES = [
-    Recipe('schedulefree', 'AdamWScheduleFree', lambda m: schedulefree.AdamWScheduleFree(m.parameters(), lr=1e-2, warmup_steps=8), 'modes'),
-    Recipe('schedulefree', 'SGDScheduleFree', lambda m: schedulefree.SGDScheduleFree(m.parameters(), lr=0.5, warmup_steps=8), 'modes'),
-    Recipe('schedulefree', 'RAdamScheduleFree', lambda m: schedulefree.RAdamScheduleFree(m.parameters(), lr=1e-2), 'modes'),
-    Recipe('schedulefree', 'ScheduleFreeWrapper', lambda m: torch.optim.SGD(m.parameters(), lr=0.2), 'modes', around=lambda o: schedulefree.ScheduleFreeWrapper(o, momentum=0.9)),
-    Recipe('schedulefree', 'AdamWScheduleFreeReference', lambda m: schedulefree.AdamWScheduleFreeReference(m.parameters(), lr=1e-2, warmup_steps=8), 'modes'),
+    Recipe(
+        'schedulefree',
+        'AdamWScheduleFree',
+        lambda m: schedulefree.AdamWScheduleFree(m.parameters(), lr=1e-2, warmup_steps=8),
+        'modes',
+    ),
+    Recipe(
+        'schedulefree',
+        'SGDScheduleFree',
+        lambda m: schedulefree.SGDScheduleFree(m.parameters(), lr=0.5, warmup_steps=8),
+        'modes',
+    ),
+    Recipe(
+        'schedulefree', 'RAdamScheduleFree', lambda m: schedulefree.RAdamScheduleFree(m.parameters(), lr=1e-2), 'modes'
+    ),
+    Recipe(
+        'schedulefree',
+        'ScheduleFreeWrapper',
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.2),
+        'modes',
+        around=lambda o: schedulefree.ScheduleFreeWrapper(o, momentum=0.9),
+    ),
+    Recipe(
+        'schedulefree',
+        'AdamWScheduleFreeReference',
+        lambda m: schedulefree.AdamWScheduleFreeReference(m.parameters(), lr=1e-2, warmup_steps=8),
+        'modes',
+    ),
 ]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -126,7 +127,7 @@ class Recipe:
         name: For the table and the test's name.
         optimizer: Builds it from the FP32 model.
         style: 'plain'; 'modes' (``train()`` and ``eval()`` around it); 'sam' (``first_step``, ``second_step``);
-            'sam closure'; 'closure'; 'create_graph'.
+            'sam closure'; 'closure'; 'value closure' (the gradients are there, it returns the loss); 'create_graph'.
         around: Builds what wraps the optimizer once that is initialised, and is used in its place: Lookahead, for one.
         scheduler: Builds a scheduler of the optimizer; stepped after each step.
         near: How far the falls of the loss may be apart, as a part of the first loss.
@@ -228,6 +229,8 @@ class Way:
                 optimizer.second_step(zero_grad=True)
             elif style == 'sam closure':
                 optimizer.step(closure)
+            elif style == 'value closure':
+                optimizer.step(lambda: float(loss.detach()))
             else:
                 stepping.step()
         if self.scheduler is not None:
@@ -287,7 +290,7 @@ class Way:
 
     def everything(self) -> dict[str, Any]:
         """What two runs that are the same have in common."""
-        return {'model': self.values(), 'optimizer': self.optimizer.state_dict()['state'], 'stepped': self.stepped()}
+        return {'model': self.values(), 'optimizer': self.optimizer.state_dict(), 'stepped': self.stepped()}
 
 
 def same(a: Any, b: Any) -> bool:
@@ -296,7 +299,7 @@ def same(a: Any, b: Any) -> bool:
         return a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(7), b.nan_to_num(7)))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
         return len(a) == len(b) and all(map(same, a, b))
     if dataclasses.is_dataclass(a) and type(a) is type(b):
         return same(vars(a), vars(b))
@@ -310,7 +313,7 @@ def check_masters(way: Way) -> None:
         assert CAST[way.level] in {weight.dtype for weight in weights.values()}
         assert all(parameter.dtype is torch.float32 for parameter in amp.master_params(way.inner))
     for name, value in way.values().items():
-        if name in weights:
+        if name in weights and weights[name].requires_grad:
             assert value.dtype is torch.float32, name
             assert torch.equal(weights[name], value.to(weights[name].dtype)), f'{name} is not its master, rounded'
 
@@ -402,7 +405,9 @@ def plain_run(recipe: Recipe, task: Task, steps: int) -> Run:
     return _plain[key]
 
 
-def check_trains(recipe: Recipe, level: str, api: str, row: dict[str, Any], task: Task = DIGITS, steps: int = 40) -> None:
+def check_trains(
+    recipe: Recipe, level: str, api: str, row: dict[str, Any], task: Task = DIGITS, steps: int = 40
+) -> None:
     """Like FP32: the loss falls as far, the weights go the same way; saved in the middle and resumed, bit for bit."""
     fp32 = plain_run(recipe, task, steps)
     done = run(recipe, task, level, api, steps, check_masters)
@@ -419,20 +424,22 @@ def check_trains(recipe: Recipe, level: str, api: str, row: dict[str, Any], task
     row['verdict'] = 'trains, resumes' if done.resumes else 'trains; resumes as inexactly as in FP32'
 
 
-def cases(recipes: list[Recipe]) -> list[Any]:
+def cases(recipes: list[Recipe], levels: Iterable[str] = LEVELS, apis: Iterable[str] = APIS) -> list[Any]:
     """pytest's parameters ``recipe,level,api``; through mmengine's wrapper, too, where its ``update_params`` is all that is asked."""
     return [
         pytest.param(recipe, level, api, id=f'{recipe.name}-{level}-{api}')
         for recipe in recipes
-        for level in LEVELS
-        for api in APIS
+        for level in levels
+        for api in apis
         if api == 'functional' or (recipe.style in ('plain', 'modes') and recipe.around is None)
     ]
 
 
 def prepare(row: dict[str, Any], recipe: Recipe, level: str, api: str) -> None:
     """The words of the table."""
-    row.update(package=recipe.package, version=metadata.version(recipe.package), trial=recipe.name, level=level, api=api)
+    row.update(
+        package=recipe.package, version=metadata.version(recipe.package), trial=recipe.name, level=level, api=api
+    )
 
 
 def trial(recipe: Recipe, level: str, api: str, row: dict[str, Any], task: Task = DIGITS, steps: int = 40) -> None:
