@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from .forward_hooks import untraced
@@ -29,10 +32,21 @@ from .forward_hooks import untraced
 #: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
 LARGE = 2**20
 _ALIGNMENT = 16
+_CHECKPOINT_FILE = checkpoint.__file__
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Slot = tuple[dict[str, Tensor | None], str]
 _version: Callable[[Tensor], int] = operator.attrgetter('_version')
+
+
+def _is_checkpointed() -> bool:
+    """Whether the caller is a reentrant checkpoint, in its first run of a segment."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == 'forward' and frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _nobody() -> None:
@@ -89,7 +103,8 @@ class LeaveModelBuffers(BufferHook):
 
 
 def _enter(snapshots: BufferSnapshots | None, module: nn.Module) -> None:
-    if snapshots is not None and torch.is_grad_enabled():
+    # reentrant checkpointing runs a segment without gradients at first
+    if snapshots is not None and (torch.is_grad_enabled() or (module.training and _is_checkpointed())):
         snapshots.enter(module)
 
 
@@ -363,6 +378,11 @@ class BufferSnapshots:
                 with torch.no_grad():
                     self._begin(places)
         regions.append(_Region(module, covers, places))
+        if id(module) in self._handles:
+            # what hooks that came later write belongs to the pass
+            key = self._handles[id(module)][1].id
+            if next(reversed(module._forward_hooks)) != key:
+                module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
     def leave(self, module: nn.Module) -> None:
         """The counterpart of :meth:`enter`."""
