@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from . import ops
 from .forward_hooks import untraced
 
 #: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
@@ -141,6 +142,11 @@ class _Group:
 
     def __init__(self, places: list[int], tensors: Sequence[Tensor]) -> None:
         self.places = places
+        self.tensors = list(tensors)
+        # one call for all of them, where no two may be views of one another; torch's own loops over them on a CPU
+        apart = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        kind, device = tensors[0].dtype, tensors[0].device
+        self._compiled = apart and kind in ops.COMPILED_DTYPES and ops.backend_of(device) != 'reference'
         size = tensors[0].element_size()
         step = max(_ALIGNMENT // size, 1)
         starts = [0]
@@ -154,20 +160,31 @@ class _Group:
         bits = _BITS.get(size)
         self._bits = [flat if bits is None else flat.view(bits) for flat in (self._copies, self._results)]
 
-    def select(self, tensors: Sequence[Tensor], chosen: Sequence[int], flag: Tensor) -> Callable[[], object]:
+    def take(self) -> None:
+        """Copy the buffers."""
+        self._copy(self.tensors, self.copies)
+
+    def select(self, flag: Tensor, chosen: Sequence[int] | None = None) -> Callable[[], None]:
         """What the buffers will be; the returned function writes it to them.
 
         Args:
-            tensors: Those at ``chosen``.
-            chosen: Indices into ``places``.
             flag: Scalar; the copies where it is not zero.
+            chosen: Indices into ``places``; None for all.
         """
-        results = self._results_of if len(chosen) == len(self.places) else [self._results_of[i] for i in chosen]
-        torch._foreach_copy_(results, list(tensors))
+        tensors, results = self.tensors, self._results_of
+        if chosen is not None:
+            tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
+        self._copy(tensors, results)
         copies, now = self._bits
         # by bits, so that nothing of a NaN gets through
         torch.where(flag.to(now.device) > 0, copies, now, out=now)
-        return functools.partial(torch._foreach_copy_, list(tensors), results)
+        return functools.partial(self._copy, results, tensors)
+
+    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        if self._compiled:
+            ops.multi_tensor_copy(sources, targets)
+        else:
+            torch._foreach_copy_(targets, sources)
 
 
 def _like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
@@ -276,8 +293,6 @@ class BufferSnapshots:
         self._lengths = [len(module._buffers) for module in self._modules]
         self._not_copied = _now(self._others)
         found = [tensor for tensor in _now(self._slots) if tensor is not None]
-        self._known = found
-        self._places_in_memory = [tensor.data_ptr() for tensor in found]
         self._forms = [_form(tensor) for tensor in found]
         # as they were when a forward pass last ended or began
         self._seen = list(found)
@@ -292,6 +307,7 @@ class BufferSnapshots:
             else:
                 kinds[tensor.device, tensor.dtype].append(place)
         self._groups = [_Group(chosen, [found[place] for place in chosen]) for chosen in kinds.values()]
+        self._know(found)
         self._put_hooks(places)
 
     def _owned(self, mine: set[int], theirs: set[int]) -> Iterator[tuple[str, nn.Module]]:
@@ -432,7 +448,7 @@ class BufferSnapshots:
         self._seen = list(self._known)
         self._versions = _versions_of(self._seen)
         for group in self._groups:
-            torch._foreach_copy_(group.copies, [self._known[place] for place in group.places])
+            group.take()
         for place, copy in self._large.items():
             if self._copied[place] == self._versions[place]:
                 # as it was, or never written by a forward pass
@@ -451,9 +467,14 @@ class BufferSnapshots:
             found = [tensor for tensor in now if tensor is not None and _is_tracked(tensor)]
             if len(found) < len(now) or [_form(tensor) for tensor in found] != self._forms:
                 return False
-            self._known = found
-            self._places_in_memory = [tensor.data_ptr() for tensor in found]
+            self._know(found)
         return [tensor.data_ptr() for tensor in self._known] == self._places_in_memory
+
+    def _know(self, tensors: list[Tensor]) -> None:
+        self._known = tensors
+        self._places_in_memory = [tensor.data_ptr() for tensor in tensors]
+        for group in self._groups:
+            group.tensors = [tensors[place] for place in group.places]
 
     def _take_written(self, places: Sequence[int] | None) -> None:
         """Copy what somebody has written since the last forward pass: it is theirs, and stays."""
@@ -515,37 +536,46 @@ class BufferSnapshots:
     def _write_back(self, flag: Tensor) -> None:
         now = _now(self._slots)
         versions = _versions_of(now)
+        chosen: set[int] | None = None
         if (
-            not self._lost
-            and _are_same(now, self._known)
-            and _are_same(now, self._seen)
-            and versions == self._versions
-            and [tensor.data_ptr() for tensor in self._known] == self._places_in_memory
+            self._lost
+            or not _are_same(now, self._known)
+            or not _are_same(now, self._seen)
+            or versions != self._versions
+            or [tensor.data_ptr() for tensor in self._known] != self._places_in_memory
         ):
-            chosen: Container[int] = range(len(now))
-        else:
             chosen = {
                 place
                 for place, (tensor, seen, version) in enumerate(zip(now, self._seen, versions))
-                # one that was replaced in a forward pass has to look as before
                 if tensor is seen and version == self._versions[place] and place not in self._lost
+                # one that was replaced in a forward pass has to look as before
                 if tensor is not None and self._fits(place, tensor)
             }
-        found = [(place, tensor) for place, tensor in enumerate(now) if tensor is not None and place in chosen]
-        by_place = dict(found)
+            for group in self._groups:
+                group.tensors = [
+                    tensor if tensor is not None and place in chosen else self._known[place]
+                    for place, tensor in zip(group.places, [now[place] for place in group.places])
+                ]
         writes: list[Callable[[], object]] = []
         for group in self._groups:
-            indices = [index for index, place in enumerate(group.places) if place in by_place]
+            if chosen is None:
+                writes.append(group.select(flag))
+                continue
+            indices = [index for index, place in enumerate(group.places) if place in chosen]
             if indices:
-                writes.append(group.select([by_place[group.places[index]] for index in indices], indices, flag))
+                writes.append(group.select(flag, indices))
+        written = []
         for place, copy in self._large.items():
-            tensor = by_place.get(place)
-            if copy is not None and tensor is not None and versions[place] != self._copied[place]:
+            tensor = now[place]
+            if copy is None or tensor is None or versions[place] == self._copied[place]:
+                continue
+            if chosen is None or place in chosen:
                 writes.append(functools.partial(tensor.copy_, _selected(copy, tensor, flag)))
+                written.append(place)
         # all is read before anything is written: buffers may be views of one another
         for write in writes:
             write()
-        self._note(list(by_place))
+        self._note(written)
 
     def keep(self) -> None:
         """A loss of this optimizer has had its backward pass: its own step decides on what it went through."""
