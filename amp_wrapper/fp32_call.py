@@ -141,6 +141,11 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
     Returns:
         The result, floating tensors in the type that ``op.output`` asks for.
     """
+    # torch.compile runs it as it is: a break of its graph in the middle would leave autocast off where its compiler fails
+    return (_untraced if torch.compiler.is_compiling() else _call)(op, function, args, kwargs)
+
+
+def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seen = look(op, args, kwargs)
     if op.output == REFUSED and seen.narrow and not passes.is_suspended():
         raise BannedOpError(function.__name__, op.reason)
@@ -151,6 +156,9 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
             return function(*args, **kwargs)
         result = function(*map_tensors(seen.cast, args), **map_tensors(seen.cast, kwargs))
     return seen.narrowed(seen.write_back(result))
+
+
+_untraced: Callable[..., Any] = torch.compiler.disable(_call)
 
 
 def call_method(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

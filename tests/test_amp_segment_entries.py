@@ -384,7 +384,9 @@ def test_names_and_decorated_functions_from_before_the_import() -> None:
 def test_the_function_stays_what_it_was() -> None:
     assert pickle.loads(pickle.dumps(checkpoint)) is checkpoint is module.checkpoint
     parameters = inspect.signature(checkpoint).parameters
-    assert {'function', 'args', 'use_reentrant', 'context_fn', 'determinism_check', 'debug', 'kwargs'} <= set(parameters)
+    assert {'function', 'args', 'use_reentrant', 'context_fn', 'determinism_check', 'debug', 'kwargs'} <= set(
+        parameters
+    )
     assert '_amp_wrapper_run' not in parameters
     assert inspect.unwrap(checkpoint).__code__.co_name == 'checkpoint'
 
