@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from .nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
 _MARK = '_amp_wrapper_fp32'
 _WRAPPED = '_amp_wrapper_backward'
 _FLOAT32 = frozenset({torch.float32})
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
+#: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
+#: between sees autocast and the stand-ins of the FP32 registry as they are.
+untraced: Callable[[_Function], _Function] = torch.compiler.disable
 
 #: Tells whether, and how, a member is to run in FP32 at this moment.
 ActiveOp = Callable[[], 'Fp32Op | None']
@@ -158,7 +163,7 @@ def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwarg
     return seen.narrowed(seen.write_back(result))
 
 
-_untraced: Callable[..., Any] = torch.compiler.disable(_call)
+_untraced = untraced(_call)
 
 
 def call_method(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import passes
-from .fp32_call import Copies, autocast_is_on
+from .fp32_call import Copies, autocast_is_on, untraced
 from .nested import CASTABLE, map_tensors
 
 # x.add_(y), x += y
@@ -143,4 +143,4 @@ def _run(
     return copies.write_back(result)
 
 
-_untraced: Callable[..., Any] = torch.compiler.disable(_run)
+_untraced = untraced(_run)

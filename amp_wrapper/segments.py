@@ -106,7 +106,7 @@ def _enter_function(wrapped: Callable[[Any], Any]) -> None:
 
 def _enter_reentrant(wrapped: Callable[[Any], Any]) -> None:
     """Into ``CheckpointFunction.forward``, which some apply directly."""
-    cls = checkpoint.CheckpointFunction
+    cls: Any = checkpoint.CheckpointFunction
     forward = cls.forward
     place = list(inspect.signature(forward).parameters).index('run_function')
 
@@ -114,7 +114,7 @@ def _enter_reentrant(wrapped: Callable[[Any], Any]) -> None:
     def entry(*args: Any) -> Any:
         return forward(*args[:place], wrapped(args[place]), *args[place + 1 :])
 
-    cls.forward = staticmethod(entry)  # type: ignore[method-assign, assignment]
+    cls.forward = staticmethod(entry)
 
 
 def _enter_decorated(wrapped: Callable[[Any], Any]) -> None:
