@@ -15,6 +15,9 @@ from torch import nn
 from amp_wrapper import amp, forward_hooks, fp32_ops, passes
 
 
+held = []
+
+
 def fails(graph, inputs):
     raise KeyError('the compiler failed')
 
@@ -30,11 +33,11 @@ def test_the_next():
 
 
 def test_everything_at_once():
-    passes.suspended().__enter__()
-    passes.overruling().__enter__()
-    fp32_ops.in_backward(fp32_ops.OpSet(casts=True)).__enter__()
-    fp32_ops.enter(fp32_ops.OpSet(casts=True))
-    torch.autocast('cpu').__enter__()
+    ops = fp32_ops.OpSet(casts=True)
+    for context in (passes.suspended(), passes.overruling(), fp32_ops.in_backward(ops), torch.autocast('cpu')):
+        context.__enter__()
+        held.append(context)
+    fp32_ops.enter(ops)
     torch.set_grad_enabled(False)
 
 
