@@ -56,6 +56,7 @@ FLOOR_OF = {
     'step_result': 'owners',
     'skip_watch': 'owners',
     'late_read': 'owners',
+    'inner_optimizers': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
