@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpOptimWrapper, FusedAdamW, amp, amp_session
+from amp_wrapper import FusedAdamW, amp, amp_session
 from amp_wrapper.errors import AmpAttachError, AmpUsageError
 from amp_wrapper.policy import LEVELS, resolve
 
@@ -194,7 +194,9 @@ def initialised(model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def wrapped(model: nn.Module) -> AmpOptimWrapper:
+def wrapped(model: nn.Module) -> Any:
+    from amp_wrapper import AmpOptimWrapper
+
     wrapper = AmpOptimWrapper(opt_level='O0', optimizer=SGD(model.parameters(), lr=0.125))
     wrapper.attach(model)
     return wrapper
@@ -210,7 +212,7 @@ def plain(model: nn.Module, x: Tensor) -> None:
 def step(how: Any, model: nn.Module, x: Tensor) -> None:
     # float16 data becomes FP32 for the second as it did for the first
     how.zero_grad()
-    if isinstance(how, AmpOptimWrapper):
+    if not isinstance(how, Optimizer):
         with how.optim_context(model):
             loss = model(x).square().mean()
         how.update_params(loss)
