@@ -294,8 +294,9 @@ def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Windo
     used: Any = window.get('used')
     found: Any = window.get('found_inf')
     groups = rest.get('param_groups')
+    # where the form is the optimizer's own, how many there are is not told
     count = None if groups is None else sum(len(group['params']) for group in groups)
-    if not isinstance(gradients, (list, tuple)) or len(gradients) != (len(gradients) if count is None else count):
+    if not isinstance(gradients, (list, tuple)) or (count is not None and len(gradients) != count):
         raise AmpCheckpointError(f"amp['window']['gradients'] must be a list of {count}, one per parameter.")
     for index, gradient in enumerate(gradients):
         if gradient is not None and not isinstance(gradient, Tensor):
