@@ -288,7 +288,8 @@ def test_resuming_an_optimizer_whose_file_has_a_form_of_its_own(level: str) -> N
 
     def start() -> tuple[Net, AmpOptimWrapper]:
         net = Net()
-        wrapper = AmpOptimWrapper(optimizer=OwnForm(SGD(net.trained, lr=0.25, momentum=0.5)), opt_level=level)
+        scale = 8.0 if level in ('O1', 'O2') else None
+        wrapper = AmpOptimWrapper(scale, optimizer=OwnForm(SGD(net.trained, lr=0.25, momentum=0.5)), opt_level=level)
         wrapper.initialize_count_status(net, 0, 10)
         return net, wrapper
 
