@@ -22,6 +22,14 @@ def graph_task_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def in_function_transform() -> bool:
+    """Whether ``torch.jit.trace`` records, or ``torch.func`` transforms, what runs on this thread.
+
+    :func:`torch.jit.is_tracing` knows the first alone. In every version since 2.0.
+    """
+    return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def has_kernel(op: str, key: str) -> bool:
     """Whether the dispatcher has a kernel of its own for an op at a dispatch key, such as 'AutocastCPU'.
 

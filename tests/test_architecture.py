@@ -18,6 +18,7 @@ FLOOR_OF = {
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',
+    'saved_values': 'words',
     'fp32_registry': 'words',
     'cast_rules': 'words',
     'ops': 'ops',
@@ -43,12 +44,14 @@ FLOOR_OF = {
     'arrival': 'owners',
     'foreign_gradients': 'owners',
     'open_window': 'owners',
+    'buffer_snapshots': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
     'checkpoint_apex': 'owners',
     'checkpoint_file': 'owners',
     'checkpoint_judge': 'owners',
+    'checkpoint_schedules': 'owners',
     'checkpoint_transfer': 'owners',
     'convert': 'owners',
     'random_state': 'owners',
@@ -57,6 +60,7 @@ FLOOR_OF = {
     'step_result': 'owners',
     'skip_watch': 'owners',
     'late_read': 'owners',
+    'inner_optimizers': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
@@ -67,6 +71,8 @@ SIBLINGS = {
     ('policy', 'nested'),
     ('policy', 'scale_config'),
     ('scale_config', 'errors'),
+    # what a number is
+    ('saved_values', 'scale_config'),
     ('fp32_registry', 'nested'),
     ('fp32_ops', 'fp32_call'),
     # what is at work on a thread is asked by all that casts
@@ -104,6 +110,7 @@ SIBLINGS = {
     # a window's part of a file is made of gradients and their sums
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),
+    ('open_window', 'buffer_snapshots'),
     ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -68,6 +69,11 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         text=True,
         check=False,
         cwd=tests.parent,
+        # what the file imports lies beside it
+        env={
+            **os.environ,
+            'PYTHONPATH': os.pathsep.join([str(tests), str(tests.parent), os.environ.get('PYTHONPATH', '')]),
+        },
     )
     words = done.stdout
     assert 'FAILED' in words and 'test_a_compiler_that_fails' in words, words + done.stderr

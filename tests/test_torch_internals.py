@@ -52,6 +52,20 @@ def test_graph_task_id() -> None:
     assert torch_internals.graph_task_id() == -1
 
 
+def test_function_transforms() -> None:
+    seen: list[bool] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_internals.in_function_transform())
+        return x * x
+
+    square(torch.ones(2))
+    torch.func.vmap(square)(torch.ones(2))
+    torch.func.grad(lambda x: square(x).sum())(torch.ones(2))
+    torch.jit.trace(square, torch.ones(2), check_trace=False)
+    assert seen == [False, True, True, True]
+
+
 def test_kernels_of_a_key() -> None:
     assert torch_internals.has_kernel('aten::mm', 'AutocastCPU')
     assert not torch_internals.has_kernel('aten::relu', 'AutocastCPU')

@@ -24,6 +24,7 @@ from .. import (
 )
 from ..accumulation import Fp32Sums
 from ..arrival import Arrivals
+from ..buffer_snapshots import BufferSnapshots
 from ..errors import AmpUsageError
 from ..loss_scaler import LossScaler
 from ..master_weights import MasterWeights
@@ -109,6 +110,10 @@ class EngineBase:
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
         self._others: tuple[EngineBase | foreign_gradients.OtherOptimizer, ...] = ()
         self._flags = StepFlags(policy.num_losses, self._on_arrival)
+        #: What the model's buffers were before the forward passes of the present step.
+        self._buffers: BufferSnapshots | None = None
+        # whom passes may have reached since the last step, beside those told to join()
+        self._reached: tuple[EngineBase, ...] = ()
         self._kept_sides: Sides | None = None
         self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
         self._device = torch.device('cpu')
@@ -145,6 +150,11 @@ class EngineBase:
     def _own(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = self._own_methods.get(name) or getattr(self.optimizer, name)
         return found
+
+    @property
+    def in_own_step(self) -> bool:
+        """Whether the optimizer's own ``step`` runs, or is about to."""
+        return 'step' in self._own_methods
 
     @property
     def attached(self) -> bool:

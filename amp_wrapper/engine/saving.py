@@ -57,6 +57,7 @@ class Saving(EngineBase):
             self._sums,
             self._on_arrival,
             self._flags,
+            self._buffers,
         )
 
     def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
@@ -69,7 +70,10 @@ class Saving(EngineBase):
             AmpCheckpointError: Names the key and what was expected.
         """
         assert self.optimizer is not None
-        saved = checkpoint.read(state)
+        form = checkpoint.own_form(self.optimizer)
+        saved = checkpoint.read(state, form)
+        if form is not None:
+            return saved
         checkpoint.check_optimizer_state(saved, self.optimizer)
         checkpoint_judge.check_optimizer(saved.optimizer, self.optimizer, checkpoint.PARAMETER_SHAPED)
         return saved
@@ -99,7 +103,8 @@ class Saving(EngineBase):
         if not self.policy.enabled:
             dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
             return checkpoint_transfer.describe(saved, self.policy, [], dropped)
-        keep_scalar_state(self.optimizer, saved.optimizer)
+        if 'param_groups' in saved.optimizer:
+            keep_scalar_state(self.optimizer, saved.optimizer)
         self._pending = None
         if self.attached:
             self.zero_grad()
@@ -135,6 +140,8 @@ class Saving(EngineBase):
         assert window is not None
         open_window.restore(window, list(zip(self.weights(), self._parameters())), self._sums)
         self._flags.restore(window.used, window.found_inf, window.foreign_found_inf)
+        if self._buffers is not None:
+            self._buffers.load(window.buffers)
         self.stage = Stage.ACCUMULATING
         logger.info(
             'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
