@@ -49,8 +49,8 @@ logger = logging.getLogger('amp_wrapper')
 class Fp32StateDict(AmpHook):
     """State-dict hook of a module that owns cast tensors: FP32 values, the exact ones where there are masters.
 
-    A weight that was edited behind the optimizer's back, through ``.data`` say, wins: its master follows it first, and
-    a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+    The side that somebody else wrote to last wins. A weight that was edited through ``.data`` wins as well: its master follows
+    it first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
     """
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
@@ -59,7 +59,7 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            if twins.follow_weight(tensor):
+            if twins.agree_on_host(tensor):
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
@@ -80,9 +80,11 @@ class LoadFp32(AmpHook):
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
+        self.versions: dict[str, int] = {}
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
         self.parameters = dict(own_tensors(module))
+        self.versions = {name: tensor._version for name, tensor in self.parameters.items()}
         found = {name: state_dict.get(prefix + name) for name in self.parameters}
         self.values = {name: value for name, value in found.items() if isinstance(value, Tensor) and not value.is_meta}
 
@@ -90,6 +92,7 @@ class LoadFp32(AmpHook):
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
         before, self.parameters = self.parameters, {}
         values, self.values = self.values, {}
+        versions, self.versions = self.versions, {}
         for name, now in list(own_tensors(module)):
             old, value = before.get(name, now), values.get(name)
             if now is not old:
@@ -101,10 +104,12 @@ class LoadFp32(AmpHook):
                 if value.to(old.dtype).view(torch.int16).equal(old.detach().view(torch.int16)):
                     twins.write_fp32(old, value)
                     continue
-            twins.follow_weight(old)
+            if old._version != versions.get(name):
+                # newer than whatever was written to either side before
+                twins.take_weight(old)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {'parameters': {}, 'values': {}}
+        return {'parameters': {}, 'values': {}, 'versions': {}}
 
 
 class CastPlan:
@@ -539,7 +544,7 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
     strip_hooks(copied)
     for mine, theirs in pairs:
         if mine.dtype in HALF_TYPES:
-            twins.follow_weight(theirs)
+            twins.agree_on_host(theirs)
             exact = twins.fp32_value(theirs)
             mine.data = theirs.detach().float() if exact is None else exact.clone()
             mine.grad = None

@@ -83,7 +83,7 @@ def _fp32(tensor: Tensor) -> Tensor:
     if tensor.dtype not in HALF_TYPES:
         return tensor
     # an edit that no step has seen yet belongs to the average too; flags stay on the device
-    twins.take_up_edits(tensor)
+    twins.agree(tensor)
     exact = twins.fp32_value(tensor)
     return tensor.detach().float() if exact is None else exact
 
@@ -132,7 +132,7 @@ def _swap_with_masters(hook: Any) -> None:
     stash: dict[int, Tensor] = {} if waiting is None else waiting
     for index, (mean, weight) in enumerate(zip(averages, sources)):
         # an edit of the weight that nobody announced belongs to the master first
-        twins.follow_weight(weight)
+        twins.agree_on_host(weight)
         exact = twins.fp32_value(weight)
         if exact is not None:
             before = mean.detach().clone()

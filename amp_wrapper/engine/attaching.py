@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .. import (
     casting,
     foreign_gradients,
+    forward_entry,
     forward_hooks,
     fp32_ops,
     scope,
@@ -105,7 +106,7 @@ class Attaching(Saving):
             assert self.policy.cast_model_type is not None
             self._masters = SplitWeights(self.optimizer, plan.parameters, self.policy.cast_model_type)
         elif self.optimizer is not None and self.policy.master_weights:
-            self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.fp32_twin)
+            self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.master_of)
 
     def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
         """After the cast."""
@@ -113,6 +114,8 @@ class Attaching(Saving):
         if self._masters is not None:
             # the cast rounded each weight; copying again settles the version counters
             self._masters.copy_to_weights()
+            if isinstance(self._masters, MasterWeights):
+                forward_entry.watch([root for _, root in plan.roots], self._masters)
         elif self.optimizer is not None and not isinstance(self.optimizer, FusedOptimizer):
             # ours compute in FP32, and keep their state in the type they were given
             cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
@@ -185,7 +188,7 @@ class Attaching(Saving):
         DDP modules average FP32 gradients again; every rank calls this.
 
         Raises:
-            AmpUsageError: Gradients are waiting for a step.
+            AmpUsageError: Gradients are waiting for a step; a weight and its master that were both written to.
         """
         if not self.attached:
             return
@@ -196,6 +199,7 @@ class Attaching(Saving):
         if not fp32_ops.in_forward():
             forward_hooks.unwind()
         if self._masters is not None:
+            self._masters.synchronise()
             self._masters.refresh()
             for _ in self._masters.release():
                 pass
@@ -212,7 +216,8 @@ class Attaching(Saving):
         self.stage = Stage.DETACHED
 
     def before_forward(self, model: nn.Module) -> None:
-        """DDP modules take notice of parameters that were frozen, unfrozen or added since the last forward pass.
+        """Weights follow masters that somebody wrote to, and the other way round. DDP modules take notice of parameters that
+        were frozen, unfrozen or added since the last forward pass.
 
         Every rank calls this, before it enters ``no_sync``.
 
@@ -221,10 +226,13 @@ class Attaching(Saving):
 
         Raises:
             AmpAttachError: ``torch.compile`` has wrapped the model meanwhile.
-            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps.
+            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
+                and its master that were both written to.
         """
         if not self.policy.enabled:
             return
+        for engine in (self, *(other for other in self._others if isinstance(other, EngineBase))):
+            engine.synchronise()
         if self.policy.runs_16_bit and hasattr(model, '_orig_mod'):
             scope.check_compiled(model)
         if self._reducers.joins() and not self.is_plain:
