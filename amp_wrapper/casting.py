@@ -9,7 +9,7 @@ import fnmatch
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from .forward_hooks import (
     LeaveCastsBelow,
     LeaveForward,
     LeavePlain,
+    StayedBehind,
     has_hook,
     is_loss,
     module_device,
@@ -51,7 +52,13 @@ class Fp32StateDict(AmpHook):
 
     The side that somebody else wrote to last wins. A weight that was edited through ``.data`` wins as well: its master follows
     it first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+
+    Args:
+        module: Held by a weak reference, which neither copies nor pickled modules have.
     """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owner: ReferenceType[nn.Module] | None = ref(module)
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         for name, tensor in own_tensors(module):
@@ -67,6 +74,22 @@ class Fp32StateDict(AmpHook):
             exact = twins.fp32_value(tensor)
             state_dict[key] = tensor.detach().float() if exact is None else exact
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of a module that is trained is FP32. Its own tensors are copied before its hooks are."""
+        owner = None if self._owner is None else self._owner()
+        if self.stays_behind and owner is not None:
+            for _, tensor in own_tensors(owner):
+                copied = memo.get(id(tensor))
+                if isinstance(copied, Tensor) and copied is not tensor:
+                    _become_fp32(copied, tensor)
+            return StayedBehind()
+        hook = Fp32StateDict.__new__(Fp32StateDict)
+        hook._owner = None
+        return hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {'_owner': None}
+
 
 class LoadFp32(AmpHook):
     """Pair of load hooks: loaded values reach the masters unrounded, and parameters keep their identity.
@@ -81,8 +104,12 @@ class LoadFp32(AmpHook):
         self.parameters: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
         self.versions: dict[str, int] = {}
+        # on a deep copy that is FP32
+        self.idle = False
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+        if self.idle:
+            return
         self.parameters = dict(own_tensors(module))
         self.versions = {name: tensor._version for name, tensor in self.parameters.items()}
         found = {name: state_dict.get(prefix + name) for name in self.parameters}
@@ -90,6 +117,8 @@ class LoadFp32(AmpHook):
 
     @torch.no_grad()
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self.idle:
+            return
         before, self.parameters = self.parameters, {}
         values, self.values = self.values, {}
         versions, self.versions = self.versions, {}
@@ -108,8 +137,14 @@ class LoadFp32(AmpHook):
                 # newer than whatever was written to either side before
                 twins.take_weight(old)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # torch holds its methods, which a copy keeps
+        hook = memo[id(self)] = LoadFp32()
+        hook.idle = self.idle or self.stays_behind
+        return hook
+
     def __getstate__(self) -> dict[str, Any]:
-        return {'parameters': {}, 'values': {}, 'versions': {}}
+        return {'parameters': {}, 'values': {}, 'versions': {}, 'idle': self.idle}
 
 
 class CastPlan:
@@ -424,7 +459,7 @@ class CastPlan:
             for module in root.modules():
                 if id(module) not in left and any(True for _ in own_tensors(module)):
                     if module in cast_modules:
-                        module._register_state_dict_hook(Fp32StateDict())  # type: ignore[no-untyped-call]
+                        module._register_state_dict_hook(Fp32StateDict(module))  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
                     module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
@@ -490,18 +525,38 @@ def autocast_forward(
 def strip_hooks(root: nn.Module) -> None:
     """Take every hook of this package off ``root`` and its submodules; the tensors stay as they are."""
     for module in root.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
+        for hooks in _hook_dicts(module):
             _drop(hooks)
         _forget_flags(module)
 
 
-def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook,)) -> None:
+def _hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+
+
+def copies_are_fp32(root: nn.Module) -> None:
+    """From now on, deep copies of a cast model are plain FP32 models: with the values of its masters, where there are any."""
+    for hook in _hooks_of(root):
+        hook.stays_behind = True
+
+
+def _hooks_of(root: nn.Module) -> Iterator[AmpHook]:
+    for module in root.modules():
+        for hooks in _hook_dicts(module):
+            for hook in hooks.values():
+                inner = getattr(hook, 'hook', hook)
+                found = inner if isinstance(inner, AmpHook) else getattr(inner, '__self__', None)
+                if isinstance(found, AmpHook):
+                    yield found
+
+
+def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook, StayedBehind)) -> None:
     for key, hook in list(hooks.items()):
         # torch wraps load pre-hooks; ours are bound methods of LoadFp32
         inner = getattr(hook, 'hook', hook)
@@ -543,12 +598,17 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
     had_hooks = any(has_hook(module, AmpHook) for module in copied.modules())
     strip_hooks(copied)
     for mine, theirs in pairs:
-        if mine.dtype in HALF_TYPES:
-            twins.agree_on_host(theirs)
-            exact = twins.fp32_value(theirs)
-            mine.data = theirs.detach().float() if exact is None else exact.clone()
-            mine.grad = None
+        _become_fp32(mine, theirs)
     return had_hooks
+
+
+def _become_fp32(mine: Tensor, theirs: Tensor) -> None:
+    """A copied tensor takes the FP32 value of its original, and keeps its identity."""
+    if mine.dtype in HALF_TYPES:
+        twins.agree(theirs)
+        exact = twins.fp32_value(theirs)
+        mine.data = theirs.detach().float() if exact is None else exact.clone()
+        mine.grad = None
 
 
 def is_cast(module: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from . import passes, twins
+from . import averages, passes, twins
 from .forward_hooks import AmpHook, untraced
 from .master_weights import MasterWeights
 
@@ -30,6 +30,8 @@ class FollowMasters(AmpHook):
 
     @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
+        # packages that were imported since the last pass
+        averages.patch_loaded()
         self.synchronise()
 
     def synchronise(self) -> None:

@@ -27,7 +27,9 @@ FLOOR_OF = {
     'op_casts': 'ops',
     'rule_call': 'ops',
     'global_casts': 'ops',
+    'averages': 'owners',
     'casting': 'owners',
+    'forward_entry': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
     'twins': 'owners',
@@ -92,6 +94,15 @@ SIBLINGS = {
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),
     ('split_weights', 'twins'),
+    ('averages', 'casting'),
+    ('averages', 'twins'),
+    # which side of a pair is newer is told there
+    ('master_weights', 'twins'),
+    # the hook at the entry of a forward pass
+    ('forward_entry', 'averages'),
+    ('forward_entry', 'forward_hooks'),
+    ('forward_entry', 'master_weights'),
+    ('forward_entry', 'twins'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
     # building a DDP anew is the one thing done to it, and when is the other

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import (
+    averages,
     casting,
     foreign_gradients,
     forward_entry,
@@ -111,11 +112,16 @@ class Attaching(Saving):
     def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
         """After the cast."""
         self._ops = plan.ops
+        roots = [root for _, root in plan.roots]
+        averages.patch_loaded()
+        if isinstance(self._masters, MasterWeights):
+            forward_entry.watch(roots, self._masters)
+        if self.optimizer is not None and self.policy.casts_model:
+            for root in roots:
+                casting.copies_are_fp32(root)
         if self._masters is not None:
             # the cast rounded each weight; copying again settles the version counters
             self._masters.copy_to_weights()
-            if isinstance(self._masters, MasterWeights):
-                forward_entry.watch([root for _, root in plan.roots], self._masters)
         elif self.optimizer is not None and not isinstance(self.optimizer, FusedOptimizer):
             # ours compute in FP32, and keep their state in the type they were given
             cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
