@@ -148,22 +148,21 @@ class MasterWeights:
     def _note(self) -> None:
         """Every record knows the present state: nothing has to be looked at until a number differs from these."""
         self._known_versions = self._versions()
-        self._known_addresses = list(map(Tensor.data_ptr, self._master_list))
+        self._known_addresses = self._addresses()
 
-    def synchronise(self, addresses: bool = True, refuses: bool = True) -> None:
+    def synchronise(self, refuses: bool = True) -> None:
         """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
 
         torch's version counters tell; see :class:`~amp_wrapper.twins.Master`. Where nobody wrote, this compares two lists of
         numbers.
 
         Args:
-            addresses: Whether masters whose ``.data`` was replaced are looked for.
             refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        if self._is_known(addresses):
+        if self._versions() == self._known_versions and self._addresses() == self._known_addresses:
             return
         # a weight that another optimizer shared is FP32 again once that one was detached, and its master's own storage
         pairs = [pair for pair in zip(self._weight_list, self._records) if pair[0].dtype in HALF_TYPES]
@@ -173,10 +172,8 @@ class MasterWeights:
     def _versions(self) -> list[int]:
         return [*map(_version, self._weight_list), *map(_version, self._master_list)]
 
-    def _is_known(self, addresses: bool) -> bool:
-        return self._versions() == self._known_versions and (
-            not addresses or list(map(Tensor.data_ptr, self._master_list)) == self._known_addresses
-        )
+    def _addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._master_list))
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Before a step: masters of weights without a gradient take up what was done to the weights through ``.data``.

@@ -87,11 +87,10 @@ class SplitWeights:
         """The same."""
         self.mark_clean()
 
-    def synchronise(self, addresses: bool = True, refuses: bool = True) -> None:
+    def synchronise(self, refuses: bool = True) -> None:
         """As :meth:`refresh`: what the optimizer steps is the weight itself, so there is no other side. No host read.
 
         Args:
-            addresses: Without a meaning here.
             refuses: Without a meaning here.
         """
         self.refresh()

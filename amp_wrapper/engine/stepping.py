@@ -61,7 +61,7 @@ class Stepping(Receiving):
             return self._result(False, None, norm)
         sides = self._sides()
         if self._masters is not None:
-            self._masters.synchronise(addresses=False)
+            self._masters.synchronise()
             self._masters.follow_idle(self._sums or ())
         gradients = self._fused_gradients(clip, sides)
         if gradients is not None:
