@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
@@ -540,10 +540,15 @@ def _hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
     )
 
 
-def copies_are_fp32(root: nn.Module) -> None:
-    """From now on, deep copies of a cast model are plain FP32 models: with the values of its masters, where there are any."""
-    for hook in _hooks_of(root):
-        hook.stays_behind = True
+def copies_are_fp32(roots: Iterable[nn.Module]) -> None:
+    """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any.
+
+    Args:
+        roots: Cast models, with all their hooks on.
+    """
+    for root in roots:
+        for hook in _hooks_of(root):
+            hook.stays_behind = True
 
 
 def _hooks_of(root: nn.Module) -> Iterator[AmpHook]:

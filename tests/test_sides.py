@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from amp_wrapper import AmpOptimWrapper, AmpUsageError, amp
 from amp_wrapper.ops.split import split
-from amp_wrapper.optim import FusedAdamW, FusedSGD
+from amp_wrapper.optim import FusedAdamW
 from amp_wrapper.policy import LEVELS, resolve
 
 MASTERED = [level for level in LEVELS if resolve(level).master_weights]

@@ -94,6 +94,8 @@ class Attaching(Saving):
             self._reducers = reducers
             reducers.rebuild(plan.parameters.values())
             reducers.record()
+            if self.optimizer is not None and self.policy.casts_model:
+                casting.copies_are_fp32([root for _, root in plan.roots])
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 log_casts(plan)
         self._begin(self._gradient_device(model))
@@ -112,13 +114,9 @@ class Attaching(Saving):
     def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
         """After the cast."""
         self._ops = plan.ops
-        roots = [root for _, root in plan.roots]
         averages.patch_loaded()
         if isinstance(self._masters, MasterWeights):
-            forward_entry.watch(roots, self._masters)
-        if self.optimizer is not None and self.policy.casts_model:
-            for root in roots:
-                casting.copies_are_fp32(root)
+            forward_entry.watch([root for _, root in plan.roots], self._masters)
         if self._masters is not None:
             # the cast rounded each weight; copying again settles the version counters
             self._masters.copy_to_weights()
@@ -340,6 +338,8 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         engine._take_cast(plan)
         engine._reducers.watch(models)
         engine._begin(engine._gradient_device(models[0] if models else None))
+    if engines and policy.casts_model:
+        casting.copies_are_fp32(models)
     return handle
 
 
