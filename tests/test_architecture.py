@@ -44,6 +44,7 @@ FLOOR_OF = {
     'arrival': 'owners',
     'foreign_gradients': 'owners',
     'open_window': 'owners',
+    'buffer_snapshots': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
@@ -114,6 +115,9 @@ SIBLINGS = {
     # a window's part of a file is made of gradients and their sums
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),
+    ('open_window', 'buffer_snapshots'),
+    # its hooks are kept out of what torch.compile traces as all others are
+    ('buffer_snapshots', 'forward_hooks'),
     ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),
