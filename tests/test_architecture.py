@@ -19,6 +19,7 @@ FLOOR_OF = {
     'scale_config': 'words',
     'fp32_registry': 'words',
     'cast_rules': 'words',
+    'fp32_linalg': 'words',
     'ops': 'ops',
     'fp32_ops': 'ops',
     'fp32_call': 'ops',
@@ -30,6 +31,7 @@ FLOOR_OF = {
     'casting': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
+    'computed_weights': 'owners',
     'twins': 'owners',
     'split_weights': 'owners',
     'loss_scaler': 'owners',
@@ -67,6 +69,8 @@ SIBLINGS = {
     ('policy', 'scale_config'),
     ('scale_config', 'errors'),
     ('fp32_registry', 'nested'),
+    # one part of the table
+    ('fp32_registry', 'fp32_linalg'),
     ('fp32_ops', 'fp32_call'),
     # what is at work on a thread is asked by all that casts
     ('fp32_ops', 'passes'),
@@ -88,6 +92,8 @@ SIBLINGS = {
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
+    ('casting', 'computed_weights'),
+    ('computed_weights', 'forward_hooks'),
     ('module_guard', 'forward_hooks'),
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),
