@@ -17,7 +17,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -482,8 +482,13 @@ def leave(token: object | None = None) -> None:
         _members.release()
 
 
+def held() -> AbstractContextManager[None]:
+    """A context in which the stand-ins are in place."""
+    return _members.held()
+
+
 def unwind(to: int) -> None:
-    """Leave down to ``to`` passes; for exceptions such as KeyboardInterrupt, after which torch runs no hooks."""
+    """Leave down to ``to`` passes: what a signal left open that came in the middle of a hook."""
     while passes.depth() > to:
         leave()
 

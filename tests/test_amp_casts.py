@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from amp_wrapper import AmpAttachError, AmpUsageError, casting, forward_hooks, fp32_ops, op_casts, passes
+from amp_wrapper import AmpAttachError, AmpUsageError, casting, forward_hooks, fp32_ops, interrupts, op_casts, passes
 from amp_wrapper.amp_functions import disable_casts
 from amp_wrapper.cast_rules import OP_RULES
 from amp_wrapper.errors import BannedOpError
@@ -675,10 +675,6 @@ def test_exceptions_leave_nothing_open(part: str, error: type[BaseException]) ->
         with pytest.raises(error):
             model.dec(x)
         hook.remove()
-    if error is KeyboardInterrupt:
-        # torch runs no hooks then: the next forward of a model cleans up, or whoever asks
-        assert forward_hooks.open_contexts()[3] == 1
-        forward_hooks.unwind_stale()
     assert forward_hooks.open_contexts() == forward_hooks.CLOSED
     assert not torch.is_autocast_enabled('cpu')
     assert model(x).dtype is torch.float32
@@ -716,12 +712,18 @@ def test_a_part_of_two_models_has_the_casts_of_the_later(order: tuple[str, str])
     assert (len(part._forward_pre_hooks), len(part._forward_hooks)) == (1, 2)
 
 
-def test_the_next_forward_cleans_up_after_an_interrupt() -> None:
+def test_the_next_forward_cleans_up_after_an_interrupt_of_our_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come in the middle of the hook that closes; here torch does not even call it."""
     model = Net()
     attach(model)
     model.fail = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.randn(2, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupts, 'begin', lambda: None)
+        patch.setattr(interrupts, 'end', lambda: None)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(2, 4))
+        assert forward_hooks.open_contexts()[3] == 1
+    interrupts.begin()
     model.fail = None
     assert torch.is_autocast_enabled('cpu')
     assert model(torch.randn(2, 4)).dtype is torch.float32

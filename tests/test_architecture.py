@@ -24,6 +24,8 @@ FLOOR_OF = {
     'fp32_ops': 'ops',
     'fp32_call': 'ops',
     'passes': 'ops',
+    'interrupts': 'ops',
+    'generators': 'ops',
     'segments': 'ops',
     'op_casts': 'ops',
     'rule_call': 'ops',
@@ -78,6 +80,10 @@ SIBLINGS = {
     ('op_casts', 'passes'),
     ('rule_call', 'passes'),
     ('segments', 'passes'),
+    ('passes', 'interrupts'),
+    # what was open is opened again, as for segments
+    ('generators', 'passes'),
+    ('generators', 'fp32_ops'),
     # where checkpointing is handed its segments is a site of the registry
     ('fp32_ops', 'segments'),
     ('global_casts', 'passes'),
