@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
-from . import computed_weights, fp32_ops, fp32_registry, module_guard, twins
+from . import computed_weights, fp32_ops, fp32_registry, module_guard, quiet_hooks, twins
 from .errors import AmpAttachError, AmpConfigError, nearest
 from .forward_hooks import (
     AmpHook,
@@ -402,8 +402,8 @@ class CastPlan:
         for module in self._cast_modules:
             if id(module) not in roots:
                 _drop_forward_hooks(module, kinds)
-                module.register_forward_pre_hook(EnterCastsBelow(self.ops, policy.autocast_dtype), prepend=True)
-                module.register_forward_hook(LeaveCastsBelow(outputs, self._enter), always_call=True)
+                enter = EnterCastsBelow(self.ops, policy.autocast_dtype)
+                quiet_hooks.cover_below(module, enter, LeaveCastsBelow(outputs, self._enter))
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers):

@@ -230,10 +230,11 @@ class LeaveFp32(AmpHook):
 class _CastRegion:
     """What one model's forward, or a direct call of a part of it, has opened on this thread for O1 or O4."""
 
-    __slots__ = ('autocast', 'before', 'dtype', 'frame', 'grad', 'module_id')
+    __slots__ = ('autocast', 'before', 'dtype', 'frame', 'grad', 'hooks', 'module_id', 'pre_hooks')
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, autocast: AbstractContextManager[Any]) -> None:
         self.module_id = id(module)
+        self.pre_hooks, self.hooks = module._forward_pre_hooks, module._forward_hooks
         self.dtype = dtype
         self.before = open_contexts()
         self.frame = _calling_frame()
@@ -249,6 +250,11 @@ class _CastRegions(threading.local):
 
 
 _cast_regions = _CastRegions()
+
+
+def innermost_region() -> _CastRegion | None:
+    """The region of O1's and O4's casts that was opened last on this thread."""
+    return _cast_regions.top
 
 
 def _calling_frame() -> FrameType | None:

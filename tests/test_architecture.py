@@ -34,6 +34,7 @@ FLOOR_OF = {
     'forward_hooks': 'owners',
     'module_guard': 'owners',
     'computed_weights': 'owners',
+    'quiet_hooks': 'owners',
     'twins': 'owners',
     'split_weights': 'owners',
     'loss_scaler': 'owners',
@@ -100,6 +101,8 @@ SIBLINGS = {
     ('casting', 'module_guard'),
     ('casting', 'computed_weights'),
     ('computed_weights', 'forward_hooks'),
+    ('casting', 'quiet_hooks'),
+    ('quiet_hooks', 'forward_hooks'),
     ('module_guard', 'forward_hooks'),
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),

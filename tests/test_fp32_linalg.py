@@ -29,7 +29,7 @@ def matrix(device: torch.device) -> Tensor:
 def _calls() -> dict[str, Callable[[Any, Tensor], Any]]:
     """A call of every function; what depends on signs of vectors is put together again."""
 
-    def on(function: Callable[..., Any], *more: Any, **words: Any) -> Callable[[Any, Tensor], Any]:
+    def on(*more: Any, **words: Any) -> Callable[[Any, Tensor], Any]:
         return lambda call, a: call(a, *more, **words)
 
     def whole(put: Callable[[Any], Any]) -> Callable[[Any, Tensor], Any]:
