@@ -70,6 +70,8 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    restore_buffers_on_skip: bool = True,
 ) -> _Models: ...
 @overload
 def initialize(
@@ -87,6 +89,8 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    restore_buffers_on_skip: bool = True,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -105,6 +109,8 @@ def initialize(  # type: ignore[misc]
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    restore_buffers_on_skip: bool = True,
 ) -> Any:
     """Cast models, make FP32 masters for their optimizers, and set up the loss scales. In place.
 
@@ -129,6 +135,8 @@ def initialize(  # type: ignore[misc]
         verbosity: 0 silent, 1 the options and skipped steps, 2 a line for each cast too.
         min_loss_scale: Floor of a dynamic scale.
         max_loss_scale: Ceiling of a dynamic scale, or None.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed. apex left them as they were, NaN included.
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: the same objects, in lists or tuples as they came.
@@ -159,6 +167,7 @@ def initialize(  # type: ignore[misc]
         verbosity=verbosity,
         min_loss_scale=min_loss_scale,
         max_loss_scale=max_loss_scale,
+        restore_buffers_on_skip=restore_buffers_on_skip,
     )
     model_list = _listed(models, nn.Module, 'models', 'a torch.nn.Module')
     optimizer_list = (

@@ -71,6 +71,8 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
             more bytes per weight between its backward passes.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed.
         on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
             device once an iteration.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
@@ -112,6 +114,7 @@ class AmpOptimWrapper(OptimWrapper):
         skip_nonfinite: bool | None = None,
         max_consecutive_skips: int | None = 50,
         accumulate_in_fp32: bool = False,
+        restore_buffers_on_skip: bool = True,
         on_skip: str = 'advance',
         **kwargs: Any,
     ) -> None:
@@ -137,6 +140,7 @@ class AmpOptimWrapper(OptimWrapper):
                 skip_nonfinite=skip_nonfinite,
                 max_consecutive_skips=max_consecutive_skips,
                 accumulate_in_fp32=accumulate_in_fp32,
+                restore_buffers_on_skip=restore_buffers_on_skip,
             )
         except AmpConfigError as error:
             problems += error.problems

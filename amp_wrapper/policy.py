@@ -71,6 +71,7 @@ class Policy:
         skip_nonfinite: Whether gradients are checked under a static scale.
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over a window.
+        restore_buffers_on_skip: Whether a skipped step gives buffers back that its forward passes have changed.
     """
 
     opt_level: str
@@ -89,6 +90,7 @@ class Policy:
     skip_nonfinite: bool = True
     max_consecutive_skips: int | None = 50
     accumulate_in_fp32: bool = False
+    restore_buffers_on_skip: bool = True
 
     @property
     def patch_torch_functions(self) -> bool:
@@ -216,6 +218,7 @@ def resolve(
     skip_nonfinite: bool | None = None,
     max_consecutive_skips: int | None = 50,
     accumulate_in_fp32: bool = False,
+    restore_buffers_on_skip: bool = True,
 ) -> Policy:
     """Turn a level and its overrides into a :class:`Policy`.
 
@@ -244,6 +247,8 @@ def resolve(
         skip_nonfinite: Whether a static scale checks gradients and skips non-finite steps. None: at every level but O0.
         max_consecutive_skips: Limit of skipped steps in a row; None for none.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed.
 
     Returns:
         The resolved record.
@@ -321,6 +326,7 @@ def resolve(
         ('enabled', enabled),
         ('skip_nonfinite', skip_nonfinite),
         ('accumulate_in_fp32', accumulate_in_fp32),
+        ('restore_buffers_on_skip', restore_buffers_on_skip),
     ):
         if not isinstance(flag, bool) and not (flag is None and name == 'skip_nonfinite'):
             problems.append(f'{name}={flag!r} must be True or False.')
@@ -368,6 +374,7 @@ def resolve(
         skip_nonfinite=level_name != 'O0' if skip_nonfinite is None else skip_nonfinite,
         max_consecutive_skips=max_consecutive_skips,
         accumulate_in_fp32=accumulate_in_fp32,
+        restore_buffers_on_skip=restore_buffers_on_skip,
     )
 
 

@@ -197,7 +197,7 @@ def plans(depth: int) -> st.SearchStrategy[Any]:
     return st.tuples(errors, st.booleans(), st.booleans(), below)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     plan=plans(2),
     levels=st.tuples(st.sampled_from(LEVELS), st.sampled_from(LEVELS)),

@@ -122,6 +122,9 @@ class Receiving(Attaching):
         self._flags.used[loss_id] = True
         for engine in engines:
             engine.stage = Stage.ACCUMULATING
+            engine._reached = tuple(other for other in others if isinstance(other, EngineBase))
+            if engine._buffers is not None:
+                engine._buffers.keep()
 
     def _begin_pass(self) -> bool:
         """Returns whether the coming pass is averaged over the ranks; True without several."""

@@ -57,6 +57,7 @@ class Saving(EngineBase):
             self._sums,
             self._on_arrival,
             self._flags,
+            self._buffers,
         )
 
     def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
@@ -135,6 +136,8 @@ class Saving(EngineBase):
         assert window is not None
         open_window.restore(window, list(zip(self.weights(), self._parameters())), self._sums)
         self._flags.restore(window.used, window.found_inf, window.foreign_found_inf)
+        if self._buffers is not None:
+            self._buffers.load(window.buffers)
         self.stage = Stage.ACCUMULATING
         logger.info(
             'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
