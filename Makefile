@@ -24,9 +24,14 @@ KILLS ?= 200
 FILES ?= 10000
 SEED ?= 0
 
+# of gpu-check: one stage or all, the seconds for each, and DRY=1 to see the commands alone
+STAGE ?= all
+BUDGET ?= 530
+DRY ?=
+
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help ops train test test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
@@ -39,6 +44,7 @@ help:
 	@echo 'make lint    ruff, clang-format; make format applies them'
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
+	@echo 'make gpu-check   everything that needs a GPU (STAGE=ops|step|engine|end-to-end|sanitizer|ddp, BUDGET= seconds, DRY=1)'
 	@echo 'make bench   measure, and print the tables'
 	@echo 'make clean   remove the environments and everything built'
 
@@ -160,6 +166,11 @@ bench: $(VENV)/.ops
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.step
+
+# what is installed decides what is run: an image for GPUs has a torch of its own, and no way to install another
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-check:
+	$(GPU_PYTHON) -m benchmarks.gpu_check --stage $(STAGE) --budget $(BUDGET) $(if $(DRY),--dry)
 
 clean:
 	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json

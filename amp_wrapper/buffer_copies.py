@@ -24,7 +24,9 @@ class BufferGroup:
 
     def __init__(self, places: list[int], tensors: Sequence[Tensor]) -> None:
         self.places = places
-        self.tensors = list(tensors)
+        #: The buffers, unseen by autograd: graphs of passes that wait for their backward may hold them (a generator's, while
+        #: the discriminator takes its step), and none computes with what is written here.
+        self.tensors = [tensor.data for tensor in tensors]
         # one call for all of them, where no two may be views of one another; torch's own loops over them on a CPU
         apart = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
         kind, device = tensors[0].dtype, tensors[0].device

@@ -313,7 +313,7 @@ class BufferSnapshots:
         self._known = tensors
         self._places_in_memory = [tensor.data_ptr() for tensor in tensors]
         for group in self._groups:
-            group.tensors = [tensors[place] for place in group.places]
+            group.tensors = [tensors[place].data for place in group.places]
 
     def _take_written(self, places: Sequence[int] | None) -> None:
         """Copy what somebody has written since the last forward pass: it is theirs, and stays."""
@@ -391,10 +391,10 @@ class BufferSnapshots:
                 if tensor is not None and self._fits(place, tensor)
             }
             for group in self._groups:
-                group.tensors = [
-                    tensor if tensor is not None and place in chosen else self._known[place]
-                    for place, tensor in zip(group.places, [now[place] for place in group.places])
-                ]
+                for index, place in enumerate(group.places):
+                    tensor = now[place]
+                    if tensor is not None and place in chosen:
+                        group.tensors[index] = tensor.data
         writes: list[Callable[[], object]] = []
         for group in self._groups:
             if chosen is None:
@@ -409,11 +409,14 @@ class BufferSnapshots:
             if copy is None or tensor is None or versions[place] == self._copied[place]:
                 continue
             if chosen is None or place in chosen:
-                writes.append(functools.partial(tensor.copy_, selected(copy, tensor, flag)))
+                writes.append(functools.partial(tensor.data.copy_, selected(copy, tensor, flag)))
                 written.append(place)
         # all is read before anything is written: buffers may be views of one another
         for write in writes:
             write()
+        if chosen is not None:
+            # of those that replaced others, nothing is kept
+            self._know(self._known)
         self._note(written)
 
     def keep(self) -> None:

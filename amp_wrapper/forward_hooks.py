@@ -64,6 +64,13 @@ class CastInputs(AmpHook):
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
 
 
+class Fp32Inputs(CastInputs):
+    """:class:`CastInputs` of a model whose weights stay FP32 (O0), which another wrapper may take off."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+
+
 class CastOutputs(AmpHook):
     """Forward hook: floating outputs become ``dtype``, inside any nesting.
 
@@ -468,6 +475,15 @@ def run_in_fp32(module: nn.Module, gives_back: bool) -> None:
     """Put an FP32 region around ``module``, for autocast levels; ``gives_back`` as in :class:`LeaveFp32`."""
     module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
     module.register_forward_hook(LeaveFp32(gives_back), always_call=True)
+
+
+def holds_casts(module: nn.Module) -> bool:
+    """Whether casts of a wrapper are on ``module`` or below. What O0, O1 and O4 put on is none, and makes way for others."""
+    return any(
+        isinstance(hook, CastInputs) and not isinstance(hook, Fp32Inputs)
+        for part in module.modules()
+        for hook in part._forward_pre_hooks.values()
+    )
 
 
 def has_hook(module: nn.Module, kind: type) -> bool:

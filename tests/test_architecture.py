@@ -17,6 +17,7 @@ FLOOR_OF = {
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',
+    'saved_values': 'words',
     'fp32_registry': 'words',
     'cast_rules': 'words',
     'ops': 'ops',
@@ -51,6 +52,7 @@ FLOOR_OF = {
     'checkpoint_apex': 'owners',
     'checkpoint_file': 'owners',
     'checkpoint_judge': 'owners',
+    'checkpoint_schedules': 'owners',
     'checkpoint_transfer': 'owners',
     'convert': 'owners',
     'random_state': 'owners',
@@ -59,6 +61,7 @@ FLOOR_OF = {
     'step_result': 'owners',
     'skip_watch': 'owners',
     'late_read': 'owners',
+    'inner_optimizers': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
@@ -69,6 +72,8 @@ SIBLINGS = {
     ('policy', 'nested'),
     ('policy', 'scale_config'),
     ('scale_config', 'errors'),
+    # what a number is
+    ('saved_values', 'scale_config'),
     ('fp32_registry', 'nested'),
     ('fp32_ops', 'fp32_call'),
     # what is at work on a thread is asked by all that casts

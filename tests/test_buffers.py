@@ -551,6 +551,19 @@ def test_dataparallel_replicas_and_threads(level: str, device: torch.device) -> 
     assert changed(before, model) == []
 
 
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_graph_that_waits_for_its_backward_pass(level: str, device: torch.device) -> None:
+    """It holds the buffers, and a step in between may not spoil it."""
+    model = Around(nn.BatchNorm1d(3, affine=False)).to(device)
+    run = Scripted('wrapper', level, model)
+    first, second = run.forward(batch((4, 3), device)), run.forward(batch((4, 3), device, seed=1))
+    run.backward(first)
+    run.step()
+    run.backward(second)
+    run.step()
+    assert model.part.num_batches_tracked == 2
+
+
 # -- buffers that come and go ----------------------------------------------------------------------------------------
 
 
