@@ -14,7 +14,7 @@ import torch
 import torch._dynamo
 from missing import SkipsWhatLacksAPackage, missing
 
-from amp_wrapper import forward_hooks, fp32_ops, passes
+from amp_wrapper import forward_hooks, fp32_ops, interrupts, passes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,6 +55,7 @@ def _left_behind() -> list[str]:
         'backward passes': bool(passes._backward_passes),
         'stand-ins': fp32_ops.is_installed(),
         'autocast': torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda'),
+        'cover against interrupts': interrupts.is_covered(),
         'no gradients': not torch.is_grad_enabled(),
     }
     return [name for name, is_left in left.items() if is_left]
@@ -67,6 +68,8 @@ def _close_everything() -> None:
     passes._backward_passes.clear()
     while fp32_ops.is_installed():
         fp32_ops._members.release()
+    while interrupts.is_covered():
+        interrupts.end()
     for device in ('cpu', 'cuda'):
         torch.set_autocast_enabled(device, False)
     torch.clear_autocast_cache()

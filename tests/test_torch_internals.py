@@ -35,7 +35,7 @@ def test_no_other_file_reaches_into_the_bindings() -> None:
         if path.name != 'torch_internals.py'
         for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1)
         # the registry names an object that users call under this name
-        if re.search(r'\btorch\._C\b', line) and 'Fp32Op(' not in line
+        if re.search(r'\btorch\._C\.', line) and 'Fp32Op(' not in line and "'torch._C.'" not in line
     ]
     assert found == []
 
@@ -88,6 +88,13 @@ def test_keys_below() -> None:
     with torch.autocast('cpu', torch.bfloat16):
         assert op(x).item() == 2
     assert calls == [torch.float32]
+
+
+def test_bindings_of_ops() -> None:
+    x = torch.ones(2)
+    found = torch_internals.variable_function('exp')
+    assert found is not None and torch.equal(found(x), x.exp())
+    assert torch_internals.variable_function('no_such_op') is None
 
 
 def test_the_decorator_of_checkpoint() -> None:
