@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import passes
+from . import inner_optimizers, passes
 from .engine import AmpEngine, attach_together, new_scalers
 from .errors import AmpAttachError, AmpUsageError
 from .late_read import LateRead
@@ -84,10 +84,22 @@ class Session:
         """
         own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
         closure = _first_name(own_step, 'closure')
+        inner = inner_optimizers.inside(optimizer)
+        for each in inner:
+            name = _first_name(each.step, 'closure')
+
+            def take(inner_step: Callable[..., Any], args: Any, kwargs: Any, name: str = name) -> Any:
+                self.thread = threading.get_ident()
+                return self._step(engine, inner_step, name, args, kwargs)
+
+            inner_optimizers.lead(each, lambda: engine.in_own_step, take)
 
         @functools.wraps(getattr(own_step, '__func__', own_step))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self.thread = threading.get_ident()
+            if inner and not engine.is_plain and callable(args[0] if args else kwargs.get(closure)):
+                # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
+                return own_step(*args, **kwargs)
             return self._step(engine, own_step, closure, args, kwargs)
 
         @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))

@@ -17,12 +17,16 @@ FLOOR_OF = {
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',
+    'saved_values': 'words',
     'fp32_registry': 'words',
     'cast_rules': 'words',
+    'fp32_linalg': 'words',
     'ops': 'ops',
     'fp32_ops': 'ops',
     'fp32_call': 'ops',
     'passes': 'ops',
+    'interrupts': 'ops',
+    'generators': 'ops',
     'segments': 'ops',
     'op_casts': 'ops',
     'rule_call': 'ops',
@@ -30,6 +34,8 @@ FLOOR_OF = {
     'casting': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
+    'computed_weights': 'owners',
+    'quiet_hooks': 'owners',
     'twins': 'owners',
     'split_weights': 'owners',
     'loss_scaler': 'owners',
@@ -49,6 +55,7 @@ FLOOR_OF = {
     'checkpoint_apex': 'owners',
     'checkpoint_file': 'owners',
     'checkpoint_judge': 'owners',
+    'checkpoint_schedules': 'owners',
     'checkpoint_transfer': 'owners',
     'convert': 'owners',
     'random_state': 'owners',
@@ -57,6 +64,7 @@ FLOOR_OF = {
     'step_result': 'owners',
     'skip_watch': 'owners',
     'late_read': 'owners',
+    'inner_optimizers': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
@@ -67,7 +75,11 @@ SIBLINGS = {
     ('policy', 'nested'),
     ('policy', 'scale_config'),
     ('scale_config', 'errors'),
+    # what a number is
+    ('saved_values', 'scale_config'),
     ('fp32_registry', 'nested'),
+    # one part of the table
+    ('fp32_registry', 'fp32_linalg'),
     ('fp32_ops', 'fp32_call'),
     # what is at work on a thread is asked by all that casts
     ('fp32_ops', 'passes'),
@@ -75,6 +87,10 @@ SIBLINGS = {
     ('op_casts', 'passes'),
     ('rule_call', 'passes'),
     ('segments', 'passes'),
+    ('passes', 'interrupts'),
+    # what was open is opened again, as for segments
+    ('generators', 'passes'),
+    ('generators', 'fp32_ops'),
     # where checkpointing is handed its segments is a site of the registry
     ('fp32_ops', 'segments'),
     ('global_casts', 'passes'),
@@ -89,6 +105,10 @@ SIBLINGS = {
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
+    ('casting', 'computed_weights'),
+    ('computed_weights', 'forward_hooks'),
+    ('casting', 'quiet_hooks'),
+    ('quiet_hooks', 'forward_hooks'),
     ('module_guard', 'forward_hooks'),
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),
