@@ -43,7 +43,7 @@ from .amp_handle import AmpHandle, NoOpHandle
 from .amp_scaling import scaled
 from .amp_session import Session
 from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError
-from .forward_hooks import CastInputs, has_hook
+from .forward_hooks import holds_casts
 from .policy import Policy
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
@@ -201,6 +201,11 @@ def initialize(  # type: ignore[misc]
 def _listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
     if isinstance(value, kind):
         return [value]
+    if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
+        raise TypeError(
+            f'{name}={_short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
+            f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
+        )
     if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
         raise TypeError(
             f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.'
@@ -232,7 +237,7 @@ def _check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                 f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
                 f'that the parameters have after the cast.'
             )
-        if policy.cast_model_type is not None and any(has_hook(part, CastInputs) for part in model.modules()):
+        if policy.cast_model_type is not None and holds_casts(model):
             raise AmpAttachError(
                 f'models[{index}] ({type(model).__name__}) holds casts already, of another amp.initialize() or of a wrapper: '
                 f'initialize a model once, together with all its optimizers, as lists. For more parameters there is '
@@ -327,8 +332,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> list[str]:
     """Say that model weights were edited through ``.data``: their FP32 masters take the new values. Syncs.
 
-    Edits under ``torch.no_grad()`` are noticed at the next step by themselves; those through ``.data`` leave no trace, so call
-    this right after them. apex had no such function.
+    Edits under ``torch.no_grad()`` are noticed by themselves; those through ``.data`` leave no trace, so call this right after
+    them. apex had no such function.
 
     Args:
         optimizer: Steps the weights.
@@ -338,28 +343,52 @@ def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
         The names of the weights that differed from their masters; nothing without masters.
 
     Raises:
-        AmpUsageError: An optimizer that was not initialised.
+        AmpUsageError: An optimizer that was not initialised; a master among ``tensors``, or none given and a master was written
+            to as well.
     """
     return [name for engine in amp_session.engines_of(optimizer) for name in engine.weights_changed(tensors)]
 
 
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> None:
+    """Say that FP32 masters were edited through ``.data``: the model's weights take the new values. No host read.
+
+    Masters are what ``optimizer.param_groups`` and :func:`master_params` hold. Edits under ``torch.no_grad()`` are noticed by
+    themselves; those through ``.data`` leave no trace, so call this right after them. apex had no such function.
+
+    Args:
+        optimizer: Steps the masters.
+        tensors: The edited masters; all by default.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised; a weight among ``tensors``, or none given and a weight was written
+            to as well.
+    """
+    for engine in amp_session.engines_of(optimizer):
+        engine.masters_changed(tensors)
+
+
+def state_dict(
+    destination: dict[str, Any] | None = None, optimizers: Optimizer | Sequence[Optimizer] | None = None
+) -> dict[str, Any]:
     """The loss scales in apex's form: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``. Syncs.
 
-    Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none.
-    Masters are in the models' own ``state_dict()``, moments in the optimizers'.
+    Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none. A
+    call counts for as long as somebody holds one of its optimizers: what else is left of it, a model or the graph of a loss,
+    does not count. Masters are in the models' own ``state_dict()``, moments in the optimizers'.
 
     Args:
         destination: A dict to write to.
+        optimizers: Only the calls to which these belong count. For notebooks, where ``Out`` or the traceback of an error may
+            hold an optimizer of an earlier call.
 
     Returns:
         ``destination``, or a new dict. Empty where mixed precision is not enabled.
 
     Raises:
-        AmpUsageError: Before :func:`initialize`.
+        AmpUsageError: Before :func:`initialize`; one of ``optimizers`` was not initialised.
     """
     scalers = []
-    for session in amp_session.sessions():
+    for session in amp_session.sessions(optimizers):
         session.read_all()
         for scaler in session.scalers:
             state = scaler.state_dict()
@@ -372,7 +401,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     return result
 
 
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Sequence[Optimizer] | None = None) -> None:
     """Take over loss scales from :func:`state_dict`, or from ``apex.amp.state_dict()``.
 
     Models and optimizers load their own states, before or after :func:`initialize`.
@@ -380,12 +409,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Args:
         state_dict: Not changed. With more scales than are configured, or fewer, those of the same number are taken over, and a
             warning says so.
+        optimizers: As in :func:`state_dict`.
 
     Raises:
         AmpCheckpointError: Unknown keys, a hole in the numbering, or an impossible value. Nothing has been applied.
-        AmpUsageError: Before :func:`initialize`.
+        AmpUsageError: As :func:`state_dict`.
     """
-    sessions = amp_session.sessions()
+    sessions = amp_session.sessions(optimizers)
     scalers = [scaler for session in sessions for scaler in session.scalers]
     if not isinstance(state_dict, Mapping):
         raise AmpCheckpointError(
@@ -405,9 +435,15 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
         return
     if len(saved) != len(scalers):
+        several = (
+            f' Those are of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds; '
+            'amp.load_state_dict(state, optimizers=optimizer) loads those of one.'
+            if len(sessions) > 1
+            else ''
+        )
         logger.warning(
             f'amp: the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured: the first '
-            f'{min(len(saved), len(scalers))} are taken over.'
+            f'{min(len(saved), len(scalers))} are taken over.{several}'
         )
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):
@@ -452,6 +488,7 @@ __all__ = [
     'initialize',
     'load_state_dict',
     'master_params',
+    'masters_changed',
     'promote_function',
     'register_bfloat16_function',
     'register_float_function',

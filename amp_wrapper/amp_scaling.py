@@ -48,10 +48,16 @@ def scaled(
         yield result
         return
     with first.receiving(loss_id, rest, beyond) as begins:
+        hook = None
         if result.requires_grad and result is not loss:
             # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
-            result.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]
-        yield result
+            hook = result.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]
+        try:
+            yield result
+        finally:
+            if hook is not None:
+                # scripts keep the scaled loss: its hook would keep the engine, and with it the optimizer
+                hook.remove()
 
 
 __all__ = ['scaled']

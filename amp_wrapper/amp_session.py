@@ -1,6 +1,7 @@
 """What one call of ``amp.initialize`` set up: its engines, and how an optimizer leads to its own.
 
-The registry below is all that is global. It holds no session alive: an optimizer does, and both go together.
+The registry below is all that is global. It holds no session alive: an optimizer does, and both go together. Nothing that
+outlives a step may hold an engine, hooks of a graph least of all: old losses are kept for long.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import passes
+from . import inner_optimizers, passes
 from .engine import AmpEngine, attach_together, new_scalers
 from .errors import AmpAttachError, AmpUsageError
 from .late_read import LateRead
@@ -83,10 +84,22 @@ class Session:
         """
         own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
         closure = _first_name(own_step, 'closure')
+        inner = inner_optimizers.inside(optimizer)
+        for each in inner:
+            name = _first_name(each.step, 'closure')
+
+            def take(inner_step: Callable[..., Any], args: Any, kwargs: Any, name: str = name) -> Any:
+                self.thread = threading.get_ident()
+                return self._step(engine, inner_step, name, args, kwargs)
+
+            inner_optimizers.lead(each, lambda: engine.in_own_step, take)
 
         @functools.wraps(getattr(own_step, '__func__', own_step))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self.thread = threading.get_ident()
+            if inner and not engine.is_plain and callable(args[0] if args else kwargs.get(closure)):
+                # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
+                return own_step(*args, **kwargs)
             return self._step(engine, own_step, closure, args, kwargs)
 
         @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
@@ -269,12 +282,18 @@ def _forget_dead() -> None:
     _sessions[:] = [found for found in _sessions if found() is not None]
 
 
-def sessions() -> list[Session]:
-    """The sessions that have an optimizer and are alive, in the order in which they were made.
+def sessions(optimizers: Any = None) -> list[Session]:
+    """The sessions that have an optimizer which somebody holds, in the order in which they were made.
+
+    Args:
+        optimizers: Only the sessions of these: one, or a list or tuple of them. All by default.
 
     Raises:
-        AmpUsageError: ``amp.initialize`` was never called.
+        AmpUsageError: ``amp.initialize`` was never called; one of ``optimizers`` was not initialised.
     """
+    if optimizers is not None:
+        chosen = {id(engine) for engine in engines_of(optimizers)}
+        return [session for session in _alive() if any(id(engine) in chosen for engine in session._engines)]
     if len(_sessions) > 1:
         _forget_dead()
     alive = _alive()

@@ -344,7 +344,7 @@ def resolve(
                 f'accumulate_in_fp32=True conflicts with num_losses={num_losses} at {level_name!r} without masters, where '
                 f'several losses meet in 16-bit gradients: use master_weights=True, or one loss.'
             )
-    if verbosity not in (0, 1, 2) or isinstance(verbosity, bool):
+    if not isinstance(verbosity, int) or isinstance(verbosity, bool) or verbosity not in (0, 1, 2):
         problems.append(f'verbosity={verbosity!r} must be 0 (silent), 1 (overflows) or 2 (every cast too).')
     if max_consecutive_skips is not None and (
         not isinstance(max_consecutive_skips, int)
