@@ -554,14 +554,15 @@ def test_dataparallel_replicas_and_threads(level: str, device: torch.device) -> 
 @pytest.mark.parametrize('level', LEVELS)
 def test_a_graph_that_waits_for_its_backward_pass(level: str, device: torch.device) -> None:
     """It holds the buffers, and a step in between may not spoil it."""
-    model = Around(nn.Sequential(nn.BatchNorm1d(3).requires_grad_(False))).to(device)
+    # the step changes no weight that the graph holds
+    model = Around(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False))).to(device)
     run = Scripted('wrapper', level, model)
     first, second = run.forward(batch((4, 3), device)), run.forward(batch((4, 3), device, seed=1))
     run.backward(first)
     run.step()
     run.backward(second)
     run.step()
-    assert model.part[0].num_batches_tracked == 2
+    assert model.part[1].num_batches_tracked == 2
 
 
 # -- buffers that come and go ----------------------------------------------------------------------------------------
