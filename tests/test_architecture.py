@@ -14,6 +14,7 @@ PACKAGE = 'amp_wrapper'
 FLOORS = ('words', 'ops', 'owners', 'engine', 'doors')
 FLOOR_OF = {
     'errors': 'words',
+    'torch_internals': 'words',
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',
@@ -51,6 +52,8 @@ FLOOR_OF = {
     'foreign_gradients': 'owners',
     'open_window': 'owners',
     'buffer_snapshots': 'owners',
+    'buffer_copies': 'owners',
+    'buffer_hooks': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
@@ -136,8 +139,11 @@ SIBLINGS = {
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),
     ('open_window', 'buffer_snapshots'),
-    # its hooks are kept out of what torch.compile traces as all others are
-    ('buffer_snapshots', 'forward_hooks'),
+    # the hooks tell snapshots of passes, and what is copied how is no matter of when
+    ('buffer_snapshots', 'buffer_hooks'),
+    ('buffer_snapshots', 'buffer_copies'),
+    # they are kept out of what torch.compile traces as all others are
+    ('buffer_hooks', 'forward_hooks'),
     ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),
