@@ -48,7 +48,7 @@ RECIPES = [
             o, [lr_scheduler.LinearLR(o, 0.1, total_iters=25), lr_scheduler.ExponentialLR(o, 0.95)], milestones=[25]
         ),
     ),
-    Recipe('transformers', 'Adafactor (own rate)', lambda m: Adafactor(m.parameters(), lr=None, warmup_init=True)),
+    Recipe('transformers', 'Adafactor (own rate)', lambda m: Adafactor(m.parameters(), lr=None)),
     Recipe(
         'transformers',
         'Adafactor (given rate)',
@@ -57,7 +57,7 @@ RECIPES = [
     Recipe(
         'transformers',
         'Adafactor, AdafactorSchedule',
-        lambda m: Adafactor(m.parameters(), lr=None, warmup_init=True),
+        lambda m: Adafactor(m.parameters(), lr=None),
         scheduler=AdafactorSchedule,
     ),
 ]
