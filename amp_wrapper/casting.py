@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
-from . import fp32_ops, fp32_registry, module_guard, twins
+from . import computed_weights, fp32_ops, fp32_registry, module_guard, quiet_hooks, twins
 from .errors import AmpAttachError, AmpConfigError, nearest
 from .forward_hooks import (
     AmpHook,
@@ -35,6 +35,7 @@ from .forward_hooks import (
     LeaveCastsBelow,
     LeaveForward,
     LeavePlain,
+    StayedBehind,
     has_hook,
     holds_casts,
     is_loss,
@@ -51,9 +52,15 @@ logger = logging.getLogger('amp_wrapper')
 class Fp32StateDict(AmpHook):
     """State-dict hook of a module that owns cast tensors: FP32 values, the exact ones where there are masters.
 
-    A weight that was edited behind the optimizer's back, through ``.data`` say, wins: its master follows it first, and
-    a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+    The side that somebody else wrote to last wins. A weight that was edited through ``.data`` wins as well: its master follows
+    it first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+
+    Args:
+        module: Held by a weak reference, which neither copies nor pickled modules have.
     """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owner: ReferenceType[nn.Module] | None = ref(module)
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         for name, tensor in own_tensors(module):
@@ -61,13 +68,29 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            if twins.follow_weight(tensor):
+            if twins.agree_on_host(tensor):
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
                 )
             exact = twins.fp32_value(tensor)
             state_dict[key] = tensor.detach().float() if exact is None else exact
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of a module that is trained is FP32. Its own tensors are copied before its hooks are."""
+        owner = None if self._owner is None else self._owner()
+        if self.stays_behind and owner is not None:
+            for _, tensor in own_tensors(owner):
+                copied = memo.get(id(tensor))
+                if isinstance(copied, Tensor) and copied is not tensor:
+                    _become_fp32(copied, tensor)
+            return StayedBehind()
+        hook = Fp32StateDict.__new__(Fp32StateDict)
+        hook._owner = None
+        return hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {'_owner': None}
 
 
 class LoadFp32(AmpHook):
@@ -82,16 +105,25 @@ class LoadFp32(AmpHook):
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
+        self.versions: dict[str, int] = {}
+        # on a deep copy that is FP32
+        self.idle = False
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+        if self.idle:
+            return
         self.parameters = dict(own_tensors(module))
+        self.versions = {name: tensor._version for name, tensor in self.parameters.items()}
         found = {name: state_dict.get(prefix + name) for name in self.parameters}
         self.values = {name: value for name, value in found.items() if isinstance(value, Tensor) and not value.is_meta}
 
     @torch.no_grad()
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self.idle:
+            return
         before, self.parameters = self.parameters, {}
         values, self.values = self.values, {}
+        versions, self.versions = self.versions, {}
         for name, now in list(own_tensors(module)):
             old, value = before.get(name, now), values.get(name)
             if now is not old:
@@ -103,10 +135,18 @@ class LoadFp32(AmpHook):
                 if value.to(old.dtype).view(torch.int16).equal(old.detach().view(torch.int16)):
                     twins.write_fp32(old, value)
                     continue
-            twins.follow_weight(old)
+            if old._version != versions.get(name):
+                # newer than whatever was written to either side before
+                twins.take_weight(old)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # torch holds its methods, which a copy keeps
+        hook = memo[id(self)] = LoadFp32()
+        hook.idle = self.idle or self.stays_behind
+        return hook
 
     def __getstate__(self) -> dict[str, Any]:
-        return {'parameters': {}, 'values': {}}
+        return {'parameters': {}, 'values': {}, 'versions': {}, 'idle': self.idle}
 
 
 class CastPlan:
@@ -152,6 +192,8 @@ class CastPlan:
         self._classes: tuple[type[nn.Module], ...] = ()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
+        # what the weights of cast modules are computed from
+        self._sources: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
         self._buffers: list[Tensor] = []
         for name, root in self.roots:
@@ -264,6 +306,7 @@ class CastPlan:
                 self._kept_tensors.add(id(tensor))
         else:
             self._cast_modules.append(module)
+            self._sources.update(map(id, computed_weights.sources(module)))
         for key, child in module.named_children():
             self._visit(child, f'{name}.{key}' if name else key, kept)
 
@@ -325,7 +368,8 @@ class CastPlan:
                     self._buffers.append(buffer)
 
     def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
-        if id(tensor) in seen or id(tensor) in self._kept_tensors or tensor.dtype not in CASTABLE:
+        kept = id(tensor) in self._kept_tensors or id(tensor) in self._sources
+        if id(tensor) in seen or kept or tensor.dtype not in CASTABLE:
             return False
         seen.add(id(tensor))
         return True
@@ -399,14 +443,17 @@ class CastPlan:
         for module in self._cast_modules:
             if id(module) not in roots:
                 _drop_forward_hooks(module, kinds)
-                module.register_forward_pre_hook(EnterCastsBelow(self.ops, policy.autocast_dtype), prepend=True)
-                module.register_forward_hook(LeaveCastsBelow(outputs, self._enter), always_call=True)
+                enter = EnterCastsBelow(self.ops, policy.autocast_dtype)
+                quiet_hooks.cover_below(module, enter, LeaveCastsBelow(outputs, self._enter))
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers):
             _cast_in_place(tensor, dtype)
         for module in self._cast_modules:
-            if any(p.dtype is dtype for p in module.parameters(recurse=False)) or is_parametrized(module):
+            computed = computed_weights.names(module)
+            if computed:
+                module.register_forward_pre_hook(computed_weights.CastComputed(computed, dtype))
+            if computed or is_parametrized(module) or any(p.dtype is dtype for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
@@ -420,7 +467,7 @@ class CastPlan:
             for module in root.modules():
                 if id(module) not in left and any(True for _ in own_tensors(module)):
                     if module in cast_modules:
-                        module._register_state_dict_hook(Fp32StateDict())  # type: ignore[no-untyped-call]
+                        module._register_state_dict_hook(Fp32StateDict(module))  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
                     module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
@@ -486,18 +533,43 @@ def autocast_forward(
 def strip_hooks(root: nn.Module) -> None:
     """Take every hook of this package off ``root`` and its submodules; the tensors stay as they are."""
     for module in root.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
+        for hooks in _hook_dicts(module):
             _drop(hooks)
         _forget_flags(module)
 
 
-def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook,)) -> None:
+def _hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+
+
+def copies_are_fp32(roots: Iterable[nn.Module]) -> None:
+    """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any.
+
+    Args:
+        roots: Cast models, with all their hooks on.
+    """
+    for root in roots:
+        for hook in _hooks_of(root):
+            hook.stays_behind = True
+
+
+def _hooks_of(root: nn.Module) -> Iterator[AmpHook]:
+    for module in root.modules():
+        for hooks in _hook_dicts(module):
+            for hook in hooks.values():
+                inner = getattr(hook, 'hook', hook)
+                found = inner if isinstance(inner, AmpHook) else getattr(inner, '__self__', None)
+                if isinstance(found, AmpHook):
+                    yield found
+
+
+def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook, StayedBehind)) -> None:
     for key, hook in list(hooks.items()):
         # torch wraps load pre-hooks; ours are bound methods of LoadFp32
         inner = getattr(hook, 'hook', hook)
@@ -539,12 +611,17 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
     had_hooks = any(has_hook(module, AmpHook) for module in copied.modules())
     strip_hooks(copied)
     for mine, theirs in pairs:
-        if mine.dtype in HALF_TYPES:
-            twins.follow_weight(theirs)
-            exact = twins.fp32_value(theirs)
-            mine.data = theirs.detach().float() if exact is None else exact.clone()
-            mine.grad = None
+        _become_fp32(mine, theirs)
     return had_hooks
+
+
+def _become_fp32(mine: Tensor, theirs: Tensor) -> None:
+    """A copied tensor takes the FP32 value of its original, and keeps its identity."""
+    if mine.dtype in HALF_TYPES:
+        twins.agree(theirs)
+        exact = twins.fp32_value(theirs)
+        mine.data = theirs.detach().float() if exact is None else exact.clone()
+        mine.grad = None
 
 
 def is_cast(module: nn.Module) -> bool:

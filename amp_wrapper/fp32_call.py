@@ -5,19 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import passes
 from .errors import AmpUsageError, BannedOpError
-from .fp32_registry import FLOAT32, REFUSED, WIDEST, Fp32Op
+from .fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from .nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
 
 _MARK = '_amp_wrapper_fp32'
 _WRAPPED = '_amp_wrapper_backward'
 _FLOAT32 = frozenset({torch.float32})
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
+#: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
+#: between sees autocast and the stand-ins of the FP32 registry as they are.
+untraced: Callable[[_Function], _Function] = torch.compiler.disable
 
 #: Tells whether, and how, a member is to run in FP32 at this moment.
 ActiveOp = Callable[[], 'Fp32Op | None']
@@ -54,6 +60,9 @@ class Copies:
             if version is not None and _version(copy) != version
         }
         for tensor, copy in changed.values():
+            if tensor.shape != copy.shape:
+                # an empty tensor that was given as ``out``
+                tensor.resize_(copy.shape)
             tensor.copy_(copy)
         return self.originals(result, changed) if changed else result
 
@@ -87,7 +96,10 @@ class _Inputs(Copies):
 
     def narrowed(self, result: Any) -> Any:
         """``result`` in the type that the rule of the member asks for."""
-        keeps = self._op.output in (FLOAT32, REFUSED) or (self._op.output == WIDEST and self._has_float32)
+        output = self._op.output
+        keeps = output in (FLOAT32, REFUSED) or (output == WIDEST and self._has_float32)
+        if output == MODEL:
+            keeps = any(autocast_is_on(device) for device in self.devices)
         if keeps or self.first not in HALF_TYPES:
             return result
         assert self.first is not None
@@ -141,16 +153,28 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
     Returns:
         The result, floating tensors in the type that ``op.output`` asks for.
     """
+    # torch.compile runs it as it is: a break of its graph in the middle would leave autocast off where its compiler fails
+    return (_untraced if torch.compiler.is_compiling() else _call)(op, function, args, kwargs)
+
+
+def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seen = look(op, args, kwargs)
     if op.output == REFUSED and seen.narrow and not passes.is_suspended():
         raise BannedOpError(function.__name__, op.reason)
-    with _without_autocast(op, seen.devices):
-        avoided = op.avoids(seen.devices[0] if seen.devices else 'cpu')
+    # a method that is handed its module finds its tensors there
+    devices = seen.devices or [
+        t.device.type for m in args if isinstance(m, nn.Module) for t in islice(m.parameters(), 1)
+    ]
+    with _without_autocast(op, devices):
+        avoided = op.avoids(devices[0] if devices else 'cpu')
         args, kwargs = _wide_types(args, avoided), _wide_types(kwargs, avoided)
         if not seen.narrow:
             return function(*args, **kwargs)
         result = function(*map_tensors(seen.cast, args), **map_tensors(seen.cast, kwargs))
     return seen.narrowed(seen.write_back(result))
+
+
+_untraced = untraced(_call)
 
 
 def call_method(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

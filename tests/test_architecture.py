@@ -14,23 +14,31 @@ PACKAGE = 'amp_wrapper'
 FLOORS = ('words', 'ops', 'owners', 'engine', 'doors')
 FLOOR_OF = {
     'errors': 'words',
+    'torch_internals': 'words',
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',
     'saved_values': 'words',
     'fp32_registry': 'words',
     'cast_rules': 'words',
+    'fp32_linalg': 'words',
     'ops': 'ops',
     'fp32_ops': 'ops',
     'fp32_call': 'ops',
     'passes': 'ops',
+    'interrupts': 'ops',
+    'generators': 'ops',
     'segments': 'ops',
     'op_casts': 'ops',
     'rule_call': 'ops',
     'global_casts': 'ops',
+    'averages': 'owners',
     'casting': 'owners',
+    'forward_entry': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
+    'computed_weights': 'owners',
+    'quiet_hooks': 'owners',
     'twins': 'owners',
     'split_weights': 'owners',
     'loss_scaler': 'owners',
@@ -44,6 +52,8 @@ FLOOR_OF = {
     'foreign_gradients': 'owners',
     'open_window': 'owners',
     'buffer_snapshots': 'owners',
+    'buffer_copies': 'owners',
+    'buffer_hooks': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
@@ -73,6 +83,8 @@ SIBLINGS = {
     # what a number is
     ('saved_values', 'scale_config'),
     ('fp32_registry', 'nested'),
+    # one part of the table
+    ('fp32_registry', 'fp32_linalg'),
     ('fp32_ops', 'fp32_call'),
     # what is at work on a thread is asked by all that casts
     ('fp32_ops', 'passes'),
@@ -80,6 +92,10 @@ SIBLINGS = {
     ('op_casts', 'passes'),
     ('rule_call', 'passes'),
     ('segments', 'passes'),
+    ('passes', 'interrupts'),
+    # what was open is opened again, as for segments
+    ('generators', 'passes'),
+    ('generators', 'fp32_ops'),
     # where checkpointing is handed its segments is a site of the registry
     ('fp32_ops', 'segments'),
     ('global_casts', 'passes'),
@@ -94,10 +110,23 @@ SIBLINGS = {
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
+    ('casting', 'computed_weights'),
+    ('computed_weights', 'forward_hooks'),
+    ('casting', 'quiet_hooks'),
+    ('quiet_hooks', 'forward_hooks'),
     ('module_guard', 'forward_hooks'),
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),
     ('split_weights', 'twins'),
+    ('averages', 'casting'),
+    ('averages', 'twins'),
+    # which side of a pair is newer is told there
+    ('master_weights', 'twins'),
+    # the hook at the entry of a forward pass
+    ('forward_entry', 'averages'),
+    ('forward_entry', 'forward_hooks'),
+    ('forward_entry', 'master_weights'),
+    ('forward_entry', 'twins'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
     # building a DDP anew is the one thing done to it, and when is the other
@@ -110,8 +139,11 @@ SIBLINGS = {
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),
     ('open_window', 'buffer_snapshots'),
-    # its hooks are kept out of what torch.compile traces as all others are
-    ('buffer_snapshots', 'forward_hooks'),
+    # the hooks tell snapshots of passes, and what is copied how is no matter of when
+    ('buffer_snapshots', 'buffer_hooks'),
+    ('buffer_snapshots', 'buffer_copies'),
+    # they are kept out of what torch.compile traces as all others are
+    ('buffer_hooks', 'forward_hooks'),
     ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),

@@ -32,7 +32,7 @@ from amp_wrapper.casting import (
 )
 from amp_wrapper.errors import AmpAttachError, AmpConfigError, AmpUsageError
 from amp_wrapper.policy import resolve
-from amp_wrapper.twins import fp32_twin, pair
+from amp_wrapper.twins import Master, fp32_twin, pair
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CAST_LEVELS = {'O2': F16, 'O3': F16, 'O5': BF16}
@@ -48,7 +48,7 @@ def cast_with_masters(model: nn.Module, level: str = 'O2', **overrides: Any) -> 
     masters = {name: parameter.detach().clone() for name, parameter in plan.parameters.items()}
     handle = plan.apply()
     for name, parameter in plan.parameters.items():
-        pair(parameter, masters[name])
+        pair(parameter, Master(parameter, masters[name], name))
     return handle, masters
 
 
@@ -520,7 +520,9 @@ def test_parametrized_modules(level: str, device: torch.device) -> None:
     model[2].register_forward_pre_hook(lambda module, args: (args[0].unsqueeze(-1),))
     plain = copy.deepcopy(model)
     handle, masters = cast_with_masters(model, level)
-    assert '0.parametrizations.weight.original0' in masters
+    # what the weight is computed from stays FP32 and needs no master
+    assert '0.parametrizations.weight.original0' not in masters
+    assert '0.bias' in masters and model[0].parametrizations.weight.original0.dtype is F32
     x = torch.randn(2, 3, device=device)
     assert model[0].weight.dtype is CAST_LEVELS[level] and model[0](x).dtype is CAST_LEVELS[level]
     assert torch.allclose(model(x), plain(x), rtol=0.1, atol=0.05)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import (
+    averages,
     casting,
     foreign_gradients,
+    forward_entry,
     forward_hooks,
     fp32_ops,
     scope,
@@ -94,6 +96,8 @@ class Attaching(Saving):
             self._reducers = reducers
             reducers.rebuild(plan.parameters.values())
             reducers.record()
+            if self.optimizer is not None and self.policy.casts_model:
+                casting.copies_are_fp32([root for _, root in plan.roots])
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 log_casts(plan)
         self._begin(self._gradient_device(model))
@@ -107,11 +111,14 @@ class Attaching(Saving):
             assert self.policy.cast_model_type is not None
             self._masters = SplitWeights(self.optimizer, plan.parameters, self.policy.cast_model_type)
         elif self.optimizer is not None and self.policy.master_weights:
-            self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.fp32_twin)
+            self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.master_of)
 
     def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
         """After the cast."""
         self._ops = plan.ops
+        averages.patch_loaded()
+        if isinstance(self._masters, MasterWeights):
+            forward_entry.watch([root for _, root in plan.roots], self._masters)
         if self._masters is not None:
             # the cast rounded each weight; copying again settles the version counters
             self._masters.copy_to_weights()
@@ -200,7 +207,7 @@ class Attaching(Saving):
         DDP modules average FP32 gradients again; every rank calls this.
 
         Raises:
-            AmpUsageError: Gradients are waiting for a step.
+            AmpUsageError: Gradients are waiting for a step; a weight and its master that were both written to.
         """
         if not self.attached:
             return
@@ -211,6 +218,7 @@ class Attaching(Saving):
         if not fp32_ops.in_forward():
             forward_hooks.unwind()
         if self._masters is not None:
+            self._masters.synchronise()
             self._masters.refresh()
             for _ in self._masters.release():
                 pass
@@ -230,7 +238,8 @@ class Attaching(Saving):
         self.stage = Stage.DETACHED
 
     def before_forward(self, model: nn.Module) -> None:
-        """DDP modules take notice of parameters that were frozen, unfrozen or added since the last forward pass.
+        """Weights follow masters that somebody wrote to, and the other way round. DDP modules take notice of parameters that
+        were frozen, unfrozen or added since the last forward pass.
 
         Every rank calls this, before it enters ``no_sync``.
 
@@ -239,10 +248,13 @@ class Attaching(Saving):
 
         Raises:
             AmpAttachError: ``torch.compile`` has wrapped the model meanwhile.
-            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps.
+            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
+                and its master that were both written to.
         """
         if not self.policy.enabled:
             return
+        for engine in (self, *(other for other in self._others if isinstance(other, EngineBase))):
+            engine.synchronise()
         if self.policy.runs_16_bit and hasattr(model, '_orig_mod'):
             scope.check_compiled(model)
         if self._reducers.joins() and not self.is_plain:
@@ -345,6 +357,8 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         engine._watch_buffers(roots)
         engine._reducers.watch(models)
         engine._begin(engine._gradient_device(models[0] if models else None))
+    if engines and policy.casts_model:
+        casting.copies_are_fp32(models)
     return handle
 
 
