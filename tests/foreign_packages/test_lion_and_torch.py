@@ -28,7 +28,6 @@ RECIPES = [
         scheduler=lambda o: lr_scheduler.CosineAnnealingLR(o, 40),
     ),
     Recipe('torch', 'Adafactor', lambda m: torch.optim.Adafactor(m.parameters(), lr=0.03)),
-    Recipe('torch', 'Muon (matrices)', lambda m: torch.optim.Muon(matrices(m), lr=0.03)),
     Recipe('torch', 'NAdam', lambda m: torch.optim.NAdam(m.parameters(), lr=3e-3)),
     Recipe('torch', 'RAdam', lambda m: torch.optim.RAdam(m.parameters(), lr=3e-2)),
     Recipe('torch', 'ASGD', lambda m: torch.optim.ASGD(m.parameters(), lr=0.3, t0=10)),
@@ -63,7 +62,13 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize('recipe,level,api', cases(RECIPES))
+# the wrapper casts modules that its optimizer steps as a whole: here it would cast none
+MATRICES = [
+    Recipe('torch', 'Muon (matrices)', lambda m: torch.optim.Muon(matrices(m), lr=0.03)),
+]
+
+
+@pytest.mark.parametrize('recipe,level,api', [*cases(RECIPES), *cases(MATRICES, apis=('functional',))])
 def test_trains(recipe: Recipe, level: str, api: str, row: dict[str, Any]) -> None:
     trial(recipe, level, api, row)
 
