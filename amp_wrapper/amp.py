@@ -23,10 +23,9 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from . import amp_session, checkpoint_apex
+from . import amp_arguments, amp_session, checkpoint_apex
 from . import policy as policies
 from .amp_functions import (
     bfloat16_function,
@@ -42,9 +41,8 @@ from .amp_functions import (
 from .amp_handle import AmpHandle, NoOpHandle
 from .amp_scaling import scaled
 from .amp_session import Session
-from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError
-from .forward_hooks import CastInputs, has_hook
-from .policy import Policy
+from .errors import AmpCheckpointError, AmpConfigError
+from .policy import Fp32Names
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
 logger = logging.getLogger('amp_wrapper')
@@ -70,6 +68,10 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
 ) -> _Models: ...
 @overload
 def initialize(
@@ -87,6 +89,10 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -105,6 +111,10 @@ def initialize(  # type: ignore[misc]
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
 ) -> Any:
     """Cast models, make FP32 masters for their optimizers, and set up the loss scales. In place.
 
@@ -113,7 +123,8 @@ def initialize(  # type: ignore[misc]
     call has loss scales of its own.
 
     Args:
-        models: One or a list or tuple of them; all are cast as wholes, whoever steps their parameters.
+        models: One or a list or tuple of them; all are cast as wholes, whoever steps their parameters. An empty list is for
+            optimizers of models that were initialised before: their level holds, and their masters are kept.
         optimizers: One or several that will be stepped, or None for inference. ``step`` and ``zero_grad`` of these objects lead
             through this package from now on; class, pickled form and schedulers stay as they are.
         enabled: False makes this and all that follows a no-op; the rest is still checked.
@@ -129,14 +140,22 @@ def initialize(  # type: ignore[misc]
         verbosity: 0 silent, 1 the options and skipped steps, 2 a line for each cast too.
         min_loss_scale: Floor of a dynamic scale.
         max_loss_scale: Ceiling of a dynamic scale, or None.
+        keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32. With several models,
+            the names are those within each.
+        fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the registry
+            (:data:`amp_wrapper.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
+            ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
+            Frozen 16-bit weights are always taken.
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: the same objects, in lists or tuples as they came.
 
     Raises:
         AmpConfigError: Every conflict of the configuration in one message.
-        AmpAttachError: A model that is wrapped, 16-bit or cast already; an optimizer that cannot be wrapped or was
-            initialised already. Nothing has been changed.
+        AmpAttachError: A model that is wrapped or cast already, 16-bit without ``from_16bit``, or beyond the range of float16;
+            an optimizer that cannot be wrapped, was initialised already, or steps nothing of the models. Nothing has been
+            changed.
         TypeError: Something else than models and optimizers.
     """
     if master_weights is not None and not isinstance(master_weights, bool):
@@ -146,115 +165,44 @@ def initialize(  # type: ignore[misc]
                 'that are unscaled by the step, as AmpOptimWrapper has them.'
             ]
         )
+    given: dict[str, Any] = {
+        'cast_model_type': cast_model_type,
+        'patch_torch_functions': patch_torch_functions,
+        'keep_batchnorm_fp32': keep_batchnorm_fp32,
+        'master_weights': master_weights,
+        'loss_scale': loss_scale,
+        'cast_model_outputs': cast_model_outputs,
+        'min_loss_scale': min_loss_scale,
+        'max_loss_scale': max_loss_scale,
+        'keep_fp32': keep_fp32,
+        'fp32_ops': fp32_ops,
+    }
     policy = policies.resolve(
-        opt_level,
-        enabled=enabled,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
-        num_losses=num_losses,
-        verbosity=verbosity,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
+        opt_level, enabled=enabled, num_losses=num_losses, verbosity=verbosity, from_16bit=from_16bit, **given
     )
-    model_list = _listed(models, nn.Module, 'models', 'a torch.nn.Module')
+    model_list = amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module')
     optimizer_list = (
-        [] if optimizers is None else _listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
+        []
+        if optimizers is None
+        else amp_arguments.listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
     )
     amp_session.check_new(optimizer_list)
     if policy.enabled:
-        _check_models(model_list, policy)
-        told = {
-            'opt_level': opt_level if policy.opt_level == opt_level else None,
-            'cast_model_type': cast_model_type,
-            'patch_torch_functions': patch_torch_functions,
-            'keep_batchnorm_fp32': keep_batchnorm_fp32,
-            'master_weights': master_weights,
-            'loss_scale': loss_scale,
-        }
+        amp_arguments.check_models(model_list, policy)
+        if not model_list:
+            policy = amp_arguments.of_known_models(policy, optimizer_list, given)
         first = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         if not first and torch.distributed.get_rank() != 0:
             # one voice for all ranks
             policy = dataclasses.replace(policy, verbosity=0)
         session = Session(policy, model_list, optimizer_list)
-        _say(policy, told, session)
+        amp_arguments.say(policy, given, session)
     else:
         amp_session.disable(optimizer_list)
-    given = models if isinstance(models, nn.Module) else _like(models, model_list)
+    result = models if isinstance(models, nn.Module) else amp_arguments.like(models, model_list)
     if optimizers is None:
-        return given
-    return given, optimizers if isinstance(optimizers, Optimizer) else _like(optimizers, optimizer_list)
-
-
-def _listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
-    if isinstance(value, kind):
-        return [value]
-    if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
-        raise TypeError(
-            f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.'
-        )
-    for index, item in enumerate(value):
-        if not isinstance(item, kind):
-            raise TypeError(f'{name}[{index}]={_short(item)} must be {word}, but is {type(item).__name__}.')
-    return list(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + '...'
-
-
-def _like(value: Any, items: list[Any]) -> Any:
-    if isinstance(value, list):
-        return items
-    make = getattr(type(value), '_make', type(value))
-    return make(items)
-
-
-def _check_models(models: Sequence[nn.Module], policy: Policy) -> None:
-    for index, model in enumerate(models):
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            name = type(model).__name__
-            raise AmpAttachError(
-                f'models[{index}] is wrapped in {name} already. The order is: model.to(device), optimizer = ..., model, '
-                f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
-                f'that the parameters have after the cast.'
-            )
-        if policy.cast_model_type is not None and any(has_hook(part, CastInputs) for part in model.modules()):
-            raise AmpAttachError(
-                f'models[{index}] ({type(model).__name__}) holds casts already, of another amp.initialize() or of a wrapper: '
-                f'initialize a model once, together with all its optimizers, as lists. For more parameters there is '
-                f'optimizer.add_param_group(); to begin anew, build the model again and load model.state_dict(), which is FP32.'
-            )
-        if any(model is other for other in models[:index]):
-            raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
-
-
-def _say(policy: Policy, told: Mapping[str, Any], session: Session) -> None:
-    """The options on standard output, as people who used apex look for them."""
-    if policy.verbosity < 1:
-        return
-    print(f'amp: {policy.describe()}')
-    given = ', '.join(f'{name}={value!r}' for name, value in told.items() if value is not None and name != 'opt_level')
-    print(f'amp: overrides of {policy.opt_level}: {given or "none"}')
-    scale = policy.loss_scale
-    options = {
-        'enabled': policy.enabled,
-        'opt_level': policy.opt_level,
-        'cast_model_type': None if policy.cast_model_type is None else policies.dtype_name(policy.cast_model_type),
-        'patch_torch_functions': policy.patch_torch_functions,
-        'keep_batchnorm_fp32': policy.keep_batchnorm_fp32,
-        'master_weights': policy.master_weights,
-        'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale,
-    }
-    for name, value in options.items():
-        print(f'    {name:<22}: {value}')
-    if policy.verbosity >= 2 and policy.cast_model_type is not None:
-        for name in session.casts.parameters:
-            print(f'amp: {name} is {policies.dtype_name(policy.cast_model_type)} now')
+        return result
+    return result, optimizers if isinstance(optimizers, Optimizer) else amp_arguments.like(optimizers, optimizer_list)
 
 
 @contextmanager

@@ -48,10 +48,21 @@ def scaled(
         yield result
         return
     with first.receiving(loss_id, rest, beyond) as begins:
+        ran: list[bool] = []
         if result.requires_grad and result is not loss:
-            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
-            result.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]
+
+            def begin(gradient: Tensor) -> None:
+                # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
+                begins()
+                ran.append(True)
+
+            result.register_hook(begin)  # type: ignore[no-untyped-call]
+        waits = any(engine.waits_for_average for engine in engines)
         yield result
+        if not ran and result is not loss and not waits:
+            for engine in engines:
+                if engine.pass_watch is not None:
+                    engine.pass_watch.see_block(engine.weights())
 
 
 __all__ = ['scaled']

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
-from . import fp32_ops, fp32_registry, module_guard, twins
+from . import conversion_guard, fp32_ops, fp32_registry, given_weights, module_guard, twins
 from .errors import AmpAttachError, AmpConfigError, nearest
 from .forward_hooks import (
     AmpHook,
@@ -41,7 +41,7 @@ from .forward_hooks import (
 )
 from .module_guard import own_tensors, some
 from .nested import CASTABLE, HALF_TYPES, EnterObject
-from .policy import Policy, dtype_name
+from .policy import Policy
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -122,9 +122,12 @@ class CastPlan:
 
     Attributes:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
+        rounded: The trainable ones among all parameters that are 16-bit before the cast.
+        raised: 16-bit tensors that will become FP32.
 
     Raises:
-        AmpAttachError: A parameter is 16-bit already, not initialised yet, or already cast by another wrapper.
+        AmpAttachError: A trainable parameter is 16-bit already, and the policy does not take it; one is not initialised yet,
+            beyond the range of float16, or already cast by another wrapper.
         AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
     """
 
@@ -151,6 +154,7 @@ class CastPlan:
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
+        self.rounded: dict[str, nn.Parameter] = {}
         self._buffers: list[Tensor] = []
         for name, root in self.roots:
             self._refuse(name, root)
@@ -164,6 +168,9 @@ class CastPlan:
         if policy.casts_model:
             self._keep_sharers()
             self._collect()
+            assert policy.cast_model_type is not None
+            given_weights.check_range(self.parameters, policy.cast_model_type)
+        self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
             classes = sorted({type(m) for m in self._modules()}, key=_class_name)
@@ -223,24 +230,8 @@ class CastPlan:
                     f'torch.jit.trace, and such a module takes no hooks, which the casts need. Hand over the Python module and '
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
-        half, lazy = [], []
-        left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
-        for key, parameter in root.named_parameters(prefix=name):
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                lazy.append(key)
-            elif parameter.dtype in HALF_TYPES and id(parameter) not in left:
-                if not parameter.requires_grad and not self.policy.casts_model:
-                    continue  # nobody steps or casts it: a frozen 16-bit part beside FP32 ones
-                half.append(f'{key} ({dtype_name(parameter.dtype)})')
-        if lazy:
-            raise AmpAttachError(
-                f'parameters without a shape yet: {some(lazy)}. Run one forward pass through the lazy modules first.'
-            )
-        if half:
-            raise AmpAttachError(
-                f'the model is 16-bit already: {some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()): '
-                f'weights that are rounded once have lost what FP32 updates are for.'
-            )
+        left = frozenset(id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters())
+        self.rounded.update(given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, left))
 
     def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
         if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
@@ -282,6 +273,8 @@ class CastPlan:
                         hit = isinstance(module, item)
                     else:
                         hit = (key != '' and fnmatch.fnmatchcase(key, item)) or type(module).__name__ == item
+                        # the user knows nothing of the names that several models get
+                        hit = hit or (self._covers and fnmatch.fnmatchcase(key.removeprefix(f'{prefix}.'), item))
                     if hit:
                         named.add(id(module))
                         unmatched.discard(item)
@@ -324,6 +317,29 @@ class CastPlan:
                 if self._is_ours(buffer, seen):
                     self._buffers.append(buffer)
 
+    def _find_raised(self) -> list[Tensor]:
+        """What is 16-bit before, and FP32 after: where modules stay FP32, and at the levels whose weights are FP32.
+
+        Frozen weights at the latter stay as they are: nothing is added to them, and their size is why they are 16-bit.
+        """
+        found: dict[int, Tensor] = {}
+        for module in self._modules():
+            if isinstance(module, (*self._leave, torch.jit.ScriptModule)):
+                continue
+            own = [tensor for _, tensor in own_tensors(module) if tensor.dtype in HALF_TYPES]
+            trained = {id(parameter) for parameter in self.rounded.values()}
+            frozen = any(isinstance(t, nn.Parameter) and id(t) not in trained for t in own)
+            for tensor in own:
+                kept = id(tensor) in self._kept_tensors
+                if kept or (not self.policy.casts_model and self.policy.from_16bit and self._is_raised(tensor, frozen)):
+                    found[id(tensor)] = tensor
+        return list(found.values())
+
+    @staticmethod
+    def _is_raised(tensor: Tensor, beside_frozen: bool) -> bool:
+        """At a level with FP32 weights: what is trained, and buffers of modules in which nothing is frozen and 16-bit."""
+        return tensor.requires_grad if isinstance(tensor, nn.Parameter) else not beside_frozen
+
     def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
         if id(tensor) in seen or id(tensor) in self._kept_tensors or tensor.dtype not in CASTABLE:
             return False
@@ -343,6 +359,10 @@ class CastPlan:
                 strip_hooks(root)
         watched = [module for module in self._modules() if not isinstance(module, self._leave)]
         handle = CastHandle([root for _, root in self.roots], self.parameters, self._buffers, watched)
+        for tensor in self.raised:
+            _cast_in_place(tensor, torch.float32)
+        if policy.cast_model_type is torch.float32:
+            self._let_types_meet()
         if policy.casts_model:
             assert policy.cast_model_type is not None
             self._apply_casts(policy.cast_model_type)
@@ -366,6 +386,8 @@ class CastPlan:
                 root.register_forward_hook(LeaveForward(), always_call=True)
         if self._covers:
             self._cover_forwards(before)
+        if policy.cast_model_type is not None or policy.runs_16_bit:
+            conversion_guard.guard(watched, policy.opt_level)
         if self.ops is not None:
             fp32_ops.attach(watched, self.ops)
             module_guard.watch(watched, policy.casts_model)
@@ -400,6 +422,19 @@ class CastPlan:
                 _drop_forward_hooks(module, kinds)
                 module.register_forward_pre_hook(EnterCastsBelow(self.ops, policy.autocast_dtype), prepend=True)
                 module.register_forward_hook(LeaveCastsBelow(outputs, self._enter), always_call=True)
+
+    def _let_types_meet(self) -> None:
+        """Beside frozen 16-bit weights at O0: each module computes in the type of its own weights, as at the other levels."""
+        owners = [
+            (module, own[0].dtype)
+            for module in self._modules()
+            if not isinstance(module, (*self._leave, torch.jit.ScriptModule))
+            and (own := [p for p in module.parameters(recurse=False) if p.dtype in CASTABLE])
+        ]
+        if any(dtype in HALF_TYPES for _, dtype in owners):
+            for module, dtype in owners:
+                if not has_hook(module, CastInputs):
+                    module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers):
@@ -450,6 +485,7 @@ class CastHandle:
         """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
         fp32_ops.release(self._watched)
         module_guard.unwatch(self._watched)
+        conversion_guard.release(self._watched)
         for root in self.roots:
             strip_hooks(root)
         for tensor in (*self.parameters.values(), *self._buffers):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from . import fp32_ops, op_casts, passes
-from .errors import AmpAttachError, BannedOpError
+from .errors import AmpAttachError, BannedOpError, ScriptingError
 from .fp32_call import autocast_is_on
 from .fp32_registry import BCE_REASON
 from .nested import HALF_TYPES, EnterObject, cast_tensors, map_tensors
@@ -34,6 +34,15 @@ untraced: Callable[[_Hook], _Hook] = torch.compiler.disable
 
 class AmpHook:
     """Marks the hooks of this package, so that they can be found and taken off."""
+
+    @property
+    def __name__(self) -> str:
+        # torch.jit.script begins with the names of a module's hooks, and nobody else needs one: AttributeError otherwise
+        raise ScriptingError(
+            'torch.jit.script cannot compile the casts of a model that mixed precision is attached to. Write '
+            'torch.jit.trace(model, example), which records them, or load model.state_dict() into a new FP32 model and script '
+            'that one.'
+        )
 
 
 class CastInputs(AmpHook):

@@ -71,6 +71,8 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
             more bytes per weight between its backward passes.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
+            Frozen 16-bit weights are always taken.
         on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
             device once an iteration.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
@@ -113,6 +115,7 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: int | None = 50,
         accumulate_in_fp32: bool = False,
         on_skip: str = 'advance',
+        from_16bit: bool = False,
         **kwargs: Any,
     ) -> None:
         problems: list[str] = []
@@ -137,6 +140,7 @@ class AmpOptimWrapper(OptimWrapper):
                 skip_nonfinite=skip_nonfinite,
                 max_consecutive_skips=max_consecutive_skips,
                 accumulate_in_fp32=accumulate_in_fp32,
+                from_16bit=from_16bit,
             )
         except AmpConfigError as error:
             problems += error.problems
@@ -248,7 +252,8 @@ class AmpOptimWrapper(OptimWrapper):
             foreign: Parameters that other wrappers step.
 
         Raises:
-            AmpAttachError: The model is 16-bit already, cast already, or wrapped in a way that cannot be followed.
+            AmpAttachError: Trainable weights are 16-bit already (``from_16bit`` takes them), beyond the range of float16, or
+                cast already; the model is wrapped in a way that cannot be followed; the optimizer steps nothing of it.
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
         """
         if self._engine.attached:

@@ -23,6 +23,7 @@ class StepFlags:
     Attributes:
         used: Whether each loss has had a backward pass since the last step.
         received_locally: Whether something was received in a pass that was not averaged over the ranks.
+        named: Whether a pass that was meant for this optimizer has come since the last step, whosever scale it carried.
         looked: Whether somebody has looked at the gradients that were there before the first pass.
     """
 
@@ -42,6 +43,7 @@ class StepFlags:
         self._received: Tensor | None = None
         self.received_locally = False
         self.looked = False
+        self.named = False
 
     def to(self, device: torch.device) -> None:
         """Where flags are made from now on."""

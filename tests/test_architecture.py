@@ -30,6 +30,10 @@ FLOOR_OF = {
     'casting': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
+    'conversion_guard': 'owners',
+    'given_weights': 'owners',
+    'ownership': 'owners',
+    'pass_watch': 'owners',
     'twins': 'owners',
     'split_weights': 'owners',
     'loss_scaler': 'owners',
@@ -89,6 +93,11 @@ SIBLINGS = {
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
     ('module_guard', 'forward_hooks'),
+    # the plan looks at the weights first, and guards the model last
+    ('casting', 'given_weights'),
+    ('casting', 'conversion_guard'),
+    ('given_weights', 'module_guard'),
+    ('conversion_guard', 'twins'),
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),
     ('split_weights', 'twins'),

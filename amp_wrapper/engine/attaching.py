@@ -15,6 +15,8 @@ from .. import (
     foreign_gradients,
     forward_hooks,
     fp32_ops,
+    given_weights,
+    ownership,
     scope,
     twins,
 )
@@ -58,8 +60,9 @@ class Attaching(Saving):
             enter: Casts tensors inside output objects of a framework's own kind.
 
         Raises:
-            AmpAttachError: The model is 16-bit already, cast already by somebody else, compiled, sharded, or in a DDP
-                that cannot be carried over. Nothing has been changed.
+            AmpAttachError: The optimizer steps nothing of the model; the model is 16-bit already or beyond float16's range,
+                cast already by somebody else, compiled, sharded, or in a DDP that cannot be carried over. Nothing has been
+                changed.
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing. Nothing has been changed.
         """
         if self.attached:
@@ -83,14 +86,19 @@ class Attaching(Saving):
                 check_unknown_listeners(inner)
             reducers.check(not self.is_plain, self.policy.casts_model)
             self._check_shared()
+            foreign = list(foreign)
+            if self.optimizer is not None:
+                theirs = [weight for other in self._others for weight in other.weights()]
+                ownership.check_owners([self.optimizer], [inner], [*foreign, *theirs])
             done, shared_weights = self._cast_by_others()
             roots = scope.find_roots(inner, self.optimizer, foreign, done)
             plan = casting.CastPlan(roots, self.policy, leave, average, enter)
             self._make_masters(plan)
             self._handle = plan.apply()
             self._take_cast(plan, shared_weights)
+            given_weights.say_rounded(plan.rounded, self.policy)
             self._reducers = reducers
-            reducers.rebuild(plan.parameters.values())
+            reducers.rebuild([*plan.parameters.values(), *plan.raised])
             reducers.record()
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 log_casts(plan)
@@ -110,6 +118,9 @@ class Attaching(Saving):
     def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
         """After the cast."""
         self._ops = plan.ops
+        if plan.rounded and self.optimizer is not None and (self._masters is not None or plan.raised):
+            # of weights that are FP32 from now on, here or as masters
+            _state_to_fp32(self.optimizer)
         if self._masters is not None:
             # the cast rounded each weight; copying again settles the version counters
             self._masters.copy_to_weights()
@@ -313,7 +324,8 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         check_once(engine, names)
     for engine in engines:
         engine._names = names
-        engine._arrivals.share(engines[0]._arrivals)
+        first = next((each for each in engines if each._arrivals.is_shared), engines[0])
+        engine._arrivals.share(first._arrivals)
         engine._reducers = Reducers(
             None, engine.weights, [(names[id(p)], p) for p in engine.weights() if id(p) in names]
         )
@@ -322,6 +334,7 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
     for engine in engines:
         engine._make_masters(plan)
     handle = plan.apply()
+    given_weights.say_rounded(plan.rounded, policy)
     for engine in engines:
         engine._take_cast(plan)
         engine._reducers.watch(models)

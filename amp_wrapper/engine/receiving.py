@@ -121,7 +121,24 @@ class Receiving(Attaching):
             self._tell(loss_id, [*together, *self._steppers_of(engines, others)], flags)
         self._flags.used[loss_id] = True
         for engine in engines:
+            engine._flags.named = True
             engine.stage = Stage.ACCUMULATING
+
+    def follow(self, earlier: Sequence[EngineBase]) -> None:
+        """Before attaching: what earlier optimizers of the same weights have left there is known to this one too.
+
+        Args:
+            earlier: Engines that are attached.
+        """
+        mine = {id(weight) for weight in self.weights()}
+        for engine in earlier:
+            if mine.intersection(map(id, engine.weights())):
+                self._arrivals.share(engine._arrivals)
+                return
+
+    def take_over(self) -> None:
+        """After attaching: gradients that masters have from before are no news."""
+        self._arrivals.take_over(self._pairs())
 
     def _begin_pass(self) -> bool:
         """Returns whether the coming pass is averaged over the ranks; True without several."""
@@ -201,7 +218,7 @@ class Receiving(Attaching):
         """Masters for what ``add_param_group`` brought, before gradients arrive."""
         if self._masters is not None and self._on_arrival:
             lengths = [len(group['params']) for group in self.optimizer.param_groups] if self.optimizer else []
-            if lengths != self._lengths:
+            if lengths != self._lengths or self._masters.has_unfrozen:
                 self._lengths = lengths
                 self._masters.adopt()
 
