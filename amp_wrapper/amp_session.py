@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import known_models, ownership, passes
+from . import hf_saving, known_models, ownership, passes
 from .engine import AmpEngine, attach_together, new_scalers
 from .errors import AmpAttachError, AmpUsageError
 from .late_read import LateRead
@@ -35,6 +35,11 @@ _disabled: WeakSet[Optimizer] = WeakSet()
 _NEVER = (
     'no optimizer has been initialised: call "model, optimizer = amp.initialize(model, optimizer, opt_level=...)" first, once, '
     'before training.'
+)
+_TWO_PARTS = (
+    '{name}.step(closure) calls the closure itself, in the middle of a step (as SAM does), where loss scaling and skipped '
+    'steps cannot follow. Write the parts of the step out, each after an amp.scale_loss block of its own (first_step(), '
+    "second_step()), or train at opt_level='O0' or with enabled=False."
 )
 
 
@@ -75,6 +80,7 @@ class Session:
         self.casts = attach_together(self._engines, models, policy)
         for engine in self._engines:
             engine.take_over()
+        hf_saving.watch(models)
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:
             for model in models:
@@ -140,7 +146,12 @@ class Session:
 
         def bare_step(**_: Any) -> None:
             # every argument as it came: the engine has to know of closures alone
-            value = own_step(*args, **kwargs)
+            try:
+                value = own_step(*args, **kwargs)
+            except Exception as error:
+                if result and _asks_for_closure(error):
+                    raise AmpUsageError(_TWO_PARTS.format(name=type(optimizer).__name__)) from error
+                raise
             if not result:
                 result.append(value)
 
@@ -164,6 +175,14 @@ class Session:
         """Say what was skipped up to now. Syncs."""
         for engine in self._engines:
             self._read(engine, wait=True)
+
+
+def _asks_for_closure(error: Exception) -> bool:
+    """Whether an optimizer failed since its closure had been called for it, and None was handed on."""
+    text = f'{type(error).__name__} {error}'.lower()
+    return (
+        'closure' in text or isinstance(error, AssertionError) or (isinstance(error, TypeError) and 'nonetype' in text)
+    )
 
 
 def _named(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

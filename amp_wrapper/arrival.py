@@ -47,15 +47,16 @@ class Arrivals:
         keeps: Whether model weights keep the (scaled) gradient of the last pass. Scripts clear gradients by
             ``model.zero_grad()``, which knows no masters: that a weight has lost its gradient tells that its master has to lose
             it too.
+        speaks: Whether gradients that have no effect are told of.
     """
 
-    def __init__(self, keeps: bool) -> None:
+    def __init__(self, keeps: bool, speaks: bool = True) -> None:
         self._keeps = keeps
         # id of a weight -> the gradient that was left there, its version
         self._left: dict[int, tuple[Tensor, int]] = {}
         # those that a pass under way has taken off their weights, by id
         self._aside: dict[int, Tensor] = {}
-        self._warned = False
+        self._warned = not speaks
         #: Whether another engine knows of the same gradients.
         self.is_shared = False
         self.held: Held | None = None

@@ -51,7 +51,13 @@ class Fp32StateDict(AmpHook):
 
     A weight that was edited behind the optimizer's back, through ``.data`` say, wins: its master follows it first, and
     a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+
+    Args:
+        speaks: Whether there are warnings.
     """
+
+    def __init__(self, speaks: bool = True) -> None:
+        self.speaks = speaks
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         for name, tensor in own_tensors(module):
@@ -59,7 +65,7 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            if twins.follow_weight(tensor):
+            if twins.follow_weight(tensor) and self.speaks:
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
@@ -454,7 +460,7 @@ class CastPlan:
             for module in root.modules():
                 if id(module) not in left and any(True for _ in own_tensors(module)):
                     if module in cast_modules:
-                        module._register_state_dict_hook(Fp32StateDict())  # type: ignore[no-untyped-call]
+                        module._register_state_dict_hook(Fp32StateDict(self.policy.verbosity >= 1))  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
                     module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]

@@ -17,7 +17,7 @@ from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from . import mmengine_patches, model_wrappers, ops, policy
+from . import hf_saving, mmengine_patches, model_wrappers, ops, policy
 from .checkpoint import amp_part
 from .checkpoint_judge import check_settings
 from .deferred_log import DeferredLog
@@ -169,11 +169,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._last: StepResult | None = None
         self._untold: StepResult | None = None
         self.on_skip = on_skip
-        print_log(
-            f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}',
-            logger='current',
-            level=logging.INFO,
-        )
+        self._say(f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}')
 
     # -- what it is --------------------------------------------------------------------------------------------------
 
@@ -270,6 +266,7 @@ class AmpOptimWrapper(OptimWrapper):
             foreign=foreign,
             enter=mmengine_patches.cast_data_element,
         )
+        hf_saving.watch([inner])
 
     def detach(self) -> None:
         """Take the casts off, give the model its FP32 weights (the masters) and the optimizer its own parameters.
@@ -480,7 +477,11 @@ class AmpOptimWrapper(OptimWrapper):
             self.base_param_settings = dict(base)
         for note in notes:
             label = f'{self.member_name}: ' if self.member_name else ''
-            print_log(f'amp: {label}{note}', logger='current', level=logging.INFO)
+            self._say(f'amp: {label}{note}')
+
+    def _say(self, line: str) -> None:
+        if self._engine.policy.verbosity >= 1:
+            print_log(line, logger='current', level=logging.INFO)
 
 
 def _other_optimizer(wrapper: Any) -> OtherOptimizer:

@@ -81,7 +81,7 @@ class Attaching(Saving):
                 scope.check_compiled(model)
             inner = scope.unwrap(model)
             self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
-            reducers = Reducers(model, self.weights, inner.named_parameters())
+            reducers = Reducers(model, self.weights, inner.named_parameters(), self.policy.verbosity >= 1)
             if self.policy.casts_model and not reducers.ddps:
                 check_unknown_listeners(inner)
             reducers.check(not self.is_plain, self.policy.casts_model)
@@ -327,7 +327,10 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         first = next((each for each in engines if each._arrivals.is_shared), engines[0])
         engine._arrivals.share(first._arrivals)
         engine._reducers = Reducers(
-            None, engine.weights, [(names[id(p)], p) for p in engine.weights() if id(p) in names]
+            None,
+            engine.weights,
+            [(names[id(p)], p) for p in engine.weights() if id(p) in names],
+            policy.verbosity >= 1,
         )
         engine.join([other for other in engines if other is not engine])
     plan = casting.CastPlan(roots, policy, covers_forward=True)

@@ -91,7 +91,7 @@ class EngineBase:
         )
         # several scales must never mix in one gradient
         self._on_arrival = policy.enabled and (policy.num_losses > 1 or self._shared)
-        self._arrivals = Arrivals(keeps=self._shared)
+        self._arrivals = Arrivals(keeps=self._shared, speaks=policy.verbosity >= 1)
         # passes for other optimizers that are under way, and what they may bring here
         self._lenders: list[tuple[foreign_gradients.Lending, foreign_gradients.Share]] = []
         # of backward(), of which the last pass was a part
