@@ -343,14 +343,16 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if not scalers:
         logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
         return
-    if len(saved) != len(scalers):
+    speaks = any(session.policy.verbosity >= 1 for session in sessions)
+    if len(saved) != len(scalers) and speaks:
         logger.warning(
             f'amp: the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured: the first '
             f'{min(len(saved), len(scalers))} are taken over.'
         )
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):
-            logger.info(f'amp: loss {index}: {note}')
+            if speaks:
+                logger.info(f'amp: loss {index}: {note}')
 
 
 def init(

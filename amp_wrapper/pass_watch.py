@@ -44,17 +44,17 @@ class PassWatch:
         grad = next((p.grad for p in parameters if p.grad is not None), None)
         self._stepped = None if grad is None else (ref(grad), grad._version)
 
-    def see_step(self, parameters: Sequence[Tensor], named: bool, received: bool) -> None:
+    def see_step(self, parameters: Sequence[Tensor], named: bool, lent: bool) -> None:
         """A step is about to be taken. Reads the device only where no block brought anything, and gradients are there.
 
         Args:
             parameters: What the optimizer steps; their gradients are unscaled.
             named: Whether a block that named the optimizer has brought something since the last step.
-            received: Whether a block that did not name it has.
+            lent: Whether a block that did not name it has.
         """
         if named or not self._open:
             return
-        if received:
+        if lent:
             self._tell(_UNNAMED)
             return
         if _UNSCALED not in self._open or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

@@ -363,6 +363,7 @@ class Receiving(Attaching):
                 self._arrivals.add([pair for pair in self._pairs() if id(pair[0]) in reached], None)
         elif self._sums is not None:
             self._sums.take(self.weights())
+        self._flags.lent = True
         # this engine's own pass may average the gradients themselves, but not the flag
         self._flags.receive(found_inf, self._reducers.is_local())
         if self.attached:

@@ -82,7 +82,7 @@ class Stepping(Receiving):
         self._take_up(makes_room=False)
         if self.pass_watch is not None:
             flags = self._flags
-            self.pass_watch.see_step(self._parameters(), flags.named, flags.has_received)
+            self.pass_watch.see_step(self._parameters(), flags.named, flags.lent)
         self._look_at_rest()
 
     def _step_fused(
