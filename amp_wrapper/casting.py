@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
@@ -44,6 +44,8 @@ from .nested import CASTABLE, HALF_TYPES, EnterObject
 from .policy import Policy
 
 logger = logging.getLogger('amp_wrapper')
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
 class Fp32StateDict(AmpHook):
@@ -329,6 +331,8 @@ class CastPlan:
         Frozen weights at the latter stay as they are: nothing is added to them, and their size is why they are 16-bit.
         """
         found: dict[int, Tensor] = {}
+        # under autocast they want FP32 weights beside FP32 inputs, and are small
+        norms = self.policy.runs_16_bit and not self.policy.casts_model
         for module in self._modules():
             if isinstance(module, (*self._leave, torch.jit.ScriptModule)):
                 continue
@@ -336,7 +340,7 @@ class CastPlan:
             trained = {id(parameter) for parameter in self.rounded.values()}
             frozen = any(isinstance(t, nn.Parameter) and id(t) not in trained for t in own)
             for tensor in own:
-                kept = id(tensor) in self._kept_tensors
+                kept = id(tensor) in self._kept_tensors or (norms and isinstance(module, _NORMS))
                 if kept or (not self.policy.casts_model and self.policy.from_16bit and self._is_raised(tensor, frozen)):
                     found[id(tensor)] = tensor
         return list(found.values())

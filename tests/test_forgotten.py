@@ -419,9 +419,9 @@ def test_a_new_optimizer_is_of_the_models_level() -> None:
     net = model()
     amp.initialize(net, SGD(net.parameters(), lr=0.1), opt_level='O5', num_losses=2, verbosity=0)
     new = SGD(net.parameters(), lr=0.1)
-    with pytest.raises(AmpAttachError, match="opt_level='O2'.*at O5"):
+    with pytest.raises(AmpAttachError, match=r"opt_level='O2'.*at O5"):
         amp.initialize([], new, opt_level='O2', verbosity=0)
-    with pytest.raises(AmpConfigError, match='keep_fp32.*was decided'):
+    with pytest.raises(AmpConfigError, match=r'keep_fp32.*was decided'):
         amp.initialize([], new, keep_fp32='Linear', verbosity=0)
     with pytest.raises(AmpAttachError, match='made from FP32 masters'):
         amp.initialize([], SGD(amp.master_params(SGD_of(net)), lr=0.1), verbosity=0)
