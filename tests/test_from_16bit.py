@@ -213,7 +213,7 @@ def test_keep_fp32(level: str, several: bool, device: torch.device) -> None:
     amp.initialize(models, optimizer, opt_level=level, keep_fp32='head.*', verbosity=0)
     assert net['head'][0].weight.dtype is torch.float32
     assert net['body'].weight.dtype in HALF
-    with pytest.raises(AmpConfigError, match="keep_fp32='heads' matches no module.*head"):
+    with pytest.raises(AmpConfigError, match=r"keep_fp32='heads' matches no module.*head"):
         amp.initialize(nn.ModuleDict({'head': nn.Linear(1, 1)}), opt_level=level, keep_fp32='heads', verbosity=0)
 
 
