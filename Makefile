@@ -15,26 +15,36 @@ DOWNSTREAM ?= .venv-downstream
 MMCV ?= mmcv==2.1.0
 WHEELS ?= ../shared/wheels
 RESULTS ?= build/downstream
+# the environment of test-foreign, and where it puts its verdicts
+FOREIGN ?= .venv-foreign
+FOREIGN_RESULTS ?= build/foreign
 
 # how many processes crash-test kills and how many files fuzz-test damages; SEED chooses the moments and the damage
 KILLS ?= 200
 FILES ?= 10000
 SEED ?= 0
 
+# of gpu-check: one stage or all, the seconds for each, and DRY=1 to see the commands alone
+STAGE ?= all
+BUDGET ?= 530
+DRY ?=
+
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help ops train test test-downstream crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
 	@echo 'make test    set up, run the tests (PYTEST_ARGS="-k name" for some of them)'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
+	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
 	@echo 'make crash-test  kill 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
 	@echo 'make fuzz-test   resume from 10,000 damaged checkpoints (FILES=, SEED=)'
 	@echo 'make ops     build the compiled ops (FORCE_CUDA=1, TORCH_CUDA_ARCH_LIST=, MAX_JOBS=, AMP_WRAPPER_WITH_OPS=0)'
 	@echo 'make lint    ruff, clang-format; make format applies them'
 	@echo 'make type    mypy'
 	@echo 'make docs    build the pages into site/'
+	@echo 'make gpu-check   everything that needs a GPU (STAGE=ops|step|engine|end-to-end|sanitizer|ddp, BUDGET= seconds, DRY=1)'
 	@echo 'make bench   measure, and print the tables'
 	@echo 'make clean   remove the environments and everything built'
 
@@ -113,6 +123,26 @@ test-downstream: $(DOWNSTREAM)/.done-$(notdir $(MMCV))
 	$(DOWNSTREAM)/bin/python -m pytest tests/downstream -n $(WORKERS) --dist worksteal --results $(RESULTS) $(PYTEST_ARGS)
 	$(DOWNSTREAM)/bin/python tests/downstream/report.py $(RESULTS)
 
+$(FOREIGN)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/foreign.txt \
+		requirements/foreign-runtime.txt requirements/constraints.txt pyproject.toml setup.py
+	$(MAKE) --no-print-directory VENV=$(FOREIGN) $(FOREIGN)/.dev
+	@echo '== installing $(MMCV) in place of mmcv-lite (from $(WHEELS), if it is there)'
+	$(FOREIGN)/bin/python -m pip uninstall --quiet --yes mmcv-lite mmcv
+	$(FOREIGN)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
+		$(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(MMCV)
+	@echo '== installing the packages of requirements/foreign.txt, and what they need'
+	$(FOREIGN)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/foreign-runtime.txt
+	$(FOREIGN)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/foreign.txt
+	@touch $@
+
+# the page is written whatever failed: it says so
+test-foreign: $(FOREIGN)/.done
+	$(MAKE) --no-print-directory VENV=$(FOREIGN) $(FOREIGN)/.ops
+	rm -rf $(FOREIGN_RESULTS)
+	$(FOREIGN)/bin/python -m pytest tests/foreign_packages -n $(WORKERS) --dist worksteal --results $(FOREIGN_RESULTS) $(PYTEST_ARGS); \
+	failed=$$?; $(FOREIGN)/bin/python tests/foreign_packages/report.py $(FOREIGN_RESULTS) \
+	$(if $(PYTEST_ARGS),,--write benchmarks/results/foreign.md) && exit $$failed
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -131,11 +161,17 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.ops
 	$(BIN)/python -m benchmarks.hooks
+	$(BIN)/python -m benchmarks.buffers
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.step
 
+# what is installed decides what is run: an image for GPUs has a torch of its own, and no way to install another
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-check:
+	$(GPU_PYTHON) -m benchmarks.gpu_check --stage $(STAGE) --budget $(BUDGET) $(if $(DRY),--dry)
+
 clean:
 	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json
-	rm -rf $(VENV) $(DOWNSTREAM) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

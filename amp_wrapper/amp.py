@@ -72,6 +72,7 @@ def initialize(
     keep_fp32: str | type | Sequence[str | type] | None = None,
     fp32_ops: Fp32Names | None = None,
     from_16bit: bool = False,
+    restore_buffers_on_skip: bool = True,
 ) -> _Models: ...
 @overload
 def initialize(
@@ -93,6 +94,7 @@ def initialize(
     keep_fp32: str | type | Sequence[str | type] | None = None,
     fp32_ops: Fp32Names | None = None,
     from_16bit: bool = False,
+    restore_buffers_on_skip: bool = True,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -115,6 +117,7 @@ def initialize(  # type: ignore[misc]
     keep_fp32: str | type | Sequence[str | type] | None = None,
     fp32_ops: Fp32Names | None = None,
     from_16bit: bool = False,
+    restore_buffers_on_skip: bool = True,
 ) -> Any:
     """Cast models, make FP32 masters for their optimizers, and set up the loss scales. In place.
 
@@ -147,6 +150,8 @@ def initialize(  # type: ignore[misc]
             ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
         from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
             Frozen 16-bit weights are always taken.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed. apex left them as they were, NaN included.
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: the same objects, in lists or tuples as they came.
@@ -178,7 +183,13 @@ def initialize(  # type: ignore[misc]
         'fp32_ops': fp32_ops,
     }
     policy = policies.resolve(
-        opt_level, enabled=enabled, num_losses=num_losses, verbosity=verbosity, from_16bit=from_16bit, **given
+        opt_level,
+        enabled=enabled,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        from_16bit=from_16bit,
+        restore_buffers_on_skip=restore_buffers_on_skip,
+        **given,
     )
     model_list = amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module')
     optimizer_list = (
@@ -282,23 +293,28 @@ def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
     return [name for engine in amp_session.engines_of(optimizer) for name in engine.weights_changed(tensors)]
 
 
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+def state_dict(
+    destination: dict[str, Any] | None = None, optimizers: Optimizer | Sequence[Optimizer] | None = None
+) -> dict[str, Any]:
     """The loss scales in apex's form: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``. Syncs.
 
-    Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none.
-    Masters are in the models' own ``state_dict()``, moments in the optimizers'.
+    Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none. A
+    call counts for as long as somebody holds one of its optimizers: what else is left of it, a model or the graph of a loss,
+    does not count. Masters are in the models' own ``state_dict()``, moments in the optimizers'.
 
     Args:
         destination: A dict to write to.
+        optimizers: Only the calls to which these belong count. For notebooks, where ``Out`` or the traceback of an error may
+            hold an optimizer of an earlier call.
 
     Returns:
         ``destination``, or a new dict. Empty where mixed precision is not enabled.
 
     Raises:
-        AmpUsageError: Before :func:`initialize`.
+        AmpUsageError: Before :func:`initialize`; one of ``optimizers`` was not initialised.
     """
     scalers = []
-    for session in amp_session.sessions():
+    for session in amp_session.sessions(optimizers):
         session.read_all()
         for scaler in session.scalers:
             state = scaler.state_dict()
@@ -311,7 +327,7 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     return result
 
 
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Sequence[Optimizer] | None = None) -> None:
     """Take over loss scales from :func:`state_dict`, or from ``apex.amp.state_dict()``.
 
     Models and optimizers load their own states, before or after :func:`initialize`.
@@ -319,12 +335,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Args:
         state_dict: Not changed. With more scales than are configured, or fewer, those of the same number are taken over, and a
             warning says so.
+        optimizers: As in :func:`state_dict`.
 
     Raises:
         AmpCheckpointError: Unknown keys, a hole in the numbering, or an impossible value. Nothing has been applied.
-        AmpUsageError: Before :func:`initialize`.
+        AmpUsageError: As :func:`state_dict`.
     """
-    sessions = amp_session.sessions()
+    sessions = amp_session.sessions(optimizers)
     scalers = [scaler for session in sessions for scaler in session.scalers]
     if not isinstance(state_dict, Mapping):
         raise AmpCheckpointError(
@@ -345,9 +362,15 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         return
     speaks = any(session.policy.verbosity >= 1 for session in sessions)
     if len(saved) != len(scalers) and speaks:
+        several = (
+            f' Those are of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds; '
+            'amp.load_state_dict(state, optimizers=optimizer) loads those of one.'
+            if len(sessions) > 1
+            else ''
+        )
         logger.warning(
             f'amp: the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured: the first '
-            f'{min(len(saved), len(scalers))} are taken over.'
+            f'{min(len(saved), len(scalers))} are taken over.{several}'
         )
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):

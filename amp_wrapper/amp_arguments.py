@@ -14,7 +14,7 @@ from . import known_models
 from . import policy as policies
 from .amp_session import Session
 from .errors import AmpAttachError, AmpConfigError
-from .forward_hooks import CastInputs, has_hook
+from .forward_hooks import holds_casts
 from .policy import Policy
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
@@ -114,7 +114,7 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
                 f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
                 f'that the parameters have after the cast.'
             )
-        if policy.cast_model_type is not None and any(has_hook(part, CastInputs) for part in model.modules()):
+        if policy.cast_model_type is not None and holds_casts(model):
             raise AmpAttachError(
                 f'models[{index}] ({type(model).__name__}) holds casts already, of another amp.initialize() or of a wrapper: '
                 f'initialize a model once, together with all its optimizers, as lists. For another optimizer, or one more: '

@@ -1,6 +1,7 @@
 """What one call of ``amp.initialize`` set up: its engines, and how an optimizer leads to its own.
 
-The registry below is all that is global. It holds no session alive: an optimizer does, and both go together.
+The registry below is all that is global. It holds no session alive: an optimizer does, and both go together. Nothing that
+outlives a step may hold an engine, hooks of a graph least of all: old losses are kept for long.
 """
 
 from __future__ import annotations
@@ -311,12 +312,18 @@ def _forget_dead() -> None:
     _sessions[:] = [found for found in _sessions if found() is not None]
 
 
-def sessions() -> list[Session]:
-    """The sessions that have an optimizer and are alive, in the order in which they were made.
+def sessions(optimizers: Any = None) -> list[Session]:
+    """The sessions that have an optimizer which somebody holds, in the order in which they were made.
+
+    Args:
+        optimizers: Only the sessions of these: one, or a list or tuple of them. All by default.
 
     Raises:
-        AmpUsageError: ``amp.initialize`` was never called.
+        AmpUsageError: ``amp.initialize`` was never called; one of ``optimizers`` was not initialised.
     """
+    if optimizers is not None:
+        chosen = {id(engine) for engine in engines_of(optimizers)}
+        return [session for session in _alive() if any(id(engine) in chosen for engine in session._engines)]
     if len(_sessions) > 1:
         _forget_dead()
     alive = _alive()

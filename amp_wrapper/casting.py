@@ -29,12 +29,14 @@ from .forward_hooks import (
     EnterForward,
     EnterFp32,
     EnterPlain,
+    Fp32Inputs,
     LeaveAutocast,
     LeaveCasts,
     LeaveCastsBelow,
     LeaveForward,
     LeavePlain,
     has_hook,
+    holds_casts,
     is_loss,
     module_device,
     run_in_fp32,
@@ -223,13 +225,11 @@ class CastPlan:
         return fp32_ops.module_classes(self.policy.fp32_ops, dtype, device)
 
     def _refuse(self, name: str, root: nn.Module) -> None:
-        # what autocast levels put on is no cast, and makes way for one
-        for module in root.modules():
-            if any(isinstance(hook, CastInputs) for hook in module._forward_pre_hooks.values()):
-                raise AmpAttachError(
-                    f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
-                    f'attach a model once, or take the casts off with detach() first.'
-                )
+        if holds_casts(root):
+            raise AmpAttachError(
+                f'the model ({type(root).__name__}) already carries the casts of another wrapper: '
+                f'attach a model once, or take the casts off with detach() first.'
+            )
         for key, module in root.named_modules(prefix=name):
             # hooks do not go on them: where a cast needs none, they are left alone
             if isinstance(module, torch.jit.ScriptModule) and (module is root or self.policy.casts_model):
@@ -364,8 +364,8 @@ class CastPlan:
         """
         policy = self.policy
         before = self._hook_sets()
-        if policy.cast_model_type is not None:
-            for _, root in self.roots:
+        for _, root in self.roots:
+            if policy.cast_model_type is not None or has_hook(root, Fp32Inputs):
                 strip_hooks(root)
         watched = [module for module in self._modules() if not isinstance(module, self._leave)]
         handle = CastHandle([root for _, root in self.roots], self.parameters, self._buffers, watched)
@@ -379,7 +379,8 @@ class CastPlan:
         for _, root in self.roots:
             if policy.cast_model_type is not None:
                 if not has_hook(root, CastInputs):
-                    root.register_forward_pre_hook(CastInputs(policy.cast_model_type), with_kwargs=True)
+                    inputs = CastInputs(policy.cast_model_type) if policy.casts_model else Fp32Inputs()
+                    root.register_forward_pre_hook(inputs, with_kwargs=True)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif self.casts_ops:
                 pass  # the hooks that close a region cast outputs
@@ -444,7 +445,7 @@ class CastPlan:
         if any(dtype in HALF_TYPES for _, dtype in owners):
             for module, dtype in owners:
                 if not has_hook(module, CastInputs):
-                    module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+                    module.register_forward_pre_hook(Fp32Inputs(dtype), with_kwargs=True)
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers):

@@ -51,6 +51,7 @@ class Window:
         used: Whether each loss took part.
         found_inf: Whether each loss overflowed.
         foreign_found_inf: Whether what losses of other optimizers brought overflowed; None where they brought nothing.
+        buffers: What buffers that the window's forward passes have changed were before it, by qualified name.
     """
 
     gradients: Sequence[Tensor | None]
@@ -58,6 +59,7 @@ class Window:
     used: Sequence[bool]
     found_inf: Sequence[float]
     foreign_found_inf: float | None = None
+    buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +118,8 @@ def write(
         }
         if window.foreign_found_inf is not None:
             amp['window']['foreign_found_inf'] = window.foreign_found_inf
+        if window.buffers:
+            amp['window']['buffers'] = dict(window.buffers)
     result = dict(optimizer)
     result['loss_scaler'] = dict(loss_scalers[0])
     if stock_shaped:
@@ -296,5 +300,11 @@ def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Windo
     foreign: Any = window.get('foreign_found_inf')
     if foreign is not None and not (is_number(foreign) and foreign in (0, 1)):
         raise AmpCheckpointError(f"amp['window']['foreign_found_inf']={foreign!r} must be 0 or 1.")
+    buffers: Any = window.get('buffers', {})
+    if not isinstance(buffers, Mapping) or not all(
+        isinstance(name, str) and isinstance(buffer, Tensor) for name, buffer in buffers.items()
+    ):
+        raise AmpCheckpointError("amp['window']['buffers'] must be a dict of tensors by name.")
     values = [float(value) for value in found]
-    return Window(gradients, window['unscaled'], list(used), values, None if foreign is None else float(foreign))
+    received = None if foreign is None else float(foreign)
+    return Window(gradients, window['unscaled'], list(used), values, received, dict(buffers))

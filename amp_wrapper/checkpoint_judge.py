@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any
@@ -14,16 +13,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .errors import AmpCheckpointError
+from .saved_values import WEIGHTS_ONLY, is_setting, is_switch, plain, some
 from .scale_config import is_number
 
-_WEIGHTS_ONLY = 'load the weights alone (load_from, resume=False)'
 
-
-def check_parts(file: Any) -> None:
+def check_parts(file: Any, resume_optimizer: bool = True) -> None:
     """Whether a file is a training checkpoint at all.
 
     Args:
         file: What was read.
+        resume_optimizer: Whether the optimizer's state is wanted.
 
     Raises:
         AmpCheckpointError: Names the missing part and what the file seems to be.
@@ -36,10 +35,10 @@ def check_parts(file: Any) -> None:
             'with tools/convert_checkpoint.py --to stock.'
         )
     for key in ('state_dict', 'meta', 'message_hub', 'optimizer'):
-        if key not in file:
+        if key not in file and (resume_optimizer or key != 'optimizer'):
             found = ', '.join(map(str, list(file)[:8])) or 'nothing'
             raise AmpCheckpointError(
-                f'it has no key {key!r} (found: {found}), which a training goes on from: {_WEIGHTS_ONLY}.'
+                f'it has no key {key!r} (found: {found}), which a training goes on from: {WEIGHTS_ONLY}.'
             )
 
 
@@ -57,7 +56,7 @@ def check_meta(meta: Any) -> None:
     if 'config' in meta:
         raise AmpCheckpointError(
             "meta['config'] holds a text that mmengine would execute as a config while resuming. mmengine itself never writes "
-            f'it: {_WEIGHTS_ONLY}, or remove the key if you trust the file.'
+            f'it: {WEIGHTS_ONLY}, or remove the key if you trust the file.'
         )
     for key in ('epoch', 'iter'):
         value = meta.get(key)
@@ -78,7 +77,7 @@ def check_model(
 ) -> None:
     """Whether saved weights are those of a model: the same keys, shapes and kinds of numbers.
 
-    Modules that load in their own way (another ``_load_from_state_dict``, pre-hooks) are left to themselves.
+    Modules that save or load in their own way (other methods, hooks) are left to themselves.
 
     Args:
         saved: By qualified names; a leading ``module.`` counts as absent, as mmengine has it.
@@ -96,7 +95,9 @@ def check_model(
     wrong = [key for key in saved if not isinstance(key, str)]
     if wrong:
         raise AmpCheckpointError(f'{name} has the key {wrong[0]!r}, which is no name: the file is damaged.')
-    mine = {plain.get(key, key): value for key, value in model.state_dict(keep_vars=True).items()}
+    # a model may have another signature
+    own = nn.Module.state_dict(model, keep_vars=True)
+    mine = {plain.get(key, key): value for key, value in own.items()}
     stripped = r'^module\.' if not hasattr(model, 'module') else '$^'
     theirs = {read(re.sub(stripped, '', key[len(prefix) :])): key for key in saved if key.startswith(prefix)}
     own_way = [start for way in _own_ways(model) for start in {way, *_plain_starts(way, plain)}]
@@ -109,8 +110,8 @@ def check_model(
     missing = [key for key in mine if key not in theirs and judged(key) and key.rpartition('.')[2] != counts]
     if missing:
         raise AmpCheckpointError(
-            f'{name} lacks {_some(missing)}, which the model has: the file is damaged or of another model. If the model '
-            f'was changed on purpose, {_WEIGHTS_ONLY}.'
+            f'{name} lacks {some(missing)}, which the model has: the file is damaged or of another model. If the model '
+            f'was changed on purpose, {WEIGHTS_ONLY}.'
         )
     # a buffer that is made in the course of a training is in its files, and not yet in a new model
     unset = {
@@ -122,8 +123,8 @@ def check_model(
     extra = [theirs[key] for key in theirs if key not in mine and key not in unset and judged(key)]
     if extra:
         raise AmpCheckpointError(
-            f'{name} has {_some(extra)}, which the model has not: the file is of another model. If the model was changed '
-            f'on purpose, {_WEIGHTS_ONLY}.'
+            f'{name} has {some(extra)}, which the model has not: the file is of another model. If the model was changed '
+            f'on purpose, {WEIGHTS_ONLY}.'
         )
     for key, value in mine.items():
         if key not in theirs or not judged(key) or not isinstance(value, Tensor):
@@ -134,12 +135,14 @@ def check_model(
             raise AmpCheckpointError(f'{label} must be a tensor, but is {type(other).__name__}: the file is damaged.')
         if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             continue
-        _check_plain(other, label)
+        # a sparse, expanded or quantized buffer of the model's own is in its files as it is
+        if _is_plain(value):
+            _check_plain(other, label)
         # torch takes a vector of one element for a number
         if other.shape != value.shape and not (value.dim() == 0 and other.shape == (1,)):
             raise AmpCheckpointError(
                 f'{label} has shape {tuple(other.shape)}, but the model has {tuple(value.shape)}: the file is of another '
-                f'model. If the model was changed on purpose, {_WEIGHTS_ONLY}.'
+                f'model. If the model was changed on purpose, {WEIGHTS_ONLY}.'
             )
         if _kind(other) != _kind(value):
             raise AmpCheckpointError(f'{label} is {other.dtype}, but the model has {value.dtype}: the file is damaged.')
@@ -198,126 +201,47 @@ def _plain_starts(start: str, names: Mapping[str, str]) -> list[str]:
     return [plain[: len(plain) - rest] for key, plain, rest in lengths if plain.endswith(key[len(start) :])]
 
 
+# what mmengine and torch call while they save and load
+_WAYS = ('_load_from_state_dict', '_save_to_state_dict', 'load_state_dict', 'state_dict')
+_WAYS_HOOKS = ('_load_state_dict_pre_hooks', '_state_dict_pre_hooks', '_state_dict_hooks')
+
+
 def _own_ways(model: nn.Module) -> list[str]:
+    """What the names of modules begin with that save or load in another way than torch's."""
     found = []
     for key, module in model.named_modules():
-        loader = type(module)._load_from_state_dict
-        hooks = [getattr(hook, 'hook', hook) for hook in module._load_state_dict_pre_hooks.values()]
-        foreign = [
-            hook for hook in hooks if not type(getattr(hook, '__self__', hook)).__module__.startswith('amp_wrapper')
-        ]
-        if not loader.__module__.startswith('torch.') or foreign:
+        methods = any(not getattr(type(module), way).__module__.startswith('torch.') for way in _WAYS)
+        hooks = [getattr(hook, 'hook', hook) for name in _WAYS_HOOKS for hook in getattr(module, name).values()]
+        makers = {type(getattr(hook, '__self__', hook)).__module__ for hook in hooks}
+        if methods or any(not maker.startswith('amp_wrapper') for maker in makers):
             found.append(f'{key}.' if key else '')
     return found
 
 
-def _some(keys: Sequence[Any]) -> str:
-    shown = ', '.join(repr(key) for key in keys[:4])
-    return shown + (f' and {len(keys) - 4} more' if len(keys) > 4 else '')
-
-
-def check_schedulers(saved: Any, now: Any) -> None:
-    """Whether the saved states of parameter schedulers can be taken over.
-
-    Args:
-        saved: A list of states, or a dict of such lists.
-        now: The schedulers, in the same form.
-
-    Raises:
-        AmpCheckpointError: Names the entry.
-    """
-    if isinstance(now, Mapping):
-        if not isinstance(saved, Mapping) or set(saved) != set(now):
-            found = ', '.join(map(str, saved)) if isinstance(saved, Mapping) else type(saved).__name__
-            raise AmpCheckpointError(
-                f'param_schedulers must be a dict with the keys {", ".join(map(str, now))}, but has {found}.'
-            )
-        for key in now:
-            _check_list(saved[key], now[key], f'param_schedulers[{key!r}]')
-        return
-    _check_list(saved, now, 'param_schedulers')
-
-
-def _check_list(saved: Any, now: Sequence[Any], name: str) -> None:
-    if not isinstance(saved, (list, tuple)):
-        raise AmpCheckpointError(f'{name} must be a list, but is {type(saved).__name__}: the file is damaged.')
-    if len(saved) != len(now):
-        raise AmpCheckpointError(
-            f'{name} has {len(saved)} entries, but {len(now)} schedulers are configured: resume with the schedule it was saved '
-            f'with, or {_WEIGHTS_ONLY}.'
-        )
-    for index, (state, scheduler) in enumerate(zip(saved, now)):
-        _check_scheduler(state, scheduler, f'{name}[{index}]')
-
-
-# what every scheduler of mmengine counts and steps; the rest is a matter of its kind and version
-_COUNTED = ('last_step', '_global_step', 'begin', 'end')
-_STEPPED = ('base_values', '_last_value')
-
-
-def _check_scheduler(state: Any, scheduler: Any, label: str) -> None:
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(f'{label} must be a dict, but is {type(state).__name__}: the file is damaged.')
-    mine = scheduler.state_dict()
-    for key in (*_COUNTED, *_STEPPED, 'param_name', 'by_epoch'):
-        if key not in mine:
-            continue
-        if key not in state:
-            raise AmpCheckpointError(
-                f'{label} lacks {key!r}: it was saved by another scheduler than {type(scheduler).__name__}, or is damaged.'
-            )
-        value, here = state[key], mine[key]
-        if key in _COUNTED:
-            counted = is_number(value) and value >= 0 and (math.isinf(value) or float(value).is_integer())
-            expected = 'a whole number of at least 0' if not counted else ''
-        elif key in _STEPPED:
-            numbers = isinstance(value, (list, tuple)) and all(_is_setting(item) for item in value)
-            expected = f'a list of {len(here)} numbers' if not numbers or len(value) != len(here) else ''
-        else:
-            expected = '' if type(value) is type(here) and value == here else repr(here)
-        if expected:
-            raise AmpCheckpointError(f'{label}[{key!r}]={value!r} must be {expected}.')
-    if not type(scheduler).__module__.startswith('mmengine.'):
-        return
-    extra = [key for key in state if key not in mine]
-    if extra:
-        raise AmpCheckpointError(
-            f'{label} has an unknown {_some(extra)}: it was saved by another scheduler than {type(scheduler).__name__}, or is '
-            f'damaged.'
-        )
-    for key, here in mine.items():
-        # an older mmengine may not have known them all
-        there = state.get(key, here)
-        if is_number(here) and not (_is_switch(there) or _is_setting(there)):
-            raise AmpCheckpointError(f'{label}[{key!r}]={there!r} must be a number.')
-
-
-def _is_setting(value: Any) -> bool:
-    """A number that float32 can hold, plain or in a tensor of one element."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.layout is torch.strided and not value.is_meta and _is_setting(value.item())
-    return is_number(value) and abs(value) < (2**31 if isinstance(value, int) else 3e38)
-
-
-def _is_switch(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
-
-
 # the hyper-parameters of torch's optimizers: what each may be, and in words
 _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    # of any sign: torch looks at it when an optimizer is made, and a schedule may go below 0
     **dict.fromkeys(
-        ('lr', 'weight_decay', 'momentum'),
-        (lambda value: _is_setting(value) and value >= 0, 'a number of at least 0'),
-    ),
-    **dict.fromkeys(
-        ('dampening', 'alpha', 'rho', 'lambd', 't0', 'lr_decay', 'momentum_decay'), (_is_setting, 'a number')
+        (
+            'lr',
+            'weight_decay',
+            'momentum',
+            'dampening',
+            'alpha',
+            'rho',
+            'lambd',
+            't0',
+            'lr_decay',
+            'momentum_decay',
+        ),
+        (is_setting, 'a number'),
     ),
     **dict.fromkeys(
         ('nesterov', 'maximize', 'amsgrad', 'centered', 'capturable', 'differentiable', 'foreach', 'fused'),
-        (_is_switch, 'True, False or None'),
+        (is_switch, 'True, False or None'),
     ),
     'betas': (
-        lambda value: isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_setting(beta) for beta in value),
+        lambda value: isinstance(value, (list, tuple)) and len(value) == 2 and all(is_setting(beta) for beta in value),
         'two numbers',
     ),
 }
@@ -327,14 +251,15 @@ _ADDED = frozenset(
 )
 # optimizers of torch whose state has the same keys for every parameter of a group
 _UNIFORM = ('SGD', 'Adam', 'AdamW', 'Adamax', 'NAdam', 'RAdam', 'RMSprop', 'Adagrad', 'Adadelta', 'ASGD', 'Rprop')
-# settings that decide which states there are
-_STATEFUL = ('momentum', 'amsgrad', 'centered')
+# settings that decide which states there are, and the state that there need not be where they are off
+_STATEFUL = {'momentum': 'momentum_buffer', 'amsgrad': 'max_exp_avg_sq', 'centered': 'grad_avg'}
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Collection[str]) -> None:
     """Whether an optimizer's saved state and settings are of the form that torch's optimizers have.
 
-    Of the optimizers of others only the learning rate is judged: what else they keep is theirs to know.
+    Of the optimizers of others only the learning rate is judged (a number, or None where they choose their own): what else
+    they keep is theirs to know.
 
     Args:
         saved: The optimizer's own state dict; numbers of groups and parameters and the shapes were judged before.
@@ -349,7 +274,7 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Coll
     # torch allows states under names that are no parameter's
     unknown = [key for key in saved['state'] if isinstance(key, int) and key not in numbered]
     if unknown:
-        raise AmpCheckpointError(f"'state' has {_some(unknown)}, which no parameter group has: the file is damaged.")
+        raise AmpCheckpointError(f"'state' has {some(unknown)}, which no parameter group has: the file is damaged.")
     for index, group in enumerate(saved['param_groups']):
         check_settings(group, optimizer, f"'param_groups'[{index}]")
     if known:
@@ -372,16 +297,19 @@ def check_settings(group: Mapping[str, Any], optimizer: Optimizer, label: str) -
     lost = [key for key in needed if key not in group]
     if lost:
         raise AmpCheckpointError(
-            f'{label} lacks {_some(lost)} (found: {", ".join(map(str, group))}): it was saved by another optimizer than '
+            f'{label} lacks {some(lost)} (found: {", ".join(map(str, group))}): it was saved by another optimizer than '
             f'{type(optimizer).__name__}, or is damaged.'
         )
     for key, (fits, words) in _SETTINGS.items():
-        if key in group and key in optimizer.defaults and (known or key == 'lr') and not fits(group[key]):
+        if key not in group or key not in optimizer.defaults or not (known or key == 'lr'):
+            continue
+        chosen = not known and group[key] is None and optimizer.defaults[key] is None
+        if not chosen and not fits(group[key]):
             raise AmpCheckpointError(f'{label}[{key!r}]={group[key]!r} must be {words}.')
     eps = group.get('eps')
     # Adafactor has two
-    one = known and is_number(optimizer.defaults.get('eps')) and 'eps' in group
-    if one and not (_is_setting(eps) and float(eps or 0) >= 0):
+    one = known and is_number(plain(optimizer.defaults.get('eps'))) and 'eps' in group
+    if one and not (is_setting(eps) and plain(eps) >= 0):
         raise AmpCheckpointError(f"{label}['eps']={eps!r} must be a number of at least 0.")
 
 
@@ -394,18 +322,20 @@ def _check_states(saved: Mapping[str, Any], optimizer: Optimizer, shaped: Collec
             expected.setdefault(kind, set()).update(saved['state'].get(key, ()))
     for group in saved['param_groups']:
         names = expected[tuple(bool(group.get(name)) for name in _STATEFUL)] if uniform else set()
+        # a schedule may have turned it off in the middle, and parameters come into use at any time
+        names = names - {state for name, state in _STATEFUL.items() if not group.get(name)}
         for key in group['params']:
             state = saved['state'].get(key, {})
             lost = names - set(state)
             if state and lost:
-                raise AmpCheckpointError(f"'state'[{key}] lacks {_some(sorted(map(str, lost)))}: the file is damaged.")
+                raise AmpCheckpointError(f"'state'[{key}] lacks {some(sorted(map(str, lost)))}: the file is damaged.")
             for name, value in state.items():
                 _check_state_value(name, value, f"'state'[{key}][{name!r}]", shaped)
 
 
 def _check_state_value(name: Any, value: Any, label: str, shaped: Collection[str]) -> None:
     if name == 'step':
-        if not _is_setting(value) or not float(value) >= 0:
+        if not is_setting(value) or not float(value) >= 0:
             raise AmpCheckpointError(f'{label}={value!r} must be a number of at least 0.')
         return
     floating = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
@@ -416,10 +346,14 @@ def _check_state_value(name: Any, value: Any, label: str, shaped: Collection[str
         _check_plain(value, label)
 
 
+def _is_plain(value: Tensor) -> bool:
+    strided = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+    return strided and not any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape))
+
+
 def _check_plain(value: Tensor, label: str) -> None:
     """A tensor that can be copied, and written to in place."""
-    strided = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-    if not strided or any(step == 0 and size > 1 for step, size in zip(value.stride(), value.shape)):
+    if not _is_plain(value):
         raise AmpCheckpointError(
             f'{label} is no plain tensor ({value.layout}, on {value.device}): the file is damaged.'
         )

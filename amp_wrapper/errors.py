@@ -14,8 +14,11 @@ class AmpError(Exception):
     """Base of every error this package raises on purpose."""
 
 
-class AmpConfigError(AmpError, ValueError):
+class AmpConfigError(AmpError, ValueError, TypeError, AssertionError, RuntimeError):
     """A configuration that cannot mean anything: raised when the wrapper is built, with every conflict at once.
+
+    For a wrong argument, mmengine raises ``TypeError``, ``AssertionError`` or ``ValueError``, and apex ``RuntimeError`` too.
+    One error of ours may tell of several arguments, so it is all four: code that catches what those raise goes on working.
 
     Args:
         problems: One sentence per conflict.

@@ -73,6 +73,17 @@ class CastInputs(AmpHook):
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
 
 
+class Fp32Inputs(CastInputs):
+    """:class:`CastInputs` of a model whose weights stay what they are (O0), which another wrapper may take off.
+
+    Args:
+        dtype: float32, but for frozen 16-bit parts of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+
+
 class CastOutputs(AmpHook):
     """Forward hook: floating outputs become ``dtype``, inside any nesting.
 
@@ -477,6 +488,15 @@ def run_in_fp32(module: nn.Module, gives_back: bool) -> None:
     """Put an FP32 region around ``module``, for autocast levels; ``gives_back`` as in :class:`LeaveFp32`."""
     module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
     module.register_forward_hook(LeaveFp32(gives_back), always_call=True)
+
+
+def holds_casts(module: nn.Module) -> bool:
+    """Whether casts of a wrapper are on ``module`` or below. What O0, O1 and O4 put on is none, and makes way for others."""
+    return any(
+        isinstance(hook, CastInputs) and not isinstance(hook, Fp32Inputs)
+        for part in module.modules()
+        for hook in part._forward_pre_hooks.values()
+    )
 
 
 def has_hook(module: nn.Module, kind: type) -> bool:

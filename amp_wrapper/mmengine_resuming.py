@@ -31,7 +31,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, FlexibleRunner, Runner
 
-from . import checkpoint_file, checkpoint_judge, data_order, model_names
+from . import checkpoint_file, checkpoint_judge, checkpoint_schedules, data_order, model_names
 from .errors import AmpCheckpointError
 from .mmengine_saving import WAITING, is_local, wrappers_of
 
@@ -46,6 +46,17 @@ def _loaded_for(runner: Any) -> Iterator[None]:
         yield
     finally:
         _ours.reset(token)
+
+
+@contextmanager
+def _naming(filename: str) -> Iterator[None]:
+    """Say of which file it is that an error inside speaks."""
+    try:
+        yield
+    except AmpCheckpointError as error:
+        if str(filename) in str(error):
+            raise
+        raise AmpCheckpointError(f'{filename} cannot be resumed from: {error}') from error
 
 
 def choose_newest(work_dir: str, log: Any, more: list[str]) -> str | None:
@@ -114,10 +125,8 @@ def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_para
     checkpoint_file.verify(filename)
     file = checkpoint_file.load(filename, check=False, mmap=True)
     _warn_of_mid_epoch(runner, file)
-    try:
+    with _naming(filename):
         _judge_parts(runner, file, resume_optimizer, resume_param_scheduler)
-    except AmpCheckpointError as error:
-        raise AmpCheckpointError(f'{filename} cannot be resumed from: {error}') from error
 
 
 def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
@@ -131,7 +140,7 @@ def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
 
 
 def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
-    checkpoint_judge.check_parts(file)
+    checkpoint_judge.check_parts(file, resume_optimizer)
     checkpoint_judge.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     own = model_names.plain_names(model)
@@ -156,7 +165,7 @@ def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_sc
     if resume_param_scheduler and 'param_schedulers' in file and isinstance(schedulers, (list, dict)):
         built = schedulers if isinstance(schedulers, dict) else {'': schedulers}
         if all(hasattr(scheduler, 'state_dict') for items in built.values() for scheduler in items):
-            checkpoint_judge.check_schedulers(file['param_schedulers'], schedulers)
+            checkpoint_schedules.check_schedulers(file['param_schedulers'], schedulers)
     for hook in runner.hooks:
         check = getattr(hook, 'check_states', None)
         if check is not None:
@@ -233,7 +242,7 @@ def _patch_runner(cls: Any) -> None:
         if wrappers_of(self) and _is_local_file(filename):
             judge(self, filename, resume_optimizer, resume_param_scheduler)
             length = _epoch_length(filename)
-        with _loaded_for(self):
+        with _loaded_for(self), _naming(filename):
             original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
         if length is not None:
             _follow_epochs(self, *length)

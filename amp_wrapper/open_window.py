@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from .accumulation import Fp32Sums
+from .buffer_snapshots import BufferSnapshots
 from .checkpoint import Window
 from .nested import HALF_TYPES
 from .step_flags import StepFlags
@@ -17,6 +18,7 @@ def save(
     sums: Fp32Sums | None,
     unscaled: bool,
     flags: StepFlags,
+    buffers: BufferSnapshots | None = None,
 ) -> Window:
     """Copy the gradients of a window. Syncs.
 
@@ -25,6 +27,7 @@ def save(
         sums: FP32 sums beside ``.grad``, if the window is summed so.
         unscaled: Whether gradients lie with what the optimizer steps, unscaled already (several losses).
         flags: What was found, and which losses took part.
+        buffers: What buffers were before the window, if steps give them back.
     """
     saved: list[Tensor | None] = []
     for weight, stepped in parameters:
@@ -33,7 +36,8 @@ def save(
             gradient = sums.get(weight)
         saved.append(None if gradient is None else gradient.detach().clone())
     found, foreign = flags.state()
-    return Window(saved, unscaled, list(flags.used), found, foreign)
+    before = {} if buffers is None else buffers.state()
+    return Window(saved, unscaled, list(flags.used), found, foreign, before)
 
 
 def restore(window: Window, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], sums: Fp32Sums | None) -> None:

@@ -73,6 +73,8 @@ class AmpOptimWrapper(OptimWrapper):
             more bytes per weight between its backward passes.
         from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
             Frozen 16-bit weights are always taken.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed.
         on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
             device once an iteration.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
@@ -114,6 +116,7 @@ class AmpOptimWrapper(OptimWrapper):
         skip_nonfinite: bool | None = None,
         max_consecutive_skips: int | None = 50,
         accumulate_in_fp32: bool = False,
+        restore_buffers_on_skip: bool = True,
         on_skip: str = 'advance',
         from_16bit: bool = False,
         **kwargs: Any,
@@ -141,6 +144,7 @@ class AmpOptimWrapper(OptimWrapper):
                 max_consecutive_skips=max_consecutive_skips,
                 accumulate_in_fp32=accumulate_in_fp32,
                 from_16bit=from_16bit,
+                restore_buffers_on_skip=restore_buffers_on_skip,
             )
         except AmpConfigError as error:
             problems += error.problems

@@ -72,6 +72,7 @@ class Policy:
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over a window.
         from_16bit: Whether trainable weights may be 16-bit before they are cast; their FP32 values begin with the rounded ones.
+        restore_buffers_on_skip: Whether a skipped step gives buffers back that its forward passes have changed.
     """
 
     opt_level: str
@@ -91,6 +92,7 @@ class Policy:
     max_consecutive_skips: int | None = 50
     accumulate_in_fp32: bool = False
     from_16bit: bool = False
+    restore_buffers_on_skip: bool = True
 
     @property
     def patch_torch_functions(self) -> bool:
@@ -219,6 +221,7 @@ def resolve(
     max_consecutive_skips: int | None = 50,
     accumulate_in_fp32: bool = False,
     from_16bit: bool = False,
+    restore_buffers_on_skip: bool = True,
 ) -> Policy:
     """Turn a level and its overrides into a :class:`Policy`.
 
@@ -248,6 +251,8 @@ def resolve(
         max_consecutive_skips: Limit of skipped steps in a row; None for none.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window.
         from_16bit: Whether trainable weights that are 16-bit already are taken.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed.
 
     Returns:
         The resolved record.
@@ -326,6 +331,7 @@ def resolve(
         ('skip_nonfinite', skip_nonfinite),
         ('accumulate_in_fp32', accumulate_in_fp32),
         ('from_16bit', from_16bit),
+        ('restore_buffers_on_skip', restore_buffers_on_skip),
     ):
         if not isinstance(flag, bool) and not (flag is None and name == 'skip_nonfinite'):
             problems.append(f'{name}={flag!r} must be True or False.')
@@ -343,7 +349,7 @@ def resolve(
                 f'accumulate_in_fp32=True conflicts with num_losses={num_losses} at {level_name!r} without masters, where '
                 f'several losses meet in 16-bit gradients: use master_weights=True, or one loss.'
             )
-    if verbosity not in (0, 1, 2) or isinstance(verbosity, bool):
+    if not isinstance(verbosity, int) or isinstance(verbosity, bool) or verbosity not in (0, 1, 2):
         problems.append(f'verbosity={verbosity!r} must be 0 (silent), 1 (overflows) or 2 (every cast too).')
     if max_consecutive_skips is not None and (
         not isinstance(max_consecutive_skips, int)
@@ -374,6 +380,7 @@ def resolve(
         max_consecutive_skips=max_consecutive_skips,
         accumulate_in_fp32=accumulate_in_fp32,
         from_16bit=from_16bit,
+        restore_buffers_on_skip=restore_buffers_on_skip,
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from .errors import AmpAttachError
+from .errors import AmpAttachError, AmpConfigError
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -121,11 +121,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse optimizers whose steps cannot be scaled or skipped.
 
     Raises:
-        AmpAttachError: Not an optimizer, LBFGS, or one that shards its state.
+        AmpAttachError: LBFGS, or one that shards its state.
+        AmpConfigError: Not an optimizer.
     """
     if not isinstance(optimizer, Optimizer):
-        raise AmpAttachError(
-            f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.'
+        raise AmpConfigError(
+            [f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.']
         )
     if isinstance(optimizer, LBFGS):
         raise AmpAttachError(

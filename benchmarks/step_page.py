@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import mmengine
 import torch
 
 from amp_wrapper import ops
@@ -19,6 +18,7 @@ from .ops import processor
 from .step_counting import Counts
 from .step_models import MODELS, TITLES, elements
 from .step_ways import BEST_OF, GROUPS, Case, Way
+from .wrapping import mmengine_version
 
 
 @dataclasses.dataclass
@@ -257,7 +257,7 @@ def page(blocks: Sequence[Block], command: str, plot: str | None, rounds: int) -
         '# The optimizer step, side by side',
         '',
         f'`{command}`: {datetime.date.today()}, {machine}, Python {platform.python_version()}, torch {torch.__version__}, '
-        f'mmengine {mmengine.__version__}, {ops.backend_of(device)}. Load of the machine: {os.getloadavg()[0]:.2f}. '
+        f'{mmengine_version()}, {ops.backend_of(device)}. Load of the machine: {os.getloadavg()[0]:.2f}. '
         f'{rounds} rounds, in which all ways of a table take turns.',
         '',
         'A step is everything between the end of backward and updated weights. "To fused" is the time over that of this '

@@ -1,7 +1,7 @@
 """Whole training steps on a GPU, for ``python -m benchmarks.step --device cuda --end-to-end``.
 
-Forward, backward and optimizer step of a ResNet and of a stack of transformer blocks in plain torch: FP32, mmengine's stock
-AMP, and this package's O1, O2, O4 and O5.
+Forward, backward and optimizer step of a ResNet and of a stack of transformer blocks in plain torch: FP32, torch.amp,
+mmengine's stock AMP, and this package's O1, O2, O4 and O5.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import mmengine
 import torch
 import torch.nn.functional as F
-from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-from amp_wrapper import AmpOptimWrapper
 from amp_wrapper.errors import AmpError
-from amp_wrapper.optim_wrapper import TorchAmpOptimWrapper
 
+from . import wrapping
 from .step_ways import Case, Unavailable, our_optimizer, quiet, torch_optimizer
 
 CLASSES = 1000
@@ -101,7 +98,7 @@ TRAININGS = (
     Training('ResNet-50', lambda: resnet(64, (3, 4, 6, 3)), (64, 3, 224, 224), 'SGD'),
     Training('12 transformer blocks of width 1,024', lambda: Transformer(1024, 12), (16, 512, 1024), 'AdamW'),
 )
-VARIANTS = ('FP32', 'stock AMP', 'O1', 'O2', 'O4', 'O5')
+VARIANTS = ('FP32', 'torch.amp', 'stock AMP', 'O1', 'O2', 'O4', 'O5')
 
 
 class Loop:
@@ -132,9 +129,12 @@ class Loop:
         try:
             with quiet():
                 if own:
-                    self.wrapper = AmpOptimWrapper(opt_level=variant, verbosity=0, **words)
+                    self.wrapper = wrapping.ours(opt_level=variant, verbosity=0, **words)
+                elif variant == 'stock AMP':
+                    self.wrapper = wrapping.stock(**words)
                 else:
-                    self.wrapper = (OptimWrapper if variant == 'FP32' else TorchAmpOptimWrapper)(**words)
+                    dtype = None if variant == 'FP32' else torch.float16
+                    self.wrapper = wrapping.TorchAmp(dtype=dtype, **words)
                 # it is attached at the first of them
                 self.step()
         except (AssertionError, AmpError) as error:
@@ -222,7 +222,7 @@ def report(device: torch.device, rounds: int, command: str, trainings: tuple[Tra
         '# Whole training steps',
         '',
         f'`{command}`: {datetime.date.today()}, {name}, Python {platform.python_version()}, torch {torch.__version__}, '
-        f'mmengine {mmengine.__version__}. {rounds} rounds of three steps, in which the variants of a model take turns. '
+        f'{wrapping.mmengine_version()}. {rounds} rounds of three steps, in which the variants of a model take turns. '
         f'In FP32: {tf32}. Inputs: {shapes}. Gradients are clipped by their norm.',
         '',
         f'| {" | ".join(columns)} |',

@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from amp_wrapper import AmpOptimWrapper
 from amp_wrapper.errors import AmpError
-from amp_wrapper.optim_wrapper import TorchAmpOptimWrapper
 
+from . import wrapping
 from .ops import Shapes
 
 #: Small, so that clipping always has something to do.
@@ -207,7 +205,7 @@ class Ours(Wrapped):
         self.optimizer = optimizer(case, self.model.parameters())
         try:
             with quiet():
-                self.wrapper = AmpOptimWrapper(
+                self.wrapper = wrapping.ours(
                     opt_level=level[0 if case.is_scaled else 1],
                     optimizer=self.optimizer,
                     clip_grad=dict(max_norm=MAX_NORM) if case.clip else None,
@@ -228,7 +226,7 @@ class Stock(Wrapped):
         self.optimizer = torch_optimizer(case, self.model.parameters(), **words)
         try:
             with quiet():
-                self.wrapper = TorchAmpOptimWrapper(
+                self.wrapper = wrapping.stock(
                     optimizer=self.optimizer, clip_grad=dict(max_norm=MAX_NORM) if case.clip else None
                 )
         except AssertionError as error:
@@ -386,7 +384,7 @@ def _need(condition: bool, reason: str) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No line about each wrapper that is built."""
-    logger = MMLogger.get_current_instance()
+    logger = wrapping.logger()
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -11,12 +11,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from missing import SkipsWhatLacksAPackage, missing
 
 from amp_wrapper import forward_hooks, fp32_ops, passes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption('--device', default='cpu', choices=('cpu', 'cuda'), help='where tensors live')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    absent = missing()
+    if absent:
+        config.pluginmanager.register(SkipsWhatLacksAPackage(absent))
 
 
 @pytest.fixture(scope='session')

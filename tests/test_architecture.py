@@ -17,6 +17,7 @@ FLOOR_OF = {
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',
+    'saved_values': 'words',
     'fp32_registry': 'words',
     'cast_rules': 'words',
     'ops': 'ops',
@@ -46,12 +47,14 @@ FLOOR_OF = {
     'arrival': 'owners',
     'foreign_gradients': 'owners',
     'open_window': 'owners',
+    'buffer_snapshots': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
     'checkpoint_apex': 'owners',
     'checkpoint_file': 'owners',
     'checkpoint_judge': 'owners',
+    'checkpoint_schedules': 'owners',
     'checkpoint_transfer': 'owners',
     'convert': 'owners',
     'random_state': 'owners',
@@ -70,6 +73,8 @@ SIBLINGS = {
     ('policy', 'nested'),
     ('policy', 'scale_config'),
     ('scale_config', 'errors'),
+    # what a number is
+    ('saved_values', 'scale_config'),
     ('fp32_registry', 'nested'),
     ('fp32_ops', 'fp32_call'),
     # what is at work on a thread is asked by all that casts
@@ -112,6 +117,9 @@ SIBLINGS = {
     # a window's part of a file is made of gradients and their sums
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),
+    ('open_window', 'buffer_snapshots'),
+    # its hooks are kept out of what torch.compile traces as all others are
+    ('buffer_snapshots', 'forward_hooks'),
     ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),

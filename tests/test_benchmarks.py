@@ -22,6 +22,16 @@ from amp_wrapper.ops.schemas import SCHEMAS
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def test_cost_of_giving_buffers_back() -> None:
+    """The page comes whole; what is on it depends on the machine."""
+    from benchmarks.buffers import WAYS, report
+
+    text = report(torch.device('cpu'), 1, (2, 3, 32, 32), (1, 1))
+    assert text.count('in all, for one step') == len(WAYS)
+    # three of each BatchNorm: the stem, two stages of three and a shortcut
+    assert '27 buffers of ' in text
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed')
 def test_bytes_of_the_gradient_exchange(tmp_path: Path) -> None:

@@ -143,35 +143,6 @@ def test_files_of_older_torch_lack_settings(key: str) -> None:
     assert stepped and all(int(count) == 2 for count in stepped)
 
 
-@pytest.mark.parametrize(
-    'scheduler',
-    [
-        dict(type='OneCycleLR', eta_max=0.1, total_steps=28, by_epoch=False),
-        dict(type='CosineAnnealingLR', T_max=4, eta_min_ratio=0.1),
-        dict(type='CosineRestartLR', periods=[2, 2], restart_weights=[1, 0.5], eta_min=0.0),
-        dict(type='MultiStepLR', milestones=[1, 3]),
-        dict(type='PolyLR', power=0.9),
-        dict(type='ReduceOnPlateauLR', monitor='toy/score', rule='greater', patience=0),
-        dict(type='StepMomentum', step_size=2),
-        dict(type='ExponentialLR', gamma=0.9),
-    ],
-    ids=lambda scheduler: scheduler['type'],
-)
-def test_every_scheduler_goes_on(scheduler: dict[str, Any], tmp_path: Path) -> None:
-    wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1, momentum=0.9))
-    case = dict(
-        param_scheduler=[scheduler],
-        train_cfg=dict(by_epoch=True, max_epochs=4, val_interval=1),
-        custom_hooks=[dict(type='amp_wrapper.ExactResumeHook')],
-    )
-    toy.run(tmp_path / 'whole', copy.deepcopy(wrapper), **copy.deepcopy(case))
-    path = str(tmp_path / 'whole' / 'epoch_2.pth')
-    toy.run(tmp_path / 'part', copy.deepcopy(wrapper), resume=True, load_from=path, **copy.deepcopy(case))
-    left, right = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
-    for key in ('state_dict', 'param_schedulers'):
-        assert toy.differences(left[key], right[key]) == [], key
-
-
 def test_schedulers_of_older_mmengine_lack_words(tmp_path: Path) -> None:
     wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
     case = dict(param_scheduler=[dict(type='CosineAnnealingLR', T_max=4)])

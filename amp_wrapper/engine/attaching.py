@@ -20,6 +20,7 @@ from .. import (
     scope,
     twins,
 )
+from ..buffer_snapshots import BufferSnapshots
 from ..errors import AmpAttachError, AmpError, AmpUsageError
 from ..master_weights import MasterWeights, cast_state_to_parameters, warn_of_lost_eps
 from ..model_wrappers import Reducers, check_unknown_listeners
@@ -97,6 +98,7 @@ class Attaching(Saving):
             self._handle = plan.apply()
             self._take_cast(plan, shared_weights)
             given_weights.say_rounded(plan.rounded, self.policy)
+            self._watch_buffers([('', inner)], leave, foreign)
             self._reducers = reducers
             reducers.rebuild([*plan.parameters.values(), *plan.raised])
             reducers.record()
@@ -129,6 +131,19 @@ class Attaching(Saving):
             cast_state_to_parameters(self.optimizer, [*plan.parameters.values(), *shared_weights])
             if plan.parameters and self.policy.verbosity >= 1 and self.policy.cast_model_type is not None:
                 warn_of_lost_eps(self.optimizer, self.policy.cast_model_type)
+
+    def _watch_buffers(
+        self, roots: Sequence[tuple[str, nn.Module]], leave: tuple[type, ...] = (), foreign: Iterable[Tensor] = ()
+    ) -> None:
+        """Where steps may be skipped, their forward passes' changes of buffers are given back."""
+        if self.optimizer is None or not self.scalers[0].checks or not self.policy.restore_buffers_on_skip:
+            return
+        strangers = list(foreign)
+
+        def owners() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
+            return self.weights(), [*strangers, *(weight for other in self._others for weight in other.weights())]
+
+        self._buffers = BufferSnapshots(roots, owners, leave)
 
     def _begin(self, device: torch.device) -> None:
         self._device = device
@@ -216,6 +231,9 @@ class Attaching(Saving):
         self._reducers = Reducers(None, self.weights)
         if self._masters is None and self.optimizer is not None and self.casts:
             _state_to_fp32(self.optimizer)
+        if self._buffers is not None:
+            self._buffers.remove()
+        self._buffers = None
         self._masters = None
         self._kept_sides = None
         self._handle = None
@@ -340,6 +358,7 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
     given_weights.say_rounded(plan.rounded, policy)
     for engine in engines:
         engine._take_cast(plan)
+        engine._watch_buffers(roots)
         engine._reducers.watch(models)
         engine._begin(engine._gradient_device(models[0] if models else None))
     return handle

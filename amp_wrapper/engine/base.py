@@ -24,6 +24,7 @@ from .. import (
 )
 from ..accumulation import Fp32Sums
 from ..arrival import Arrivals
+from ..buffer_snapshots import BufferSnapshots
 from ..errors import AmpUsageError
 from ..loss_scaler import LossScaler
 from ..master_weights import MasterWeights
@@ -110,6 +111,10 @@ class EngineBase:
         self._sums = Fp32Sums() if policy.sums_in_fp32 else None
         self._others: tuple[EngineBase | foreign_gradients.OtherOptimizer, ...] = ()
         self._flags = StepFlags(policy.num_losses, self._on_arrival)
+        #: What the model's buffers were before the forward passes of the present step.
+        self._buffers: BufferSnapshots | None = None
+        # whom passes may have reached since the last step, beside those told to join()
+        self._reached: tuple[EngineBase, ...] = ()
         self._kept_sides: Sides | None = None
         self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
         #: What a script is told; None where a scaled backward pass is the only way here.

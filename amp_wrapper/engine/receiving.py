@@ -123,6 +123,9 @@ class Receiving(Attaching):
         for engine in engines:
             engine._flags.named = True
             engine.stage = Stage.ACCUMULATING
+            engine._reached = tuple(other for other in others if isinstance(other, EngineBase))
+            if engine._buffers is not None:
+                engine._buffers.keep()
 
     def follow(self, earlier: Sequence[EngineBase]) -> None:
         """Before attaching: what earlier optimizers of the same weights have left there is known to this one too.

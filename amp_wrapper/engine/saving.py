@@ -58,6 +58,7 @@ class Saving(EngineBase):
             self._sums,
             self._on_arrival,
             self._flags,
+            self._buffers,
         )
 
     def _say(self, level: int, line: str) -> None:
@@ -140,6 +141,8 @@ class Saving(EngineBase):
         assert window is not None
         open_window.restore(window, list(zip(self.weights(), self._parameters())), self._sums)
         self._flags.restore(window.used, window.found_inf, window.foreign_found_inf)
+        if self._buffers is not None:
+            self._buffers.load(window.buffers)
         self.stage = Stage.ACCUMULATING
         self._say(
             logging.INFO,

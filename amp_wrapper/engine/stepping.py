@@ -19,7 +19,7 @@ from ..gradients import GradientClip
 from ..late_read import LateRead, flagged, has_pre_hooks, late_gradients, takes_flag
 from ..optim.fused import FusedOptimizer, Update
 from ..step_result import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, decision_of
-from .base import Sides, Stage
+from .base import EngineBase, Sides, Stage
 from .receiving import Receiving
 
 
@@ -55,6 +55,7 @@ class Stepping(Receiving):
         if kwargs.get('closure') is not None:
             # its backward passes run inside the optimizer: there is nothing to unscale, and nobody to check
             norm = None if clip is None else clip.apply(self._parameters())
+            self._restore_buffers(None)
             self._own('step')(**kwargs)
             self.stage = Stage.READY
             return self._result(False, None, norm)
@@ -178,6 +179,7 @@ class Stepping(Receiving):
         if scaler.checks:
             self._agree()
             words['found_inf'] = self._flags.skipped()
+            self._restore_buffers(words['found_inf'])
             if not several and not self._flags.are_own:
                 words['learned'] = self._flags.learned(0)
         if clip is not None and clip.raises_on_nonfinite and 'norm' in words:
@@ -195,6 +197,7 @@ class Stepping(Receiving):
         if checks:
             self._agree()
         skip = self._flags.skipped() if checks else None
+        self._restore_buffers(skip)
         by_flag = skip is not None and not waits and not raises and takes_flag(self.optimizer)
         late = None
         if skip is not None and not by_flag:
@@ -225,6 +228,15 @@ class Stepping(Receiving):
         if late is not None:
             self._see(skipped, int(skips) + skipped, (int(streak) + 1) * skipped)
         return self._result(skipped, None, norm, skip)
+
+    def _restore_buffers(self, skip: Tensor | None) -> None:
+        """What forward passes did to buffers since the last step is undone where the flag is up."""
+        reached, self._reached = self._reached, ()
+        if self._buffers is not None:
+            self._buffers.restore(skip)
+        for other in {id(engine): engine for engine in (*self._others, *reached)}.values():
+            if isinstance(other, EngineBase) and other._buffers is not None:
+                other._buffers.question(skip)
 
     def _agree(self) -> None:
         self._flags.agree(self._reducers.groups_to_ask(self._flags.received_locally))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import data
+import schedule
 import torch
 from mmengine.config import Config
 from mmengine.logging import MessageHub, MMLogger
@@ -25,20 +26,26 @@ from zoo import Case, configs_folder, load_config, register
 HERE = Path(__file__).parent
 
 
-def small_config(case: Case, folder: Path, work_dir: Path) -> Config:
-    """The project's config with a small model, the generated data, one short epoch, and a line that imports us.
+def small_config(case: Case, folder: Path, work_dir: Path, epochs: int = 1) -> Config:
+    """The project's config with a small model, the generated data, a few short epochs, and a line that imports us.
 
-    Mixup, CutMix and YOLOX's random sizes, which a run on one batch does without, are on here.
+    Dropout, stochastic depth, Mixup, CutMix and YOLOX's random sizes, which a run on one batch does without, are on here.
+    ``optim_wrapper``, schedulers and hooks are what the project wrote; the ranges of the schedulers are shorter.
 
-    ``optim_wrapper`` keeps what the project wrote, but for the learning rate; its hooks stay, its schedulers do not.
+    Args:
+        case: The model.
+        folder: With the data.
+        work_dir: Of the runs.
+        epochs: How many; the schedules go over :data:`schedule.EPOCHS` in any case.
     """
     cfg = load_config(case, augment=True)
+    cfg.param_scheduler = schedule.shortened(cfg)
     for key in ('train_dataloader', 'val_dataloader', 'test_dataloader', 'val_evaluator', 'test_evaluator'):
         cfg.pop(key, None)
-    for key in ('val_cfg', 'test_cfg', 'param_scheduler', 'resume', 'load_from', 'train_pipeline', 'test_pipeline'):
+    for key in ('val_cfg', 'test_cfg', 'resume', 'load_from', 'train_pipeline', 'test_pipeline'):
         cfg.pop(key, None)
     cfg.update(copy.deepcopy(data.loaders(case, folder)))
-    cfg.train_cfg = dict(by_epoch=True, max_epochs=1, val_interval=1)
+    cfg.train_cfg = dict(by_epoch=True, max_epochs=epochs, val_interval=1)
     validates = cfg.val_dataloader is not None
     cfg.val_cfg = dict() if validates else None
     cfg.test_cfg = dict() if validates else None
@@ -46,8 +53,6 @@ def small_config(case: Case, folder: Path, work_dir: Path) -> Config:
         logger=dict(type='LoggerHook', interval=1), checkpoint=dict(type='CheckpointHook', interval=1, by_epoch=True)
     )
     cfg.log_processor = dict(by_epoch=True)
-    # without the schedule there is no warm-up
-    cfg.optim_wrapper.optimizer.lr = 1e-4
     cfg.custom_imports = dict(imports=['amp_wrapper'], allow_failed_imports=False)
     cfg.custom_hooks = [hook for hook in cfg.get('custom_hooks', []) if hook['type'] != 'YOLOXModeSwitchHook']
     cfg.env_cfg = dict(cudnn_benchmark=False, dist_cfg=dict(backend='gloo'))

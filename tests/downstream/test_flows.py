@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from typing import Any
 
 import data
 import pytest
+import schedule
 import torch
 from conftest import skip_without_ops
 from flows import Original, run_tool, small_config, tool, write_config
@@ -18,6 +21,7 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
+from toy import differences
 from zoo import BY_NAME, Case, register
 
 from amp_wrapper.nested import HALF_TYPES
@@ -44,6 +48,10 @@ class Witness(Hook):
 
     seen: dict[str, Any] = {}
 
+    def before_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
+        groups = runner.optim_wrapper.param_groups
+        self.seen.setdefault('rates', {})[runner.iter] = [group['lr'] for group in groups]
+
     def before_train(self, runner: Runner) -> None:
         self.seen['resumed'] = {key: value.clone() for key, value in runner.model.state_dict().items()}
         self.seen['start'] = runner.iter
@@ -68,9 +76,9 @@ def witness() -> dict[str, Any]:
     return Witness.seen
 
 
-def prepare(case: Case, pictures: Path, tmp_path: Path) -> Config:
+def prepare(case: Case, pictures: Path, tmp_path: Path, epochs: int = 1) -> Config:
     register(case.project)
-    cfg = small_config(case, data.write(pictures, case.size), tmp_path / 'run')
+    cfg = small_config(case, data.write(pictures, case.size), tmp_path / 'run', epochs)
     cfg.custom_hooks = [*cfg.custom_hooks, dict(type='mmengine.Witness')]
     return cfg
 
@@ -102,32 +110,54 @@ def check_run(seen: dict[str, Any], level: str, validates: bool) -> None:
 def test_projects_own_tools(
     case: Case, level: str, pictures: Path, tmp_path: Path, witness: dict[str, Any], original: Original
 ) -> None:
-    """``tools/train.py`` with the level from the command line, ``--resume``, ``tools/test.py``, the project alone."""
-    cfg = prepare(case, pictures, tmp_path)
+    """``tools/train.py`` with the level from the command line and the project's own schedule; ``--resume`` in its warm-up and
+    after it, with the learning rates and the bits of the whole run; ``tools/test.py``, the project alone."""
+    cfg = prepare(case, pictures, tmp_path, schedule.EPOCHS)
+    # dropout and augmentation draw the same numbers again
+    cfg.custom_hooks.append(dict(type='amp_wrapper.ExactResumeHook'))
     path = write_config(cfg, tmp_path / f'{case.slug}.py')
     validates = cfg.val_dataloader is not None
-    line = ['--cfg-options', 'optim_wrapper.type=amp_wrapper.AmpOptimWrapper', f'optim_wrapper.opt_level={level}']
+    words = ['optim_wrapper.type=amp_wrapper.AmpOptimWrapper', f'optim_wrapper.opt_level={level}']
     if level in ('O1', 'O2'):
         # the search for a dynamic scale would skip the few steps there are
-        line.append('optim_wrapper.loss_scale=64')
+        words.append('optim_wrapper.loss_scale=64')
+    train = functools.partial(run_tool, tool(case.project, 'train.py'), str(path), *extra(case.project))
 
-    run_tool(tool(case.project, 'train.py'), str(path), *extra(case.project), *line)
+    train('--cfg-options', *words)
     check_run(witness, level, validates)
-    first = load(tmp_path / 'run' / 'epoch_1.pth')
-    assert not any(value.dtype in HALF_TYPES for value in first['state_dict'].values())
+    rates = witness['rates']
+    steps = schedule.EPOCHS * schedule.LENGTH
+    assert sorted(rates) == list(range(steps)) and len({tuple(rate) for rate in rates.values()}) > 1
+    last = tmp_path / 'run' / f'epoch_{schedule.EPOCHS}.pth'
+    whole = load(last)
+    assert whole['meta']['iter'] == steps
+    assert all(torch.isfinite(v).all() for v in whole['state_dict'].values() if v.is_floating_point())
 
-    witness.clear()
-    longer = 'train_cfg.max_epochs=2'
-    run_tool(tool(case.project, 'train.py'), str(path), *extra(case.project), '--resume', *line, longer)
-    check_run(witness, level, validates)
-    assert witness['start'] == 2
-    for key, value in trained_weights(first).items():
-        assert witness['resumed'][key].equal(value), key
-    last = tmp_path / 'run' / 'epoch_2.pth'
-    second = load(last)
-    assert second['meta']['iter'] == 4
-    assert any(not second['state_dict'][key].equal(value) for key, value in first['state_dict'].items())
-    assert all(torch.isfinite(v).all() for v in second['state_dict'].values() if v.is_floating_point())
+    compared = ['param_schedulers']
+    if case.name != 'YOLOX':
+        # it keeps the size of its next images in the data preprocessor, outside of any checkpoint
+        compared += ['state_dict', 'ema_state_dict', 'optimizer']
+    for epoch in range(1, schedule.EPOCHS):
+        file = f'epoch_{epoch}.pth'
+        saved = load(tmp_path / 'run' / file)
+        assert not any(value.dtype in HALF_TYPES for value in saved['state_dict'].values())
+        waiting = [state['last_step'] == -1 for state in saved['param_schedulers']]
+        # what follows a warm-up waits for its end, which is in the middle of the second epoch
+        done = [epoch if one.get('by_epoch', True) else epoch * schedule.LENGTH for one in cfg.param_scheduler]
+        assert waiting == [one['begin'] > count for one, count in zip(cfg.param_scheduler, done)]
+        folder = tmp_path / f'from{epoch}'
+        folder.mkdir()
+        shutil.copy(tmp_path / 'run' / file, folder)
+        witness.clear()
+        train('--work-dir', str(folder), '--resume', '--cfg-options', *words)
+        check_run(witness, level, validates)
+        assert witness['start'] == epoch * schedule.LENGTH
+        for key, value in trained_weights(saved).items():
+            assert witness['resumed'][key].equal(value), key
+        assert witness['rates'] == {step: rate for step, rate in rates.items() if step >= witness['start']}
+        end = load(folder / last.name)
+        for part in compared:
+            assert differences(whole.get(part), end.get(part)) == [], part
 
     answer = original.evaluate(path, last, case.project)
     assert answer['types'] and not {'torch.float16', 'torch.bfloat16'} & set(answer['types'])
@@ -185,7 +215,7 @@ def _replacing(text: str) -> str:
         text = text.replace(f'\n{name} = dict(', f'\n{name} = dict(_delete_=True, ').replace(
             f'\n{name} = dict(_delete_=True, )', f'\n{name} = dict(_delete_=True)'
         )
-    return text + 'param_scheduler = []\ncustom_hooks = []\n'
+    return text
 
 
 def _run(*words: str) -> str:

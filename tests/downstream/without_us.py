@@ -40,6 +40,7 @@ def evaluate(request: dict[str, Any]) -> dict[str, Any]:
     if cfg.get('test_dataloader') is not None:
         cfg.load_from = request['checkpoint']
         cfg.optim_wrapper = None
+        cfg.param_scheduler = None
         cfg.train_cfg = None
         cfg.train_dataloader = None
         runner = Runner.from_cfg(cfg)

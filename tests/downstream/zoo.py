@@ -301,7 +301,8 @@ def load_config(case: Case, augment: bool = False) -> Config:
 
     Args:
         case: The model.
-        augment: Whether batches are mixed and resized at random, where the config says so.
+        augment: Whether batches are mixed and resized at random, and dropout and stochastic depth are on, where the config
+            says so.
     """
     cfg = Config.fromfile(configs_folder(case.project) / case.config)
     if case.project == 'mmpretrain':
@@ -316,11 +317,20 @@ def load_config(case: Case, augment: bool = False) -> Config:
             preprocessor.batch_augments[0].update(random_size_range=(64, 96), interval=1)
         else:
             preprocessor.batch_augments = None
-    cfg.merge_from_dict(dict(model=copy.deepcopy(case.model)))
+    model = copy.deepcopy(case.model)
+    cfg.merge_from_dict(dict(model=_with_dropout(model) if augment else model))
     _sync_bn_to_bn(cfg.model)
     if case.project == 'mmseg':
         cfg.model.data_preprocessor.size = (case.size, case.size)
     return cfg
+
+
+def _with_dropout(node: Any) -> Any:
+    """What makes a model small, without what turns its random numbers off."""
+    if not isinstance(node, dict):
+        return node
+    off = ('drop_rate', 'drop_path_rate', 'dropout_ratio', 'dropout_rate')
+    return {key: _with_dropout(value) for key, value in node.items() if key not in off}
 
 
 def _sync_bn_to_bn(node: Any) -> None:

@@ -1,0 +1,682 @@
+"""What the buffers of a model were before the forward passes of a step, so that a skipped step gives them back.
+
+One batch with NaN leaves NaN in BatchNorm's running statistics for good, although the optimizer step is skipped. So buffers
+are copied when the first forward pass since the last step begins, and the step writes the copies back by the flag that skips
+it: on the device, without a host read.
+
+What counts as a forward pass is a call of the model, or of a part of it, with gradients enabled, checkpointed segments that
+run again included. Whatever is written between two of them was written by somebody else, and stays. torch's version counters
+tell: they are noted when a pass ends and compared when the next one begins, and at the step.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from . import ops
+from .forward_hooks import untraced
+
+#: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
+LARGE = 2**20
+_ALIGNMENT = 16
+_CHECKPOINT_FILE = checkpoint.__file__
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Slot = tuple[dict[str, Tensor | None], str]
+_version: Callable[[Tensor], int] = operator.attrgetter('_version')
+
+
+def _is_checkpointed() -> bool:
+    """Whether the caller is a reentrant checkpoint, in its first run of a segment."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == 'forward' and frame.f_code.co_filename == _CHECKPOINT_FILE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _nobody() -> None:
+    """Stands for the snapshots of a copied or unpickled hook."""
+
+
+class BufferHook:
+    """A forward hook that tells snapshots of passes. Copies of a model, in memory or in a file, tell nobody.
+
+    Args:
+        snapshots: Whom to tell; not kept alive.
+    """
+
+    def __init__(self, snapshots: BufferSnapshots | None = None) -> None:
+        self._snapshots: Callable[[], BufferSnapshots | None] = _nobody if snapshots is None else ref(snapshots)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BufferHook:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[BufferHook], tuple[()]]:
+        return type(self), ()
+
+
+class EnterBuffers(BufferHook):
+    """Forward pre-hook of modules that own buffers, and of what scripts mostly call."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _enter(self._snapshots(), module)
+
+
+class LeaveBuffers(BufferHook):
+    """Forward hook, called after exceptions too: the counterpart of :class:`EnterBuffers`."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _leave(self._snapshots(), module)
+
+
+class EnterModelBuffers(BufferHook):
+    """:class:`EnterBuffers` of a model: where torch.compile traces it, the graph breaks here."""
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        _enter(self._snapshots(), module)
+
+
+class LeaveModelBuffers(BufferHook):
+    """The counterpart of :class:`EnterModelBuffers`."""
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        _leave(self._snapshots(), module)
+
+
+def _enter(snapshots: BufferSnapshots | None, module: nn.Module) -> None:
+    # reentrant checkpointing runs a segment without gradients at first
+    if snapshots is not None and (torch.is_grad_enabled() or (module.training and _is_checkpointed())):
+        snapshots.enter(module)
+
+
+def _leave(snapshots: BufferSnapshots | None, module: nn.Module) -> None:
+    if snapshots is not None:
+        snapshots.leave(module)
+
+
+class _Region:
+    """One call that is under way on a thread."""
+
+    __slots__ = ('covers', 'depth', 'module', 'places')
+
+    def __init__(self, module: nn.Module, covers: Container[int] | None, places: Sequence[int] | None) -> None:
+        self.module = module
+        # ids of the modules below, and the places of their buffers; None for all
+        self.covers = covers
+        self.places = places
+        self.depth = 0
+
+
+class _Regions(threading.local):
+    def __init__(self) -> None:
+        self.open: list[_Region] = []
+
+
+class _Group:
+    """Small buffers of one device and type: their copies lie in one tensor, and so does what a step writes back.
+
+    Args:
+        places: Of the buffers.
+        tensors: The buffers.
+    """
+
+    def __init__(self, places: list[int], tensors: Sequence[Tensor]) -> None:
+        self.places = places
+        self.tensors = list(tensors)
+        # one call for all of them, where no two may be views of one another; torch's own loops over them on a CPU
+        apart = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        kind, device = tensors[0].dtype, tensors[0].device
+        self._compiled = apart and kind in ops.COMPILED_DTYPES and ops.backend_of(device) != 'reference'
+        size = tensors[0].element_size()
+        step = max(_ALIGNMENT // size, 1)
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + -(-tensor.numel() // step) * step)
+        # zeros: the gaps are selected too
+        self._copies = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+        self._results = torch.zeros_like(self._copies)
+        self.copies = [_like(self._copies, start, tensor) for start, tensor in zip(starts, tensors)]
+        self._results_of = [_like(self._results, start, tensor) for start, tensor in zip(starts, tensors)]
+        bits = _BITS.get(size)
+        self._bits = [flat if bits is None else flat.view(bits) for flat in (self._copies, self._results)]
+
+    def take(self) -> None:
+        """Copy the buffers."""
+        self._copy(self.tensors, self.copies)
+
+    def select(self, flag: Tensor, chosen: Sequence[int] | None = None) -> Callable[[], None]:
+        """What the buffers will be; the returned function writes it to them.
+
+        Args:
+            flag: Scalar; the copies where it is not zero.
+            chosen: Indices into ``places``; None for all.
+        """
+        tensors, results = self.tensors, self._results_of
+        if chosen is not None:
+            tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
+        self._copy(tensors, results)
+        copies, now = self._bits
+        # by bits, so that nothing of a NaN gets through
+        torch.where(flag.to(now.device) > 0, copies, now, out=now)
+        return functools.partial(self._copy, results, tensors)
+
+    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        if self._compiled:
+            ops.multi_tensor_copy(sources, targets)
+        else:
+            torch._foreach_copy_(targets, sources)
+
+
+def _like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
+    """A part of ``flat`` with the shape of ``tensor``, and its order of elements where that has no gaps."""
+    part = flat[start : start + tensor.numel()]
+    if torch._debug_has_internal_overlap(tensor) == 0:
+        return part.as_strided(tensor.shape, tensor.stride(), start)
+    return part.view(tensor.shape)
+
+
+def _is_tracked(tensor: Tensor | None) -> bool:
+    """Whether a buffer can be copied and written back at all."""
+    return (
+        # subclasses have rules of their own: lazy, fake, sharded tensors
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_inference() or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() > 0
+        and torch._debug_has_internal_overlap(tensor) != 1
+    )
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def _versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
+    try:
+        return list(map(_version, tensors))  # type: ignore[arg-type]
+    except (AttributeError, RuntimeError):
+        # a buffer became None, or a tensor of inference mode
+        return [-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _are_same(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
+    return all(map(operator.is_, some, others))
+
+
+class BufferSnapshots:
+    """The buffers that one optimizer's skipped steps give back.
+
+    Args:
+        roots: (qualified name, module): the models.
+        owners: Gives the parameters that the optimizer steps, and those that others step. A buffer belongs to the optimizers
+            that step a parameter of its module; without any, of the modules below it, or else of the one above.
+        leave: Module classes to leave alone, with everything in them.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[tuple[str, nn.Module]],
+        owners: Callable[[], tuple[Iterable[Tensor], Iterable[Tensor]]],
+        leave: tuple[type, ...] = (),
+    ) -> None:
+        self._roots = list(roots)
+        self._owners = owners
+        self._leave = leave
+        self._handles: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._regions = _Regions()
+        self._lock = threading.Lock()
+        # calls under way, on all threads
+        self._active = 0
+        self._stale = True
+        # whether the copies are those of the present step
+        self._live = False
+        # whether a loss of the optimizer has had its backward pass since the last step
+        self._kept = False
+        # up where a skipped step of another optimizer may have made use of passes through these modules
+        self._doubt: Tensor | None = None
+        self._trusts = False
+        # places that somebody gave another shape or type since the step began
+        self._lost: set[int] = set()
+        self._large: dict[int, Tensor | None] = {}
+        self._slots: list[_Slot] = []
+        self._seen: list[Tensor | None] = []
+        self._collect()
+        _living.add(self)
+        _listen()
+
+    # -- which buffers -----------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Look for the buffers, and put hooks on the modules that have some."""
+        self._stale = False
+        mine, theirs = ({id(weight) for weight in weights} for weights in self._owners())
+        copies = {id(self._seen[place]): copy for place, copy in self._large.items()}
+        self._slots, self._names = [], []
+        # what cannot be copied now, and may be replaced by something that can
+        self._others: list[_Slot] = []
+        self._modules: list[nn.Module] = []
+        places: dict[int, list[int]] = {}
+        seen: set[int] = set()
+        for name, module in self._owned(mine, theirs):
+            self._modules.append(module)
+            for key, buffer in module._buffers.items():
+                if buffer is None or not _is_tracked(buffer):
+                    self._others.append((module._buffers, key))
+                elif id(buffer) not in seen:
+                    # shared ones once
+                    seen.add(id(buffer))
+                    places.setdefault(id(module), []).append(len(self._slots))
+                    self._slots.append((module._buffers, key))
+                    self._names.append(f'{name}.{key}' if name else key)
+        self._module_ids = set(map(id, self._modules))
+        self._lengths = [len(module._buffers) for module in self._modules]
+        self._not_copied = _now(self._others)
+        found = [tensor for tensor in _now(self._slots) if tensor is not None]
+        self._forms = [_form(tensor) for tensor in found]
+        # as they were when a forward pass last ended or began
+        self._seen = list(found)
+        self._versions = _versions_of(found)
+        # versions of what was copied
+        self._copied = [-1] * len(found)
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        self._large = {}
+        for place, tensor in enumerate(found):
+            if tensor.numel() * tensor.element_size() > LARGE:
+                self._large[place] = copies.get(id(tensor))
+            else:
+                kinds[tensor.device, tensor.dtype].append(place)
+        self._groups = [_Group(chosen, [found[place] for place in chosen]) for chosen in kinds.values()]
+        self._know(found)
+        self._put_hooks(places)
+
+    def _owned(self, mine: set[int], theirs: set[int]) -> Iterator[tuple[str, nn.Module]]:
+        """The modules whose buffers belong to the optimizer, in order."""
+        seen: set[int] = set()
+        either = mine | theirs
+
+        def visit(module: nn.Module, name: str, above: bool) -> Iterator[tuple[str, nn.Module]]:
+            if id(module) in seen or isinstance(module, self._leave):
+                return
+            seen.add(id(module))
+            stepped = mine
+            if theirs:
+                stepped = either.intersection(map(id, module.parameters(recurse=False)))
+                stepped = stepped or either.intersection(map(id, module.parameters()))
+            ours = bool(stepped & mine) if stepped else above
+            if ours:
+                yield name, module
+            for key, child in module.named_children():
+                yield from visit(child, f'{name}.{key}' if name else key, ours)
+
+        for name, root in self._roots:
+            yield from visit(root, name, True)
+
+    def _put_hooks(self, places: Mapping[int, list[int]]) -> None:
+        roots = {id(root): root for _, root in self._roots}
+        # scripts call the model, one of its parts, or some layer
+        parts = [child for root in roots.values() for child in root.children()]
+        owners = [module for module in self._modules if id(module) in places]
+        wanted: dict[int, nn.Module] = dict(roots)
+        self._below: dict[int, tuple[frozenset[int], list[int]]] = {}
+        for module in (*parts, *owners):
+            below = frozenset(map(id, module.modules()))
+            inside = [place for key in below for place in places.get(key, ())]
+            if inside and id(module) not in roots:
+                wanted[id(module)] = module
+                self._below[id(module)] = (below, inside)
+        for key in [key for key in self._handles if key not in wanted]:
+            for handle in self._handles.pop(key):
+                handle.remove()
+        for key, module in wanted.items():
+            if key not in self._handles:
+                whole = key in roots
+                enter = EnterModelBuffers(self) if whole else EnterBuffers(self)
+                leave = LeaveModelBuffers(self) if whole else LeaveBuffers(self)
+                self._handles[key] = (
+                    module.register_forward_pre_hook(enter, prepend=True),
+                    module.register_forward_hook(leave, always_call=True),
+                )
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        _living.discard(self)
+
+    def look_again(self, parent: nn.Module) -> None:
+        """A module is put into ``parent``."""
+        self._stale = self._stale or id(parent) in self._module_ids
+
+    # -- forward passes ----------------------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module) -> None:
+        """A forward pass with gradients begins.
+
+        Args:
+            module: What is called: a model, a part of one, or a replica.
+        """
+        regions = self._regions.open
+        if regions and (regions[-1].covers is None or id(module) in regions[-1].covers):
+            if regions[-1].module is module:
+                # it calls itself
+                regions[-1].depth += 1
+            return
+        if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+            # nothing of this belongs into a graph, and buffers may be stand-ins
+            return
+        covers, places = self._below.get(id(module), (None, None))
+        with self._lock:
+            self._active += 1
+            if self._active == 1:
+                with torch.no_grad():
+                    self._begin(places)
+        regions.append(_Region(module, covers, places))
+        if id(module) in self._handles:
+            # what hooks that came later write belongs to the pass
+            key = self._handles[id(module)][1].id
+            if next(reversed(module._forward_hooks)) != key:
+                module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
+
+    def leave(self, module: nn.Module) -> None:
+        """The counterpart of :meth:`enter`."""
+        regions = self._regions.open
+        if not regions or regions[-1].module is not module:
+            return
+        if regions[-1].depth:
+            regions[-1].depth -= 1
+            return
+        places = regions.pop().places
+        with self._lock:
+            self._active = max(self._active - 1, 0)
+            self._note(places)
+
+    def _note(self, places: Sequence[int] | None = None) -> None:
+        """Whatever was written was written by forward passes."""
+        if places is None:
+            self._seen = _now(self._slots)
+            self._versions = _versions_of(self._seen)
+            return
+        now = _now([self._slots[place] for place in places])
+        for place, tensor, version in zip(places, now, _versions_of(now)):
+            self._seen[place], self._versions[place] = tensor, version
+
+    def _begin(self, places: Sequence[int] | None) -> None:
+        if self._trusts:
+            # the copies came from a checkpoint, and the buffers too
+            self._trusts = False
+            self._note()
+        if self._live and self._doubt is not None:
+            # another optimizer's step was skipped, and no loss of this one has made use of the passes up to here
+            self.restore(self._doubt)
+        if not self._live:
+            self._take()
+        elif not _broadcasts():
+            self._take_written(places)
+
+    def _take(self) -> None:
+        """Copy all buffers: a step begins."""
+        if (
+            self._stale
+            or self._lengths != [len(module._buffers) for module in self._modules]
+            or not _are_same(_now(self._others), self._not_copied)
+            or not self._find_again()
+        ):
+            self._collect()
+        self._seen = list(self._known)
+        self._versions = _versions_of(self._seen)
+        for group in self._groups:
+            group.take()
+        for place, copy in self._large.items():
+            if self._copied[place] == self._versions[place]:
+                # as it was, or never written by a forward pass
+                continue
+            if copy is None:
+                self._large[place] = self._known[place].detach().clone()
+            else:
+                copy.copy_(self._known[place])
+        self._copied = list(self._versions)
+        self._live = True
+
+    def _find_again(self) -> bool:
+        """Whether there are the same buffers as before, or others in their places that look like them."""
+        now = _now(self._slots)
+        if not _are_same(now, self._known):
+            found = [tensor for tensor in now if tensor is not None and _is_tracked(tensor)]
+            if len(found) < len(now) or [_form(tensor) for tensor in found] != self._forms:
+                return False
+            self._know(found)
+        return [tensor.data_ptr() for tensor in self._known] == self._places_in_memory
+
+    def _know(self, tensors: list[Tensor]) -> None:
+        self._known = tensors
+        self._places_in_memory = [tensor.data_ptr() for tensor in tensors]
+        for group in self._groups:
+            group.tensors = [tensors[place] for place in group.places]
+
+    def _take_written(self, places: Sequence[int] | None) -> None:
+        """Copy what somebody has written since the last forward pass: it is theirs, and stays."""
+        chosen: Sequence[int] = range(len(self._slots)) if places is None else places
+        now = _now(self._slots if places is None else [self._slots[place] for place in places])
+        versions = _versions_of(now)
+        if places is None and _are_same(now, self._seen) and versions == self._versions:
+            return
+        copies: dict[int, Tensor] | None = None
+        for place, tensor, version in zip(chosen, now, versions):
+            if tensor is self._seen[place] and version == self._versions[place]:
+                continue
+            self._seen[place], self._versions[place] = tensor, version
+            copies = self._copies() if copies is None else copies
+            if tensor is not None and self._fits(place, tensor) and place in copies:
+                copies[place].copy_(tensor)
+                self._copied[place] = version
+            else:
+                self._lost.add(place)
+
+    def _copies(self) -> dict[int, Tensor]:
+        """The copies that there are, by place."""
+        found = {place: copy for place, copy in self._large.items() if copy is not None}
+        for group in self._groups:
+            found.update(zip(group.places, group.copies))
+        return found
+
+    def _fits(self, place: int, tensor: Tensor) -> bool:
+        """Whether the copy at a place can be written to a tensor."""
+        return _is_tracked(tensor) and _form(tensor) == self._forms[place]
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def restore(self, flag: Tensor | None) -> None:
+        """The step is taken or skipped: where ``flag`` is up, buffers become what they were. No host read.
+
+        Buffers that somebody has written since the last forward pass stay as they are, and so do those that have another
+        shape, type or device now.
+
+        Args:
+            flag: float32 scalar on any device, not zero where the step is skipped; None for a step that is taken.
+        """
+        if self._active or self._trusts:
+            # an interrupt ended a pass without its hooks, or the step is taken inside of one
+            self._active, self._trusts = 0, False
+            self._regions.open.clear()
+            self._note()
+        live, self._live = self._live, False
+        self._kept, self._doubt = False, None
+        if live and flag is not None:
+            self._write_back(flag)
+        self._lost.clear()
+        for place, copy in self._large.items():
+            if live and copy is not None and self._copied[place] == self._versions[place]:
+                # constant so far: not kept twice
+                self._large[place] = None
+
+    def _write_back(self, flag: Tensor) -> None:
+        now = _now(self._slots)
+        versions = _versions_of(now)
+        chosen: set[int] | None = None
+        if (
+            self._lost
+            or not _are_same(now, self._known)
+            or not _are_same(now, self._seen)
+            or versions != self._versions
+            or [tensor.data_ptr() for tensor in self._known] != self._places_in_memory
+        ):
+            chosen = {
+                place
+                for place, (tensor, seen, version) in enumerate(zip(now, self._seen, versions))
+                if tensor is seen and version == self._versions[place] and place not in self._lost
+                # one that was replaced in a forward pass has to look as before
+                if tensor is not None and self._fits(place, tensor)
+            }
+            for group in self._groups:
+                group.tensors = [
+                    tensor if tensor is not None and place in chosen else self._known[place]
+                    for place, tensor in zip(group.places, [now[place] for place in group.places])
+                ]
+        writes: list[Callable[[], object]] = []
+        for group in self._groups:
+            if chosen is None:
+                writes.append(group.select(flag))
+                continue
+            indices = [index for index, place in enumerate(group.places) if place in chosen]
+            if indices:
+                writes.append(group.select(flag, indices))
+        written = []
+        for place, copy in self._large.items():
+            tensor = now[place]
+            if copy is None or tensor is None or versions[place] == self._copied[place]:
+                continue
+            if chosen is None or place in chosen:
+                writes.append(functools.partial(tensor.copy_, _selected(copy, tensor, flag)))
+                written.append(place)
+        # all is read before anything is written: buffers may be views of one another
+        for write in writes:
+            write()
+        self._note(written)
+
+    def keep(self) -> None:
+        """A loss of this optimizer has had its backward pass: its own step decides on what it went through."""
+        self._kept, self._doubt = True, None
+
+    def question(self, flag: Tensor | None) -> None:
+        """Another optimizer has taken a step, or skipped it.
+
+        Its loss may have gone through these modules, as a generator's goes through the discriminator. If they run again before
+        a loss of their own optimizer was run backward, that was so, and the flag decides on what they did up to here.
+
+        Args:
+            flag: As for :meth:`restore`.
+        """
+        if flag is None or not self._live or self._kept or _is_capturing():
+            return
+        self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """The copies of an open window by qualified name, for a checkpoint; empty where none is open. Syncs."""
+        if not self._live:
+            return {}
+        now = _now(self._slots)
+        versions = _versions_of(now)
+        return {
+            self._names[place]: copy.detach().clone()
+            for place, copy in sorted(self._copies().items())
+            # not those that somebody has written since, and where no pass has written, the copy is the buffer
+            if now[place] is self._seen[place]
+            and versions[place] == self._versions[place]
+            and place not in self._lost
+            and not _same_bits(copy, now[place])
+        }
+
+    @torch.no_grad()
+    def load(self, copies: Mapping[str, Tensor]) -> None:
+        """Continue an open window. The buffers have been loaded, or will be before the next forward pass.
+
+        Args:
+            copies: From :meth:`state`; those of unknown buffers, or of another shape, are left out.
+        """
+        self._take()
+        there = self._copies()
+        for place, name in enumerate(self._names):
+            value = copies.get(name)
+            if value is not None and place in there and value.shape == there[place].shape:
+                there[place].copy_(value)
+                self._copied[place] = -1
+        self._kept = True
+        self._trusts = True
+
+
+def _now(slots: Iterable[_Slot]) -> list[Tensor | None]:
+    return [buffers.get(name) for buffers, name in slots]
+
+
+def _selected(copy: Tensor, tensor: Tensor, flag: Tensor) -> Tensor:
+    """The copy where the flag is up, the tensor otherwise: a selection by bits, so that nothing of a NaN gets through."""
+    flag = flag.to(tensor.device) > 0
+    bits = _BITS.get(tensor.element_size())
+    if bits is None:
+        return torch.where(flag, copy, tensor)
+    return torch.where(flag, copy.view(bits), tensor.detach().view(bits)).view(tensor.dtype)
+
+
+def _same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
+    if tensor is None or _form(tensor) != _form(copy):
+        return False
+    bits = _BITS.get(copy.element_size())
+    tensor = tensor.detach()
+    return copy.equal(tensor) if bits is None else copy.view(bits).equal(tensor.view(bits))
+
+
+def _broadcasts() -> bool:
+    """Whether a DDP has just given its buffers to all ranks: what it wrote, forward passes wrote before."""
+    if not torch.distributed.is_available():
+        return False
+    ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return ddp is not None and bool(ddp.broadcast_buffers)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+# those whose modules may be given further ones
+_living: WeakSet[BufferSnapshots] = WeakSet()
+_listening: RemovableHandle | None = None
+
+
+def _listen() -> None:
+    global _listening
+    if _listening is None:
+        _listening = nn.modules.module.register_module_module_registration_hook(_on_new_module)
+
+
+def _on_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
+    for snapshots in list(_living):
+        snapshots.look_again(parent)
+
+
+__all__ = ['LARGE', 'BufferSnapshots']

@@ -1,0 +1,182 @@
+"""What ``python -m benchmarks.gpu_check`` runs: stages of steps, steps of jobs, and what each of them needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+STAGES = ('ops', 'step', 'engine', 'end-to-end', 'sanitizer', 'ddp')
+#: The test files of a stage, by pattern; ``engine`` has all others that take a device.
+TESTS = {
+    'ops': ('test_ops*.py', 'test_step_ops.py'),
+    'step': (
+        'test_fused_*.py', 'test_engine_fused.py', 'test_loss_scaler.py', 'test_gradients.py', 'test_master_weights.py',
+        'test_split_masters.py', 'test_accumulation.py', 'test_late_*.py',
+    ),
+    'ddp': ('test_ddp.py', 'test_amp_ddp.py', 'test_preemption.py'),
+}  # fmt: skip
+SANITIZERS = ('memcheck', 'racecheck', 'initcheck', 'synccheck')
+#: What may be missing, and what to do about it.
+REMEDIES = {
+    'gpu': 'torch sees no GPU',
+    'second gpu': 'one GPU: two ranks share it, with gloo',
+    'nvcc': 'no CUDA compiler (nvcc): the CUDA toolkit has it',
+    'compute-sanitizer': 'no compute-sanitizer: the CUDA toolkit has it (package cuda-sanitizer)',
+    'pytest': 'pip install pytest',
+    'hypothesis': 'pip install hypothesis',
+    'mmengine': 'pip install mmengine==0.10.7',
+    'ninja': 'pip install ninja (the build works without, with one compiler at a time)',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One process.
+
+    Attributes:
+        name: In the report.
+        command: Its words; the first is the interpreter or a tool.
+        needs: Keys of :data:`REMEDIES` without which it is left out.
+        env: Variables beside the present ones.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    needs: tuple[str, ...] = ('gpu',)
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Jobs that may run at the same time.
+
+    Attributes:
+        name: In the report.
+        jobs: The processes.
+        share: Of the time of the stage, beside those of the steps that follow it.
+        workers: How many run at once; 0 for as many as the processor allows.
+    """
+
+    name: str
+    jobs: tuple[Job, ...]
+    share: float = 1.0
+    workers: int = 1
+
+
+def missing(find: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """What this machine lacks: key of :data:`REMEDIES` to the remedy.
+
+    Args:
+        find: Tools by name, where they are known already.
+    """
+    try:
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except ImportError:
+        gpus = 0
+    tools = {name: tool(name) for name in ('nvcc', 'compute-sanitizer')} if find is None else find
+    there = {
+        'gpu': gpus > 0,
+        'second gpu': gpus > 1,
+        **{name: path is not None for name, path in tools.items()},
+        **{name: importlib.util.find_spec(name) is not None for name in ('pytest', 'hypothesis', 'mmengine', 'ninja')},
+    }
+    return {name: remedy for name, remedy in REMEDIES.items() if not there[name]}
+
+
+def tool(name: str) -> str | None:
+    """The path of a program of the CUDA toolkit; None where there is none."""
+    places = [os.environ.get('CUDA_HOME'), os.environ.get('CUDA_PATH'), '/usr/local/cuda']
+    found = [Path(place) / folder / name for place in places if place for folder in ('bin', name)]
+    return shutil.which(name) or next((str(path) for path in found if path.is_file()), None)
+
+
+def files_of(stage: str) -> list[str]:
+    """The test files of a stage that take a device, by their paths from the root."""
+    taking = [
+        path.name
+        for path in sorted((ROOT / 'tests').glob('test_*.py'))
+        if re.search(r'def \w+\([^)]*\bdevice\b', path.read_text(encoding='utf-8'))
+    ]
+
+    def belongs(name: str, to: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in TESTS[to])
+
+    if stage in TESTS:
+        return [f'tests/{name}' for name in taking if belongs(name, stage)]
+    return [f'tests/{name}' for name in taking if not any(belongs(name, other) for other in TESTS)]
+
+
+def _python(*words: str) -> tuple[str, ...]:
+    return (sys.executable, *words)
+
+
+def _tests(stage: str) -> Step:
+    jobs = [
+        Job(Path(file).stem, _python('-m', 'pytest', '-q', '-rs', '-p', 'no:cacheprovider', '--device', 'cuda', file),
+            ('gpu', 'pytest', 'hypothesis'), {'OMP_NUM_THREADS': '1'})
+        for file in files_of(stage)
+    ]  # fmt: skip
+    return Step('tests with --device cuda', tuple(jobs), 3.0, 0)
+
+
+def _bench(name: str, *words: str, needs: Sequence[str] = ('gpu',)) -> Job:
+    return Job(f'benchmarks.{name}', _python('-m', f'benchmarks.{name}', *words), tuple(needs))
+
+
+def steps(stage: str, arch: str = '') -> list[Step]:
+    """What a stage does, in order.
+
+    Args:
+        stage: One of :data:`STAGES`.
+        arch: ``TORCH_CUDA_ARCH_LIST`` of the build, such as '9.0'; torch's own choice where empty.
+
+    Raises:
+        KeyError: No such stage.
+    """
+    if stage == 'ops':
+        words = {'FORCE_CUDA': '1', **({'TORCH_CUDA_ARCH_LIST': arch} if arch else {})}
+        build = Job('build', _python('setup.py', 'build_ext', '--inplace'), ('gpu', 'nvcc'), words)
+        info = Job('amp_wrapper.info', _python('-m', 'amp_wrapper.info'), ())
+        bench = _bench('ops', '--device', 'cuda', '--threads', '1', '--seconds', '0.2', '--write')
+        return [
+            Step('build', (build,), 3.0),
+            Step('what runs here', (info,), 0.2),
+            _tests(stage),
+            Step('bench', (bench,), 2.0),
+        ]
+    if stage == 'step':
+        few = _bench('step', '--device', 'cuda', '--threads', '1', '--rounds', '5', '--write')
+        return [_tests(stage), Step('bench', (few,), 3.0)]
+    if stage == 'engine':
+        host = _bench('hooks', needs=())
+        files = _bench('checkpoints', needs=('mmengine',))
+        return [_tests(stage), Step('bench', (host, files), 0.5)]
+    if stage == 'end-to-end':
+        bench = _bench('step', '--device', 'cuda', '--end-to-end', '--rounds', '5', '--write')
+        return [Step('whole training steps beside torch.amp and stock AMP', (bench,))]
+    if stage == 'sanitizer':
+        program = tool('compute-sanitizer') or 'compute-sanitizer'
+        parity = _python(
+            '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '--device', 'cuda', 'tests/test_ops_parity.py'
+        )
+        jobs = [
+            Job(name, (program, '--tool', name, '--error-exitcode', '99', *parity),
+                ('gpu', 'compute-sanitizer', 'pytest', 'hypothesis'), {'PYTORCH_NO_CUDA_MEMORY_CACHING': '1'})
+            for name in SANITIZERS
+        ]  # fmt: skip
+        return [Step('compute-sanitizer', tuple(jobs), 1.0, len(jobs))]
+    if stage == 'ddp':
+        one = Job('one rank, nccl', _python('-m', 'benchmarks.one_rank', '--backend', 'nccl'), ('gpu',))
+        ranks = _bench('distributed', '--quick', needs=('gpu', 'mmengine'))
+        return [Step('a process group', (one,), 0.5), _tests(stage), Step('bench', (ranks,), 2.0)]
+    raise KeyError(stage)
