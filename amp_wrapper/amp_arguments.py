@@ -37,6 +37,11 @@ _TOLD = (*_OF_MODELS[:4], 'loss_scale', *_OF_MODELS[5:])
 def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
     if isinstance(value, kind):
         return [value]
+    if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
+        raise TypeError(
+            f'{name}={_short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
+            f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
+        )
     if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
         raise TypeError(
             f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.'

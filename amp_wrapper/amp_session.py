@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import hf_saving, known_models, ownership, passes
+from . import hf_saving, inner_optimizers, known_models, ownership, passes
 from .engine import AmpEngine, attach_together, new_scalers
 from .errors import AmpAttachError, AmpUsageError
 from .late_read import LateRead
@@ -38,9 +38,9 @@ _NEVER = (
     'before training.'
 )
 _TWO_PARTS = (
-    '{name}.step(closure) calls the closure itself, in the middle of a step (as SAM does), where loss scaling and skipped '
-    'steps cannot follow. Write the parts of the step out, each after an amp.scale_loss block of its own (first_step(), '
-    "second_step()), or train at opt_level='O0' or with enabled=False."
+    '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot follow. '
+    'Write the parts of the step out, each after an amp.scale_loss block of its own, or train at '
+    "opt_level='O0' or with enabled=False. One that holds the optimizer which steps for it as an attribute, as SAM does, works."
 )
 
 
@@ -106,10 +106,22 @@ class Session:
         """
         own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
         closure = _first_name(own_step, 'closure')
+        inner = inner_optimizers.inside(optimizer)
+        for each in inner:
+            name = _first_name(each.step, 'closure')
+
+            def take(inner_step: Callable[..., Any], args: Any, kwargs: Any, name: str = name) -> Any:
+                self.thread = threading.get_ident()
+                return self._step(engine, inner_step, name, args, kwargs)
+
+            inner_optimizers.lead(each, lambda: engine.in_own_step, take)
 
         @functools.wraps(getattr(own_step, '__func__', own_step))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self.thread = threading.get_ident()
+            if inner and not engine.is_plain and callable(args[0] if args else kwargs.get(closure)):
+                # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
+                return own_step(*args, **kwargs)
             return self._step(engine, own_step, closure, args, kwargs)
 
         @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))

@@ -246,7 +246,7 @@ class Arrivals:
             in_buckets: Whether DDP may have moved gradients into its buckets, which this pass overwrites.
 
         Raises:
-            AmpUsageError: Gradients of another loss are held.
+            AmpUsageError: Gradients of another loss are held; a pass with ``create_graph=True``, where a scale or masters are.
         """
         held = self.held
         if held is not None and held.loss_id != loss_id:
@@ -266,6 +266,9 @@ class Arrivals:
         try:
             yield
             check()
+            gradients.check_no_graph(weight for weight, _ in pairs)
+            if scale is not None:
+                gradients.check_no_graph(own)
             if averaged:
                 before = waiting if held is None else held.before
                 self._unscale(pairs, own, before, scale, found_inf)

@@ -178,7 +178,9 @@ class _Group:
         copies, now = self._bits
         # by bits, so that nothing of a NaN gets through
         torch.where(flag.to(now.device) > 0, copies, now, out=now)
-        return functools.partial(self._copy, results, tensors)
+        # unseen by autograd: graphs of passes that wait for their backward hold these buffers (a generator's, while the
+        # discriminator takes its step), and none computes with what is written here
+        return functools.partial(self._copy, results, [tensor.data for tensor in tensors])
 
     def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
         if self._compiled:
@@ -570,7 +572,7 @@ class BufferSnapshots:
             if copy is None or tensor is None or versions[place] == self._copied[place]:
                 continue
             if chosen is None or place in chosen:
-                writes.append(functools.partial(tensor.copy_, _selected(copy, tensor, flag)))
+                writes.append(functools.partial(tensor.data.copy_, _selected(copy, tensor, flag)))
                 written.append(place)
         # all is read before anything is written: buffers may be views of one another
         for write in writes:

@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Iterator
 from types import MappingProxyType
 
-#: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, and an error for 16-bit.
-HALF, FLOAT32, PROMOTE, REFUSE = 'half', 'float32', 'promote', 'refuse'
+#: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, float32 whose result is
+#: rounded into the argument that is written to, and the type of that argument.
+HALF, FLOAT32, PROMOTE, WRITE, FOLLOW = 'half', 'float32', 'promote', 'write', 'follow'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,7 @@ class OpRule:
 
     Attributes:
         op: Name and overload in the dispatcher, such as 'softmax.int' or 'exp'.
-        rule: 'half', 'float32', 'promote' or 'refuse'.
+        rule: 'half', 'float32', 'promote', 'write' or 'follow'.
         reason: Why.
         cpu_only: Whether other devices reach it by an op that their own lists have.
     """
@@ -88,8 +89,21 @@ _TABLE: tuple[tuple[str, str, bool, str], ...] = (
         'addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add',
     ),
     (
-        REFUSE,
-        'writes into its argument what should be float32',
+        PROMOTE,
+        'refuses arguments of mixed types, also under the autocast of a GPU',
+        False,
+        'index_add index_copy lerp.Scalar lerp.Tensor masked_scatter scatter.src scatter_reduce.two',
+    ),
+    (
+        FOLLOW,
+        'refuses to write another type than that of its argument',
+        False,
+        'addbmm_ addmm_ addmv_ addr_ baddbmm_ index_add_ index_copy_ index_put_ index_reduce_ lerp_.Scalar lerp_.Tensor '
+        'masked_scatter_ put_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two',
+    ),
+    (
+        WRITE,
+        'writes into its argument what is computed in float32',
         False,
         'acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ '
         'pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_',

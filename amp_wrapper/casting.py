@@ -17,7 +17,16 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
-from . import conversion_guard, fp32_ops, fp32_registry, given_weights, module_guard, twins
+from . import (
+    computed_weights,
+    conversion_guard,
+    fp32_ops,
+    fp32_registry,
+    given_weights,
+    module_guard,
+    quiet_hooks,
+    twins,
+)
 from .errors import AmpAttachError, AmpConfigError, nearest
 from .forward_hooks import (
     AmpHook,
@@ -163,6 +172,8 @@ class CastPlan:
         self._classes: tuple[type[nn.Module], ...] = ()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
+        # what the weights of cast modules are computed from
+        self._sources: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
         self.rounded: dict[str, nn.Parameter] = {}
         self._buffers: list[Tensor] = []
@@ -263,6 +274,7 @@ class CastPlan:
                 self._kept_tensors.add(id(tensor))
         else:
             self._cast_modules.append(module)
+            self._sources.update(map(id, computed_weights.sources(module)))
         for key, child in module.named_children():
             self._visit(child, f'{name}.{key}' if name else key, kept)
 
@@ -351,7 +363,8 @@ class CastPlan:
         return tensor.requires_grad if isinstance(tensor, nn.Parameter) else not beside_frozen
 
     def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
-        if id(tensor) in seen or id(tensor) in self._kept_tensors or tensor.dtype not in CASTABLE:
+        kept = id(tensor) in self._kept_tensors or id(tensor) in self._sources
+        if id(tensor) in seen or kept or tensor.dtype not in CASTABLE:
             return False
         seen.add(id(tensor))
         return True
@@ -431,8 +444,8 @@ class CastPlan:
         for module in self._cast_modules:
             if id(module) not in roots:
                 _drop_forward_hooks(module, kinds)
-                module.register_forward_pre_hook(EnterCastsBelow(self.ops, policy.autocast_dtype), prepend=True)
-                module.register_forward_hook(LeaveCastsBelow(outputs, self._enter), always_call=True)
+                enter = EnterCastsBelow(self.ops, policy.autocast_dtype)
+                quiet_hooks.cover_below(module, enter, LeaveCastsBelow(outputs, self._enter))
 
     def _let_types_meet(self) -> None:
         """Beside frozen 16-bit weights at O0: each module computes in the type of its own weights, as at the other levels."""
@@ -451,7 +464,10 @@ class CastPlan:
         for tensor in (*self.parameters.values(), *self._buffers):
             _cast_in_place(tensor, dtype)
         for module in self._cast_modules:
-            if any(p.dtype is dtype for p in module.parameters(recurse=False)) or is_parametrized(module):
+            computed = computed_weights.names(module)
+            if computed:
+                module.register_forward_pre_hook(computed_weights.CastComputed(computed, dtype))
+            if computed or is_parametrized(module) or any(p.dtype is dtype for p in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()

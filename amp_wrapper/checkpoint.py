@@ -12,7 +12,7 @@ readers accept. Everything in it is a tensor, number, string, list, dict, boolea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -137,11 +137,21 @@ def amp_part(state: Mapping[str, Any]) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-def read(state: Mapping[str, Any]) -> SavedAmp:
+def own_form(optimizer: Optimizer) -> frozenset[str] | None:
+    """The keys of an optimizer's state dict where it is not of torch's form (Lookahead's, say); None where it is."""
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return None
+    keys = frozenset(optimizer.state_dict())
+    return None if {'state', 'param_groups'} <= keys else keys
+
+
+def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> SavedAmp:
     """Take a state dict apart and judge every part of ours, applying nothing.
 
     Args:
         state: From :func:`write`, from mmengine's stock wrappers, from apex, or from a bare optimizer; not changed.
+        form: The keys of the optimizer's part where they are others than torch's, from :func:`own_form`; the optimizer alone
+            judges what they hold.
 
     Raises:
         AmpCheckpointError: Damage, or a format from the future; names key and expectation.
@@ -149,7 +159,7 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
     if not isinstance(state, Mapping):
         raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state).__name__}.')
     rest = dict(state)
-    for key in ('state', 'param_groups'):
+    for key in sorted(form) if form is not None else ('state', 'param_groups'):
         if key not in rest:
             if rest and all(isinstance(value, Mapping) and 'param_groups' in value for value in rest.values()):
                 raise AmpCheckpointError(
@@ -159,7 +169,8 @@ def read(state: Mapping[str, Any]) -> SavedAmp:
             raise AmpCheckpointError(
                 f'the optimizer state has no key {key!r} (found: {", ".join(map(str, rest)) or "nothing"}).'
             )
-    _check_groups(rest)
+    if form is None:
+        _check_groups(rest)
     label = 'apex_amp' if 'apex_amp' in rest else 'amp'
     if label == 'apex_amp' or checkpoint_apex.is_apex(rest.get('amp')):
         return _read_apex(rest, label)
@@ -282,8 +293,10 @@ def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Windo
     gradients: Any = window.get('gradients')
     used: Any = window.get('used')
     found: Any = window.get('found_inf')
-    count = sum(len(group['params']) for group in rest['param_groups'])
-    if not isinstance(gradients, (list, tuple)) or len(gradients) != count:
+    groups = rest.get('param_groups')
+    # where the form is the optimizer's own, how many there are is not told
+    count = None if groups is None else sum(len(group['params']) for group in groups)
+    if not isinstance(gradients, (list, tuple)) or (count is not None and len(gradients) != count):
         raise AmpCheckpointError(f"amp['window']['gradients'] must be a list of {count}, one per parameter.")
     for index, gradient in enumerate(gradients):
         if gradient is not None and not isinstance(gradient, Tensor):

@@ -89,7 +89,7 @@ def _header(saved: SavedAmp, policy: Policy) -> str:
 
 
 def _states(saved: SavedAmp) -> list[Tensor]:
-    states = saved.optimizer['state'].values()
+    states = saved.optimizer.get('state', {}).values()
     return [v for state in states if isinstance(state, Mapping) for v in state.values() if _counts(v)]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from . import fp32_ops, op_casts, passes
+from . import fp32_ops, generators, interrupts, op_casts, passes
 from .errors import AmpAttachError, BannedOpError, ScriptingError
 from .fp32_call import autocast_is_on
 from .fp32_registry import BCE_REASON
@@ -102,8 +102,14 @@ class CastOutputs(AmpHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.only_eval and module.training:
             return None
-        result = cast_tensors(output, self.dtype, enter=self.enter)
+        result = generators.resuming(output, self.cast)
+        if result is output:
+            result = self.cast(output)
         return None if result is output else result
+
+    def cast(self, value: Any) -> Any:
+        """``value`` with floating tensors in the type of the outputs."""
+        return cast_tensors(value, self.dtype, enter=self.enter)
 
 
 class EnterForward(AmpHook):
@@ -125,8 +131,10 @@ class LeaveForward(AmpHook):
     """Forward hook of a model, called after exceptions too: the counterpart of :class:`EnterForward`."""
 
     @untraced
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        result = generators.resuming(output)
         fp32_ops.leave(id(module))
+        return None if result is output else result
 
 
 class _AutocastStack(threading.local):
@@ -150,17 +158,21 @@ class EnterAutocast(AmpHook):
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        context = autocast_context(module_device(module).type, self.dtype)
-        context.__enter__()
+        context = ExitStack()
+        context.enter_context(autocast_context(module_device(module).type, self.dtype))
+        interrupts.begin()
+        context.callback(interrupts.end)
         _autocasts.contexts.append(context)
 
 
 class LeaveAutocast(AmpHook):
     """Forward hook, called after exceptions too: the counterpart of :class:`EnterAutocast`."""
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        result = generators.resuming(output)
         if _autocasts.contexts:
             _autocasts.contexts.pop().__exit__(None, None, None)
+        return None if result is output else result
 
 
 class _Region:
@@ -200,6 +212,8 @@ class EnterFp32(AmpHook):
         for device in devices or {module_device(module).type}:
             if autocast_is_on(device):
                 region.contexts.enter_context(torch.autocast(device, enabled=False))
+        interrupts.begin()
+        region.contexts.callback(interrupts.end)
         _regions.open.append(region)
         if region.caller is None:
             return None
@@ -221,21 +235,26 @@ class LeaveFp32(AmpHook):
         # a pre-hook that failed before ours leaves nothing of this module open
         if not _regions.open or _regions.open[-1].module_id != id(module):
             return None
-        region = _regions.open.pop()
-        region.contexts.close()
-        if not self.gives_back or region.caller is None:
-            return None
-        result = cast_tensors(output, region.caller, frozenset({torch.float32}))
+        caller = _regions.open[-1].caller if self.gives_back else None
+
+        def give_back(value: Any) -> Any:
+            return value if caller is None else cast_tensors(value, caller, frozenset({torch.float32}))
+
+        result = generators.resuming(output, give_back)
+        _regions.open.pop().contexts.close()
+        if result is output:
+            result = give_back(output)
         return None if result is output else result
 
 
 class _CastRegion:
     """What one model's forward, or a direct call of a part of it, has opened on this thread for O1 or O4."""
 
-    __slots__ = ('autocast', 'before', 'dtype', 'frame', 'grad', 'module_id')
+    __slots__ = ('autocast', 'before', 'dtype', 'frame', 'grad', 'hooks', 'module_id', 'pre_hooks')
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None, autocast: AbstractContextManager[Any]) -> None:
         self.module_id = id(module)
+        self.pre_hooks, self.hooks = module._forward_pre_hooks, module._forward_hooks
         self.dtype = dtype
         self.before = open_contexts()
         self.frame = _calling_frame()
@@ -251,6 +270,11 @@ class _CastRegions(threading.local):
 
 
 _cast_regions = _CastRegions()
+
+
+def innermost_region() -> _CastRegion | None:
+    """The region of O1's and O4's casts that was opened last on this thread."""
+    return _cast_regions.top
 
 
 def _calling_frame() -> FrameType | None:
@@ -299,7 +323,7 @@ def _close_casts() -> None:
 
 
 def unwind_stale() -> None:
-    """Close what calls left that are no longer under way: KeyboardInterrupt ends a forward pass without its hooks.
+    """Close what calls left that are no longer under way: a signal may end a forward pass in the middle of one of our hooks.
 
     May be called at any time; does nothing to what is under way on this thread.
     """
@@ -374,6 +398,8 @@ class LeaveCasts(AmpHook):
         enter: As in :class:`CastOutputs`.
     """
 
+    below = False
+
     def __init__(self, dtype: torch.dtype, enter: EnterObject | None = None) -> None:
         self.dtype = dtype
         self.enter = enter
@@ -384,13 +410,26 @@ class LeaveCasts(AmpHook):
         # a pre-hook that failed before ours leaves nothing of this module open
         if region is None or region.module_id != id(module):
             return None
+        return self.close(output)
+
+    def close(self, output: Any) -> Any:
+        """Close the region, and cast what the outermost call gives."""
+        outermost = len(_cast_regions.open) == 1 or not self.below
+        result = generators.resuming(output, self.cast if outermost else None)
         _close_casts()
-        result = cast_tensors(output, self.dtype, enter=self.enter)
+        if outermost and result is output:
+            result = self.cast(output)
         return None if result is output else result
+
+    def cast(self, value: Any) -> Any:
+        """``value`` with floating tensors in the type of the outputs."""
+        return cast_tensors(value, self.dtype, enter=self.enter)
 
 
 class LeaveCastsBelow(LeaveCasts):
     """The counterpart of :class:`EnterCastsBelow`: the outermost call gives FP32 outputs."""
+
+    below = True
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -398,11 +437,7 @@ class LeaveCastsBelow(LeaveCasts):
         region = _cast_regions.top
         if region is None or region.module_id != id(module):
             return None
-        _close_casts()
-        if _cast_regions.top is not None:
-            return None
-        result = cast_tensors(output, self.dtype, enter=self.enter)
-        return None if result is output else result
+        return self.close(output)
 
 
 class EnterPlain(AmpHook):
@@ -420,10 +455,13 @@ class LeavePlain(AmpHook):
     """Forward hook, called after exceptions too: the counterpart of :class:`EnterPlain`."""
 
     @untraced
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         region = _cast_regions.top
-        if region is not None and region.module_id == id(module):
-            _close_casts()
+        if region is None or region.module_id != id(module):
+            return None
+        result = generators.resuming(output)
+        _close_casts()
+        return None if result is output else result
 
 
 def _device_of_call(module: nn.Module, args: Any) -> str:
@@ -449,7 +487,7 @@ CLOSED = (0, 0, 0, 0)
 
 
 def unwind(to: tuple[int, int, int, int] = CLOSED) -> None:
-    """Close down to ``to``; for exceptions such as KeyboardInterrupt, after which torch runs no hooks."""
+    """Close down to ``to``."""
     while len(_regions.open) > to[2]:
         _regions.open.pop().contexts.close()
     while len(_autocasts.contexts) > to[1]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import passes
 from .errors import AmpUsageError, BannedOpError
-from .fp32_registry import FLOAT32, REFUSED, WIDEST, Fp32Op
+from .fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from .nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
 
 _MARK = '_amp_wrapper_fp32'
@@ -54,6 +55,9 @@ class Copies:
             if version is not None and _version(copy) != version
         }
         for tensor, copy in changed.values():
+            if tensor.shape != copy.shape:
+                # an empty tensor that was given as ``out``
+                tensor.resize_(copy.shape)
             tensor.copy_(copy)
         return self.originals(result, changed) if changed else result
 
@@ -87,7 +91,10 @@ class _Inputs(Copies):
 
     def narrowed(self, result: Any) -> Any:
         """``result`` in the type that the rule of the member asks for."""
-        keeps = self._op.output in (FLOAT32, REFUSED) or (self._op.output == WIDEST and self._has_float32)
+        output = self._op.output
+        keeps = output in (FLOAT32, REFUSED) or (output == WIDEST and self._has_float32)
+        if output == MODEL:
+            keeps = any(autocast_is_on(device) for device in self.devices)
         if keeps or self.first not in HALF_TYPES:
             return result
         assert self.first is not None
@@ -144,8 +151,12 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
     seen = look(op, args, kwargs)
     if op.output == REFUSED and seen.narrow and not passes.is_suspended():
         raise BannedOpError(function.__name__, op.reason)
-    with _without_autocast(op, seen.devices):
-        avoided = op.avoids(seen.devices[0] if seen.devices else 'cpu')
+    # a method that is handed its module finds its tensors there
+    devices = seen.devices or [
+        t.device.type for m in args if isinstance(m, nn.Module) for t in islice(m.parameters(), 1)
+    ]
+    with _without_autocast(op, devices):
+        avoided = op.avoids(devices[0] if devices else 'cpu')
         args, kwargs = _wide_types(args, avoided), _wide_types(kwargs, avoided)
         if not seen.narrow:
             return function(*args, **kwargs)

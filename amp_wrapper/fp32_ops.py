@@ -17,8 +17,8 @@ import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import FunctionType
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +34,7 @@ from .fp32_registry import (
     FP32_METHODS,
     FP32_OPS,
     METHOD_REASON,
+    MODEL,
     REFUSED,
     Fp32Op,
     find,
@@ -54,6 +55,7 @@ PASS_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference',
 _METHOD_OP = Fp32Op('*', FLOAT32, reason=METHOD_REASON)
 _STAND_IN = '_amp_wrapper_stand_in'
 _VERB = '_amp_wrapper_verb'
+_ABSENT = object()
 
 
 def _cast_key(name: str) -> str:
@@ -94,43 +96,95 @@ class _Member:
 
 @functools.lru_cache(maxsize=1024)
 def _joined(left: Fp32Op, right: Fp32Op) -> Fp32Op:
-    output = FLOAT32 if FLOAT32 in (left.output, right.output) else CALLER
+    outputs = (left.output, right.output)
+    output = next((rule for rule in (FLOAT32, MODEL) if rule in outputs), CALLER)
     return Fp32Op(left.name, output, left.cpu | right.cpu, left.cuda | right.cuda, left.reason)
 
 
 class _Site:
-    """One attribute that holds a member: of the class or module that owns it, or of a module that imported it."""
+    """One attribute that holds a member: of the class or module that owns it, or of a module that imported it.
 
-    def __init__(self, member: _Member, holder: Any, name: str) -> None:
+    Args:
+        member: What it holds.
+        holder: The class or module.
+        name: Of the attribute.
+        imported: The member's object, where the attribute is not the member's own. Such a name may hold something else one
+            day, a variable of a notebook for one, which is left alone then.
+    """
+
+    def __init__(self, member: _Member, holder: Any, name: str, imported: Any = None) -> None:
         self.member = member
+        self._imported = imported
         self._holder, self._name = holder, name
-        self._own = True
+        self._space: Mapping[str, Any] = vars(holder)
+        # what is there between passes: nothing, where the attribute is inherited
+        self.at_rest: Any = _ABSENT
         self._before: Any = None
-        self._stand_in: Any = None
+        self.stand_in: Any = None
 
     def install(self) -> None:
         """Wrap what is there now: the original, or what somebody else put there."""
-        space = vars(self._holder)
-        if self._stand_in is not None and self._own and space.get(self._name) is self._before:
-            setattr(self._holder, self._name, self._stand_in)
-            return
-        self._own = self._name in space
-        current = space[self._name] if self._own else getattr(self._holder, self._name)
+        current = self._space.get(self._name, _ABSENT)
+        if self.stand_in is None or current is not self.at_rest:
+            if self._imported is not None and not _leads_to(current, self._imported):
+                self.stand_in = None
+                return
+            self._wrap(current)
+        setattr(self._holder, self._name, self.stand_in)
+
+    def _wrap(self, current: Any) -> None:
         # a stand-in may be left there by somebody who saved it in the middle of a pass
-        current = _original(current)
-        if current is not self._before or self._stand_in is None:
-            self._before = current
-            self._stand_in = _stand_in(self.member, current, isinstance(self._holder, type))
-        setattr(self._holder, self._name, self._stand_in)
+        self.at_rest = _ABSENT if current is _ABSENT else _original(current)
+        found = _original(getattr(self._holder, self._name)) if current is _ABSENT else self.at_rest
+        if found is not self._before or self.stand_in is None:
+            self._before = found
+            self.stand_in = _stand_in(self.member, found, isinstance(self._holder, type))
 
     def remove(self) -> None:
         """Put back what was there, unless somebody has replaced the stand-in."""
-        if vars(self._holder).get(self._name) is not self._stand_in:
+        if self.stand_in is None or self._space.get(self._name) is not self.stand_in:
             return
-        if self._own:
-            setattr(self._holder, self._name, self._before)
-        else:
+        if self.at_rest is _ABSENT:
             delattr(self._holder, self._name)
+        else:
+            setattr(self._holder, self._name, self.at_rest)
+
+
+class _Holder:
+    """The sites of one module or class. Of a plain module, all at once: two walks through a dict in C, each way."""
+
+    def __init__(self, holder: Any) -> None:
+        # classes notice what is set on them, and modules of a class of their own may
+        self._space: dict[str, Any] | None = vars(holder) if type(holder) is ModuleType else None
+        self.sites: dict[str, _Site] = {}
+        self._at_rest: dict[str, Any] = {}
+        self._stand_ins: dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Put the stand-ins in place."""
+        space = self._space
+        if space is not None and self._at_rest and self._at_rest.items() <= space.items():
+            space.update(self._stand_ins)
+            return
+        for site in self.sites.values():
+            site.install()
+        if space is not None and all(site.stand_in is not None for site in self.sites.values()):
+            self._at_rest = {name: site.at_rest for name, site in self.sites.items()}
+            self._stand_ins = {name: site.stand_in for name, site in self.sites.items()}
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        space = self._space
+        if space is not None and self._stand_ins and self._stand_ins.items() <= space.items():
+            space.update(self._at_rest)
+            return
+        for site in self.sites.values():
+            site.remove()
+
+    def add(self, site: _Site, name: str) -> None:
+        """Take a further site in."""
+        self.sites[name] = site
+        self._at_rest, self._stand_ins = {}, {}
 
 
 def _function(value: Any) -> Any:
@@ -142,6 +196,14 @@ def _original(value: Any) -> Any:
     function = _function(value)
     # by the dict, since mocks have every attribute
     return vars(function).get(_STAND_IN, value) if isinstance(function, FunctionType) else value
+
+
+def _leads_to(value: Any, original: Any) -> bool:
+    """Whether ``value`` is ``original``, or was made around it by :func:`functools.wraps`."""
+    value = _original(value)
+    while value is not original and isinstance(value, FunctionType) and '__wrapped__' in vars(value):
+        value = value.__wrapped__  # type: ignore[attr-defined]
+    return value is original
 
 
 def _stand_in(member: _Member, original: Any, of_class: bool) -> Any:
@@ -181,6 +243,7 @@ class _Members:
             self._wanted[_segment_key(name)] = Fp32Op(name)
         # (id of the holder, attribute); sites keep their holders, so that an id stays its own
         self._sites: dict[tuple[int, str], _Site] = {}
+        self._holders: dict[int, _Holder] = {}
         # id of an original -> itself, its member
         self._originals: dict[int, tuple[Any, _Member]] = {}
         self._function_classes: dict[int, tuple[Any, _Member]] = {}
@@ -220,8 +283,8 @@ class _Members:
         with self.lock:
             fresh = self._look_around()
             try:
-                for site in self._sites.values() if self.users == 0 else fresh:
-                    site.install()
+                for place in self._holders.values() if self.users == 0 else fresh:
+                    place.install()
             except BaseException:
                 if self.users == 0:
                     self._remove()
@@ -247,8 +310,8 @@ class _Members:
             self.release()
 
     def _remove(self) -> None:
-        for site in self._sites.values():
-            site.remove()
+        for holder in self._holders.values():
+            holder.remove()
 
     @staticmethod
     def _now() -> tuple[Any, ...]:
@@ -318,18 +381,20 @@ class _Members:
             cls.setup_context = staticmethod(setup_stand_in(member.active, cls.setup_context))
         return member
 
-    def _add_site(self, member: _Member, holder: Any, name: str) -> _Site:
-        site = self._sites[id(holder), name] = _Site(member, holder, name)
+    def _add_site(self, member: _Member, holder: Any, name: str, imported: Any = None) -> _Site:
+        site = self._sites[id(holder), name] = _Site(member, holder, name, imported)
+        self._holders.setdefault(id(holder), _Holder(holder)).add(site, name)
         return site
 
     def _scan(self, module: Any) -> None:
         space = getattr(module, '__dict__', None)
-        if not isinstance(space, dict):
+        # compiled modules of torch import nothing: what they call they call in C++
+        if not isinstance(space, dict) or str(space.get('__name__')).startswith('torch._C.'):
             return
         for name, value in list(space.items()):
             known = self._originals.get(id(value))
             if known is not None and known[0] is value and (id(module), name) not in self._sites:
-                self._add_site(known[1], module, name)
+                self._add_site(known[1], module, name, value)
 
 
 _members = _Members()
@@ -417,8 +482,13 @@ def leave(token: object | None = None) -> None:
         _members.release()
 
 
+def held() -> AbstractContextManager[None]:
+    """A context in which the stand-ins are in place."""
+    return _members.held()
+
+
 def unwind(to: int) -> None:
-    """Leave down to ``to`` passes; for exceptions such as KeyboardInterrupt, after which torch runs no hooks."""
+    """Leave down to ``to`` passes: what a signal left open that came in the middle of a hook."""
     while passes.depth() > to:
         leave()
 

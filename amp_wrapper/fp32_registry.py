@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from . import fp32_linalg
 from .nested import HALF_TYPES
 
 _BOTH = HALF_TYPES
@@ -26,6 +27,8 @@ _NEITHER: frozenset[torch.dtype] = frozenset()
 
 #: Output rules of :class:`Fp32Op`.
 CALLER, FLOAT32 = 'caller', 'float32'
+#: As 'caller', but FP32 where autocast is on, as the results of its own FP32 ops are.
+MODEL = 'model'
 #: Further ones, for members that O1 and O4 of the functional API treat otherwise: FP32 where any input is, and no 16-bit
 #: input at all.
 WIDEST, REFUSED = 'widest', 'refused'
@@ -37,8 +40,9 @@ class Fp32Op:
 
     Attributes:
         name: Dotted name of a function, a method, a :class:`torch.autograd.Function` or an ``nn.Module`` class.
-        output: 'caller' gives FP32 results back in the type of the first floating tensor of the call; 'float32' leaves
-            them, for losses, whose sums a 16-bit number could not hold. :data:`CAST_OPS` has two more.
+        output: 'caller' gives FP32 results back in the type of the first floating tensor of the call; 'model' does so
+            where autocast is off; 'float32' leaves them, for losses, whose sums a 16-bit number could not hold.
+            :data:`CAST_OPS` has two more.
         cpu: The 16-bit types that it must not compute in on a CPU.
         cuda: The same for every other device.
         reason: Why it is here.
@@ -114,6 +118,18 @@ def _torch_functions() -> Iterator[Fp32Op]:
     yield Fp32Op('torch.nn.functional.grid_sample', reason=reason)
     yield Fp32Op('torch.grid_sampler', reason=reason)
     yield Fp32Op('torch.nn.functional.local_response_norm', reason='squares overflow float16 from 256 on')
+
+    reason = 'has no 16-bit kernel, or one whose results are far off'
+    for name in fp32_linalg.functions():
+        yield Fp32Op(name, MODEL, reason=reason)
+    reason = 'divides by norms, inverts or exponentiates a weight'
+    yield Fp32Op('torch.nn.utils.parametrize.ParametrizationList', reason=reason)
+    yield Fp32Op('torch.nn.utils.weight_norm.WeightNorm.compute_weight', MODEL, reason=reason)
+    yield Fp32Op('torch.nn.utils.spectral_norm.SpectralNorm.compute_weight', MODEL, reason=reason)
+    # np.asarray(tensor) ends there, too
+    yield Fp32Op(
+        'torch.Tensor.numpy', FLOAT32, reason='NumPy has no bfloat16, and computes in float16 where it is given float16'
+    )
 
 
 # Read from the sources of mmcv 2.1.0 (CUDA) and tried with its compiled ops (CPU). No kernel there takes bfloat16.

@@ -267,6 +267,24 @@ def refused_gradients() -> Iterator[None]:
         ) from error
 
 
+NO_GRAPH = (
+    'backward(create_graph=True): gradients are unscaled, or made FP32 for the masters, after the backward pass, and their '
+    'graph does not know of it: second derivatives would be those of the scaled loss. An optimizer that differentiates '
+    "gradients (AdaHessian, Sophia) works without scale and masters, at opt_level='O4', or at 'O1' with loss_scale=1. A loss "
+    'that contains gradients takes them by torch.autograd.grad(..., create_graph=True).'
+)
+
+
+def check_no_graph(parameters: Iterable[Tensor]) -> None:
+    """Refuse gradients that can be differentiated, of parameters whose gradients are about to be unscaled or made FP32.
+
+    Raises:
+        AmpUsageError: One of them is of a ``backward(create_graph=True)``.
+    """
+    if any(parameter.grad is not None and parameter.grad.requires_grad for parameter in parameters):
+        raise AmpUsageError(NO_GRAPH)
+
+
 def accumulate_unscaled(
     pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
     own: Iterable[nn.Parameter],

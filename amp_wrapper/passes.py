@@ -14,6 +14,8 @@ from weakref import WeakSet
 
 import torch
 
+from . import interrupts
+
 #: The device types that are asked whether autocast is on.
 AUTOCAST_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')
 #: Active in a pass of a model whose forwards the functional API casts op by op.
@@ -61,6 +63,7 @@ def begin(token: object, keys: frozenset[str]) -> object:
     """
     while token in _thread.passes:
         token = (token,)
+    interrupts.begin()
     _thread.passes[token] = keys
     for recorder in _thread.recorders:
         recorder.add(keys)
@@ -84,7 +87,9 @@ def end(token: object | None) -> frozenset[str]:
         (innermost,) = innermost
     if token is not None and innermost != token:
         return frozenset()
-    return _thread.passes.pop(last)
+    keys = _thread.passes.pop(last)
+    interrupts.end()
+    return keys
 
 
 def depth() -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_wrapper import casting, fp32_ops
+from amp_wrapper import amp, casting, fp32_ops
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.policy import resolve
 
@@ -52,6 +52,72 @@ def layers(width: int = 8, depth: int = 100) -> nn.Sequential:
     """Many small modules: the host is what limits them."""
     blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(depth)]
     return nn.Sequential(*blocks)
+
+
+class Fp32Norm(nn.LayerNorm):
+    """Casts as autocast does on a GPU, and O1 and O4 everywhere: on a CPU autocast leaves the norm in 16-bit."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+def compare(ways: dict[str, Callable[[], Any]], calls: int = 5, rounds: int = 25) -> dict[str, float]:
+    """Median microseconds of the thread's own time, in rounds that take turns: a busy machine slows all of them alike."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    for _ in range(rounds):
+        for name, way in ways.items():
+            start = time.thread_time()
+            for _ in range(calls):
+                way()
+            times[name].append((time.thread_time() - start) / calls * 1e6)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def forwards() -> list[tuple[str, float, str]]:
+    """Rows of a forward of many small modules under casts of ops, beside torch.autocast."""
+    x = torch.ones(4, 8)
+
+    def under(model: nn.Module, context: Callable[[], Any]) -> Callable[[], Any]:
+        def call() -> None:
+            with context():
+                model(x)
+
+        return call
+
+    def autocast() -> Any:
+        return torch.autocast('cpu', dtype=torch.bfloat16)
+
+    norms = layers()
+    for block in norms:
+        block[1] = Fp32Norm(8)
+    wrapped = layers()
+    engine = AmpEngine(resolve('O4'), None)
+    engine.attach(wrapped)
+    peers = {'torch.autocast': under(layers(), autocast)}
+    # first, as in a process that knows the wrapper alone
+    wrapper = compare({**peers, "O4, mmengine's wrapper": under(wrapped, lambda: engine.forward_context(wrapped))})
+    functional = amp.initialize(layers(), opt_level='O4', verbosity=0)
+    loud = amp.initialize(layers(), opt_level='O4', verbosity=0)
+    for module in loud.modules():
+        # a second hook, so that torch goes the slower way through every module
+        module.register_forward_pre_hook(ignore, with_kwargs=True)
+    rows = [(f'300 modules, {name}', value, '') for name, value in wrapper.items()]
+    rows[1] = (*rows[1][:2], f'{rows[1][1] / rows[0][1]:.2f} of torch.autocast')
+    found = compare(
+        {
+            **peers,
+            'torch.autocast, norms in FP32': under(norms, autocast),
+            'O4, functional': lambda: functional(x),
+            'O4, functional, with a hook of somebody else on each module': lambda: loud(x),
+        }
+    )
+    base, same = found['torch.autocast'], found['torch.autocast, norms in FP32']
+    for name, value in found.items():
+        share = f'{value / base:.2f} of torch.autocast, {value / same:.2f} of it with norms in FP32'
+        rows.append((f'300 modules, {name}', value, share if name.startswith('O4') else ''))
+    return rows
 
 
 def measure() -> list[tuple[str, float, str]]:
@@ -103,7 +169,7 @@ def measure() -> list[tuple[str, float, str]]:
     rows.append(('relu inside a pass', microseconds(lambda: torch.relu(x)), 'no member: not touched'))
     fp32_ops.leave()
     rows.append(('relu', microseconds(lambda: torch.relu(x)), ''))
-    return rows
+    return rows + forwards()
 
 
 def table(rows: list[tuple[str, float, str]]) -> str:
@@ -112,7 +178,8 @@ def table(rows: list[tuple[str, float, str]]) -> str:
         '# Cost of the casts on the host',
         '',
         f'{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, '
-        f'one thread; medians of 15 rounds in one run of `python -m benchmarks.hooks`.',
+        f'one thread; medians of 15 rounds in one run of `python -m benchmarks.hooks`. The last six rows: '
+        f'thread time, medians of 25 rounds that take turns.',
         '',
         '| what | microseconds | |',
         '| --- | --- | --- |',

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from amp_wrapper import AmpAttachError, AmpUsageError, casting, forward_hooks, fp32_ops, op_casts, passes
+from amp_wrapper import AmpAttachError, AmpUsageError, casting, forward_hooks, fp32_ops, interrupts, op_casts, passes
 from amp_wrapper.amp_functions import disable_casts
 from amp_wrapper.cast_rules import OP_RULES
 from amp_wrapper.errors import BannedOpError
@@ -223,15 +223,15 @@ def test_the_table_is_the_list_for_cuda_less_what_only_a_gpu_has() -> None:
     ours = {f'aten::{name}' for name in OP_RULES}
     assert len(on_cuda) > 50
     assert on_cuda - on_cpu - only_there <= ours
-    # and what it has beyond that list is what RNN layers and the in-place errors need
-    beyond = ours - on_cuda
-    assert all(OP_RULES[name[6:]].cpu_only or OP_RULES[name[6:]].rule == 'refuse' for name in beyond)
+    # and what it has beyond that list is what RNN layers need, and functions that write or refuse mixed types
+    beyond = [OP_RULES[name[6:]] for name in ours - on_cuda]
+    assert all(rule.cpu_only or rule.rule in ('write', 'follow', 'promote') for rule in beyond)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason='older lists for CUDA lack ops that came later')
-def test_cuda_gets_nothing_but_the_errors() -> None:
+def test_cuda_gets_what_writes_and_what_mixes() -> None:
     """torch's list stands where it has an entry; what is missing in this version is taken from the table."""
-    assert {rule.rule for rule in op_casts.missing('cuda')} == {'refuse'}
+    assert {rule.rule for rule in op_casts.missing('cuda')} == {'write', 'follow', 'promote'}
 
 
 def test_ops_that_torch_casts_itself_are_left_to_it() -> None:
@@ -675,10 +675,6 @@ def test_exceptions_leave_nothing_open(part: str, error: type[BaseException]) ->
         with pytest.raises(error):
             model.dec(x)
         hook.remove()
-    if error is KeyboardInterrupt:
-        # torch runs no hooks then: the next forward of a model cleans up, or whoever asks
-        assert forward_hooks.open_contexts()[3] == 1
-        forward_hooks.unwind_stale()
     assert forward_hooks.open_contexts() == forward_hooks.CLOSED
     assert not torch.is_autocast_enabled('cpu')
     assert model(x).dtype is torch.float32
@@ -716,12 +712,18 @@ def test_a_part_of_two_models_has_the_casts_of_the_later(order: tuple[str, str])
     assert (len(part._forward_pre_hooks), len(part._forward_hooks)) == (1, 2)
 
 
-def test_the_next_forward_cleans_up_after_an_interrupt() -> None:
+def test_the_next_forward_cleans_up_after_an_interrupt_of_our_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come in the middle of the hook that closes; here torch does not even call it."""
     model = Net()
     attach(model)
     model.fail = KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.randn(2, 4))
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupts, 'begin', lambda: None)
+        patch.setattr(interrupts, 'end', lambda: None)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(2, 4))
+        assert forward_hooks.open_contexts()[3] == 1
+    interrupts.begin()
     model.fail = None
     assert torch.is_autocast_enabled('cpu')
     assert model(torch.randn(2, 4)).dtype is torch.float32

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 
 from amp_wrapper import fp32_ops
-from amp_wrapper.amp_functions import disable_casts
-from amp_wrapper.cast_rules import OP_RULES
-from amp_wrapper.errors import BannedOpError
 from amp_wrapper.global_casts import GlobalCasts
 
 BINARY = [
@@ -94,29 +91,3 @@ def test_what_is_written_to_keeps_its_type(function: Callable[[Tensor, Tensor], 
         result.float().sum().backward()
         assert leaf.grad is not None
         assert leaf.grad.dtype is left
-
-
-IN_PLACE = sorted(rule.op for rule in OP_RULES.values() if rule.rule == 'refuse')
-ARGUMENTS = {
-    'pow_.Scalar': (2.0,),
-    'pow_.Tensor': (torch.ones(3),),
-    'cumprod_': (0,),
-    'cumsum_': (0,),
-    'renorm_': (2, 0, 1.0),
-}
-
-
-@pytest.mark.parametrize('name', IN_PLACE)
-def test_in_place_functions_that_belong_in_float32_refuse_16_bit(name: str, half: torch.dtype) -> None:
-    def call(x: Tensor) -> Tensor:
-        return getattr(x, name.partition('.')[0])(*ARGUMENTS.get(name, ()))
-
-    shape = (3, 1) if name == 'renorm_' else (3,)
-    assert call(torch.full(shape, 0.5)).dtype is torch.float32
-    x = torch.full(shape, 0.5, dtype=half)
-    with pytest.raises(NotImplementedError, match=name.partition('.')[0]) as caught:
-        call(x)
-    assert isinstance(caught.value, BannedOpError)
-    assert x.eq(0.5).all()
-    with disable_casts():
-        assert call(x).dtype is half

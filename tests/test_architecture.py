@@ -20,10 +20,13 @@ FLOOR_OF = {
     'saved_values': 'words',
     'fp32_registry': 'words',
     'cast_rules': 'words',
+    'fp32_linalg': 'words',
     'ops': 'ops',
     'fp32_ops': 'ops',
     'fp32_call': 'ops',
     'passes': 'ops',
+    'interrupts': 'ops',
+    'generators': 'ops',
     'segments': 'ops',
     'op_casts': 'ops',
     'rule_call': 'ops',
@@ -35,6 +38,8 @@ FLOOR_OF = {
     'given_weights': 'owners',
     'ownership': 'owners',
     'pass_watch': 'owners',
+    'computed_weights': 'owners',
+    'quiet_hooks': 'owners',
     'twins': 'owners',
     'split_weights': 'owners',
     'loss_scaler': 'owners',
@@ -63,6 +68,7 @@ FLOOR_OF = {
     'step_result': 'owners',
     'skip_watch': 'owners',
     'late_read': 'owners',
+    'inner_optimizers': 'owners',
     'nonfinite': 'owners',
     'engine': 'engine',
 }
@@ -76,6 +82,8 @@ SIBLINGS = {
     # what a number is
     ('saved_values', 'scale_config'),
     ('fp32_registry', 'nested'),
+    # one part of the table
+    ('fp32_registry', 'fp32_linalg'),
     ('fp32_ops', 'fp32_call'),
     # what is at work on a thread is asked by all that casts
     ('fp32_ops', 'passes'),
@@ -83,6 +91,10 @@ SIBLINGS = {
     ('op_casts', 'passes'),
     ('rule_call', 'passes'),
     ('segments', 'passes'),
+    ('passes', 'interrupts'),
+    # what was open is opened again, as for segments
+    ('generators', 'passes'),
+    ('generators', 'fp32_ops'),
     # where checkpointing is handed its segments is a site of the registry
     ('fp32_ops', 'segments'),
     ('global_casts', 'passes'),
@@ -97,6 +109,10 @@ SIBLINGS = {
     # hooks and the plan that puts them on are two files of one idea
     ('casting', 'forward_hooks'),
     ('casting', 'module_guard'),
+    ('casting', 'computed_weights'),
+    ('computed_weights', 'forward_hooks'),
+    ('casting', 'quiet_hooks'),
+    ('quiet_hooks', 'forward_hooks'),
     ('module_guard', 'forward_hooks'),
     # the plan looks at the weights first, and guards the model last
     ('casting', 'given_weights'),

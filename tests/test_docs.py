@@ -26,7 +26,7 @@ from torch import nn
 
 import amp_wrapper
 import amp_wrapper.ops
-from amp_wrapper import AmpConfigError, AmpOptimWrapper, fp32_registry, policy
+from amp_wrapper import AmpConfigError, AmpOptimWrapper, fp32_linalg, fp32_registry, policy
 from amp_wrapper.policy import LEVELS, dtype_name, resolve
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -261,11 +261,21 @@ def test_the_registry_is_documented() -> None:
     def types(avoided: frozenset[torch.dtype]) -> str:
         return ' and '.join(sorted(dtype_name(dtype) for dtype in avoided)) or 'none'
 
-    rules = {'caller': "the caller's type", 'float32': 'float32'}
+    rules = {
+        'caller': "the caller's type",
+        'float32': 'float32',
+        'model': "the caller's type; float32 under autocast",
+    }
+    # versions of torch differ in what they have of these
+    algebra = set(fp32_linalg.functions())
     expected = {
         name: [types(op.cpu), types(op.cuda), rules[op.output], op.reason]
         for name, op in fp32_registry.FP32_OPS.items()
+        if name not in algebra
     }
+    others = {name.rpartition('.')[2] for name in algebra if not name.startswith('torch.linalg.')}
+    for name in others | fp32_linalg.IN_16_BIT:
+        assert f'`{name}`' in (ROOT / 'docs/fp32_ops.md').read_text(), name
     found = {
         name: cells
         for members, *cells in table((ROOT / 'docs/fp32_ops.md').read_text(), 'members')[1:]

@@ -106,23 +106,24 @@ def test_exceptions_close_the_region(where: str, device: torch.device) -> None:
     assert open_contexts() == CLOSED
 
 
-def test_unwind_closes_what_an_interrupt_left(device: torch.device) -> None:
-    """torch runs no hooks after KeyboardInterrupt."""
+@pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_closes_the_region(error: type[BaseException], device: torch.device) -> None:
+    """torch runs hooks after an Exception only, where nothing of ours is open."""
     module = region(True, device)
     root = nn.Sequential(module)
     root.register_forward_pre_hook(EnterForward(OpSet()), prepend=True)
     root.register_forward_hook(LeaveForward(), always_call=True)
 
     def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     module.fc.register_forward_pre_hook(interrupt)
     with torch.autocast(device.type, torch.bfloat16):
-        before = open_contexts()
-        with pytest.raises(KeyboardInterrupt):
-            root(torch.ones(1, 2, device=device))
-        unwind(before)
-        assert torch.is_autocast_enabled(device.type) and open_contexts() == CLOSED
+        for called in (root, module):
+            with pytest.raises(error):
+                called(torch.ones(1, 2, device=device))
+            assert torch.is_autocast_enabled(device.type) and open_contexts() == CLOSED
+    assert not hasattr(nn.modules.module, 'Exception')
 
 
 def test_a_pre_hook_of_somebody_else_that_fails_first(device: torch.device) -> None:

@@ -449,7 +449,7 @@ def test_a_module_that_was_inserted_is_explained(device: torch.device) -> None:
 
 
 def test_an_interrupt_outside_of_training_is_forgotten(device: torch.device) -> None:
-    """torch runs no hooks after KeyboardInterrupt; the next step must not inherit what a validation left open."""
+    """The next step must not inherit what a validation left open."""
     from amp_wrapper import forward_hooks
 
     model = Detector(Head()).to(device)
@@ -463,7 +463,7 @@ def test_an_interrupt_outside_of_training_is_forgotten(device: torch.device) -> 
     with pytest.raises(KeyboardInterrupt):
         model(images(device))
     handle.remove()
-    assert forward_hooks.open_contexts() != forward_hooks.CLOSED
+    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
     model.train_step(dict(inputs=images(device)), wrapper)
     assert forward_hooks.open_contexts() == forward_hooks.CLOSED
     handle = model.bbox_head.cls.register_forward_hook(interrupt)

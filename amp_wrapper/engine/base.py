@@ -155,6 +155,11 @@ class EngineBase:
         return found
 
     @property
+    def in_own_step(self) -> bool:
+        """Whether the optimizer's own ``step`` runs, or is about to."""
+        return 'step' in self._own_methods
+
+    @property
     def attached(self) -> bool:
         """Whether :meth:`attach` has run."""
         return self.stage is not Stage.DETACHED

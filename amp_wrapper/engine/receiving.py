@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import foreign_gradients, fp32_ops, ops
+from .. import foreign_gradients, fp32_ops, gradients, ops
 from ..errors import AmpUsageError
 from .attaching import Attaching
 from .base import EngineBase, Stage
@@ -41,11 +41,13 @@ class Receiving(Attaching):
             **kwargs: For :meth:`torch.Tensor.backward`.
 
         Raises:
-            AmpUsageError: No such loss, or several losses under ``no_sync``.
+            AmpUsageError: No such loss, several losses under ``no_sync``, or ``create_graph=True`` with a scale or masters.
         """
         scaled = self.scale(loss, loss_id)
         if not self.attached:
             self.attach(None)
+        if kwargs.get('create_graph') and (self._masters is not None or not self._scaler(loss_id).is_one):
+            raise AmpUsageError(gradients.NO_GRAPH)
         with self.receiving(loss_id):
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 

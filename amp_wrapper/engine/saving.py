@@ -75,7 +75,10 @@ class Saving(EngineBase):
             AmpCheckpointError: Names the key and what was expected.
         """
         assert self.optimizer is not None
-        saved = checkpoint.read(state)
+        form = checkpoint.own_form(self.optimizer)
+        saved = checkpoint.read(state, form)
+        if form is not None:
+            return saved
         checkpoint.check_optimizer_state(saved, self.optimizer)
         checkpoint_judge.check_optimizer(saved.optimizer, self.optimizer, checkpoint.PARAMETER_SHAPED)
         return saved
@@ -105,7 +108,8 @@ class Saving(EngineBase):
         if not self.policy.enabled:
             dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
             return checkpoint_transfer.describe(saved, self.policy, [], dropped)
-        keep_scalar_state(self.optimizer, saved.optimizer)
+        if 'param_groups' in saved.optimizer:
+            keep_scalar_state(self.optimizer, saved.optimizer)
         self._pending = None
         if self.attached:
             self.zero_grad()

@@ -13,10 +13,10 @@ _HEAD = """# Foreign optimizers, averages and models
 
 Written by `make test-foreign`. Each trial of `tests/foreign_packages` is held against the same training in plain FP32:
 
-- *trains*: on the same data the mean of the last five losses is within 10 % of the first loss of that of FP32, the loss on held-out
-  data within 20 %, and the cosine between the ways that all weights went from their start is at least 0.8 (where a recipe says
-  otherwise, its file does). For optimizers in front of that: with gradients that are equal bits, six steps give masters that are
-  equal to the weights of FP32, bit for bit, and a step that overflows leaves weights, masters and optimizer state as they were.
+- *trains*: on the same data the mean of the last five losses differs from that of FP32 by at most 10 % of the first loss, the
+  loss on held-out data by at most 20 %, and the cosine between the ways that all weights went from their start is at least 0.8
+  (unless the recipe in the test file says otherwise). Optimizers first: with gradients that are equal bits, six steps give
+  masters equal to the weights of FP32, bit for bit, and a step that overflows leaves weights, masters and state as they were.
 - *resumes*: saved in the middle in evaluation mode, loaded into a new model, trained on: losses, weights, masters, optimizer
   state are equal bits.
 - *refused*: a typed error whose words the test asks for.

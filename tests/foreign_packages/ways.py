@@ -425,7 +425,7 @@ def check_trains(
 
 
 def cases(recipes: list[Recipe], levels: Iterable[str] = LEVELS, apis: Iterable[str] = APIS) -> list[Any]:
-    """pytest's parameters ``recipe,level,api``; through mmengine's wrapper, too, where its ``update_params`` is all that is asked."""
+    """pytest's parameters ``recipe,level,api``; through mmengine's wrapper, too, where ``update_params`` is enough."""
     return [
         pytest.param(recipe, level, api, id=f'{recipe.name}-{level}-{api}')
         for recipe in recipes
