@@ -38,8 +38,8 @@ _NEVER = (
     'before training.'
 )
 _TWO_PARTS = (
-    '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot follow. '
-    'Write the parts of the step out, each after an amp.scale_loss block of its own, or train at '
+    '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot '
+    'follow. Write the parts of the step out, each after an amp.scale_loss block of its own, or train at '
     "opt_level='O0' or with enabled=False. One that holds the optimizer which steps for it as an attribute, as SAM does, works."
 )
 
