@@ -277,8 +277,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> list[str]:
     """Say that model weights were edited through ``.data``: their FP32 masters take the new values. Syncs.
 
-    Edits under ``torch.no_grad()`` are noticed at the next step by themselves; those through ``.data`` leave no trace, so call
-    this right after them. apex had no such function.
+    Edits under ``torch.no_grad()`` are noticed by themselves; those through ``.data`` leave no trace, so call this right after
+    them. apex had no such function.
 
     Args:
         optimizer: Steps the weights.
@@ -288,9 +288,28 @@ def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = Non
         The names of the weights that differed from their masters; nothing without masters.
 
     Raises:
-        AmpUsageError: An optimizer that was not initialised.
+        AmpUsageError: An optimizer that was not initialised; a master among ``tensors``, or none given and a master was written
+            to as well.
     """
     return [name for engine in amp_session.engines_of(optimizer) for name in engine.weights_changed(tensors)]
+
+
+def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> None:
+    """Say that FP32 masters were edited through ``.data``: the model's weights take the new values. No host read.
+
+    Masters are what ``optimizer.param_groups`` and :func:`master_params` hold. Edits under ``torch.no_grad()`` are noticed by
+    themselves; those through ``.data`` leave no trace, so call this right after them. apex had no such function.
+
+    Args:
+        optimizer: Steps the masters.
+        tensors: The edited masters; all by default.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised; a weight among ``tensors``, or none given and a weight was written
+            to as well.
+    """
+    for engine in amp_session.engines_of(optimizer):
+        engine.masters_changed(tensors)
 
 
 def state_dict(
@@ -416,6 +435,7 @@ __all__ = [
     'initialize',
     'load_state_dict',
     'master_params',
+    'masters_changed',
     'promote_function',
     'register_bfloat16_function',
     'register_float_function',

@@ -78,9 +78,11 @@ class Session:
         earlier = [engine for session in _alive() for engine in session._engines]
         for engine in self._engines:
             engine.follow(earlier)
+        # before masters stand in the place of their weights
+        theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self._engines, models, policy)
         for engine in self._engines:
-            engine.take_over()
+            engine.take_over(theirs)
         hf_saving.watch(models)
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:

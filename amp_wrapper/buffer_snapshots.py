@@ -13,105 +13,23 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from . import ops
-from .forward_hooks import untraced
+from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
+from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers
 
 #: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
 LARGE = 2**20
-_ALIGNMENT = 16
-_CHECKPOINT_FILE = checkpoint.__file__
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Slot = tuple[dict[str, Tensor | None], str]
 _version: Callable[[Tensor], int] = operator.attrgetter('_version')
-
-
-def _is_checkpointed() -> bool:
-    """Whether the caller is a reentrant checkpoint, in its first run of a segment."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == 'forward' and frame.f_code.co_filename == _CHECKPOINT_FILE:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _nobody() -> None:
-    """Stands for the snapshots of a copied or unpickled hook."""
-
-
-class BufferHook:
-    """A forward hook that tells snapshots of passes. Copies of a model, in memory or in a file, tell nobody.
-
-    Args:
-        snapshots: Whom to tell; not kept alive.
-    """
-
-    def __init__(self, snapshots: BufferSnapshots | None = None) -> None:
-        self._snapshots: Callable[[], BufferSnapshots | None] = _nobody if snapshots is None else ref(snapshots)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> BufferHook:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[type[BufferHook], tuple[()]]:
-        return type(self), ()
-
-
-class EnterBuffers(BufferHook):
-    """Forward pre-hook of modules that own buffers, and of what scripts mostly call."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            _enter(self._snapshots(), module)
-
-
-class LeaveBuffers(BufferHook):
-    """Forward hook, called after exceptions too: the counterpart of :class:`EnterBuffers`."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            _leave(self._snapshots(), module)
-
-
-class EnterModelBuffers(BufferHook):
-    """:class:`EnterBuffers` of a model: where torch.compile traces it, the graph breaks here."""
-
-    @untraced
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        _enter(self._snapshots(), module)
-
-
-class LeaveModelBuffers(BufferHook):
-    """The counterpart of :class:`EnterModelBuffers`."""
-
-    @untraced
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        _leave(self._snapshots(), module)
-
-
-def _enter(snapshots: BufferSnapshots | None, module: nn.Module) -> None:
-    # reentrant checkpointing runs a segment without gradients at first
-    if snapshots is not None and (torch.is_grad_enabled() or (module.training and _is_checkpointed())):
-        snapshots.enter(module)
-
-
-def _leave(snapshots: BufferSnapshots | None, module: nn.Module) -> None:
-    if snapshots is not None:
-        snapshots.leave(module)
 
 
 class _Region:
@@ -130,88 +48,6 @@ class _Region:
 class _Regions(threading.local):
     def __init__(self) -> None:
         self.open: list[_Region] = []
-
-
-class _Group:
-    """Small buffers of one device and type: their copies lie in one tensor, and so does what a step writes back.
-
-    Args:
-        places: Of the buffers.
-        tensors: The buffers.
-    """
-
-    def __init__(self, places: list[int], tensors: Sequence[Tensor]) -> None:
-        self.places = places
-        self.tensors = list(tensors)
-        # one call for all of them, where no two may be views of one another; torch's own loops over them on a CPU
-        apart = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-        kind, device = tensors[0].dtype, tensors[0].device
-        self._compiled = apart and kind in ops.COMPILED_DTYPES and ops.backend_of(device) != 'reference'
-        size = tensors[0].element_size()
-        step = max(_ALIGNMENT // size, 1)
-        starts = [0]
-        for tensor in tensors:
-            starts.append(starts[-1] + -(-tensor.numel() // step) * step)
-        # zeros: the gaps are selected too
-        self._copies = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
-        self._results = torch.zeros_like(self._copies)
-        self.copies = [_like(self._copies, start, tensor) for start, tensor in zip(starts, tensors)]
-        self._results_of = [_like(self._results, start, tensor) for start, tensor in zip(starts, tensors)]
-        bits = _BITS.get(size)
-        self._bits = [flat if bits is None else flat.view(bits) for flat in (self._copies, self._results)]
-
-    def take(self) -> None:
-        """Copy the buffers."""
-        self._copy(self.tensors, self.copies)
-
-    def select(self, flag: Tensor, chosen: Sequence[int] | None = None) -> Callable[[], None]:
-        """What the buffers will be; the returned function writes it to them.
-
-        Args:
-            flag: Scalar; the copies where it is not zero.
-            chosen: Indices into ``places``; None for all.
-        """
-        tensors, results = self.tensors, self._results_of
-        if chosen is not None:
-            tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
-        self._copy(tensors, results)
-        copies, now = self._bits
-        # by bits, so that nothing of a NaN gets through
-        torch.where(flag.to(now.device) > 0, copies, now, out=now)
-        # unseen by autograd: graphs of passes that wait for their backward hold these buffers (a generator's, while the
-        # discriminator takes its step), and none computes with what is written here
-        return functools.partial(self._copy, results, [tensor.data for tensor in tensors])
-
-    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
-        if self._compiled:
-            ops.multi_tensor_copy(sources, targets)
-        else:
-            torch._foreach_copy_(targets, sources)
-
-
-def _like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
-    """A part of ``flat`` with the shape of ``tensor``, and its order of elements where that has no gaps."""
-    part = flat[start : start + tensor.numel()]
-    if torch._debug_has_internal_overlap(tensor) == 0:
-        return part.as_strided(tensor.shape, tensor.stride(), start)
-    return part.view(tensor.shape)
-
-
-def _is_tracked(tensor: Tensor | None) -> bool:
-    """Whether a buffer can be copied and written back at all."""
-    return (
-        # subclasses have rules of their own: lazy, fake, sharded tensors
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not (tensor.is_meta or tensor.is_inference() or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-        and tensor.numel() > 0
-        and tensor.untyped_storage().nbytes() > 0
-        and torch._debug_has_internal_overlap(tensor) != 1
-    )
-
-
-def _form(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.device, tensor.shape
 
 
 def _versions_of(tensors: Sequence[Tensor | None]) -> list[int]:
@@ -283,7 +119,7 @@ class BufferSnapshots:
         for name, module in self._owned(mine, theirs):
             self._modules.append(module)
             for key, buffer in module._buffers.items():
-                if buffer is None or not _is_tracked(buffer):
+                if buffer is None or not is_tracked(buffer):
                     self._others.append((module._buffers, key))
                 elif id(buffer) not in seen:
                     # shared ones once
@@ -295,7 +131,7 @@ class BufferSnapshots:
         self._lengths = [len(module._buffers) for module in self._modules]
         self._not_copied = _now(self._others)
         found = [tensor for tensor in _now(self._slots) if tensor is not None]
-        self._forms = [_form(tensor) for tensor in found]
+        self._forms = [form_of(tensor) for tensor in found]
         # as they were when a forward pass last ended or began
         self._seen = list(found)
         self._versions = _versions_of(found)
@@ -308,7 +144,7 @@ class BufferSnapshots:
                 self._large[place] = copies.get(id(tensor))
             else:
                 kinds[tensor.device, tensor.dtype].append(place)
-        self._groups = [_Group(chosen, [found[place] for place in chosen]) for chosen in kinds.values()]
+        self._groups = [BufferGroup(chosen, [found[place] for place in chosen]) for chosen in kinds.values()]
         self._know(found)
         self._put_hooks(places)
 
@@ -435,7 +271,8 @@ class BufferSnapshots:
             self.restore(self._doubt)
         if not self._live:
             self._take()
-        elif not _broadcasts():
+        else:
+            # torch's versions do not count what DDP broadcasts: it goes on being the work of forward passes
             self._take_written(places)
 
     def _take(self) -> None:
@@ -466,8 +303,8 @@ class BufferSnapshots:
         """Whether there are the same buffers as before, or others in their places that look like them."""
         now = _now(self._slots)
         if not _are_same(now, self._known):
-            found = [tensor for tensor in now if tensor is not None and _is_tracked(tensor)]
-            if len(found) < len(now) or [_form(tensor) for tensor in found] != self._forms:
+            found = [tensor for tensor in now if tensor is not None and is_tracked(tensor)]
+            if len(found) < len(now) or [form_of(tensor) for tensor in found] != self._forms:
                 return False
             self._know(found)
         return [tensor.data_ptr() for tensor in self._known] == self._places_in_memory
@@ -476,7 +313,7 @@ class BufferSnapshots:
         self._known = tensors
         self._places_in_memory = [tensor.data_ptr() for tensor in tensors]
         for group in self._groups:
-            group.tensors = [tensors[place] for place in group.places]
+            group.tensors = [tensors[place].data for place in group.places]
 
     def _take_written(self, places: Sequence[int] | None) -> None:
         """Copy what somebody has written since the last forward pass: it is theirs, and stays."""
@@ -506,7 +343,7 @@ class BufferSnapshots:
 
     def _fits(self, place: int, tensor: Tensor) -> bool:
         """Whether the copy at a place can be written to a tensor."""
-        return _is_tracked(tensor) and _form(tensor) == self._forms[place]
+        return is_tracked(tensor) and form_of(tensor) == self._forms[place]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -554,10 +391,10 @@ class BufferSnapshots:
                 if tensor is not None and self._fits(place, tensor)
             }
             for group in self._groups:
-                group.tensors = [
-                    tensor if tensor is not None and place in chosen else self._known[place]
-                    for place, tensor in zip(group.places, [now[place] for place in group.places])
-                ]
+                for index, place in enumerate(group.places):
+                    tensor = now[place]
+                    if tensor is not None and place in chosen:
+                        group.tensors[index] = tensor.data
         writes: list[Callable[[], object]] = []
         for group in self._groups:
             if chosen is None:
@@ -572,11 +409,14 @@ class BufferSnapshots:
             if copy is None or tensor is None or versions[place] == self._copied[place]:
                 continue
             if chosen is None or place in chosen:
-                writes.append(functools.partial(tensor.data.copy_, _selected(copy, tensor, flag)))
+                writes.append(functools.partial(tensor.data.copy_, selected(copy, tensor, flag)))
                 written.append(place)
         # all is read before anything is written: buffers may be views of one another
         for write in writes:
             write()
+        if chosen is not None:
+            # of those that replaced others, nothing is kept
+            self._know(self._known)
         self._note(written)
 
     def keep(self) -> None:
@@ -611,7 +451,7 @@ class BufferSnapshots:
             if now[place] is self._seen[place]
             and versions[place] == self._versions[place]
             and place not in self._lost
-            and not _same_bits(copy, now[place])
+            and not same_bits(copy, now[place])
         }
 
     @torch.no_grad()
@@ -634,31 +474,6 @@ class BufferSnapshots:
 
 def _now(slots: Iterable[_Slot]) -> list[Tensor | None]:
     return [buffers.get(name) for buffers, name in slots]
-
-
-def _selected(copy: Tensor, tensor: Tensor, flag: Tensor) -> Tensor:
-    """The copy where the flag is up, the tensor otherwise: a selection by bits, so that nothing of a NaN gets through."""
-    flag = flag.to(tensor.device) > 0
-    bits = _BITS.get(tensor.element_size())
-    if bits is None:
-        return torch.where(flag, copy, tensor)
-    return torch.where(flag, copy.view(bits), tensor.detach().view(bits)).view(tensor.dtype)
-
-
-def _same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
-    if tensor is None or _form(tensor) != _form(copy):
-        return False
-    bits = _BITS.get(copy.element_size())
-    tensor = tensor.detach()
-    return copy.equal(tensor) if bits is None else copy.view(bits).equal(tensor.view(bits))
-
-
-def _broadcasts() -> bool:
-    """Whether a DDP has just given its buffers to all ranks: what it wrote, forward passes wrote before."""
-    if not torch.distributed.is_available():
-        return False
-    ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    return ddp is not None and bool(ddp.broadcast_buffers)
 
 
 def _is_capturing() -> bool:

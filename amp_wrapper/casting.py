@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,7 @@ from .forward_hooks import (
     LeaveCastsBelow,
     LeaveForward,
     LeavePlain,
+    StayedBehind,
     has_hook,
     holds_casts,
     is_loss,
@@ -62,14 +63,19 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 class Fp32StateDict(AmpHook):
     """State-dict hook of a module that owns cast tensors: FP32 values, the exact ones where there are masters.
 
-    A weight that was edited behind the optimizer's back, through ``.data`` say, wins: its master follows it first, and
-    a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+    The side that somebody else wrote to last wins. A weight that was edited through ``.data`` wins as well: its master follows
+    it first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
 
     Args:
+        module: Held by a weak reference, which neither copies nor pickled modules have.
         speaks: Whether there are warnings.
     """
 
-    def __init__(self, speaks: bool = True) -> None:
+    # of copies as well
+    speaks = True
+
+    def __init__(self, module: nn.Module, speaks: bool = True) -> None:
+        self._owner: ReferenceType[nn.Module] | None = ref(module)
         self.speaks = speaks
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
@@ -78,13 +84,29 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            if twins.follow_weight(tensor) and self.speaks:
+            if twins.agree_on_host(tensor) and self.speaks:
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
                 )
             exact = twins.fp32_value(tensor)
             state_dict[key] = tensor.detach().float() if exact is None else exact
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of a module that is trained is FP32. Its own tensors are copied before its hooks are."""
+        owner = None if self._owner is None else self._owner()
+        if self.stays_behind and owner is not None:
+            for _, tensor in own_tensors(owner):
+                copied = memo.get(id(tensor))
+                if isinstance(copied, Tensor) and copied is not tensor:
+                    _become_fp32(copied, tensor)
+            return StayedBehind()
+        hook = Fp32StateDict.__new__(Fp32StateDict)
+        hook._owner = None
+        return hook
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {'_owner': None}
 
 
 class LoadFp32(AmpHook):
@@ -99,16 +121,25 @@ class LoadFp32(AmpHook):
     def __init__(self) -> None:
         self.parameters: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
+        self.versions: dict[str, int] = {}
+        # on a deep copy that is FP32
+        self.idle = False
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+        if self.idle:
+            return
         self.parameters = dict(own_tensors(module))
+        self.versions = {name: tensor._version for name, tensor in self.parameters.items()}
         found = {name: state_dict.get(prefix + name) for name in self.parameters}
         self.values = {name: value for name, value in found.items() if isinstance(value, Tensor) and not value.is_meta}
 
     @torch.no_grad()
     def after(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self.idle:
+            return
         before, self.parameters = self.parameters, {}
         values, self.values = self.values, {}
+        versions, self.versions = self.versions, {}
         for name, now in list(own_tensors(module)):
             old, value = before.get(name, now), values.get(name)
             if now is not old:
@@ -120,10 +151,18 @@ class LoadFp32(AmpHook):
                 if value.to(old.dtype).view(torch.int16).equal(old.detach().view(torch.int16)):
                     twins.write_fp32(old, value)
                     continue
-            twins.follow_weight(old)
+            if old._version != versions.get(name):
+                # newer than whatever was written to either side before
+                twins.take_weight(old)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # torch holds its methods, which a copy keeps
+        hook = memo[id(self)] = LoadFp32()
+        hook.idle = self.idle or self.stays_behind
+        return hook
 
     def __getstate__(self) -> dict[str, Any]:
-        return {'parameters': {}, 'values': {}}
+        return {'parameters': {}, 'values': {}, 'versions': {}, 'idle': self.idle}
 
 
 class CastPlan:
@@ -481,7 +520,8 @@ class CastPlan:
             for module in root.modules():
                 if id(module) not in left and any(True for _ in own_tensors(module)):
                     if module in cast_modules:
-                        module._register_state_dict_hook(Fp32StateDict(self.policy.verbosity >= 1))  # type: ignore[no-untyped-call]
+                        exact = Fp32StateDict(module, self.policy.verbosity >= 1)
+                        module._register_state_dict_hook(exact)  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
                     module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
@@ -548,18 +588,43 @@ def autocast_forward(
 def strip_hooks(root: nn.Module) -> None:
     """Take every hook of this package off ``root`` and its submodules; the tensors stay as they are."""
     for module in root.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
+        for hooks in _hook_dicts(module):
             _drop(hooks)
         _forget_flags(module)
 
 
-def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook,)) -> None:
+def _hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+
+
+def copies_are_fp32(roots: Iterable[nn.Module]) -> None:
+    """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any.
+
+    Args:
+        roots: Cast models, with all their hooks on.
+    """
+    for root in roots:
+        for hook in _hooks_of(root):
+            hook.stays_behind = True
+
+
+def _hooks_of(root: nn.Module) -> Iterator[AmpHook]:
+    for module in root.modules():
+        for hooks in _hook_dicts(module):
+            for hook in hooks.values():
+                inner = getattr(hook, 'hook', hook)
+                found = inner if isinstance(inner, AmpHook) else getattr(inner, '__self__', None)
+                if isinstance(found, AmpHook):
+                    yield found
+
+
+def _drop(hooks: dict[int, Any], kinds: tuple[type, ...] = (AmpHook, StayedBehind)) -> None:
     for key, hook in list(hooks.items()):
         # torch wraps load pre-hooks; ours are bound methods of LoadFp32
         inner = getattr(hook, 'hook', hook)
@@ -601,12 +666,17 @@ def restore_fp32_copy(copied: nn.Module, original: nn.Module) -> bool:
     had_hooks = any(has_hook(module, AmpHook) for module in copied.modules())
     strip_hooks(copied)
     for mine, theirs in pairs:
-        if mine.dtype in HALF_TYPES:
-            twins.follow_weight(theirs)
-            exact = twins.fp32_value(theirs)
-            mine.data = theirs.detach().float() if exact is None else exact.clone()
-            mine.grad = None
+        _become_fp32(mine, theirs)
     return had_hooks
+
+
+def _become_fp32(mine: Tensor, theirs: Tensor) -> None:
+    """A copied tensor takes the FP32 value of its original, and keeps its identity."""
+    if mine.dtype in HALF_TYPES:
+        twins.agree(theirs)
+        exact = twins.fp32_value(theirs)
+        mine.data = theirs.detach().float() if exact is None else exact.clone()
+        mine.grad = None
 
 
 def is_cast(module: nn.Module) -> bool:

@@ -6,6 +6,7 @@ All of them are plain objects that know a dtype and nothing of the model, so the
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import threading
@@ -32,17 +33,43 @@ _Hook = TypeVar('_Hook', bound=Callable[..., Any])
 untraced: Callable[[_Hook], _Hook] = torch.compiler.disable
 
 
-class AmpHook:
-    """Marks the hooks of this package, so that they can be found and taken off."""
+class _Unscriptable:
+    """torch.jit.script begins with the names of a module's hooks, and nobody else needs one."""
 
     @property
     def __name__(self) -> str:
-        # torch.jit.script begins with the names of a module's hooks, and nobody else needs one: AttributeError otherwise
+        # an AttributeError as well, for who asks politely
         raise ScriptingError(
             'torch.jit.script cannot compile the casts of a model that mixed precision is attached to. Write '
             'torch.jit.trace(model, example), which records them, or load model.state_dict() into a new FP32 model and script '
             'that one.'
         )
+
+
+class AmpHook(_Unscriptable):
+    """Marks the hooks of this package, so that they can be found and taken off."""
+
+    #: Whether a deep copy of the module goes without this hook, since its weights are FP32.
+    stays_behind = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self.stays_behind:
+            return StayedBehind()
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        # nobody trains a model that was pickled, and its copies are what it is
+        return {name: value for name, value in self.__dict__.items() if name != 'stays_behind'}
+
+
+class StayedBehind(_Unscriptable):
+    """Stands in a deep copy where the original has a hook, and does nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
 class CastInputs(AmpHook):

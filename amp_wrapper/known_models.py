@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ _policies: MutableMapping[Tensor, Policy] = WeakTensorKeyDictionary()
 # optimizers that were looked at -> how many parameters they had, and how many models were known
 _seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 _models = 0
+_alive: WeakSet[nn.Module] = WeakSet()
 _installed = False
 
 
@@ -44,6 +45,7 @@ def remember(
     global _models, _installed
     for model in models:
         _models += 1
+        _alive.add(model)
         for parameter in model.parameters():
             _policies[parameter] = policy
     if not _installed and _models:
@@ -59,6 +61,12 @@ def remember(
 def is_known(parameter: Tensor) -> bool:
     """Whether a parameter belongs to a model that was initialised."""
     return parameter in _policies
+
+
+def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
+    """The initialised models whose parameters these optimizers hold."""
+    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group['params']}
+    return [model for model in _alive if any(id(parameter) in held for parameter in model.parameters())]
 
 
 def check_no_masters(optimizers: Iterable[Optimizer]) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import ops
+from . import ops, twins
 from .errors import AmpUsageError
 from .nested import HALF_TYPES, is_frozen_16bit
 from .policy import dtype_name
 from .scale_config import is_number
+from .twins import Master
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -32,16 +33,16 @@ class MasterWeights:
     Args:
         optimizer: Holds the parameters; its groups are changed in place.
         weights: The parameters about to become 16-bit, by name. Only those in ``optimizer`` get a master.
-        paired: Called with each new (weight, master).
-        existing: Gives the master that another optimizer has made for a weight: both step the same one.
+        paired: Called with each new weight and the record of its master.
+        existing: Gives the record that another optimizer has made for a weight: both step the same master.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         weights: Mapping[str, nn.Parameter],
-        paired: Callable[[nn.Parameter, nn.Parameter], None],
-        existing: Callable[[Tensor], Tensor | None] = lambda weight: None,
+        paired: Callable[[nn.Parameter, Master], None],
+        existing: Callable[[Tensor], Master | None] = lambda weight: None,
     ) -> None:
         self._optimizer = optimizer
         self._paired = paired
@@ -49,13 +50,15 @@ class MasterWeights:
         self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         # master -> weight, by id of the master
         self._weights: dict[int, nn.Parameter] = {}
-        # in the order of the pairs: both sides, where each pair stands, and the versions that were last seen and copied. Lists,
-        # since every step goes through them
+        # in the order of the pairs: both sides, their records, and where each pair stands
         self._weight_list: list[nn.Parameter] = []
         self._master_list: list[nn.Parameter] = []
+        self._records: list[Master] = []
         self._places: dict[int, int] = {}
-        self._seen: list[int | None] = []
-        self._copied: list[int | None] = []
+        # the version counters of all weights and all masters, and the addresses of the masters, when no record told of a write.
+        # Lists, since every step and every forward pass goes through them
+        self._known_versions: list[int] = []
+        self._known_addresses: list[int] = []
         self._existing = existing
         # 16-bit and frozen before the cast, by id
         self._frozen: dict[int, nn.Parameter] = {}
@@ -108,9 +111,12 @@ class MasterWeights:
                         f'Leave it out of add_param_group().'
                     )
                 # a weight that is FP32 now hands over its storage: its cast replaces it right after
-                master = self._existing(weight)
-                if not isinstance(master, nn.Parameter):
-                    master = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
+                record = self._existing(weight)
+                if record is None:
+                    made = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
+                    record = Master(weight, made, self._names.get(id(weight), ''))
+                master = record.tensor
+                assert isinstance(master, nn.Parameter)
                 group['params'][index] = master
                 if weight in self._optimizer.state:
                     self._optimizer.state[master] = self._optimizer.state.pop(weight)
@@ -119,9 +125,9 @@ class MasterWeights:
                 self._places[id(weight)] = len(self._places)
                 self._weight_list.append(weight)
                 self._master_list.append(master)
-                self._seen.append(None)
-                self._copied.append(None)
-                self._paired(weight, master)
+                self._records.append(record)
+                self._known_versions = []
+                self._paired(weight, record)
 
     def copy_to_weights(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
         """Model weight = master, rounded to nearest-even. Idempotent.
@@ -129,9 +135,11 @@ class MasterWeights:
         Args:
             pairs: Some of :attr:`pairs`; all of them by default.
         """
-        chosen = list(self.pairs if pairs is None else pairs)
+        chosen = None if pairs is None else list(pairs)
+        masters = self._master_list if chosen is None else [master for _, master in chosen]
+        weights = self._weight_list if chosen is None else [weight for weight, _ in chosen]
         with torch.no_grad():
-            ops.multi_tensor_copy([master for _, master in chosen], [weight for weight, _ in chosen])
+            ops.multi_tensor_copy(masters, weights)
         self.settle(chosen)
 
     def settle(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
@@ -140,13 +148,45 @@ class MasterWeights:
         Args:
             pairs: Some of :attr:`pairs`; all of them by default.
         """
-        if pairs is None:
-            self._seen = list(map(_version, self._weight_list))
-            self._copied = list(map(_version, self._master_list))
+        if pairs is not None:
+            for weight, _ in pairs:
+                self._records[self._places[id(weight)]].settle(weight)
             return
-        for weight, master in pairs:
-            place = self._places[id(weight)]
-            self._seen[place], self._copied[place] = weight._version, master._version
+        self._note()
+        count = len(self._records)
+        versions = self._known_versions
+        for record, settled in zip(self._records, zip(versions[:count], versions[count:], self._known_addresses)):
+            record.settled = settled
+
+    def _note(self) -> None:
+        """Every record knows the present state: nothing has to be looked at until a number differs from these."""
+        self._known_versions = self._versions()
+        self._known_addresses = self._addresses()
+
+    def synchronise(self, refuses: bool = True) -> None:
+        """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
+
+        torch's version counters tell; see :class:`~amp_wrapper.twins.Master`. Where nobody wrote, this compares two lists of
+        numbers.
+
+        Args:
+            refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+
+        Raises:
+            AmpUsageError: A weight and its master were both written to. Nothing has been changed.
+        """
+        if self._versions() == self._known_versions and self._addresses() == self._known_addresses:
+            return
+        # a weight that another optimizer shared is FP32 again once that one was detached, and its master's own storage
+        pairs = [pair for pair in zip(self._weight_list, self._records) if pair[0].dtype in HALF_TYPES]
+        if twins.bring_together(pairs, refuses):
+            self._note()
+
+    def _versions(self) -> list[int]:
+        return [*map(_version, self._weight_list), *map(_version, self._master_list)]
+
+    def _addresses(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._master_list))
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Before a step: masters of weights without a gradient take up what was done to the weights through ``.data``.
@@ -164,37 +204,20 @@ class MasterWeights:
             and weight.dtype in HALF_TYPES
             and weight not in busy
             and self._master_list[place].grad is None
-            and self._copied[place] == self._master_list[place]._version
+            and not self._records[place].moved()
         ]
         if idle:
-            with torch.no_grad():
-                masters = [self._master_list[place] for place in idle]
-                ops.multi_tensor_refresh([self._weight_list[place] for place in idle], masters)
-            for place, master in zip(idle, masters):
-                self._copied[place] = master._version
-
-    def mark_clean(self, weights: Iterable[Tensor] | None = None) -> None:
-        """Take the present values of the weights as known: only later edits count as edits."""
-        if weights is None:
-            self._seen = list(map(_version, self._weight_list))
-            return
-        for weight in weights:
-            self._seen[self._places[id(weight)]] = weight._version
+            twins.take_weights([(self._weight_list[place], self._records[place]) for place in idle])
 
     def edited(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The pairs whose weight was written to since the last step, as torch's version counters tell.
+        """The pairs whose weight was written to since both sides agreed, as torch's version counters tell.
 
         Edits through ``.data`` do not count there; :meth:`refresh` finds those by comparing.
         """
-        now = list(map(_version, self._weight_list))
-        if now == self._seen:
-            return []
-        return [pair for pair, version, seen in zip(self.pairs, now, self._seen) if version != seen]
+        return [pair for pair, record in zip(self.pairs, self._records) if record.weight_moved(pair[0])]
 
-    @torch.no_grad()
     def refresh(self, pairs: Iterable[tuple[nn.Parameter, Tensor]] | None = None) -> list[str]:
-        """A weight changed by anyone but the optimizer wins: wherever it differs from its master rounded, bit for bit,
-        the master takes its value. Syncs.
+        """The weights win: wherever one differs from its master rounded, bit for bit, the master takes its value. Syncs.
 
         Args:
             pairs: The pairs to look at; all by default.
@@ -206,8 +229,7 @@ class MasterWeights:
         chosen = [pair for pair in (self.pairs if pairs is None else pairs) if pair[0].dtype in HALF_TYPES]
         if not chosen:
             return []
-        flags = ops.multi_tensor_refresh([weight for weight, _ in chosen], [master for _, master in chosen])
-        self.mark_clean(weight for weight, _ in chosen)
+        flags = twins.take_weights([(weight, self._records[self._places[id(weight)]]) for weight, _ in chosen])
         return [self.name(weight) for (weight, _), differs in zip(chosen, flags.tolist()) if differs]
 
     def changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
@@ -218,8 +240,51 @@ class MasterWeights:
 
         Returns:
             The names of those that differed from their masters.
+
+        Raises:
+            AmpUsageError: A master among ``tensors``; or no ``tensors``, and a master was written to as well.
         """
-        return self.refresh(None if tensors is None else self.select(tensors))
+        if tensors is None:
+            self._refuse_unclear('weights_changed', [r.name for r in self._records if r.moved()], 'masters')
+            return self.refresh()
+        given = list(tensors)
+        if any(id(tensor) in self._weights for tensor in given):
+            raise AmpUsageError(
+                'weights_changed() was given an FP32 master (from amp.master_params or optimizer.param_groups): say '
+                'masters_changed([...]) where the master is what you edited, or hand over the weight of the model.'
+            )
+        return self.refresh(self.select(given))
+
+    def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
+        """Somebody says that masters were edited, through ``.data`` perhaps: their weights follow. No host read.
+
+        Args:
+            tensors: The edited masters; all by default.
+
+        Raises:
+            AmpUsageError: A 16-bit weight among ``tensors``; or no ``tensors``, and a weight was written to as well.
+        """
+        if tensors is None:
+            self._refuse_unclear('masters_changed', list(map(self.name, (w for w, _ in self.edited()))), 'weights')
+            self.copy_to_weights(pair for pair in self.pairs if pair[0].dtype in HALF_TYPES)
+            return
+        given = list(tensors)
+        if any(id(tensor) in self._pairs for tensor in given):
+            raise AmpUsageError(
+                'masters_changed() was given a 16-bit weight of the model: say weights_changed([...]) where the weight is what '
+                'you edited, or hand over its master (from amp.master_params or optimizer.param_groups).'
+            )
+        chosen = [(self._weights[id(master)], master) for master in given if id(master) in self._weights]
+        self.copy_to_weights((w, m) for w, m in chosen if isinstance(m, nn.Parameter) and w.dtype in HALF_TYPES)
+
+    @staticmethod
+    def _refuse_unclear(call: str, names: Sequence[str], others: str) -> None:
+        if names:
+            shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
+            raise AmpUsageError(
+                f'{call}() without names, but the {others} of {shown} were written to as well, and that would be lost. Name '
+                f'what you edited: {call}([...]).'
+            )
 
     def name(self, weight: Tensor) -> str:
         """The qualified name of a weight in its model."""
@@ -246,8 +311,8 @@ class MasterWeights:
         self._pairs.clear()
         self._weights.clear()
         self._places.clear()
-        for kept in (self._weight_list, self._master_list, self._seen, self._copied):
-            kept.clear()
+        for kept in (self._weight_list, self._master_list, self._records, self._known_versions, self._known_addresses):
+            kept.clear()  # type: ignore[attr-defined]
 
 
 def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

@@ -24,7 +24,7 @@ import logging
 import pathlib
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mmengine
@@ -43,49 +43,13 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import casting, mmengine_resuming, mmengine_saving, mmengine_schedules, model_names, scope, twins
+from . import averages, casting, mmengine_resuming, mmengine_saving, mmengine_schedules, model_names, scope, twins
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 from .optim import FusedAdam
 
 #: The versions these patches were read against.
 TESTED = ('0.10.0', '0.11.0')
-
-
-class MasterView:
-    """A model as an average should see it: masters in FP32 in place of 16-bit weights.
-
-    Args:
-        model: A module with casts of this package.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of the model, in FP32."""
-        for name, parameter in self._model.named_parameters(*args, **kwargs):
-            yield name, _fp32(parameter)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """As of the model, in FP32."""
-        # keep_vars: the plain variables, without the comparison that saving makes
-        return {
-            name: _fp32(value) if isinstance(value, Tensor) else value
-            for name, value in self._model.state_dict(keep_vars=True).items()
-        }
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-def _fp32(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in HALF_TYPES:
-        return tensor
-    # an edit that no step has seen yet belongs to the average too; flags stay on the device
-    twins.take_up_edits(tensor)
-    exact = twins.fp32_value(tensor)
-    return tensor.detach().float() if exact is None else exact
 
 
 def _patch_averaged_model() -> None:
@@ -101,7 +65,7 @@ def _patch_averaged_model() -> None:
 
     @functools.wraps(original_update)
     def update_parameters(self: Any, model: nn.Module) -> None:
-        original_update(self, MasterView(model) if casting.is_cast(model) else model)
+        original_update(self, averages.Fp32View(model) if casting.is_cast(model) else model)
 
     BaseAveragedModel.__init__ = init
     BaseAveragedModel.update_parameters = update_parameters
@@ -132,7 +96,7 @@ def _swap_with_masters(hook: Any) -> None:
     stash: dict[int, Tensor] = {} if waiting is None else waiting
     for index, (mean, weight) in enumerate(zip(averages, sources)):
         # an edit of the weight that nobody announced belongs to the master first
-        twins.follow_weight(weight)
+        twins.agree_on_host(weight)
         exact = twins.fp32_value(weight)
         if exact is not None:
             before = mean.detach().clone()

@@ -285,8 +285,8 @@ class AmpOptimWrapper(OptimWrapper):
     def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
         """Say that model weights were edited by hand: their masters take the new values. Syncs.
 
-        In-place edits (``p.clamp_()`` under ``no_grad``) are noticed at the next step by themselves; edits through
-        ``.data`` leave no trace and are found when the model is saved, so call this right after them.
+        In-place edits (``p.clamp_()`` under ``no_grad``) are noticed by themselves; edits through ``.data`` leave no trace and
+        are found when the model is saved, so call this right after them.
 
         Args:
             tensors: The edited parameters; all of them by default. With ``master_weights='split'`` they have to be named: the
@@ -296,9 +296,23 @@ class AmpOptimWrapper(OptimWrapper):
             The names of the weights that differed from their masters; of all that are split among ``tensors``.
 
         Raises:
-            AmpUsageError: No ``tensors``, and the weights are split.
+            AmpUsageError: No ``tensors``, and the weights are split, or a master was written to as well; a master among them.
         """
         return self._engine.weights_changed(tensors)
+
+    def masters_changed(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Say that FP32 masters were edited by hand: the model's weights take the new values. No host read.
+
+        In-place edits of what ``optimizer.param_groups`` holds are noticed by themselves; edits through ``.data`` leave no
+        trace, so call this right after them.
+
+        Args:
+            tensors: The edited masters; all of them by default. With ``master_weights='split'`` they have to be named.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
+        """
+        self._engine.masters_changed(tensors)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """mmengine's last word before training: the weights are final, so the model is cast here.

@@ -96,6 +96,14 @@ class SplitWeights:
         """The same."""
         self.mark_clean()
 
+    def synchronise(self, refuses: bool = True) -> None:
+        """As :meth:`refresh`: what the optimizer steps is the weight itself, so there is no other side. No host read.
+
+        Args:
+            refuses: Without a meaning here.
+        """
+        self.refresh()
+
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Nothing: an edit through ``.data`` cannot be told from a weight that was always so.
 
@@ -149,6 +157,17 @@ class SplitWeights:
                 'were edited, weights_changed([model.fc.weight]).'
             )
         return self._drop(weight for weight, _ in self._chosen(tensors))
+
+    def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
+        """As :meth:`changed`: what the optimizer steps are the weights.
+
+        Args:
+            tensors: The edited weights.
+
+        Raises:
+            AmpUsageError: ``tensors`` is None.
+        """
+        self.changed(tensors)
 
     def _drop(self, weights: Iterable[Tensor]) -> list[str]:
         names = []

@@ -27,7 +27,7 @@ SANITIZERS = ('memcheck', 'racecheck', 'initcheck', 'synccheck')
 #: What may be missing, and what to do about it.
 REMEDIES = {
     'gpu': 'torch sees no GPU',
-    'second gpu': 'one GPU: two ranks share it, with gloo',
+    'second gpu': 'fewer than two GPUs: two ranks of nccl need them, gloo runs on the processor',
     'nvcc': 'no CUDA compiler (nvcc): the CUDA toolkit has it',
     'compute-sanitizer': 'no compute-sanitizer: the CUDA toolkit has it (package cuda-sanitizer)',
     'pytest': 'pip install pytest',
@@ -120,13 +120,18 @@ def _python(*words: str) -> tuple[str, ...]:
     return (sys.executable, *words)
 
 
-def _tests(stage: str) -> Step:
+def _tests(stage: str, device: str = 'cuda', needs: Sequence[str] = ('gpu',)) -> Step:
+    words = ('-m', 'pytest', '-q', '-rs', '-p', 'no:cacheprovider', '--device', device)
     jobs = [
-        Job(Path(file).stem, _python('-m', 'pytest', '-q', '-rs', '-p', 'no:cacheprovider', '--device', 'cuda', file),
-            ('gpu', 'pytest', 'hypothesis'), {'OMP_NUM_THREADS': '1'})
+        Job(
+            f'{Path(file).stem} ({device})',
+            _python(*words, file),
+            (*needs, 'pytest', 'hypothesis'),
+            {'OMP_NUM_THREADS': '1'},
+        )
         for file in files_of(stage)
-    ]  # fmt: skip
-    return Step('tests with --device cuda', tuple(jobs), 3.0, 0)
+    ]
+    return Step(f'tests with --device {device}', tuple(jobs), 3.0, 0)
 
 
 def _bench(name: str, *words: str, needs: Sequence[str] = ('gpu',)) -> Job:
@@ -178,5 +183,8 @@ def steps(stage: str, arch: str = '') -> list[Step]:
     if stage == 'ddp':
         one = Job('one rank, nccl', _python('-m', 'benchmarks.one_rank', '--backend', 'nccl'), ('gpu',))
         ranks = _bench('distributed', '--quick', needs=('gpu', 'mmengine'))
-        return [Step('a process group', (one,), 0.5), _tests(stage), Step('bench', (ranks,), 2.0)]
+        several = _tests(stage, 'cuda', ('gpu', 'second gpu'))
+        # nccl takes no two ranks on one GPU; gloo takes them on the processor
+        gloo = _tests(stage, 'cpu', ('mmengine',))
+        return [Step('a process group', (one,), 0.5), several, gloo, Step('bench', (ranks,), 2.0)]
     raise KeyError(stage)

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, FusedSGD, model_wrappers, twins
+from amp_wrapper import amp as scripts
 from amp_wrapper.checkpoint import amp_part
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
@@ -936,6 +937,74 @@ def sync_batchnorm(here: Here) -> None:
         for mine, theirs in zip(*ends):
             half = level != 'O0'
             torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=5e-2 if half else 1e-4)
+
+
+@scenario
+def buffers(here: Here) -> None:
+    """A skipped step gives buffers back on every rank, whatever DDP does with them; the batch of one rank is bad."""
+
+    class Exchanging(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                mean = x.float().mean(0)
+                dist.all_reduce(mean)
+                self.running_mean.lerp_((mean / here.world).to(self.running_mean), 0.5)
+                self.num_batches_tracked += 1
+            return F.batch_norm(x, None, None, self.weight.to(x), self.bias.to(x), training=True)
+
+    for broadcasts in (False, True):
+        for sync in (False, True):
+            kind = nn.BatchNorm1d
+            if sync:
+                # torch's own exchanges on GPUs alone
+                kind = nn.SyncBatchNorm if here.device.type == 'cuda' else Exchanging
+            for level in LEVELS:
+                for window in (1, 2):
+                    torch.manual_seed(here.rank)
+                    model = nn.Sequential(nn.Linear(6, 4), kind(4), nn.Linear(4, 3)).to(here.device)
+                    ddp = wrap(here, model, broadcast_buffers=broadcasts)
+                    wrapper = amp(
+                        ddp.parameters(), level, accumulative_counts=window, skip_nonfinite=True, loss_scale=8.0
+                    )
+                    wrapper.initialize_count_status(ddp, 0, 100)
+                    for step in range(4):
+                        before = [buffer.clone() for buffer in model.buffers()]
+                        for part in range(window):
+                            inputs = data(here, 10 * step + part)
+                            if step % 2 and part == 0 and here.rank == 1:
+                                inputs[0, 0] = torch.nan
+                            with wrapper.optim_context(ddp):
+                                loss = ddp(inputs).float().square().mean()
+                            wrapper.update_params(loss)
+                        now = list(model.buffers())
+                        if step % 2:
+                            assert wrapper.step_was_skipped()
+                            if broadcasts:
+                                # the first rank's, from the broadcast before the first pass on
+                                before = [gather(here, buffer)[0] for buffer in before]
+                            assert all(map(torch.equal, before, now)), (level, window, broadcasts, before, now)
+                        else:
+                            assert not all(map(torch.equal, before, now)), (level, window, broadcasts)
+    # a script that adds gradients up without no_sync: buffers are broadcast in the middle of a window
+    for level in LEVELS:
+        torch.manual_seed(here.rank)
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(here.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scripts.initialize(model, optimizer, opt_level=level, loss_scale=dict(init_scale=8.0), verbosity=0)
+        ddp = wrap(here, model, broadcast_buffers=True)
+        for step in range(4):
+            before = [gather(here, buffer)[0] for buffer in model.buffers()]
+            weight = model[0].weight.detach().clone()
+            for part in range(3):
+                inputs = data(here, 10 * step + part)
+                if step % 2 and part == 0:
+                    inputs[0, 0] = torch.nan
+                with scripts.scale_loss(ddp(inputs).float().square().mean(), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.equal(weight, model[0].weight) == (step % 2 == 1), level
+            assert all(map(torch.equal, before, model.buffers())) == (step % 2 == 1), (level, step, before)
 
 
 @scenario

@@ -948,15 +948,9 @@ def test_copies(way: str, level: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize('level', LEVELS)
 def test_a_copy_that_is_trained_by_itself(level: str, device: torch.device) -> None:
-    """Where the copy's weights are FP32, as a copy; a cast one is 16-bit, and its state goes into a new model."""
+    """The copy is FP32; at O0 and at the levels that cast ops, it has hooks that make way for new ones."""
     net, _ = make(level, device)
     copied = copy.deepcopy(net)
-    if level in HALF:
-        with pytest.raises(AmpAttachError):
-            amp.initialize(copied, sgd([copied]), opt_level=level, verbosity=0)
-        state, copied = copied.state_dict(), Net().to(device)
-        copied.load_state_dict(state)
-        assert same(dict(copied.state_dict()), dict(net.state_dict()))
     ours = copied, sgd([copied])
     amp.initialize(*ours, opt_level=level, loss_scale='dynamic', verbosity=0)
     set_scales(ours[1], 8.0)

@@ -31,7 +31,9 @@ FLOOR_OF = {
     'op_casts': 'ops',
     'rule_call': 'ops',
     'global_casts': 'ops',
+    'averages': 'owners',
     'casting': 'owners',
+    'forward_entry': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
     'conversion_guard': 'owners',
@@ -53,6 +55,8 @@ FLOOR_OF = {
     'foreign_gradients': 'owners',
     'open_window': 'owners',
     'buffer_snapshots': 'owners',
+    'buffer_copies': 'owners',
+    'buffer_hooks': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
@@ -122,6 +126,15 @@ SIBLINGS = {
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),
     ('split_weights', 'twins'),
+    ('averages', 'casting'),
+    ('averages', 'twins'),
+    # which side of a pair is newer is told there
+    ('master_weights', 'twins'),
+    # the hook at the entry of a forward pass
+    ('forward_entry', 'averages'),
+    ('forward_entry', 'forward_hooks'),
+    ('forward_entry', 'master_weights'),
+    ('forward_entry', 'twins'),
     # whole files are made of the optimizer parts that checkpoint reads and writes
     ('checkpoint_transfer', 'checkpoint'),
     # building a DDP anew is the one thing done to it, and when is the other
@@ -134,8 +147,11 @@ SIBLINGS = {
     ('open_window', 'accumulation'),
     ('open_window', 'step_flags'),
     ('open_window', 'buffer_snapshots'),
-    # its hooks are kept out of what torch.compile traces as all others are
-    ('buffer_snapshots', 'forward_hooks'),
+    # the hooks tell snapshots of passes, and what is copied how is no matter of when
+    ('buffer_snapshots', 'buffer_hooks'),
+    ('buffer_snapshots', 'buffer_copies'),
+    # they are kept out of what torch.compile traces as all others are
+    ('buffer_hooks', 'forward_hooks'),
     ('open_window', 'checkpoint'),
     ('resume_record', 'random_state'),
     ('convert', 'checkpoint'),

@@ -22,7 +22,15 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpConfigError, AmpOptimWrapper, OverflowStreakError, amp, amp_session, buffer_snapshots
+from amp_wrapper import (
+    AmpConfigError,
+    AmpOptimWrapper,
+    OverflowStreakError,
+    amp,
+    amp_session,
+    buffer_hooks,
+    buffer_snapshots,
+)
 from amp_wrapper.optim import FusedAdamW
 from amp_wrapper.policy import LEVELS, resolve
 
@@ -324,7 +332,7 @@ def test_off(level: str, api: str, device: torch.device) -> None:
     run = Scripted(api, level, model, restore_buffers_on_skip=False)
     run.train(batch((4, 3), device, bad=True))
     assert model.part.running_mean.isnan().any() and model.part.num_batches_tracked == 1
-    assert not any(isinstance(hook, buffer_snapshots.BufferHook) for m in model.modules() for hook in hooks_of(m))
+    assert not any(isinstance(hook, buffer_hooks.BufferHook) for m in model.modules() for hook in hooks_of(m))
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
@@ -339,7 +347,7 @@ def test_nothing_where_nothing_is_skipped(words: dict[str, Any], device: torch.d
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = AmpOptimWrapper(optimizer=optimizer, verbosity=0, **words)
     wrapper.attach(model)
-    assert not any(isinstance(hook, buffer_snapshots.BufferHook) for m in model.modules() for hook in hooks_of(m))
+    assert not any(isinstance(hook, buffer_hooks.BufferHook) for m in model.modules() for hook in hooks_of(m))
     with wrapper.optim_context(model):
         loss = model(batch((4, 3), device, bad=True))
     wrapper.update_params(loss)
@@ -541,6 +549,19 @@ def test_dataparallel_replicas_and_threads(level: str, device: torch.device) -> 
     model.part = part
     run.train(batch((4, 3), device, bad=True))
     assert changed(before, model) == []
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_graph_that_waits_for_its_backward_pass(level: str, device: torch.device) -> None:
+    """It holds the buffers, and a step in between may not spoil it."""
+    model = Around(nn.BatchNorm1d(3, affine=False)).to(device)
+    run = Scripted('wrapper', level, model)
+    first, second = run.forward(batch((4, 3), device)), run.forward(batch((4, 3), device, seed=1))
+    run.backward(first)
+    run.step()
+    run.backward(second)
+    run.step()
+    assert model.part.num_batches_tracked == 2
 
 
 # -- buffers that come and go ----------------------------------------------------------------------------------------

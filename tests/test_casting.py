@@ -32,7 +32,7 @@ from amp_wrapper.casting import (
 )
 from amp_wrapper.errors import AmpAttachError, AmpConfigError, AmpUsageError
 from amp_wrapper.policy import resolve
-from amp_wrapper.twins import fp32_twin, pair
+from amp_wrapper.twins import Master, fp32_twin, pair
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CAST_LEVELS = {'O2': F16, 'O3': F16, 'O5': BF16}
@@ -48,7 +48,7 @@ def cast_with_masters(model: nn.Module, level: str = 'O2', **overrides: Any) -> 
     masters = {name: parameter.detach().clone() for name, parameter in plan.parameters.items()}
     handle = plan.apply()
     for name, parameter in plan.parameters.items():
-        pair(parameter, masters[name])
+        pair(parameter, Master(parameter, masters[name], name))
     return handle, masters
 
 

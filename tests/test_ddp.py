@@ -29,6 +29,7 @@ pytestmark = [
         'gan',
         'averages',
         'sync_batchnorm',
+        'buffers',
         'flexible',
         'turns',
         'refusals',

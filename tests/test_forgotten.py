@@ -640,3 +640,19 @@ def test_verbosity_0_is_silent(
     captured = capsys.readouterr()
     assert lines == [] and captured.out == captured.err == ''
     assert [str(w.message) for w in recwarn if 'amp' in str(w.message)] == []
+
+
+@pytest.mark.parametrize('level', MASTERS)
+def test_a_new_optimizers_masters_are_followed(level: str, device: torch.device) -> None:
+    """What is written to them reaches the next forward pass, the old optimizer being gone."""
+    net = Net().to(device)
+    first = sgd([net])
+    amp.initialize(net, first, opt_level=level, verbosity=0)
+    del first
+    gc.collect()
+    second = SGD(net.trained, lr=0.5)
+    amp.initialize([], second, verbosity=0)
+    with torch.no_grad():
+        for master in amp.master_params(second):
+            master.fill_(0.0)
+    assert float(net(data(0, device))) == 0.0

@@ -28,10 +28,10 @@ def make(device: torch.device, dtype: torch.dtype = torch.float16, **kwargs: Any
     if prepare is not None:
         prepare(optimizer)
     told: list[tuple[nn.Parameter, nn.Parameter]] = []
-    masters = MasterWeights(optimizer, weights, lambda weight, master: told.append((weight, master)))
+    masters = MasterWeights(optimizer, weights, lambda weight, record: told.append((weight, record.tensor)))
     for weight in weights.values():
         weight.data = weight.data.to(dtype)
-    masters.mark_clean()
+    masters.settle()
     return optimizer, weights, masters, told, kept
 
 

@@ -98,7 +98,8 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
         assert twins.fp32_twin(weight) is None
         assert bits(model.state_dict()['0.weight']).equal(bits(values))
         copied = copy.deepcopy(model)
-        assert copied.state_dict()['0.weight'].equal(weight.float()), 'a copy speaks for itself'
+        assert bits(copied.state_dict()['0.weight']).equal(bits(copied[0].weight)), 'a copy speaks for itself'
+        assert bits(copied[0].weight).equal(bits(values)), 'and holds the FP32 values'
         average = ExponentialMovingAverage(model)
         assert bits(average.module[0].weight).equal(bits(values))
         wrapper.detach()

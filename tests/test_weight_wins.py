@@ -39,7 +39,8 @@ def step(model: nn.Module, wrapper: AmpOptimWrapper) -> None:
 
 def master(wrapper: AmpOptimWrapper, model: nn.Module) -> Tensor:
     index = [name for name, _ in model.named_parameters()].index('fc.weight')
-    return list(wrapper.master_params())[index]
+    # master_params() would bring both sides together
+    return [parameter for group in wrapper.optimizer.param_groups for parameter in group['params']][index]
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

@@ -498,4 +498,6 @@ def test_a_deep_copy_of_an_attached_wrapper_is_refused(device: torch.device) -> 
     wrapper.attach(model)
     with pytest.raises(AmpUsageError, match='deep copy of an attached wrapper'):
         copy.deepcopy((model, wrapper))
-    assert copy.deepcopy(model).trunk.weight.dtype == torch.float16
+    copied = copy.deepcopy(model)
+    assert copied.trunk.weight.dtype == torch.float32
+    assert copied.trunk.weight.equal(twins.fp32_twin(model.trunk.weight))

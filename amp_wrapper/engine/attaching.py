@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import (
+    averages,
     casting,
     foreign_gradients,
+    forward_entry,
     forward_hooks,
     fp32_ops,
     given_weights,
@@ -102,6 +104,8 @@ class Attaching(Saving):
             self._reducers = reducers
             reducers.rebuild([*plan.parameters.values(), *plan.raised])
             reducers.record()
+            if self.optimizer is not None and self.policy.casts_model:
+                casting.copies_are_fp32([root for _, root in plan.roots])
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 log_casts(plan)
         self._begin(self._gradient_device(model))
@@ -115,7 +119,7 @@ class Attaching(Saving):
             assert self.policy.cast_model_type is not None
             self._masters = SplitWeights(self.optimizer, plan.parameters, self.policy.cast_model_type)
         elif self.optimizer is not None and self.policy.master_weights:
-            self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.fp32_twin)
+            self._masters = MasterWeights(self.optimizer, plan.parameters, twins.pair, twins.master_of)
 
     def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
         """After the cast."""
@@ -123,6 +127,8 @@ class Attaching(Saving):
         if plan.rounded and self.optimizer is not None and (self._masters is not None or plan.raised):
             # of weights that are FP32 from now on, here or as masters
             _state_to_fp32(self.optimizer)
+        averages.patch_loaded()
+        self._follow_at_entry([root for _, root in plan.roots])
         if self._masters is not None:
             # the cast rounded each weight; copying again settles the version counters
             self._masters.copy_to_weights()
@@ -144,6 +150,10 @@ class Attaching(Saving):
             return self.weights(), [*strangers, *(weight for other in self._others for weight in other.weights())]
 
         self._buffers = BufferSnapshots(roots, owners, leave)
+
+    def _follow_at_entry(self, roots: Sequence[nn.Module]) -> None:
+        if isinstance(self._masters, MasterWeights):
+            forward_entry.watch(roots, self._masters)
 
     def _begin(self, device: torch.device) -> None:
         self._device = device
@@ -211,7 +221,7 @@ class Attaching(Saving):
         DDP modules average FP32 gradients again; every rank calls this.
 
         Raises:
-            AmpUsageError: Gradients are waiting for a step.
+            AmpUsageError: Gradients are waiting for a step; a weight and its master that were both written to.
         """
         if not self.attached:
             return
@@ -222,6 +232,7 @@ class Attaching(Saving):
         if not fp32_ops.in_forward():
             forward_hooks.unwind()
         if self._masters is not None:
+            self._masters.synchronise()
             self._masters.refresh()
             for _ in self._masters.release():
                 pass
@@ -241,7 +252,8 @@ class Attaching(Saving):
         self.stage = Stage.DETACHED
 
     def before_forward(self, model: nn.Module) -> None:
-        """DDP modules take notice of parameters that were frozen, unfrozen or added since the last forward pass.
+        """Weights follow masters that somebody wrote to, and the other way round. DDP modules take notice of parameters that
+        were frozen, unfrozen or added since the last forward pass.
 
         Every rank calls this, before it enters ``no_sync``.
 
@@ -250,10 +262,13 @@ class Attaching(Saving):
 
         Raises:
             AmpAttachError: ``torch.compile`` has wrapped the model meanwhile.
-            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps.
+            AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
+                and its master that were both written to.
         """
         if not self.policy.enabled:
             return
+        for engine in (self, *(other for other in self._others if isinstance(other, EngineBase))):
+            engine.synchronise()
         if self.policy.runs_16_bit and hasattr(model, '_orig_mod'):
             scope.check_compiled(model)
         if self._reducers.joins() and not self.is_plain:
@@ -361,6 +376,8 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         engine._watch_buffers(roots)
         engine._reducers.watch(models)
         engine._begin(engine._gradient_device(models[0] if models else None))
+    if engines and policy.casts_model:
+        casting.copies_are_fp32(models)
     return handle
 
 

@@ -186,9 +186,14 @@ class EngineBase:
         return not self.policy.enabled or (scaler.is_one and not scaler.checks and not self.policy.casts_model)
 
     def master_params(self) -> Iterator[Tensor]:
-        """Every tensor that the optimizer steps: FP32 masters, 16-bit weights that are split, and FP32 parameters."""
+        """Every tensor that the optimizer steps: FP32 masters, 16-bit weights that are split, and FP32 parameters.
+
+        Masters of weights that somebody wrote to have the new values.
+        """
         if self._masters is not None:
             self._masters.adopt()
+            # a pair that was written to on both sides is refused where one of them would be lost
+            self._masters.synchronise(refuses=False)
         yield from self._parameters()
 
     def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
@@ -201,9 +206,30 @@ class EngineBase:
             The names of the weights that differed from their masters, or that are split.
 
         Raises:
-            AmpUsageError: No ``tensors``, and the weights are split.
+            AmpUsageError: No ``tensors``, and the weights are split, or a master was written to as well; a master among them.
         """
         return [] if self._masters is None else self._masters.changed(tensors)
+
+    def masters_changed(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Say that FP32 masters were edited, through ``.data`` too: the weights follow the masters. No host read.
+
+        Args:
+            tensors: The edited masters; all of them by default. Split weights are their own, and have to be named.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
+        """
+        if self._masters is not None:
+            self._masters.masters_changed(tensors)
+
+    def synchronise(self) -> None:
+        """Before a forward pass: weights follow masters that somebody wrote to, and the other way round. No host read.
+
+        Raises:
+            AmpUsageError: A weight and its master were both written to. Nothing has been changed.
+        """
+        if self._masters is not None:
+            self._masters.synchronise()
 
     def weights(self) -> list[nn.Parameter]:
         """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import foreign_gradients, fp32_ops, gradients, ops
 from ..errors import AmpUsageError
@@ -141,8 +141,13 @@ class Receiving(Attaching):
                 self._arrivals.share(engine._arrivals)
                 return
 
-    def take_over(self) -> None:
-        """After attaching: gradients that masters have from before are no news."""
+    def take_over(self, models: Sequence[nn.Module]) -> None:
+        """After attaching: gradients that masters have from before are no news.
+
+        Args:
+            models: Those of earlier optimizers, whose weights this one steps.
+        """
+        self._follow_at_entry(models)
         self._arrivals.take_over(self._pairs())
 
     def _begin_pass(self) -> bool:

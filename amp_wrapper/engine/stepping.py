@@ -45,7 +45,8 @@ class Stepping(Receiving):
             What happened. A skipped step leaves weights, masters and optimizer state as they were, bit for bit.
 
         Raises:
-            AmpUsageError: No backward since the last step, or a closure under a loss scale.
+            AmpUsageError: No backward since the last step, or a closure under a loss scale; a weight and its master that were
+                both written to by others.
             OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
         """
         assert self.optimizer is not None
@@ -61,7 +62,7 @@ class Stepping(Receiving):
             return self._result(False, None, norm)
         sides = self._sides()
         if self._masters is not None:
-            self._masters.refresh(self._masters.edited())
+            self._masters.synchronise()
             self._masters.follow_idle(self._sums or ())
         gradients = self._fused_gradients(clip, sides)
         if gradients is not None:

@@ -1,0 +1,116 @@
+"""Copies of buffers, and the choice by a flag between a buffer and its copy: for any dtype, bit for bit, on the device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+_ALIGNMENT = 16
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class BufferGroup:
+    """Small buffers of one device and type: their copies lie in one tensor, and so does what a step writes back.
+
+    Args:
+        places: Of the buffers.
+        tensors: The buffers.
+    """
+
+    def __init__(self, places: list[int], tensors: Sequence[Tensor]) -> None:
+        self.places = places
+        #: The buffers, unseen by autograd: graphs of passes that wait for their backward may hold them (a generator's, while
+        #: the discriminator takes its step), and none computes with what is written here.
+        self.tensors = [tensor.data for tensor in tensors]
+        # one call for all of them, where no two may be views of one another; torch's own loops over them on a CPU
+        apart = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+        kind, device = tensors[0].dtype, tensors[0].device
+        self._compiled = apart and kind in ops.COMPILED_DTYPES and ops.backend_of(device) != 'reference'
+        size = tensors[0].element_size()
+        step = max(_ALIGNMENT // size, 1)
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + -(-tensor.numel() // step) * step)
+        # zeros: the gaps are selected too
+        self._copies = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+        self._results = torch.zeros_like(self._copies)
+        self.copies = [_like(self._copies, start, tensor) for start, tensor in zip(starts, tensors)]
+        self._results_of = [_like(self._results, start, tensor) for start, tensor in zip(starts, tensors)]
+        bits = _BITS.get(size)
+        self._bits = [flat if bits is None else flat.view(bits) for flat in (self._copies, self._results)]
+
+    def take(self) -> None:
+        """Copy the buffers."""
+        self._copy(self.tensors, self.copies)
+
+    def select(self, flag: Tensor, chosen: Sequence[int] | None = None) -> Callable[[], None]:
+        """What the buffers will be; the returned function writes it to them.
+
+        Args:
+            flag: Scalar; the copies where it is not zero.
+            chosen: Indices into ``places``; None for all.
+        """
+        tensors, results = self.tensors, self._results_of
+        if chosen is not None:
+            tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
+        self._copy(tensors, results)
+        copies, now = self._bits
+        # by bits, so that nothing of a NaN gets through
+        torch.where(flag.to(now.device) > 0, copies, now, out=now)
+        return functools.partial(self._copy, results, tensors)
+
+    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        if self._compiled:
+            ops.multi_tensor_copy(sources, targets)
+        else:
+            torch._foreach_copy_(targets, sources)
+
+
+def _like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
+    """A part of ``flat`` with the shape of ``tensor``, and its order of elements where that has no gaps."""
+    part = flat[start : start + tensor.numel()]
+    if torch._debug_has_internal_overlap(tensor) == 0:
+        return part.as_strided(tensor.shape, tensor.stride(), start)
+    return part.view(tensor.shape)
+
+
+def is_tracked(tensor: Tensor | None) -> bool:
+    """Whether a buffer can be copied and written back at all."""
+    return (
+        # subclasses have rules of their own: lazy, fake, sharded tensors
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_inference() or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() > 0
+        and torch._debug_has_internal_overlap(tensor) != 1
+    )
+
+
+def form_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+def selected(copy: Tensor, tensor: Tensor, flag: Tensor) -> Tensor:
+    """The copy where the flag is up, the tensor otherwise: a selection by bits, so that nothing of a NaN gets through."""
+    flag = flag.to(tensor.device) > 0
+    bits = _BITS.get(tensor.element_size())
+    if bits is None:
+        return torch.where(flag, copy, tensor)
+    return torch.where(flag, copy.view(bits), tensor.detach().view(bits)).view(tensor.dtype)
+
+
+def same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
+    if tensor is None or form_of(tensor) != form_of(copy):
+        return False
+    bits = _BITS.get(copy.element_size())
+    tensor = tensor.detach()
+    return copy.equal(tensor) if bits is None else copy.view(bits).equal(tensor.view(bits))
+
+
+__all__ = ['BufferGroup', 'form_of', 'is_tracked', 'same_bits', 'selected']
