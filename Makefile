@@ -15,6 +15,10 @@ DOWNSTREAM ?= .venv-downstream
 MMCV ?= mmcv==2.1.0
 WHEELS ?= ../shared/wheels
 RESULTS ?= build/downstream
+# the torch of test-torch, and the environments of test-torch and test-onedl
+TORCH ?= 2.15.0
+VENV_TORCH ?= .venv-torch-$(TORCH)
+ONEDL ?= .venv-onedl
 # the environment of test-foreign, and where it puts its verdicts
 FOREIGN ?= .venv-foreign
 FOREIGN_RESULTS ?= build/foreign
@@ -31,11 +35,13 @@ DRY ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help gpu-check ops train test test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-torch test-onedl test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
 	@echo 'make test    set up, run the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0); several GB'
+	@echo 'make test-onedl  the tests on onedl-mmengine in place of mmengine, in an environment of its own'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
 	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
 	@echo 'make crash-test  kill 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
@@ -97,6 +103,40 @@ train: $(VENV)/.ops
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# everything is pinned but torch, and what that torch asks for in a version of its own
+$(VENV_TORCH)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/openmmlab.txt \
+		requirements/constraints.txt pyproject.toml setup.py
+	$(MAKE) --no-print-directory VENV=$(VENV_TORCH) $(VENV_TORCH)/pyvenv.cfg
+	@echo '== installing torch $(TORCH); off a GPU machine, too, PyPI has it with the libraries of CUDA'
+	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/build.txt
+	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet torch==$(TORCH)
+	sed -e '/^sympy==/d' -e '/^setuptools==/d' requirements/constraints.txt > $(VENV_TORCH)/constraints.txt
+	@# beside -c, so that what is listed is pinned, and torch stays
+	sed -e '/^torch==/d' -e '/^-/d' requirements/runtime.txt requirements/dev.txt > $(VENV_TORCH)/packages.txt
+	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet -c $(VENV_TORCH)/constraints.txt \
+		-r $(VENV_TORCH)/packages.txt
+	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/openmmlab.txt
+	AMP_WRAPPER_WITH_OPS=0 $(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps -e .
+	@touch $@
+
+# the library in the source tree is that of one torch at a time: make ops brings back that of $(VENV)
+test-torch: $(VENV_TORCH)/.done
+	$(VENV_TORCH)/bin/python setup.py build_ext --inplace > $(VENV_TORCH)/ops.log || { cat $(VENV_TORCH)/ops.log >&2; exit 1; }
+	@rm -f $(VENV)/.ops $(ONEDL)/.ops $(DOWNSTREAM)/.ops $(FOREIGN)/.ops
+	$(VENV_TORCH)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+$(ONEDL)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/onedl.txt \
+		requirements/constraints.txt pyproject.toml setup.py
+	$(MAKE) --no-print-directory VENV=$(ONEDL) $(ONEDL)/.dev
+	@echo '== installing onedl-mmengine in place of mmengine'
+	$(ONEDL)/bin/python -m pip uninstall --quiet --yes mmengine onedl-mmengine
+	$(ONEDL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/onedl.txt
+	@touch $@
+
+test-onedl: $(ONEDL)/.done
+	$(MAKE) --no-print-directory VENV=$(ONEDL) $(ONEDL)/.ops
+	$(ONEDL)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 crash-test: $(VENV)/.dev
 	$(BIN)/python tests/crash_harness.py --kills $(KILLS) --seed $(SEED) --report benchmarks/results/crash_test.md
@@ -174,4 +214,4 @@ gpu-check:
 
 clean:
 	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json
-	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) $(ONEDL) .venv-torch-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from . import torch_internals
 from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
 from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers
 
@@ -222,7 +223,7 @@ class BufferSnapshots:
                 # it calls itself
                 regions[-1].depth += 1
             return
-        if torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch_internals.in_function_transform():
             # nothing of this belongs into a graph, and buffers may be stand-ins
             return
         covers, places = self._below.get(id(module), (None, None))

@@ -72,6 +72,11 @@ def why_inexact(runner: Any, loop: Any) -> list[str]:
         )
     elif by_epoch and type(loop).run_epoch is not EpochBasedTrainLoop.run_epoch:
         reasons.append(f'{type(loop).__name__} has a run_epoch of its own: an epoch that was begun is begun again.')
+    if getattr(loop, 'fast_forward_on_resume', False):
+        reasons.append(
+            'fast_forward_on_resume=True begins the data anew in place of passing over those seen. Write '
+            'fast_forward_on_resume=False.'
+        )
     if not isinstance(loader, DataLoader):
         return [*reasons, f'the train dataloader is a {type(loader).__name__}, whose state nobody saves.']
     sampler = sampler_of(loader)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from typing import Any, cast
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from . import torch_internals
 
 # what nn.Module.__init__ makes anew, and DDP's constructor calls it
 _MODULE_FIELDS = tuple(nn.Module().__dict__)
@@ -58,7 +59,7 @@ def logged(ddp: DistributedDataParallel) -> dict[str, Any]:
 def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
     """torch keeps built-in communication hooks in the reducer alone; their name is in its log."""
     name = str(logged(ddp).get('comm_hook', '')).rpartition('.')[2]
-    return torch._C._distributed_c10d.BuiltinCommHookType.__members__.get(name)
+    return torch_internals.builtin_comm_hooks().get(name)
 
 
 def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:

@@ -12,7 +12,6 @@ What mmengine leaves out of a checkpoint, and this puts in (``checkpoint['exact_
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -168,7 +167,11 @@ class ExactResumeHook(Hook):
         by_iter = isinstance(loop, IterBasedTrainLoop)
         if by_iter and loop.iter >= loop.max_iters:
             # nothing is left to train, though mmengine passes over the data all the same
-            loop.dataloader_iterator = itertools.repeat(None)
+            loop.dataloader_iterator = _Nothing()
+            self._go_on(runner)
+            return
+        if by_iter and getattr(loop, 'fast_forward_on_resume', False):
+            # onedl-mmengine passes over nothing then: the data begin anew
             self._go_on(runner)
             return
         if self._batches or (by_iter and loop.iter):
@@ -361,7 +364,35 @@ class _LastWord(Hook):
         self._hook.end_validation(runner)
 
 
-class _FastForward:
+class _Passing:
+    """What mmengine passes over after a resume: by ``next``, or, in onedl-mmengine, by :meth:`skip_iter`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise NotImplementedError
+
+    def skip_iter(self, num_iters: int) -> None:
+        """Pass over batches as if they were trained.
+
+        They are loaded: what draws random numbers as it loads, such as an augmentation, draws what it drew then.
+        """
+        for _ in range(num_iters):
+            next(self)
+
+
+class _Nothing(_Passing):
+    """The iterator of a loop that has nothing left to train."""
+
+    def __next__(self) -> None:
+        return None
+
+    def skip_iter(self, num_iters: int) -> None:
+        """Nothing to do."""
+
+
+class _FastForward(_Passing):
     """The iterator of an iteration-based loop that is resumed: mmengine passes over what was seen, then training goes on."""
 
     def __init__(self, loop: Any, go_on: Any) -> None:
@@ -370,9 +401,6 @@ class _FastForward:
         self._left = loop.iter
         self._go_on = go_on
         self._progress = _Progress(loop.iter)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         if self._left:

@@ -10,10 +10,9 @@ import copy
 import itertools
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +21,9 @@ from torch.nn.modules.loss import _Loss
 from . import fp32_ops, generators, interrupts, op_casts, passes
 from .errors import AmpAttachError, BannedOpError, ScriptingError
 from .fp32_call import autocast_is_on
+from .fp32_call import untraced as untraced
 from .fp32_registry import BCE_REASON
 from .nested import HALF_TYPES, EnterObject, cast_tensors, map_tensors
-
-_Hook = TypeVar('_Hook', bound=Callable[..., Any])
-
-
-# Hooks that open and close regions are not traced: torch.compile breaks its graph there, and what it compiles in between
-# sees autocast and the stand-ins of the FP32 registry as they are.
-untraced: Callable[[_Hook], _Hook] = torch.compiler.disable
 
 
 class _Unscriptable:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,11 @@ from .nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
 _MARK = '_amp_wrapper_fp32'
 _WRAPPED = '_amp_wrapper_backward'
 _FLOAT32 = frozenset({torch.float32})
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
+#: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
+#: between sees autocast and the stand-ins of the FP32 registry as they are.
+untraced: Callable[[_Function], _Function] = torch.compiler.disable
 
 #: Tells whether, and how, a member is to run in FP32 at this moment.
 ActiveOp = Callable[[], 'Fp32Op | None']
@@ -148,6 +153,11 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
     Returns:
         The result, floating tensors in the type that ``op.output`` asks for.
     """
+    # torch.compile runs it as it is: a break of its graph in the middle would leave autocast off where its compiler fails
+    return (_untraced if torch.compiler.is_compiling() else _call)(op, function, args, kwargs)
+
+
+def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     seen = look(op, args, kwargs)
     if op.output == REFUSED and seen.narrow and not passes.is_suspended():
         raise BannedOpError(function.__name__, op.reason)
@@ -162,6 +172,9 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
             return function(*args, **kwargs)
         result = function(*map_tensors(seen.cast, args), **map_tensors(seen.cast, kwargs))
     return seen.narrowed(seen.write_back(result))
+
+
+_untraced = untraced(_call)
 
 
 def call_method(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -63,11 +63,6 @@ def _cast_key(name: str) -> str:
     return f'casts:{name}'
 
 
-def _segment_key(name: str) -> str:
-    """The entry of a name that is handed checkpointed segments."""
-    return f'segments:{name}'
-
-
 def _config_key(op: Fp32Op) -> str:
     """A name from a configuration may say more than the registry's entry of the same name."""
     return f'config:{op.output}:{op.name}'
@@ -82,8 +77,6 @@ class _Member:
     def __init__(self) -> None:
         self.ops: dict[str, Fp32Op] = {}
         self.rule: CallRule | None = None
-        # where a checkpointing function is handed its segment
-        self.segment_at: int | None = None
 
     def active(self) -> Fp32Op | None:
         """What holds for this thread now."""
@@ -212,8 +205,6 @@ def _stand_in(member: _Member, original: Any, of_class: bool) -> Any:
 
     @functools.wraps(function)
     def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        if member.segment_at is not None:
-            return function(*segments.remembering(args, member.segment_at, _members.held), **kwargs)
         rule = member.rule
         if rule is not None and passes.casts_on():
             held = 1 if run is call_method and args and not isinstance(args[0], torch.Tensor) else 0
@@ -238,9 +229,6 @@ class _Members:
         self.users = 0
         self._keys: set[str] = set(FP32_OPS)
         self._wanted: dict[str, Fp32Op] = dict(FP32_OPS)
-        for name in segments.SEGMENT_TAKERS:
-            # never active, and so never in FP32
-            self._wanted[_segment_key(name)] = Fp32Op(name)
         # (id of the holder, attribute); sites keep their holders, so that an id stays its own
         self._sites: dict[tuple[int, str], _Site] = {}
         self._holders: dict[int, _Holder] = {}
@@ -361,8 +349,6 @@ class _Members:
         if known is None:
             site = self._sites.get((id(holder), name)) or self._add_site(_Member(), holder, name)
             site.member.ops[key] = op
-            if key == _segment_key(op.name):
-                site.member.segment_at = segments.SEGMENT_TAKERS[op.name]
             if not isinstance(holder, type):
                 self._originals[id(value)] = (value, site.member)
         else:
@@ -430,6 +416,7 @@ class OpSet:
         self._join()
 
     def _join(self) -> None:
+        segments.install(_members.held)
         _members.add({_config_key(op): op for op in self.extra})
         self.keys = _default_keys | {_config_key(op) for op in self.extra}
         if self.casts:

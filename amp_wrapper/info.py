@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import __version__
+from . import __version__, torch_internals
 from .errors import AmpError
 from .ops import loader, schemas
 
@@ -77,7 +77,7 @@ def backends() -> dict[str, dict[str, str]]:
     for name in schemas.SCHEMAS:
         table[name] = {}
         for kind in ('CPU', 'CUDA'):
-            has = compiled and torch._C._dispatch_has_kernel_for_dispatch_key(f'{schemas.NAMESPACE}::{name}', kind)
+            has = compiled and torch_internals.has_kernel(f'{schemas.NAMESPACE}::{name}', kind)
             table[name][kind.lower()] = f'{kind} op' if has else 'reference'
     return table
 

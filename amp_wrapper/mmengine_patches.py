@@ -396,7 +396,12 @@ def _allow_checkpoint_classes() -> None:
         np.bool_,
     )
     allowed += sorted({type(np.dtype(kind)) for kind in kinds}, key=lambda cls: cls.__name__)
-    torch.serialization.add_safe_globals(allowed)
+    # each with its name: ``torch.serialization.safe_globals``, in which onedl-mmengine reads its files, takes out at its end
+    # what it was given, and would take out our entry if it were the same
+    named: list[Any] = [
+        each if isinstance(each, tuple) else (each, f'{each.__module__}.{each.__qualname__}') for each in allowed
+    ]
+    torch.serialization.add_safe_globals(named)
 
 
 class _ToMMEngine(logging.Handler):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from . import passes
+from . import passes, torch_internals
 from .cast_rules import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from .nested import CASTABLE
 
@@ -52,7 +52,7 @@ def missing(device_type: str) -> list[OpRule]:
         for rule in OP_RULES.values()
         if (device_type == 'cpu' or not rule.cpu_only)
         and _overload(rule.op) is not None
-        and not torch._C._dispatch_has_kernel_for_dispatch_key(f'aten::{rule.op}', key)
+        and not torch_internals.has_kernel(f'aten::{rule.op}', key)
     ]
 
 
@@ -63,7 +63,7 @@ def _overload(name: str) -> Any:
 
 
 def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., Any]:
-    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+    below = torch_internals.keys_below(key)
     name = rule.op.partition('.')[0]
     writes = rule.rule == WRITE
     run = _without_schema(op)
@@ -94,7 +94,7 @@ def _without_schema(op: Any) -> Callable[..., Any]:
 
     Both take the same arguments in the same order, and both end in the dispatcher.
     """
-    found: Callable[..., Any] | None = getattr(torch._C._VariableFunctions, op._schema.name.partition('::')[2], None)
+    found = torch_internals.variable_function(op._schema.name.partition('::')[2])
     return op if found is None else found
 
 

@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from . import interrupts
+from . import interrupts, torch_internals
 
 #: The device types that are asked whether autocast is on.
 AUTOCAST_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')
@@ -175,12 +175,6 @@ def casts_on() -> bool:
     return in_graph_task() and any(CASTS in keys for keys in _backward_passes)
 
 
-def casts_open() -> bool:
-    """Whether the innermost pass of this thread is one of O1 or O4, suspended or not."""
-    found = _thread.passes or _thread.global_casts
-    return bool(found) and CASTS in found[next(reversed(found))]
-
-
 @dataclasses.dataclass(frozen=True)
 class State:
     """What is open on a thread, in order, and whether casts are suspended. See :func:`snapshot`."""
@@ -199,7 +193,9 @@ def resumed(state: State) -> Iterator[None]:
     """Inside, the passes of a snapshot are open on this thread, on top of what is. The stand-ins are the caller's."""
     tokens = [object() for _ in state.keys]
     before = _thread.suspended
-    _thread.resumed += 1
+    # where nothing was open, a module that is called directly opens what it needs, as it did then
+    resumes = bool(tokens)
+    _thread.resumed += resumes
     try:
         for token, keys in zip(tokens, state.keys):
             begin(token, keys)
@@ -210,7 +206,7 @@ def resumed(state: State) -> Iterator[None]:
         _thread.suspended = before
         for token in reversed(tokens):
             end(token)
-        _thread.resumed -= 1
+        _thread.resumed -= resumes
 
 
 def is_resumed() -> bool:
@@ -220,7 +216,7 @@ def is_resumed() -> bool:
 
 def in_graph_task() -> bool:
     """Whether autograd runs a backward pass on this thread right now."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return torch_internals.graph_task_id() != -1
 
 
 def casts_alive() -> bool:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import passes
-from .fp32_call import Copies, autocast_is_on
+from .fp32_call import Copies, autocast_is_on, untraced
 from .nested import CASTABLE, map_tensors
 
 # x.add_(y), x += y
@@ -117,6 +117,13 @@ def run(
     Returns:
         The result as it comes. What the function wrote into its arguments reaches the caller's tensors.
     """
+    # torch.compile runs it as it is, as any call in FP32
+    return (_untraced if torch.compiler.is_compiling() else _run)(rule, function, seen, args, kwargs, held)
+
+
+def _run(
+    rule: CallRule, function: Callable[..., Any], seen: _Look, args: tuple[Any, ...], kwargs: dict[str, Any], held: int
+) -> Any:
     target = _target(rule, function, seen, kwargs)
     is_op = _is_op(function)
     with ExitStack() as stack:
@@ -134,3 +141,6 @@ def run(
         copies = Copies(target, CASTABLE)
         result = function(*args[:held], *map_tensors(copies.cast, args[held:]), **map_tensors(copies.cast, kwargs))
     return copies.write_back(result)
+
+
+_untraced = untraced(_run)

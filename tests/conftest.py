@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo
 from missing import SkipsWhatLacksAPackage, missing
 
-from amp_wrapper import forward_hooks, fp32_ops, passes
+from amp_wrapper import forward_hooks, fp32_ops, interrupts, passes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,23 +42,49 @@ def _same_start() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_global_is_left() -> Iterator[None]:
-    """Whatever a test does, and however it ends: no region is open afterwards, for the next test or for anybody else."""
-    yield
+def _left_behind() -> list[str]:
+    """What is open on this thread, or in this process, that no test may leave open."""
     left = {
         'regions': forward_hooks.open_contexts() != forward_hooks.CLOSED,
         'passes': passes.depth() > 0,
         'suspended casts': passes.is_suspended(),
         'an overruled registry': passes._thread.overruled > 0,
+        'a resumed segment': passes.is_resumed(),
         'global casts': passes.global_casts_open(),
         'a recorder': passes.in_forward(),
         'backward passes': bool(passes._backward_passes),
         'stand-ins': fp32_ops.is_installed(),
-        'autocast': torch.is_autocast_enabled('cpu'),
+        'autocast': torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda'),
+        'cover against interrupts': interrupts.is_covered(),
+        'no gradients': not torch.is_grad_enabled(),
     }
-    found = [name for name, is_left in left.items() if is_left]
+    return [name for name, is_left in left.items() if is_left]
+
+
+def _close_everything() -> None:
+    forward_hooks.unwind()
+    vars(passes._thread).clear()
+    passes._thread.__init__()  # type: ignore[misc]
+    passes._backward_passes.clear()
+    while fp32_ops.is_installed():
+        fp32_ops._members.release()
+    while interrupts.is_covered():
+        interrupts.end()
+    for device in ('cpu', 'cuda'):
+        torch.set_autocast_enabled(device, False)
+    torch.clear_autocast_cache()
+    torch.set_grad_enabled(True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_global_is_left() -> Iterator[None]:
+    """Whatever a test does, and however it ends: no region is open afterwards, for the next test or for anybody else.
+
+    What torch.compile keeps is dropped: a compiler that fails in the middle of a region leaves its code behind, too.
+    """
+    yield
+    torch._dynamo.reset()
+    found = _left_behind()
     if found:
-        forward_hooks.unwind()
-        torch.set_autocast_enabled('cpu', False)
+        _close_everything()
         pytest.fail(f'left behind: {", ".join(found)}')

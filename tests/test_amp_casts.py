@@ -210,28 +210,38 @@ def test_runs_in_the_widest_type(name: str, half: torch.dtype) -> None:
         assert x.grad.dtype is left
 
 
+# in torch's list for CUDA since some version after 2.6
+LATER = {'aten::rms_norm'}
+
+
 def test_the_table_is_the_list_for_cuda_less_what_only_a_gpu_has() -> None:
     on_cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key('AutocastCUDA'))
     on_cpu = set(torch._C._dispatch_get_registrations_for_dispatch_key('AutocastCPU'))
     only_there = {
+        # only builds with CUDA have it
+        'aten::_cudnn_rnn',
         'aten::_scaled_dot_product_flash_attention',
         'aten::_thnn_fused_gru_cell',
         'aten::_thnn_fused_lstm_cell',
         'aten::cudnn_convolution',
         'aten::cudnn_convolution_transpose',
     }
+    # named dimensions, which torch gave up between 2.6 and 2.13: no kernel that is written in Python is handed such tensors
+    named = {name for name in on_cuda if 'dimname' in name.lower() or name == 'aten::norm.names_ScalarOpt_dim'}
+    assert not named or torch.__version__ < (2, 13)
     ours = {f'aten::{name}' for name in OP_RULES}
     assert len(on_cuda) > 50
-    assert on_cuda - on_cpu - only_there <= ours
-    # and what it has beyond that list is what RNN layers need, and functions that write or refuse mixed types
-    beyond = [OP_RULES[name[6:]] for name in ours - on_cuda]
+    assert on_cuda - on_cpu - only_there - named <= ours
+    # and what it has beyond that list is what RNN layers need, functions that write or refuse mixed types, and what 2.6 lacked
+    beyond = [OP_RULES[name[6:]] for name in ours - on_cuda - LATER]
+    assert on_cuda >= LATER or torch.__version__ < (2, 13)
     assert all(rule.cpu_only or rule.rule in ('write', 'follow', 'promote') for rule in beyond)
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason='older lists for CUDA lack ops that came later')
 def test_cuda_gets_what_writes_and_what_mixes() -> None:
     """torch's list stands where it has an entry; what is missing in this version is taken from the table."""
-    assert {rule.rule for rule in op_casts.missing('cuda')} == {'write', 'follow', 'promote'}
+    rules = {rule.rule for rule in op_casts.missing('cuda') if f'aten::{rule.op}' not in LATER}
+    assert rules == {'write', 'follow', 'promote'}
 
 
 def test_ops_that_torch_casts_itself_are_left_to_it() -> None:

@@ -14,6 +14,7 @@ PACKAGE = 'amp_wrapper'
 FLOORS = ('words', 'ops', 'owners', 'engine', 'doors')
 FLOOR_OF = {
     'errors': 'words',
+    'torch_internals': 'words',
     'nested': 'words',
     'policy': 'words',
     'scale_config': 'words',

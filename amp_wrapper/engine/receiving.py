@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import foreign_gradients, fp32_ops, gradients, ops
+from .. import foreign_gradients, fp32_ops, gradients, ops, torch_internals
 from ..errors import AmpUsageError
 from .attaching import Attaching
 from .base import EngineBase, Stage
@@ -169,7 +169,7 @@ class Receiving(Attaching):
         engines: Sequence[Receiving], others: Sequence[EngineBase | foreign_gradients.OtherOptimizer]
     ) -> None:
         """Within a backward() call: another block's loss may be a part of what it differentiates."""
-        call = torch._C._current_graph_task_id()
+        call = torch_internals.graph_task_id()
         for engine in engines:
             engine._call = call
         if any(isinstance(other, Receiving) and other._arrivals.open and other._call == call for other in others):
