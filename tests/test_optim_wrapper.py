@@ -189,7 +189,7 @@ def test_bad_arguments_come_in_one_typed_error(words: dict[str, Any], parts: lis
 def test_optimizers_that_cannot_be_wrapped() -> None:
     with pytest.raises(AmpAttachError, match='LBFGS'):
         wrap(net(), optimizer=torch.optim.LBFGS(net().parameters()))
-    with pytest.raises(AmpAttachError, match='optimizer='):
+    with pytest.raises(AmpConfigError, match='optimizer='):
         wrap(net(), optimizer='SGD')
 
 
