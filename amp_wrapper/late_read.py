@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+_harmless: list[Callable[..., Any]] = []
 
 
 class LateRead:
@@ -74,7 +77,14 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    return bool(_global_optimizer_pre_hooks) or bool(getattr(optimizer, '_optimizer_step_pre_hooks', None))
+    others = any(not any(hook is ours for ours in _harmless) for hook in _global_optimizer_pre_hooks.values())
+    return others or bool(getattr(optimizer, '_optimizer_step_pre_hooks', None))
+
+
+def mark_harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A global hook that looks at no gradient: :func:`has_pre_hooks` does not count it."""
+    _harmless.append(hook)
+    return hook
 
 
 @contextlib.contextmanager
@@ -113,4 +123,4 @@ def late_gradients(optimizer: Optimizer) -> Iterator[None]:
             group['fused'] = True
 
 
-__all__ = ['LateRead', 'flagged', 'has_pre_hooks', 'late_gradients', 'takes_flag']
+__all__ = ['LateRead', 'flagged', 'has_pre_hooks', 'late_gradients', 'mark_harmless', 'takes_flag']
