@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
-#: The versions of torch on which the tests of this file, and the whole suite, were run.
+#: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
 
 
