@@ -371,7 +371,7 @@ def test_an_optimizer_alone() -> None:
 
 
 @pytest.mark.parametrize('old', ['kept', 'gone', 'gone, gradients left'])
-@pytest.mark.parametrize('clear', ['optimizer', 'model'])
+@pytest.mark.parametrize('clear', ['optimizer', 'model', 'not at first'])
 @pytest.mark.parametrize('level', [*LEVELS, None])
 def test_a_new_optimizer(level: str | None, clear: str, old: str, device: torch.device) -> None:
     """Bit for bit as in FP32, masters and their low bits included, whatever became of the old one."""
@@ -401,7 +401,10 @@ def test_a_new_optimizer(level: str | None, clear: str, old: str, device: torch.
         assert scales(second) == [8.0]
     for index in range(3):
         for each, optimizer in ((net, second), (plain, other)):
-            each.zero_grad() if clear == 'model' else optimizer.zero_grad()
+            if clear == 'model':
+                each.zero_grad()
+            elif clear == 'optimizer' or index > 0:
+                optimizer.zero_grad()
             for part in range(2):
                 loss = each(data(index + part, device))
                 backward(loss, optimizer) if level is not None and each is net else loss.backward()
