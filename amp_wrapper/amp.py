@@ -23,10 +23,9 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from . import amp_session, checkpoint_apex
+from . import amp_arguments, amp_session, checkpoint_apex
 from . import policy as policies
 from .amp_functions import (
     bfloat16_function,
@@ -42,9 +41,8 @@ from .amp_functions import (
 from .amp_handle import AmpHandle, NoOpHandle
 from .amp_scaling import scaled
 from .amp_session import Session
-from .errors import AmpAttachError, AmpCheckpointError, AmpConfigError
-from .forward_hooks import holds_casts
-from .policy import Policy
+from .errors import AmpCheckpointError, AmpConfigError
+from .policy import Fp32Names
 from .scale_config import DEFAULT_MAX_LOSS_SCALE
 
 logger = logging.getLogger('amp_wrapper')
@@ -71,6 +69,9 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
     *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
     restore_buffers_on_skip: bool = True,
 ) -> _Models: ...
 @overload
@@ -90,6 +91,9 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
     *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
     restore_buffers_on_skip: bool = True,
 ) -> tuple[_Models, _Optimizers]: ...
 
@@ -110,6 +114,9 @@ def initialize(  # type: ignore[misc]
     min_loss_scale: float | None = None,
     max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
     *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
     restore_buffers_on_skip: bool = True,
 ) -> Any:
     """Cast models, make FP32 masters for their optimizers, and set up the loss scales. In place.
@@ -119,7 +126,8 @@ def initialize(  # type: ignore[misc]
     call has loss scales of its own.
 
     Args:
-        models: One or a list or tuple of them; all are cast as wholes, whoever steps their parameters.
+        models: One or a list or tuple of them; all are cast as wholes, whoever steps their parameters. An empty list is for
+            optimizers of models that were initialised before: their level holds, and their masters are kept.
         optimizers: One or several that will be stepped, or None for inference. ``step`` and ``zero_grad`` of these objects lead
             through this package from now on; class, pickled form and schedulers stay as they are.
         enabled: False makes this and all that follows a no-op; the rest is still checked.
@@ -135,6 +143,13 @@ def initialize(  # type: ignore[misc]
         verbosity: 0 silent, 1 the options and skipped steps, 2 a line for each cast too.
         min_loss_scale: Floor of a dynamic scale.
         max_loss_scale: Ceiling of a dynamic scale, or None.
+        keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32. With several models,
+            the names are those within each.
+        fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the registry
+            (:data:`amp_wrapper.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
+            ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
+            Frozen 16-bit weights are always taken.
         restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
             passes have changed. apex left them as they were, NaN included.
 
@@ -143,8 +158,9 @@ def initialize(  # type: ignore[misc]
 
     Raises:
         AmpConfigError: Every conflict of the configuration in one message.
-        AmpAttachError: A model that is wrapped, 16-bit or cast already; an optimizer that cannot be wrapped or was
-            initialised already. Nothing has been changed.
+        AmpAttachError: A model that is wrapped or cast already, 16-bit without ``from_16bit``, or beyond the range of float16;
+            an optimizer that cannot be wrapped, was initialised already, or steps nothing of the models. Nothing has been
+            changed.
         TypeError: Something else than models and optimizers.
     """
     if master_weights is not None and not isinstance(master_weights, bool):
@@ -154,121 +170,50 @@ def initialize(  # type: ignore[misc]
                 'that are unscaled by the step, as AmpOptimWrapper has them.'
             ]
         )
+    given: dict[str, Any] = {
+        'cast_model_type': cast_model_type,
+        'patch_torch_functions': patch_torch_functions,
+        'keep_batchnorm_fp32': keep_batchnorm_fp32,
+        'master_weights': master_weights,
+        'loss_scale': loss_scale,
+        'cast_model_outputs': cast_model_outputs,
+        'min_loss_scale': min_loss_scale,
+        'max_loss_scale': max_loss_scale,
+        'keep_fp32': keep_fp32,
+        'fp32_ops': fp32_ops,
+    }
     policy = policies.resolve(
         opt_level,
         enabled=enabled,
-        cast_model_type=cast_model_type,
-        patch_torch_functions=patch_torch_functions,
-        keep_batchnorm_fp32=keep_batchnorm_fp32,
-        master_weights=master_weights,
-        loss_scale=loss_scale,
-        cast_model_outputs=cast_model_outputs,
         num_losses=num_losses,
         verbosity=verbosity,
-        min_loss_scale=min_loss_scale,
-        max_loss_scale=max_loss_scale,
+        from_16bit=from_16bit,
         restore_buffers_on_skip=restore_buffers_on_skip,
+        **given,
     )
-    model_list = _listed(models, nn.Module, 'models', 'a torch.nn.Module')
+    model_list = amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module')
     optimizer_list = (
-        [] if optimizers is None else _listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
+        []
+        if optimizers is None
+        else amp_arguments.listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
     )
     amp_session.check_new(optimizer_list)
     if policy.enabled:
-        _check_models(model_list, policy)
-        told = {
-            'opt_level': opt_level if policy.opt_level == opt_level else None,
-            'cast_model_type': cast_model_type,
-            'patch_torch_functions': patch_torch_functions,
-            'keep_batchnorm_fp32': keep_batchnorm_fp32,
-            'master_weights': master_weights,
-            'loss_scale': loss_scale,
-        }
+        amp_arguments.check_models(model_list, policy)
+        if not model_list:
+            policy = amp_arguments.of_known_models(policy, optimizer_list, given)
         first = not torch.distributed.is_available() or not torch.distributed.is_initialized()
         if not first and torch.distributed.get_rank() != 0:
             # one voice for all ranks
             policy = dataclasses.replace(policy, verbosity=0)
         session = Session(policy, model_list, optimizer_list)
-        _say(policy, told, session)
+        amp_arguments.say(policy, given, session)
     else:
         amp_session.disable(optimizer_list)
-    given = models if isinstance(models, nn.Module) else _like(models, model_list)
+    result = models if isinstance(models, nn.Module) else amp_arguments.like(models, model_list)
     if optimizers is None:
-        return given
-    return given, optimizers if isinstance(optimizers, Optimizer) else _like(optimizers, optimizer_list)
-
-
-def _listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
-    if isinstance(value, kind):
-        return [value]
-    if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
-        raise TypeError(
-            f'{name}={_short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
-            f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
-        )
-    if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
-        raise TypeError(
-            f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.'
-        )
-    for index, item in enumerate(value):
-        if not isinstance(item, kind):
-            raise TypeError(f'{name}[{index}]={_short(item)} must be {word}, but is {type(item).__name__}.')
-    return list(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + '...'
-
-
-def _like(value: Any, items: list[Any]) -> Any:
-    if isinstance(value, list):
-        return items
-    make = getattr(type(value), '_make', type(value))
-    return make(items)
-
-
-def _check_models(models: Sequence[nn.Module], policy: Policy) -> None:
-    for index, model in enumerate(models):
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            name = type(model).__name__
-            raise AmpAttachError(
-                f'models[{index}] is wrapped in {name} already. The order is: model.to(device), optimizer = ..., model, '
-                f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
-                f'that the parameters have after the cast.'
-            )
-        if policy.cast_model_type is not None and holds_casts(model):
-            raise AmpAttachError(
-                f'models[{index}] ({type(model).__name__}) holds casts already, of another amp.initialize() or of a wrapper: '
-                f'initialize a model once, together with all its optimizers, as lists. For more parameters there is '
-                f'optimizer.add_param_group(); to begin anew, build the model again and load model.state_dict(), which is FP32.'
-            )
-        if any(model is other for other in models[:index]):
-            raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
-
-
-def _say(policy: Policy, told: Mapping[str, Any], session: Session) -> None:
-    """The options on standard output, as people who used apex look for them."""
-    if policy.verbosity < 1:
-        return
-    print(f'amp: {policy.describe()}')
-    given = ', '.join(f'{name}={value!r}' for name, value in told.items() if value is not None and name != 'opt_level')
-    print(f'amp: overrides of {policy.opt_level}: {given or "none"}')
-    scale = policy.loss_scale
-    options = {
-        'enabled': policy.enabled,
-        'opt_level': policy.opt_level,
-        'cast_model_type': None if policy.cast_model_type is None else policies.dtype_name(policy.cast_model_type),
-        'patch_torch_functions': policy.patch_torch_functions,
-        'keep_batchnorm_fp32': policy.keep_batchnorm_fp32,
-        'master_weights': policy.master_weights,
-        'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale,
-    }
-    for name, value in options.items():
-        print(f'    {name:<22}: {value}')
-    if policy.verbosity >= 2 and policy.cast_model_type is not None:
-        for name in session.casts.parameters:
-            print(f'amp: {name} is {policies.dtype_name(policy.cast_model_type)} now')
+        return result
+    return result, optimizers if isinstance(optimizers, Optimizer) else amp_arguments.like(optimizers, optimizer_list)
 
 
 @contextmanager
@@ -434,7 +379,8 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
     if not scalers:
         logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
         return
-    if len(saved) != len(scalers):
+    speaks = any(session.policy.verbosity >= 1 for session in sessions)
+    if len(saved) != len(scalers) and speaks:
         several = (
             f' Those are of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds; '
             'amp.load_state_dict(state, optimizers=optimizer) loads those of one.'
@@ -447,7 +393,8 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         )
     for index, (scaler, state) in enumerate(zip(scalers, saved)):
         for note in scaler.load_state_dict(state):
-            logger.info(f'amp: loss {index}: {note}')
+            if speaks:
+                logger.info(f'amp: loss {index}: {note}')
 
 
 def init(

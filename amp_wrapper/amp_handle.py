@@ -98,7 +98,7 @@ class AmpHandle:
             raise AmpConfigError([f'num_loss={num_loss!r} must be a whole number of at least 1.'])
         amp_session.check_new([optimizer])
         policy = policies.resolve('O1', loss_scale=self._loss_scale, num_losses=num_loss)
-        Session(policy, [], [optimizer])
+        Session(policy, [], [optimizer], tells=False)
         self._wrapped = True
         return OptimWrapper(optimizer, self, num_loss)
 
@@ -126,7 +126,7 @@ class AmpHandle:
             )
         if amp_session.session_of(optimizer) is None:
             amp_session.check_new([optimizer])
-            Session(self._policy, [], [optimizer])
+            Session(self._policy, [], [optimizer], tells=False)
         with scaled(loss, amp_session.engines_of(optimizer), 0) as result:
             yield result
 

@@ -48,16 +48,27 @@ def scaled(
         yield result
         return
     with first.receiving(loss_id, rest, beyond) as begins:
+        ran: list[bool] = []
+
+        def begin(gradient: Tensor) -> None:
+            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
+            begins()
+            ran.append(True)
+
         hook = None
         if result.requires_grad and result is not loss:
-            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
-            hook = result.register_hook(lambda gradient: begins())  # type: ignore[no-untyped-call]
+            hook = result.register_hook(begin)  # type: ignore[no-untyped-call]
+        waits = any(engine.waits_for_average for engine in engines)
         try:
             yield result
         finally:
             if hook is not None:
                 # scripts keep the scaled loss: its hook would keep the engine, and with it the optimizer
                 hook.remove()
+        if not ran and result is not loss and not waits:
+            for engine in engines:
+                if engine.pass_watch is not None:
+                    engine.pass_watch.see_block(engine.weights())
 
 
 __all__ = ['scaled']

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import inner_optimizers, passes
+from . import hf_saving, inner_optimizers, known_models, ownership, passes
 from .engine import AmpEngine, attach_together, new_scalers
 from .errors import AmpAttachError, AmpUsageError
 from .late_read import LateRead
+from .pass_watch import PassWatch
 from .policy import Policy
 
 _sessions: list[ReferenceType[Session]] = []
@@ -36,6 +37,11 @@ _NEVER = (
     'no optimizer has been initialised: call "model, optimizer = amp.initialize(model, optimizer, opt_level=...)" first, once, '
     'before training.'
 )
+_TWO_PARTS = (
+    '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot '
+    'follow. Write the parts of the step out, each after an amp.scale_loss block of its own, or train at '
+    "opt_level='O0' or with enabled=False. One that holds the optimizer which steps for it as an attribute, as SAM does, works."
+)
 
 
 class Session:
@@ -43,14 +49,19 @@ class Session:
 
     Args:
         policy: The configuration; enabled.
-        models: FP32, not wrapped.
+        models: Not wrapped. Without any, the optimizers step models of earlier sessions, or parameters that nobody casts.
         optimizers: Not in any session.
+        tells: Whether to speak of gradients that came past the scaled losses.
 
     Raises:
         AmpAttachError: A model or optimizer that cannot be taken. Nothing has been changed.
     """
 
-    def __init__(self, policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], tells: bool = True
+    ) -> None:
+        known_models.check_no_masters(optimizers)
+        ownership.check_owners(optimizers, models, _stepped(), known_models.is_known)
         self.policy = policy
         self.scalers = new_scalers(policy)
         self._engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
@@ -60,7 +71,20 @@ class Session:
         if len(optimizers) > 1:
             for index, engine in enumerate(self._engines):
                 engine.label = f'optimizer {index}'
+        if tells and not self.scalers[0].is_one:
+            for engine, optimizer in zip(self._engines, optimizers):
+                name = type(optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
+                engine.pass_watch = PassWatch(name, policy.verbosity >= 1)
+        earlier = [engine for session in _alive() for engine in session._engines]
+        for engine in self._engines:
+            engine.follow(earlier)
+        # before masters stand in the place of their weights
+        theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self._engines, models, policy)
+        for engine in self._engines:
+            engine.take_over(theirs)
+        hf_saving.watch(models)
+        known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:
             for model in models:
                 _casting[model] = passes.session_opened()
@@ -137,7 +161,12 @@ class Session:
 
         def bare_step(**_: Any) -> None:
             # every argument as it came: the engine has to know of closures alone
-            value = own_step(*args, **kwargs)
+            try:
+                value = own_step(*args, **kwargs)
+            except Exception as error:
+                if result and _asks_for_closure(error):
+                    raise AmpUsageError(_TWO_PARTS.format(name=type(optimizer).__name__)) from error
+                raise
             if not result:
                 result.append(value)
 
@@ -161,6 +190,14 @@ class Session:
         """Say what was skipped up to now. Syncs."""
         for engine in self._engines:
             self._read(engine, wait=True)
+
+
+def _asks_for_closure(error: Exception) -> bool:
+    """Whether an optimizer failed since its closure had been called for it, and None was handed on."""
+    text = f'{type(error).__name__} {error}'.lower()
+    return (
+        'closure' in text or isinstance(error, AssertionError) or (isinstance(error, TypeError) and 'nonetype' in text)
+    )
 
 
 def _named(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +228,8 @@ def check_new(optimizers: Iterable[Optimizer]) -> None:
         if optimizer in _session_of or id(optimizer) in seen:
             raise AmpAttachError(
                 f'{type(optimizer).__name__} was initialised already: amp.initialize() takes an optimizer once. Hand over all '
-                f'models and optimizers in one call, as lists, or use a new optimizer for other models.'
+                f'models and optimizers in one call, as lists, or use a new optimizer for other models; a new one for the same '
+                f'model comes without it, amp.initialize([], optimizer).'
             )
         seen.add(id(optimizer))
 
@@ -242,7 +280,8 @@ def engines_of(optimizers: Any) -> list[AmpEngine]:
         elif _sessions or _disabled:
             raise AmpUsageError(
                 f'{type(optimizer).__name__} was not initialised (a copy of an initialised optimizer is a plain one): hand it '
-                f'over to amp.initialize() and use what that returns.'
+                f'over to amp.initialize() and use what that returns; in place of another one, or beside it, for an '
+                f'initialised model: amp.initialize([], optimizer).'
             )
         else:
             raise AmpUsageError(_NEVER)
@@ -273,6 +312,11 @@ def engines_beyond(engines: Iterable[AmpEngine]) -> list[AmpEngine]:
 
 def _alive() -> list[Session]:
     return [session for session in (found() for found in _sessions) if session is not None]
+
+
+def _stepped() -> list[Tensor]:
+    """The weights that initialised optimizers step."""
+    return [weight for session in _alive() for engine in session._engines for weight in engine.weights()]
 
 
 def _forget_dead() -> None:

@@ -47,15 +47,18 @@ class Arrivals:
         keeps: Whether model weights keep the (scaled) gradient of the last pass. Scripts clear gradients by
             ``model.zero_grad()``, which knows no masters: that a weight has lost its gradient tells that its master has to lose
             it too.
+        speaks: Whether gradients that have no effect are told of.
     """
 
-    def __init__(self, keeps: bool) -> None:
+    def __init__(self, keeps: bool, speaks: bool = True) -> None:
         self._keeps = keeps
         # id of a weight -> the gradient that was left there, its version
         self._left: dict[int, tuple[Tensor, int]] = {}
         # those that a pass under way has taken off their weights, by id
         self._aside: dict[int, Tensor] = {}
-        self._warned = False
+        self._warned = not speaks
+        #: Whether another engine knows of the same gradients.
+        self.is_shared = False
         self.held: Held | None = None
         #: Whether a pass is under way.
         self.open = False
@@ -74,9 +77,26 @@ class Arrivals:
         """What is left on the weights is known to both: the other engine steps some of them too.
 
         Args:
-            other: Nothing has arrived at either.
+            other: Whose notes hold from now on.
         """
         self._left, self._aside = other._left, other._aside
+        self.is_shared = True
+
+    def take_over(self, pairs: Iterable[Pair]) -> None:
+        """Masters that are older than this object may have gradients, of an optimizer that nobody has any more.
+
+        What lies on a weight was added to its master's by then; where nothing lies there, it was cleared.
+
+        Args:
+            pairs: All of them.
+        """
+        for weight, master in pairs:
+            if master.grad is None or id(weight) in self._left:
+                continue
+            if weight.grad is None:
+                master.grad = None
+            else:
+                self.note_left([(weight, master)])
 
     def clear(self, pairs: Iterable[Pair]) -> None:
         """Gradients were cleared, of weights and masters.

@@ -13,11 +13,20 @@ from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
-from . import computed_weights, fp32_ops, fp32_registry, module_guard, quiet_hooks, twins
+from . import (
+    computed_weights,
+    conversion_guard,
+    fp32_ops,
+    fp32_registry,
+    given_weights,
+    module_guard,
+    quiet_hooks,
+    twins,
+)
 from .errors import AmpAttachError, AmpConfigError, nearest
 from .forward_hooks import (
     AmpHook,
@@ -44,9 +53,11 @@ from .forward_hooks import (
 )
 from .module_guard import own_tensors, some
 from .nested import CASTABLE, HALF_TYPES, EnterObject
-from .policy import Policy, dtype_name
+from .policy import Policy
 
 logger = logging.getLogger('amp_wrapper')
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 
 
 class Fp32StateDict(AmpHook):
@@ -57,10 +68,15 @@ class Fp32StateDict(AmpHook):
 
     Args:
         module: Held by a weak reference, which neither copies nor pickled modules have.
+        speaks: Whether there are warnings.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    # of copies as well
+    speaks = True
+
+    def __init__(self, module: nn.Module, speaks: bool = True) -> None:
         self._owner: ReferenceType[nn.Module] | None = ref(module)
+        self.speaks = speaks
 
     def __call__(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
         for name, tensor in own_tensors(module):
@@ -68,7 +84,7 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            if twins.agree_on_host(tensor):
+            if twins.agree_on_host(tensor) and self.speaks:
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
@@ -164,9 +180,12 @@ class CastPlan:
 
     Attributes:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
+        rounded: The trainable ones among all parameters that are 16-bit before the cast.
+        raised: 16-bit tensors that will become FP32.
 
     Raises:
-        AmpAttachError: A parameter is 16-bit already, not initialised yet, or already cast by another wrapper.
+        AmpAttachError: A trainable parameter is 16-bit already, and the policy does not take it; one is not initialised yet,
+            beyond the range of float16, or already cast by another wrapper.
         AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
     """
 
@@ -195,6 +214,7 @@ class CastPlan:
         # what the weights of cast modules are computed from
         self._sources: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
+        self.rounded: dict[str, nn.Parameter] = {}
         self._buffers: list[Tensor] = []
         for name, root in self.roots:
             self._refuse(name, root)
@@ -208,6 +228,9 @@ class CastPlan:
         if policy.casts_model:
             self._keep_sharers()
             self._collect()
+            assert policy.cast_model_type is not None
+            given_weights.check_range(self.parameters, policy.cast_model_type)
+        self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
             classes = sorted({type(m) for m in self._modules()}, key=_class_name)
@@ -265,24 +288,8 @@ class CastPlan:
                     f'torch.jit.trace, and such a module takes no hooks, which the casts need. Hand over the Python module and '
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
-        half, lazy = [], []
-        left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
-        for key, parameter in root.named_parameters(prefix=name):
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                lazy.append(key)
-            elif parameter.dtype in HALF_TYPES and id(parameter) not in left:
-                if not parameter.requires_grad and not self.policy.casts_model:
-                    continue  # nobody steps or casts it: a frozen 16-bit part beside FP32 ones
-                half.append(f'{key} ({dtype_name(parameter.dtype)})')
-        if lazy:
-            raise AmpAttachError(
-                f'parameters without a shape yet: {some(lazy)}. Run one forward pass through the lazy modules first.'
-            )
-        if half:
-            raise AmpAttachError(
-                f'the model is 16-bit already: {some(half)}. Hand over the FP32 model (drop .half() and .bfloat16()): '
-                f'weights that are rounded once have lost what FP32 updates are for.'
-            )
+        left = frozenset(id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters())
+        self.rounded.update(given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, left))
 
     def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
         if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
@@ -325,6 +332,8 @@ class CastPlan:
                         hit = isinstance(module, item)
                     else:
                         hit = (key != '' and fnmatch.fnmatchcase(key, item)) or type(module).__name__ == item
+                        # the user knows nothing of the names that several models get
+                        hit = hit or (self._covers and fnmatch.fnmatchcase(key.removeprefix(f'{prefix}.'), item))
                     if hit:
                         named.add(id(module))
                         unmatched.discard(item)
@@ -367,6 +376,31 @@ class CastPlan:
                 if self._is_ours(buffer, seen):
                     self._buffers.append(buffer)
 
+    def _find_raised(self) -> list[Tensor]:
+        """What is 16-bit before, and FP32 after: where modules stay FP32, and at the levels whose weights are FP32.
+
+        Frozen weights at the latter stay as they are: nothing is added to them, and their size is why they are 16-bit.
+        """
+        found: dict[int, Tensor] = {}
+        # under autocast they want FP32 weights beside FP32 inputs, and are small
+        norms = self.policy.runs_16_bit and not self.policy.casts_model
+        for module in self._modules():
+            if isinstance(module, (*self._leave, torch.jit.ScriptModule)):
+                continue
+            own = [tensor for _, tensor in own_tensors(module) if tensor.dtype in HALF_TYPES]
+            trained = {id(parameter) for parameter in self.rounded.values()}
+            frozen = any(isinstance(t, nn.Parameter) and id(t) not in trained for t in own)
+            for tensor in own:
+                kept = id(tensor) in self._kept_tensors or (norms and isinstance(module, _NORMS))
+                if kept or (not self.policy.casts_model and self.policy.from_16bit and self._is_raised(tensor, frozen)):
+                    found[id(tensor)] = tensor
+        return list(found.values())
+
+    @staticmethod
+    def _is_raised(tensor: Tensor, beside_frozen: bool) -> bool:
+        """At a level with FP32 weights: what is trained, and buffers of modules in which nothing is frozen and 16-bit."""
+        return tensor.requires_grad if isinstance(tensor, nn.Parameter) else not beside_frozen
+
     def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
         kept = id(tensor) in self._kept_tensors or id(tensor) in self._sources
         if id(tensor) in seen or kept or tensor.dtype not in CASTABLE:
@@ -387,6 +421,10 @@ class CastPlan:
                 strip_hooks(root)
         watched = [module for module in self._modules() if not isinstance(module, self._leave)]
         handle = CastHandle([root for _, root in self.roots], self.parameters, self._buffers, watched)
+        for tensor in self.raised:
+            _cast_in_place(tensor, torch.float32)
+        if policy.cast_model_type is torch.float32:
+            self._let_types_meet()
         if policy.casts_model:
             assert policy.cast_model_type is not None
             self._apply_casts(policy.cast_model_type)
@@ -411,6 +449,8 @@ class CastPlan:
                 root.register_forward_hook(LeaveForward(), always_call=True)
         if self._covers:
             self._cover_forwards(before)
+        if policy.cast_model_type is not None or policy.runs_16_bit:
+            conversion_guard.guard(watched, policy.opt_level)
         if self.ops is not None:
             fp32_ops.attach(watched, self.ops)
             module_guard.watch(watched, policy.casts_model)
@@ -446,6 +486,19 @@ class CastPlan:
                 enter = EnterCastsBelow(self.ops, policy.autocast_dtype)
                 quiet_hooks.cover_below(module, enter, LeaveCastsBelow(outputs, self._enter))
 
+    def _let_types_meet(self) -> None:
+        """Beside frozen 16-bit weights at O0: each module computes in the type of its own weights, as at the other levels."""
+        owners = [
+            (module, own[0].dtype)
+            for module in self._modules()
+            if not isinstance(module, (*self._leave, torch.jit.ScriptModule))
+            and (own := [p for p in module.parameters(recurse=False) if p.dtype in CASTABLE])
+        ]
+        if any(dtype in HALF_TYPES for _, dtype in owners):
+            for module, dtype in owners:
+                if not has_hook(module, CastInputs):
+                    module.register_forward_pre_hook(Fp32Inputs(dtype), with_kwargs=True)
+
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers):
             _cast_in_place(tensor, dtype)
@@ -467,7 +520,8 @@ class CastPlan:
             for module in root.modules():
                 if id(module) not in left and any(True for _ in own_tensors(module)):
                     if module in cast_modules:
-                        module._register_state_dict_hook(Fp32StateDict(module))  # type: ignore[no-untyped-call]
+                        exact = Fp32StateDict(module, self.policy.verbosity >= 1)
+                        module._register_state_dict_hook(exact)  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
                     module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
@@ -498,6 +552,7 @@ class CastHandle:
         """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
         fp32_ops.release(self._watched)
         module_guard.unwatch(self._watched)
+        conversion_guard.release(self._watched)
         for root in self.roots:
             strip_hooks(root)
         for tensor in (*self.parameters.values(), *self._buffers):

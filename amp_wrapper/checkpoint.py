@@ -235,7 +235,7 @@ def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
         if not isinstance(state, Mapping):
             raise AmpCheckpointError(f"'state'[{key}] must be a dict, but is {type(state).__name__}.")
         for name, value in state.items():
-            wrong = isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape
+            wrong = isinstance(value, Tensor) and value.shape != parameter.shape
             if wrong and ours and name in PARAMETER_SHAPED:
                 raise AmpCheckpointError(
                     f"'state'[{key}][{name!r}] has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}."

@@ -100,7 +100,7 @@ def _expected_form(key: str, there: Any, here: Any) -> str:
     """The same for what the kinds of schedulers have, told by what this one has: a number, a list, a name."""
     if there is None or here is None:
         # the bounds that may be given in one of two ways
-        return '' if there is None or is_setting(there) else 'a number or None'
+        return '' if is_switch(there) or is_setting(there) else 'a number or None'
     if is_number(plain(here)):
         # numbers of steps, the best score and what is infinite here already may be infinite; factors and bounds may not
         endless = key == 'best' or isinstance(here, Integral) or math.isinf(plain(here))

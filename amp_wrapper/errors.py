@@ -45,6 +45,10 @@ class AmpUsageError(AmpError, RuntimeError):
     """A call at a moment when it has no meaning, such as ``step()`` without a ``backward()``."""
 
 
+class ScriptingError(AmpUsageError, AttributeError):
+    """``torch.jit.script`` of a model that mixed precision is attached to."""
+
+
 class BannedOpError(AmpUsageError, NotImplementedError):
     """An op that O1 and O4 refuse to run on 16-bit tensors; apex raised ``NotImplementedError`` there.
 

@@ -19,14 +19,27 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
 from . import fp32_ops, generators, interrupts, op_casts, passes
-from .errors import AmpAttachError, BannedOpError
+from .errors import AmpAttachError, BannedOpError, ScriptingError
 from .fp32_call import autocast_is_on
 from .fp32_call import untraced as untraced
 from .fp32_registry import BCE_REASON
 from .nested import HALF_TYPES, EnterObject, cast_tensors, map_tensors
 
 
-class AmpHook:
+class _Unscriptable:
+    """torch.jit.script begins with the names of a module's hooks, and nobody else needs one."""
+
+    @property
+    def __name__(self) -> str:
+        # an AttributeError as well, for who asks politely
+        raise ScriptingError(
+            'torch.jit.script cannot compile the casts of a model that mixed precision is attached to. Write '
+            'torch.jit.trace(model, example), which records them, or load model.state_dict() into a new FP32 model and script '
+            'that one.'
+        )
+
+
+class AmpHook(_Unscriptable):
     """Marks the hooks of this package, so that they can be found and taken off."""
 
     #: Whether a deep copy of the module goes without this hook, since its weights are FP32.
@@ -45,7 +58,7 @@ class AmpHook:
         return {name: value for name, value in self.__dict__.items() if name != 'stays_behind'}
 
 
-class StayedBehind:
+class StayedBehind(_Unscriptable):
     """Stands in a deep copy where the original has a hook, and does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,10 +94,14 @@ class CastInputs(AmpHook):
 
 
 class Fp32Inputs(CastInputs):
-    """:class:`CastInputs` of a model whose weights stay FP32 (O0), which another wrapper may take off."""
+    """:class:`CastInputs` of a model whose weights stay what they are (O0), which another wrapper may take off.
 
-    def __init__(self) -> None:
-        super().__init__(torch.float32)
+    Args:
+        dtype: float32, but for frozen 16-bit parts of the model.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
 
 
 class CastOutputs(AmpHook):

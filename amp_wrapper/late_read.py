@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
 
+_harmless: list[Callable[..., Any]] = []
+
 
 class LateRead:
     """Numbers on their way to the host, which goes on working until it needs them.
@@ -76,7 +78,14 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    return bool(_global_optimizer_pre_hooks) or bool(getattr(optimizer, '_optimizer_step_pre_hooks', None))
+    others = any(not any(hook is ours for ours in _harmless) for hook in _global_optimizer_pre_hooks.values())
+    return others or bool(getattr(optimizer, '_optimizer_step_pre_hooks', None))
+
+
+def mark_harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A global hook that looks at no gradient: :func:`has_pre_hooks` does not count it."""
+    _harmless.append(hook)
+    return hook
 
 
 @contextlib.contextmanager
@@ -129,7 +138,7 @@ def before_post_hooks(optimizer: Optimizer, call: Callable[[], None] | None) -> 
         yield
         return
     # torch calls those for all optimizers first
-    hooks = _global_optimizer_post_hooks or getattr(optimizer, '_optimizer_step_post_hooks', None)
+    hooks: Any = _global_optimizer_post_hooks or getattr(optimizer, '_optimizer_step_post_hooks', None)
     if not hooks:
         yield
         call()
@@ -151,4 +160,12 @@ def before_post_hooks(optimizer: Optimizer, call: Callable[[], None] | None) -> 
         call()
 
 
-__all__ = ['LateRead', 'before_post_hooks', 'flagged', 'has_pre_hooks', 'late_gradients', 'takes_flag']
+__all__ = [
+    'LateRead',
+    'before_post_hooks',
+    'flagged',
+    'has_pre_hooks',
+    'late_gradients',
+    'mark_harmless',
+    'takes_flag',
+]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from . import ops, twins
 from .errors import AmpUsageError
-from .nested import HALF_TYPES
+from .nested import HALF_TYPES, is_frozen_16bit
 from .policy import dtype_name
 from .scale_config import is_number
 from .twins import Master
@@ -60,6 +60,8 @@ class MasterWeights:
         self._known_versions: list[int] = []
         self._known_addresses: list[int] = []
         self._existing = existing
+        # 16-bit and frozen before the cast, by id
+        self._frozen: dict[int, nn.Parameter] = {}
         known = {id(weight) for weight in weights.values()}
         self._swap(lambda parameter: id(parameter) in known or existing(parameter) is not None)
 
@@ -84,13 +86,24 @@ class MasterWeights:
         return self._weights.get(id(parameter))
 
     def adopt(self) -> None:
-        """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
+        """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``, or are trained from now
+        on."""
+        self._frozen.clear()
         self._swap(lambda parameter: parameter.dtype in HALF_TYPES)
+
+    @property
+    def has_unfrozen(self) -> bool:
+        """Whether a weight without a master, for it was 16-bit and frozen, is trained now: :meth:`adopt` makes one."""
+        return any(weight.requires_grad for weight in self._frozen.values())
 
     def _swap(self, wanted: Callable[[nn.Parameter], bool]) -> None:
         for group in self._optimizer.param_groups:
             for index, weight in enumerate(group['params']):
                 if id(weight) in self._weights or not wanted(weight):
+                    continue
+                if is_frozen_16bit(weight) and self._existing(weight) is None:
+                    # nothing is added to it, as long as it stays frozen
+                    self._frozen[id(weight)] = weight
                     continue
                 if id(weight) in self._pairs:
                     raise AmpUsageError(

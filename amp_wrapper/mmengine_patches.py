@@ -162,7 +162,7 @@ def _patch_wrapper_dict() -> None:
 def _warn_of_strangers(member: Any, members: dict[str, Any]) -> None:
     """Our wrappers put what their losses bring to others on the right scale; backward of others knows of no scale."""
     strangers = [name for name, other in members.items() if not _ours(other)]
-    if strangers and not all(scaler.is_one for scaler in member.loss_scalers):
+    if strangers and member.policy.verbosity >= 1 and not all(scaler.is_one for scaler in member.loss_scalers):
         print_log(
             f"amp: {strangers[0]} is mmengine's {type(members[strangers[0]]).__name__}: gradients that its loss brings to the "
             f'parameters of {member.member_name} are not on their loss scale. Detach them, or use AmpOptimWrapper with '
@@ -181,7 +181,12 @@ def _tell_of_missing_scales(member: Any, members: dict[str, Any]) -> None:
         and _ours(other)
         and torch.float16 in (other.policy.cast_model_type, other.policy.autocast_dtype)
     ]
-    if half and member.policy.enabled and all(scaler.is_one for scaler in member.loss_scalers):
+    if (
+        half
+        and member.policy.enabled
+        and member.policy.verbosity >= 1
+        and all(scaler.is_one for scaler in member.loss_scalers)
+    ):
         print_log(
             f'amp: {member.member_name} has no loss scale: if its loss flows back through {half[0]}, which computes in '
             f"float16, write loss_scale='dynamic' for {member.member_name}, too",

@@ -131,7 +131,9 @@ def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_para
 
 def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
     part = file.get('exact_resume') if isinstance(file, Mapping) else None
-    inside = isinstance(part, Mapping) and part.get('batches')
+    batches = part.get('batches') if isinstance(part, Mapping) else None
+    # without the hook, nobody judges it
+    inside = isinstance(batches, int) and batches > 0
     if inside and not any(hasattr(hook, 'collect_states') for hook in runner.hooks):
         runner.logger.warning(
             "amp: this checkpoint was saved in the middle of an epoch, which mmengine begins again: add dict(type='amp_wrapper."

@@ -87,6 +87,10 @@ class NoticeDdp(AmpHook):
             record(ddp)
 
 
+#: Lines about parameters that are frozen and unfrozen.
+_ENOUGH = 5
+
+
 class Reducers:
     """The DDP modules that average the gradients of one optimizer.
 
@@ -94,10 +98,15 @@ class Reducers:
         model: The model, wrapped in DDP, holding DDP modules, or neither.
         weights: Returns the model's side of what the optimizer steps: weights, not their masters.
         named: The model's parameters by name, for messages.
+        speaks: Whether there are messages.
     """
 
     def __init__(
-        self, model: nn.Module | None, weights: Callable[[], Sequence[Tensor]], named: Iterable[tuple[str, Tensor]] = ()
+        self,
+        model: nn.Module | None,
+        weights: Callable[[], Sequence[Tensor]],
+        named: Iterable[tuple[str, Tensor]] = (),
+        speaks: bool = True,
     ) -> None:
         self.ddps: list[DistributedDataParallel] = []
         self._weights = weights
@@ -107,8 +116,8 @@ class Reducers:
         self._models: set[int] = set()
         self._before: dict[Tensor, tuple[int, int] | None] = {}
         self._outside = False
-        self._warned = False
-        self._said = 0
+        self._warned = not speaks
+        self._said = 0 if speaks else _ENOUGH
         self._watched: tuple[nn.Module, ...] = ()
         if model is not None:
             self._find(model)
@@ -274,7 +283,7 @@ class Reducers:
 
     def _say(self, now: frozenset[int], known: frozenset[int]) -> None:
         self._said += 1
-        if self._said <= 5 and known:
+        if self._said <= _ENOUGH and known:
             logger.info(
                 f'amp: DistributedDataParallel averages {len(now)} parameters from now on ({len(now - known)} were unfrozen '
                 f'or added, {len(known - now)} frozen)'

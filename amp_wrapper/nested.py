@@ -16,6 +16,11 @@ CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
 
+def is_frozen_16bit(parameter: Tensor) -> bool:
+    """Whether a parameter is 16-bit and not trained: nothing is added to it, so it needs no FP32 value beside it."""
+    return parameter.dtype in HALF_TYPES and not parameter.requires_grad
+
+
 #: Maps tensors inside an object of a kind that only a door knows: (function, object) to object.
 EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
 

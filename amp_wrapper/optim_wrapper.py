@@ -17,7 +17,7 @@ from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from . import mmengine_patches, model_wrappers, ops, policy
+from . import hf_saving, mmengine_patches, model_wrappers, ops, policy
 from .checkpoint import amp_part
 from .checkpoint_judge import check_settings
 from .deferred_log import DeferredLog
@@ -71,6 +71,8 @@ class AmpOptimWrapper(OptimWrapper):
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
             more bytes per weight between its backward passes.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
+            Frozen 16-bit weights are always taken.
         restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
             passes have changed.
         on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
@@ -116,6 +118,7 @@ class AmpOptimWrapper(OptimWrapper):
         accumulate_in_fp32: bool = False,
         restore_buffers_on_skip: bool = True,
         on_skip: str = 'advance',
+        from_16bit: bool = False,
         **kwargs: Any,
     ) -> None:
         problems: list[str] = []
@@ -140,6 +143,7 @@ class AmpOptimWrapper(OptimWrapper):
                 skip_nonfinite=skip_nonfinite,
                 max_consecutive_skips=max_consecutive_skips,
                 accumulate_in_fp32=accumulate_in_fp32,
+                from_16bit=from_16bit,
                 restore_buffers_on_skip=restore_buffers_on_skip,
             )
         except AmpConfigError as error:
@@ -169,11 +173,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._last: StepResult | None = None
         self._untold: StepResult | None = None
         self.on_skip = on_skip
-        print_log(
-            f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}',
-            logger='current',
-            level=logging.INFO,
-        )
+        self._say(f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}')
 
     # -- what it is --------------------------------------------------------------------------------------------------
 
@@ -252,7 +252,8 @@ class AmpOptimWrapper(OptimWrapper):
             foreign: Parameters that other wrappers step.
 
         Raises:
-            AmpAttachError: The model is 16-bit already, cast already, or wrapped in a way that cannot be followed.
+            AmpAttachError: Trainable weights are 16-bit already (``from_16bit`` takes them), beyond the range of float16, or
+                cast already; the model is wrapped in a way that cannot be followed; the optimizer steps nothing of it.
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
         """
         if self._engine.attached:
@@ -269,6 +270,7 @@ class AmpOptimWrapper(OptimWrapper):
             foreign=foreign,
             enter=mmengine_patches.cast_data_element,
         )
+        hf_saving.watch([inner])
 
     def detach(self) -> None:
         """Take the casts off, give the model its FP32 weights (the masters) and the optimizer its own parameters.
@@ -493,7 +495,11 @@ class AmpOptimWrapper(OptimWrapper):
             self.base_param_settings = dict(base)
         for note in notes:
             label = f'{self.member_name}: ' if self.member_name else ''
-            print_log(f'amp: {label}{note}', logger='current', level=logging.INFO)
+            self._say(f'amp: {label}{note}')
+
+    def _say(self, line: str) -> None:
+        if self._engine.policy.verbosity >= 1:
+            print_log(line, logger='current', level=logging.INFO)
 
 
 def _other_optimizer(wrapper: Any) -> OtherOptimizer:

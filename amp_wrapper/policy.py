@@ -71,6 +71,7 @@ class Policy:
         skip_nonfinite: Whether gradients are checked under a static scale.
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over a window.
+        from_16bit: Whether trainable weights may be 16-bit before they are cast; their FP32 values begin with the rounded ones.
         restore_buffers_on_skip: Whether a skipped step gives buffers back that its forward passes have changed.
     """
 
@@ -90,6 +91,7 @@ class Policy:
     skip_nonfinite: bool = True
     max_consecutive_skips: int | None = 50
     accumulate_in_fp32: bool = False
+    from_16bit: bool = False
     restore_buffers_on_skip: bool = True
 
     @property
@@ -218,6 +220,7 @@ def resolve(
     skip_nonfinite: bool | None = None,
     max_consecutive_skips: int | None = 50,
     accumulate_in_fp32: bool = False,
+    from_16bit: bool = False,
     restore_buffers_on_skip: bool = True,
 ) -> Policy:
     """Turn a level and its overrides into a :class:`Policy`.
@@ -247,6 +250,7 @@ def resolve(
         skip_nonfinite: Whether a static scale checks gradients and skips non-finite steps. None: at every level but O0.
         max_consecutive_skips: Limit of skipped steps in a row; None for none.
         accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window.
+        from_16bit: Whether trainable weights that are 16-bit already are taken.
         restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
             passes have changed.
 
@@ -326,6 +330,7 @@ def resolve(
         ('enabled', enabled),
         ('skip_nonfinite', skip_nonfinite),
         ('accumulate_in_fp32', accumulate_in_fp32),
+        ('from_16bit', from_16bit),
         ('restore_buffers_on_skip', restore_buffers_on_skip),
     ):
         if not isinstance(flag, bool) and not (flag is None and name == 'skip_nonfinite'):
@@ -374,6 +379,7 @@ def resolve(
         skip_nonfinite=level_name != 'O0' if skip_nonfinite is None else skip_nonfinite,
         max_consecutive_skips=max_consecutive_skips,
         accumulate_in_fp32=accumulate_in_fp32,
+        from_16bit=from_16bit,
         restore_buffers_on_skip=restore_buffers_on_skip,
     )
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from . import twins
 from .errors import AmpAttachError, AmpUsageError
-from .nested import HALF_TYPES
+from .nested import HALF_TYPES, is_frozen_16bit
 from .twins import Remainder
 
 
@@ -36,9 +36,10 @@ class SplitWeights:
         self._names = {id(weight): name for name, weight in weights.items()}
         self._held: dict[int, tuple[nn.Parameter, Remainder]] = {}
         known = {id(weight) for weight in weights.values()}
+        self._frozen = [weight for weight in self._parameters() if is_frozen_16bit(weight)]
         for weight in self._parameters():
             remainder = twins.remainder_of(weight)
-            if remainder is None and id(weight) in known:
+            if remainder is None and id(weight) in known and not is_frozen_16bit(weight):
                 remainder = twins.take_apart(weight, dtype)
             if remainder is not None:
                 self._held[id(weight)] = (weight, remainder)
@@ -72,12 +73,20 @@ class SplitWeights:
     def adopt(self) -> None:
         """Give remainders of zero to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
         for weight in self._parameters():
-            if id(weight) not in self._held and weight.dtype in HALF_TYPES:
+            if id(weight) not in self._held and weight.dtype in HALF_TYPES and weight.requires_grad:
                 remainder = twins.remainder_of(weight)
                 if remainder is None:
                     remainder = Remainder(weight, torch.zeros_like(weight, dtype=torch.int16))
                     twins.pair(weight, remainder)
                 self._held[id(weight)] = (weight, remainder)
+
+    @property
+    def has_unfrozen(self) -> bool:
+        """Whether a weight without a remainder is trained now: :meth:`adopt` makes one."""
+        return any(
+            weight.requires_grad and id(weight) not in self._held and weight.dtype in HALF_TYPES
+            for weight in self._frozen
+        )
 
     def copy_to_weights(self) -> None:
         """After a step: there is nothing to copy, and what the optimizer wrote to the weights is no edit."""

@@ -23,6 +23,8 @@ class StepFlags:
     Attributes:
         used: Whether each loss has had a backward pass since the last step.
         received_locally: Whether something was received in a pass that was not averaged over the ranks.
+        named: Whether a pass that was meant for this optimizer has come since the last step, whosever scale it carried.
+        lent: Whether a pass that was meant for other optimizers alone has brought something.
         looked: Whether somebody has looked at the gradients that were there before the first pass.
     """
 
@@ -42,6 +44,7 @@ class StepFlags:
         self._received: Tensor | None = None
         self.received_locally = False
         self.looked = False
+        self.named = self.lent = False
 
     def to(self, device: torch.device) -> None:
         """Where flags are made from now on."""
@@ -89,7 +92,7 @@ class StepFlags:
 
     def forget_received(self) -> None:
         """What was received has been cleared by somebody."""
-        self._received, self.received_locally, self.looked = None, False, False
+        self._received, self.received_locally, self.looked, self.lent = None, False, False, False
 
     def agree(self, groups: Iterable[ProcessGroup]) -> None:
         """A flag that is up on one rank is up on every rank of the groups. Collective.

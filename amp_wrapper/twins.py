@@ -120,6 +120,11 @@ def has_twin(weight: Tensor) -> bool:
     return weight in _twins
 
 
+def masters() -> list[Tensor]:
+    """Every FP32 master that there is."""
+    return [found.tensor for found in _twins.values() if isinstance(found, Master)]
+
+
 def remainder_of(weight: Tensor) -> Remainder | None:
     """The remainder of a split weight; None where there is none."""
     found = _twins.get(weight)
@@ -130,16 +135,32 @@ def take_apart(weight: Tensor, dtype: torch.dtype) -> Remainder:
     """Turn an FP32 parameter into a 16-bit one with a remainder, which together are what it was.
 
     Args:
-        weight: float32; changed in place, its gradient is cast.
+        weight: float32, or 16-bit; changed in place, its gradient is cast.
         dtype: ``torch.float16`` or ``torch.bfloat16``.
     """
     grad, weight.grad = weight.grad, None
     # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
-    weight.data, bits = split(weight.data, dtype)
+    weight.data, bits = split(weight.data.float(), dtype)
     weight.grad = None if grad is None else grad.to(dtype)
     remainder = Remainder(weight, bits)
     pair(weight, remainder)
     return remainder
+
+
+@torch.no_grad()
+def follow_device(weight: Tensor) -> None:
+    """Bring what stands behind a weight to where the weight was moved."""
+    found = _twins.get(weight)
+    if isinstance(found, Remainder):
+        found.bits = found.bits.to(weight.device)
+        # a move is no edit
+        found.version = weight._version
+    elif found is not None and found.tensor.device != weight.device:
+        moved = found.moved()
+        found.tensor.data = found.tensor.data.to(weight.device)
+        if not moved:
+            # another address is no write
+            found.settled = (found.settled[0], found.tensor._version, found.tensor.data_ptr())
 
 
 def fp32_value(weight: Tensor) -> Tensor | None:

@@ -627,7 +627,7 @@ def test_plain_backward(level: str, device: torch.device) -> None:
 @pytest.mark.parametrize('level', LEVELS)
 def test_plain_backward_in_a_second_pass(level: str, device: torch.device) -> None:
     """After a scaled one, onto the same weights; the sum cannot be told apart there, which a warning says."""
-    net, optimizer = make(level, device)
+    net, optimizer = make(level, device, verbosity=1)
     backward(net(data(0, device)), optimizer)
     with logged() as lines:
         net(data(0, device)).backward()

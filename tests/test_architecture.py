@@ -37,6 +37,10 @@ FLOOR_OF = {
     'forward_entry': 'owners',
     'forward_hooks': 'owners',
     'module_guard': 'owners',
+    'conversion_guard': 'owners',
+    'given_weights': 'owners',
+    'ownership': 'owners',
+    'pass_watch': 'owners',
     'computed_weights': 'owners',
     'quiet_hooks': 'owners',
     'twins': 'owners',
@@ -116,6 +120,11 @@ SIBLINGS = {
     ('casting', 'quiet_hooks'),
     ('quiet_hooks', 'forward_hooks'),
     ('module_guard', 'forward_hooks'),
+    # the plan looks at the weights first, and guards the model last
+    ('casting', 'given_weights'),
+    ('casting', 'conversion_guard'),
+    ('given_weights', 'module_guard'),
+    ('conversion_guard', 'twins'),
     # who saves, loads and copies needs no more of a master than its value
     ('casting', 'twins'),
     ('split_weights', 'twins'),

@@ -286,8 +286,12 @@ class Everything(nn.Module):
 
 
 def inputs(device: torch.device, bad: bool = False, seed: int = 0) -> tuple[Tensor, ...]:
-    # BCELoss raises where a probability is NaN
-    return tuple(batch(shape, device, bad and name != 'BCELoss', seed) for name, (_, shape, _) in MODULES.items())
+    found = []
+    for name, (_, shape, _) in MODULES.items():
+        # BCELoss raises where a probability is NaN, and FakeQuantize of torch 2.6 where a bound is
+        x = batch(shape, device, bad and name != 'BCELoss', seed)
+        found.append(x.nan_to_num(1e4) if name == 'FakeQuantize' else x)
+    return tuple(found)
 
 
 @pytest.mark.parametrize('api', APIS)
@@ -554,14 +558,15 @@ def test_dataparallel_replicas_and_threads(level: str, device: torch.device) -> 
 @pytest.mark.parametrize('level', LEVELS)
 def test_a_graph_that_waits_for_its_backward_pass(level: str, device: torch.device) -> None:
     """It holds the buffers, and a step in between may not spoil it."""
-    model = Around(nn.BatchNorm1d(3, affine=False)).to(device)
+    # the step changes no weight that the graph holds
+    model = Around(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False))).to(device)
     run = Scripted('wrapper', level, model)
     first, second = run.forward(batch((4, 3), device)), run.forward(batch((4, 3), device, seed=1))
     run.backward(first)
     run.step()
     run.backward(second)
     run.step()
-    assert model.part.num_batches_tracked == 2
+    assert model.part[1].num_batches_tracked == 2
 
 
 # -- buffers that come and go ----------------------------------------------------------------------------------------
@@ -587,6 +592,16 @@ def test_buffers_that_come_later(level: str, device: torch.device) -> None:
     assert changed(before, model) == []
     run.train(batch((4, 3), device), call=lambda x: model.loss(model(x)))
     assert model.loss.seen == 1 and model.part[1].late == 8
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_loss_that_comes_later(level: str, device: torch.device) -> None:
+    model = Around(nn.BatchNorm1d(3)).to(device)
+    run = Scripted('wrapper', level, model)
+    run.train(batch((4, 3), device))
+    model.loss = Weighted().to(device)
+    run.train(batch((4, 3), device, bad=True), call=lambda x: model.loss(model(x)))
+    assert model.loss.seen == 0
 
 
 class Weighted(nn.modules.loss._Loss):
@@ -804,6 +819,42 @@ def test_a_game_of_two_optimizers(api: str, levels: tuple[str, str], again: bool
     for buffer in game.model.buffers():
         assert not buffer.isnan().any()
     assert game.counts() == (second[0] + 2 * g, second[1] + 2 * d)
+
+
+@pytest.mark.parametrize('api', ['wrapper', 'one session', 'two sessions'])
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_skip_of_one_inside_the_window_of_the_other(level: str, api: str, device: torch.device) -> None:
+    """Passes that a loss has made use of are for its own optimizer to give back."""
+    game = Game(api, (level, level), device)
+    x = batch((4, 3), device)
+    discriminator, generator = game.optimizers['discriminator'], game.optimizers['generator']
+
+    def backward(name: str, loss: Tensor) -> None:
+        if game.wrappers is not None:
+            game.wrappers[name].backward(loss)
+            return
+        loss_id = int(name == 'discriminator') if game.one else 0
+        with amp.scale_loss(loss, game.optimizers[name], loss_id=loss_id) as scaled:
+            scaled.backward()
+
+    def step(name: str) -> None:
+        owner = game.optimizers[name] if game.wrappers is None else game.wrappers[name]
+        owner.step()
+        owner.zero_grad()
+
+    for _ in range(2):
+        with game.context('discriminator'):
+            loss = game.judge(x)
+        backward('discriminator', loss)
+        with game.context('generator'):
+            # of the generator alone
+            loss = game.fake(x).sum() * game.model.generator.scale.float().sum() * NAN
+        backward('generator', loss)
+        step('generator')
+    assert game.counts() == (0, 2)
+    step('discriminator')
+    assert game.counts() == (0, 2)
+    assert all(p.isfinite().all() for o in (discriminator, generator) for g in o.param_groups for p in g['params'])
 
 
 @pytest.mark.parametrize('level', LEVELS)

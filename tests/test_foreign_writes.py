@@ -286,3 +286,28 @@ def test_what_it_costs_where_nobody_writes(level: str, device: torch.device) -> 
     best = min(timeit.repeat(masters.synchronise, number=20, repeat=10)) / 20
     # some 30 microseconds on an idle machine; the limit holds on a busy one
     assert best < 5e-4
+
+
+@pytest.mark.parametrize('level', MASTERED)
+def test_a_load_is_newer_than_a_write_to_the_master(level: str, device: torch.device) -> None:
+    """Also where somebody's hook changes what was loaded; what the load left alone keeps its write."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(device)
+
+    def double(module: nn.Module, keys: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2.0)
+
+    model[0].register_load_state_dict_post_hook(double)
+    optimizer = SGD(model.parameters(), lr=0.125)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    masters = list(amp.master_params(optimizer))
+    with torch.no_grad():
+        for master in masters:
+            master.fill_(0.75)
+    model.load_state_dict({'0.weight': torch.full((4, 3), 0.1)}, strict=False)
+    model(torch.ones(1, 3, device=device))
+    doubled = torch.full((4, 3), 0.1, device=device).to(model[0].weight.dtype) * 2
+    assert torch.equal(model[0].weight, doubled) and torch.equal(masters[0], doubled.float())
+    for weight, master in list(zip(model.parameters(), masters))[1:]:
+        assert bool((weight == 0.75).all()) and bool((master == 0.75).all())

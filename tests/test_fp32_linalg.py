@@ -259,12 +259,16 @@ def test_computed_weights_train_as_in_float32(how: str, device: torch.device) ->
             plain = computed(how, device)
             plain.load_state_dict(saved)
             assert all(torch.equal(saved[key], value) for key, value in plain.state_dict().items())
+            x = torch.ones(1, 8, device=device)
+            model.eval()(x)
+            plain.eval()(x)
+            assert torch.equal(model[1].weight, plain[1].weight.to(model[1].weight.dtype)), (level, api)
             if not how.startswith('old'):
                 # torch cannot copy what its old hooks leave on a module
-                copied = copy.deepcopy(model).eval()
-                model.eval()
-                x = torch.ones(1, 8, device=device)
-                assert torch.equal(copied(x), model(x))
+                copied = copy.deepcopy(model)
+                copied(x)
+                assert torch.equal(copied[1].weight.to(model[1].weight.dtype), model[1].weight), (level, api)
+                assert all(torch.equal(saved[key], value) for key, value in copied.state_dict().items())
 
 
 @pytest.mark.parametrize('level', LEVELS)

@@ -953,3 +953,33 @@ def test_op_sets_bring_their_methods_to_another_process(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == 'torch.float32'
+
+
+def test_a_name_that_holds_something_else_by_now_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """A variable of a notebook: a loss first, and another function later."""
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, 'borrowed', F.smooth_l1_loss, raising=False)
+    monkeypatch.setattr(fp32_ops._members, '_scanned', set())
+    monkeypatch.setattr(fp32_ops._members, '_fingerprint', ())
+    x = torch.ones(2, device=device, dtype=torch.bfloat16)
+    fp32_ops.enter(OpSet())
+    try:
+        assert here.borrowed(x, x).dtype is torch.float32
+    finally:
+        fp32_ops.leave()
+
+    def other(left: torch.Tensor, right: torch.Tensor) -> torch.dtype:
+        return left.dtype
+
+    for function in (other, functools.wraps(F.smooth_l1_loss)(lambda *args: F.smooth_l1_loss(*args))):
+        here.borrowed = function
+        fp32_ops.enter(OpSet())
+        try:
+            assert (here.borrowed is other) is (function is other)
+            found = here.borrowed(x, x)
+        finally:
+            fp32_ops.leave()
+        assert here.borrowed is function
+        assert found is torch.bfloat16 or found.dtype is torch.float32

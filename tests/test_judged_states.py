@@ -142,6 +142,7 @@ TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (dict(type='CosineAnnealingLR', eta_min_ratio=0.1, T_max=5), dict(eta_min=0.0, eta_min_ratio=None)),
     (dict(type='LinearLR', begin=3, end=5), dict(_last_value=[np.float64(0.1)], base_values=[torch.tensor(0.1)])),
     (dict(type='StepLR', step_size=2), dict(last_step=np.int64(3), _global_step=np.int64(3), begin=-1)),
+    (dict(type='StepLR', step_size=2, verbose=None), dict(verbose=False)),
     (dict(type='PolyLR', end=10**10), dict(end=10**12, total_iters=10**12 - 1)),
 ]
 DAMAGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [

@@ -382,3 +382,62 @@ def test_amp_that_was_passed_on_is_followed_as_far_as_its_name_goes() -> None:
 def test_types_in_strings_are_listed() -> None:
     text = 'import apex\ndef f(m: "apex.parallel.Reducer", n: list["apex.A"]) -> \'myapex.B\':\n    apex.amp.initialize(m)\n'
     assert left(text) == ['apex.A', 'apex.parallel.Reducer']
+
+
+# -- clipping -----------------------------------------------------------------------------------------------------------
+
+BLOCK = """
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+"""
+CLIP = '    clip_grad_norm_(model.parameters(), 1.0)\n'
+HEAD = 'from apex import amp\nfrom torch.nn.utils import clip_grad_norm_\n'
+
+
+@pytest.mark.parametrize(
+    ('levels', 'becomes'),
+    [
+        ('', 'master_params'),
+        ("opt_level='O2'", 'master_params'),
+        ('opt_level=args.level', 'master_params'),
+        # the weights are what is stepped
+        ("opt_level='O1'", 'parameters'),
+    ],
+)
+def test_clipping_after_a_block(levels: str, becomes: str) -> None:
+    start = f'model, optimizer = amp.initialize(model, optimizer, {levels})\n' if levels else ''
+    text = migrated(f'{HEAD}{start}def train():{BLOCK}{CLIP}')
+    wanted = 'amp.master_params(optimizer)' if becomes == 'master_params' else 'model.parameters()'
+    assert f'    clip_grad_norm_({wanted}, 1.0)\n' in text
+    assert migrated(text) == text and left(text) == []
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        # for runs without amp too
+        f'{HEAD}def train():\n    if args.fp16:{BLOCK.replace("    ", "        ")}    else:\n        loss.backward()\n{CLIP}',
+        # still scaled
+        f'{HEAD}def train():{BLOCK}    {CLIP}',
+        # of which optimizer
+        f'{HEAD}def train():{BLOCK.replace("optimizer)", "[first, second])")}{CLIP}',
+        f'{HEAD}amp.initialize([model, other], [optimizer, third])\ndef train():{BLOCK}{CLIP}'.replace("'O1'", "'O2'"),
+    ],
+)
+def test_clipping_that_is_listed(text: str) -> None:
+    text = text.replace('third])', "third], opt_level='O2')")
+    assert 'clip_grad_norm_(model.parameters(), 1.0)' in migrated(text)
+    assert left(text) == ['clip_grad_norm_(model.parameters())']
+    assert left(migrated(text)) == ['clip_grad_norm_(model.parameters())']
+
+
+def test_clipping_in_the_branch_without_amp_is_left_alone() -> None:
+    block = BLOCK.replace('    ', '        ')
+    text = f'{HEAD}def train():\n    if args.fp16:{block}    else:\n        loss.backward()\n    {CLIP}'
+    assert left(text) == [] and '(model.parameters(), 1.0)' in migrated(text)
+
+
+def test_arguments_of_this_package_are_known() -> None:
+    assert (
+        left('from amp_wrapper import amp\namp.initialize(model, keep_fp32=[], fp32_ops=[], from_16bit=True)\n') == []
+    )

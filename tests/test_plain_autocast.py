@@ -245,3 +245,8 @@ def test_a_call_that_names_its_type_gets_it(
             net.call = call
             net(x)
             assert net.found.dtype is dtype
+        if x.dtype is dtype:
+            # refuses a type narrower than that of what it is given
+            net.call = lambda x=x: torch.linalg.vector_norm(x, dtype=dtype)
+            net(x)
+            assert net.found.dtype is dtype

@@ -91,6 +91,7 @@ DAMAGE: list[tuple[Callable[[Any], None], str]] = [
     ),
     (_set('ema_state_dict', 'steps', to=torch.ones(3)), r"ema_state_dict\['steps'\]"),
     (_set('optimizer', 'state', 0, 'momentum_buffer', to=torch.ones(7)), r"\['momentum_buffer'\] has shape \(7,\)"),
+    (_set('optimizer', 'state', 0, 'momentum_buffer', to=torch.tensor(1.0)), r"\['momentum_buffer'\] has shape \(\)"),
     (_set('optimizer', 'state', 0, 'momentum_buffer', to='x'), r'must be a floating tensor, but is str'),
     # values
     (_set(*SCALER, 'scale', to=math.nan), r"loss_scaler'?\]?\['scale'\]=nan must be a positive finite number"),
@@ -111,6 +112,7 @@ DAMAGE: list[tuple[Callable[[Any], None], str]] = [
     (_set('param_schedulers', 0, 'start_factor', to=math.inf), r"\['start_factor'\]=inf must be a number"),
     (_set('param_schedulers', 1, 'T_max', to=0), r"\['T_max'\]=0 must be a number other than 0"),
     (_set('param_schedulers', 1, 'verbose', to='no'), r"\['verbose'\]='no' must be True or False"),
+    (_set('exact_resume', 'batches', to=torch.zeros(0)), r"exact_resume\['batches'\] must be a whole number"),
     (_set('exact_resume', 'batches', to=-1), r"exact_resume\['batches'\] must be a whole number"),
     (
         _set('exact_resume', 'ranks', 0, 'now', 'torch', to=torch.zeros(5, dtype=torch.uint8)),

@@ -153,7 +153,10 @@ APEX: list[tuple[dict[str, Any], type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(('words', 'kind'), APEX, ids=str)
+# not the values themselves: an id with an address in it differs from process to process, and workers share one list of tests
+@pytest.mark.parametrize(
+    ('words', 'kind'), APEX, ids=[f'{index}-{"-".join(words)}' for index, (words, _) in enumerate(APEX)]
+)
 def test_errors_of_apex(words: dict[str, Any], kind: type[Exception]) -> None:
     model = nn.Linear(2, 2)
     given = {'models': model, 'optimizers': SGD(model.parameters(), lr=0.1), 'verbosity': 0, **words}

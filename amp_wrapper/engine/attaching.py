@@ -17,6 +17,8 @@ from .. import (
     forward_entry,
     forward_hooks,
     fp32_ops,
+    given_weights,
+    ownership,
     scope,
     twins,
 )
@@ -61,8 +63,9 @@ class Attaching(Saving):
             enter: Casts tensors inside output objects of a framework's own kind.
 
         Raises:
-            AmpAttachError: The model is 16-bit already, cast already by somebody else, compiled, sharded, or in a DDP
-                that cannot be carried over. Nothing has been changed.
+            AmpAttachError: The optimizer steps nothing of the model; the model is 16-bit already or beyond float16's range,
+                cast already by somebody else, compiled, sharded, or in a DDP that cannot be carried over. Nothing has been
+                changed.
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing. Nothing has been changed.
         """
         if self.attached:
@@ -81,20 +84,25 @@ class Attaching(Saving):
                 scope.check_compiled(model)
             inner = scope.unwrap(model)
             self._names = {id(parameter): name for name, parameter in inner.named_parameters()}
-            reducers = Reducers(model, self.weights, inner.named_parameters())
+            reducers = Reducers(model, self.weights, inner.named_parameters(), self.policy.verbosity >= 1)
             if self.policy.casts_model and not reducers.ddps:
                 check_unknown_listeners(inner)
             reducers.check(not self.is_plain, self.policy.casts_model)
             self._check_shared()
+            foreign = list(foreign)
+            if self.optimizer is not None:
+                theirs = [weight for other in self._others for weight in other.weights()]
+                ownership.check_owners([self.optimizer], [inner], [*foreign, *theirs])
             done, shared_weights = self._cast_by_others()
             roots = scope.find_roots(inner, self.optimizer, foreign, done)
             plan = casting.CastPlan(roots, self.policy, leave, average, enter)
             self._make_masters(plan)
             self._handle = plan.apply()
             self._take_cast(plan, shared_weights)
+            given_weights.say_rounded(plan.rounded, self.policy)
             self._watch_buffers([('', inner)], leave, foreign)
             self._reducers = reducers
-            reducers.rebuild(plan.parameters.values())
+            reducers.rebuild([*plan.parameters.values(), *plan.raised])
             reducers.record()
             if self.optimizer is not None and self.policy.casts_model:
                 casting.copies_are_fp32([root for _, root in plan.roots])
@@ -116,9 +124,11 @@ class Attaching(Saving):
     def _take_cast(self, plan: casting.CastPlan, shared_weights: Iterable[Tensor] = ()) -> None:
         """After the cast."""
         self._ops = plan.ops
+        if plan.rounded and self.optimizer is not None and (self._masters is not None or plan.raised):
+            # of weights that are FP32 from now on, here or as masters
+            _state_to_fp32(self.optimizer)
         averages.patch_loaded()
-        if isinstance(self._masters, MasterWeights):
-            forward_entry.watch([root for _, root in plan.roots], self._masters)
+        self._follow_at_entry([root for _, root in plan.roots])
         if self._masters is not None:
             # the cast rounded each weight; copying again settles the version counters
             self._masters.copy_to_weights()
@@ -140,6 +150,10 @@ class Attaching(Saving):
             return self.weights(), [*strangers, *(weight for other in self._others for weight in other.weights())]
 
         self._buffers = BufferSnapshots(roots, owners, leave)
+
+    def _follow_at_entry(self, roots: Sequence[nn.Module]) -> None:
+        if isinstance(self._masters, MasterWeights):
+            forward_entry.watch(roots, self._masters)
 
     def _begin(self, device: torch.device) -> None:
         self._device = device
@@ -343,15 +357,20 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         check_once(engine, names)
     for engine in engines:
         engine._names = names
-        engine._arrivals.share(engines[0]._arrivals)
+        first = next((each for each in engines if each._arrivals.is_shared), engines[0])
+        engine._arrivals.share(first._arrivals)
         engine._reducers = Reducers(
-            None, engine.weights, [(names[id(p)], p) for p in engine.weights() if id(p) in names]
+            None,
+            engine.weights,
+            [(names[id(p)], p) for p in engine.weights() if id(p) in names],
+            policy.verbosity >= 1,
         )
         engine.join([other for other in engines if other is not engine])
     plan = casting.CastPlan(roots, policy, covers_forward=True)
     for engine in engines:
         engine._make_masters(plan)
     handle = plan.apply()
+    given_weights.say_rounded(plan.rounded, policy)
     for engine in engines:
         engine._take_cast(plan)
         engine._watch_buffers(roots)

@@ -29,6 +29,7 @@ from ..errors import AmpUsageError
 from ..loss_scaler import LossScaler
 from ..master_weights import MasterWeights
 from ..model_wrappers import Reducers
+from ..pass_watch import PassWatch
 from ..policy import Policy
 from ..scale_config import LossScaleConfig
 from ..skip_watch import SkipWatch
@@ -91,7 +92,7 @@ class EngineBase:
         )
         # several scales must never mix in one gradient
         self._on_arrival = policy.enabled and (policy.num_losses > 1 or self._shared)
-        self._arrivals = Arrivals(keeps=self._shared)
+        self._arrivals = Arrivals(keeps=self._shared, speaks=policy.verbosity >= 1)
         # passes for other optimizers that are under way, and what they may bring here
         self._lenders: list[tuple[foreign_gradients.Lending, foreign_gradients.Share]] = []
         # of backward(), of which the last pass was a part
@@ -116,6 +117,8 @@ class EngineBase:
         self._reached: tuple[EngineBase, ...] = ()
         self._kept_sides: Sides | None = None
         self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
+        #: What a script is told; None where a scaled backward pass is the only way here.
+        self.pass_watch: PassWatch | None = None
         self._device = torch.device('cpu')
         self._pending: checkpoint.SavedAmp | None = None
         if policy.enabled and optimizer is not None:
@@ -165,6 +168,11 @@ class EngineBase:
     def in_own_window(self) -> bool:
         """Whether a loss of this engine has had a backward pass since the last step."""
         return any(self._flags.used)
+
+    @property
+    def waits_for_average(self) -> bool:
+        """Whether gradients are held, scaled, until DDP averages them."""
+        return self._arrivals.held is not None
 
     @property
     def casts(self) -> bool:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import foreign_gradients, fp32_ops, gradients, ops, torch_internals
 from ..errors import AmpUsageError
@@ -123,10 +123,32 @@ class Receiving(Attaching):
             self._tell(loss_id, [*together, *self._steppers_of(engines, others)], flags)
         self._flags.used[loss_id] = True
         for engine in engines:
+            engine._flags.named = True
             engine.stage = Stage.ACCUMULATING
             engine._reached = tuple(other for other in others if isinstance(other, EngineBase))
             if engine._buffers is not None:
                 engine._buffers.keep()
+
+    def follow(self, earlier: Sequence[EngineBase]) -> None:
+        """Before attaching: what earlier optimizers of the same weights have left there is known to this one too.
+
+        Args:
+            earlier: Engines that are attached.
+        """
+        mine = {id(weight) for weight in self.weights()}
+        for engine in earlier:
+            if mine.intersection(map(id, engine.weights())):
+                self._arrivals.share(engine._arrivals)
+                return
+
+    def take_over(self, models: Sequence[nn.Module]) -> None:
+        """After attaching: gradients that masters have from before are no news.
+
+        Args:
+            models: Those of earlier optimizers, whose weights this one steps.
+        """
+        self._follow_at_entry(models)
+        self._arrivals.take_over(self._pairs())
 
     def _begin_pass(self) -> bool:
         """Returns whether the coming pass is averaged over the ranks; True without several."""
@@ -206,7 +228,7 @@ class Receiving(Attaching):
         """Masters for what ``add_param_group`` brought, before gradients arrive."""
         if self._masters is not None and self._on_arrival:
             lengths = [len(group['params']) for group in self.optimizer.param_groups] if self.optimizer else []
-            if lengths != self._lengths:
+            if lengths != self._lengths or self._masters.has_unfrozen:
                 self._lengths = lengths
                 self._masters.adopt()
 
@@ -351,6 +373,7 @@ class Receiving(Attaching):
                 self._arrivals.add([pair for pair in self._pairs() if id(pair[0]) in reached], None)
         elif self._sums is not None:
             self._sums.take(self.weights())
+        self._flags.lent = True
         # this engine's own pass may average the gradients themselves, but not the flag
         self._flags.receive(found_inf, self._reducers.is_local())
         if self.attached:

@@ -47,7 +47,8 @@ class Saving(EngineBase):
             return None
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if distributed and torch.distributed.get_world_size() > 1 and not self._reducers.same_everywhere():
-            logger.warning(
+            self._say(
+                logging.WARNING,
                 'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
                 'not in the checkpoint. Save at the end of a window for an exact resume.',
             )
@@ -59,6 +60,10 @@ class Saving(EngineBase):
             self._flags,
             self._buffers,
         )
+
+    def _say(self, level: int, line: str) -> None:
+        if self.policy.verbosity >= 1:
+            logger.log(level, line)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
         """Judge whether a state dict can be taken over, applying nothing.
@@ -143,6 +148,7 @@ class Saving(EngineBase):
         if self._buffers is not None:
             self._buffers.load(window.buffers)
         self.stage = Stage.ACCUMULATING
-        logger.info(
+        self._say(
+            logging.INFO,
             'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
         )

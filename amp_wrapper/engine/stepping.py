@@ -70,6 +70,8 @@ class Stepping(Receiving):
         else:
             result = self._step_any(clip, kwargs)
         self.stage = Stage.READY
+        if self.pass_watch is not None:
+            self.pass_watch.note_step(self._parameters())
         return result
 
     def _settle(self) -> None:
@@ -84,6 +86,9 @@ class Stepping(Receiving):
             flag = self._flags.found(held.loss_id) if checks else None
             self._arrivals.release(self._pairs(), self._own_parameters(), flag)
         self._take_up(makes_room=False)
+        if self.pass_watch is not None:
+            flags = self._flags
+            self.pass_watch.see_step(self._parameters(), flags.named, flags.lent)
         self._look_at_rest()
 
     def _step_fused(
@@ -153,7 +158,8 @@ class Stepping(Receiving):
         """Both sides of what the optimizer steps. Kept from step to step, and made anew where anything changed."""
         parameters = self._parameters()
         sides = self._kept_sides
-        if sides is None or not sides.are_of(parameters):
+        late = self._masters is not None and self._masters.has_unfrozen
+        if sides is None or late or not sides.are_of(parameters):
             if self._masters is not None:
                 self._masters.adopt()
                 parameters = self._parameters()

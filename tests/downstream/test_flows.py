@@ -22,7 +22,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from toy import differences
-from zoo import BY_NAME, Case, register
+from zoo import BY_NAME, RTMDET, Case, register
 
 from amp_wrapper.nested import HALF_TYPES
 
@@ -165,7 +165,14 @@ def test_projects_own_tools(
         witness.clear()
         run_tool(tool(case.project, 'test.py'), str(path), str(last))
         assert witness['test']['types/narrow'] == 0
-        assert {key: float(value) for key, value in witness['test'].items()} == answer['metrics']
+        # YOLOX gives NaN after so few steps, in FP32 as well
+        assert differences({key: float(value) for key, value in witness['test'].items()}, answer['metrics']) == []
+
+
+def test_rtmdet(level: str, pictures: Path, tmp_path: Path, witness: dict[str, Any], original: Original) -> None:
+    """The same for a schedule whose second half counts epochs, and its first iterations."""
+    skip_without_ops(RTMDET.project)
+    test_projects_own_tools(RTMDET, level, pictures, tmp_path, witness, original)
 
 
 @pytest.mark.parametrize('opt_level', [None, 'O2', 'O4'])

@@ -180,12 +180,12 @@ def test_torch_ema(level: str, row: dict[str, Any]) -> None:
     assert same(list(ema.shadow_params), list(outside.shadow_params))
     before, plain = way.everything(), way.evaluate()
     with ema.average_parameters():
-        amp.weights_changed(way.optimizer, masters)
+        amp.masters_changed(way.optimizer)
         averaged = way.evaluate()
         assert same(way.stepped(), list(ema.shadow_params))
         check_masters(way)
         exchanged = fp32_model(way)
-    amp.weights_changed(way.optimizer, masters)
+    amp.masters_changed(way.optimizer)
     assert abs(averaged - plain) > 1e-4, 'evaluation has not used the average'
     exchanged.eval()
     with torch.no_grad():

@@ -28,7 +28,6 @@ RECIPES = [
         scheduler=lambda o: lr_scheduler.CosineAnnealingLR(o, 40),
     ),
     Recipe('torch', 'Adafactor', lambda m: torch.optim.Adafactor(m.parameters(), lr=0.03)),
-    Recipe('torch', 'Muon (matrices)', lambda m: torch.optim.Muon(matrices(m), lr=0.03)),
     Recipe('torch', 'NAdam', lambda m: torch.optim.NAdam(m.parameters(), lr=3e-3)),
     Recipe('torch', 'RAdam', lambda m: torch.optim.RAdam(m.parameters(), lr=3e-2)),
     Recipe('torch', 'ASGD', lambda m: torch.optim.ASGD(m.parameters(), lr=0.3, t0=10)),
@@ -48,7 +47,7 @@ RECIPES = [
             o, [lr_scheduler.LinearLR(o, 0.1, total_iters=25), lr_scheduler.ExponentialLR(o, 0.95)], milestones=[25]
         ),
     ),
-    Recipe('transformers', 'Adafactor (own rate)', lambda m: Adafactor(m.parameters(), lr=None, warmup_init=True)),
+    Recipe('transformers', 'Adafactor (own rate)', lambda m: Adafactor(m.parameters(), lr=None)),
     Recipe(
         'transformers',
         'Adafactor (given rate)',
@@ -57,13 +56,19 @@ RECIPES = [
     Recipe(
         'transformers',
         'Adafactor, AdafactorSchedule',
-        lambda m: Adafactor(m.parameters(), lr=None, warmup_init=True),
+        lambda m: Adafactor(m.parameters(), lr=None),
         scheduler=AdafactorSchedule,
     ),
 ]
 
 
-@pytest.mark.parametrize('recipe,level,api', cases(RECIPES))
+# the wrapper casts modules that its optimizer steps as a whole: here it would cast none
+MATRICES = [
+    Recipe('torch', 'Muon (matrices)', lambda m: torch.optim.Muon(matrices(m), lr=0.03)),
+]
+
+
+@pytest.mark.parametrize('recipe,level,api', [*cases(RECIPES), *cases(MATRICES, apis=('functional',))])
 def test_trains(recipe: Recipe, level: str, api: str, row: dict[str, Any]) -> None:
     trial(recipe, level, api, row)
 

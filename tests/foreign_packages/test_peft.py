@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from ways import CAST, LEVELS, Recipe, Task, Way, prepare, trial
 
+from amp_wrapper.errors import AmpAttachError
+
 PACKAGE = 'peft'
 CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     'LoRA': lambda: peft.LoraConfig(
@@ -87,6 +89,13 @@ def test_trains(name: str, base: str, level: str, api: str, row: dict[str, Any])
         scheduler=lambda o: lr_scheduler.LinearLR(o, 0.2, total_iters=8),
         exact=False,
     )
+    if 'head' in name and base == 'bf16':
+        # peft leaves these copies 16-bit, and they are trained: their FP32 values are lost
+        prepare(row, recipe, level, api)
+        with pytest.raises(AmpAttachError, match='from_16bit') as error:
+            Way(recipe, task, level, api).train(0, 1)
+        row.update(verdict='refused', remedy=str(error.value))
+        return
     trial(recipe, level, api, row, task)
 
 

@@ -31,6 +31,7 @@ RECIPES = [
         lambda m: torch.optim.SGD(m.parameters(), lr=0.2),
         'modes',
         around=lambda o: schedulefree.ScheduleFreeWrapper(o, momentum=0.9),
+        skips=False,
     ),
     Recipe(
         'schedulefree',

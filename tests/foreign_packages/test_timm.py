@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import timm
+import timm.loss
 import timm.optim
 import timm.scheduler
 import torch
 import torch.nn.functional as F
-from ways import LEVELS, Recipe, Task, cases, digits, held_out, trial
+from ways import LEVELS, Recipe, Task, cases, refused, trial
 
 PACKAGE = 'timm'
 #: Tried at every level and through mmengine: learning rate.
@@ -102,6 +103,7 @@ RECIPES += [
         'Lookahead, around an initialised optimizer',
         lambda m: timm.optim.create_optimizer_v2(m, opt='momentum', lr=3e-2, momentum=0.9),
         around=lambda o: timm.optim.Lookahead(o, k=3),
+        skips=False,
     ),
 ]
 MORE = [recipe(name, rate) for name, rate in MORE_RATES.items()]
@@ -128,19 +130,17 @@ HESSIANS = [
 ]
 
 
-@pytest.mark.parametrize('recipe,level,api', cases(HESSIANS))
+@pytest.mark.parametrize('recipe,level,api', cases(HESSIANS, levels=('O1', 'O2', 'O5')))
 def test_second_derivatives(recipe: Recipe, level: str, api: str, row: dict[str, Any]) -> None:
-    trial(recipe, level, api, row)
+    refused(recipe, level, api, row, ['create_graph', "opt_level='O4'", 'torch.autograd.grad'])
 
 
-def pictures(index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = digits(index, 8)
-    return F.interpolate(images, scale_factor=4.0).expand(-1, 3, -1, -1), labels
-
-
-def held_out_pictures() -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = held_out()
-    return F.interpolate(images[:64], scale_factor=4.0).expand(-1, 3, -1, -1), labels[:64]
+def pictures(index: int, count: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """(count, 3, 32, 32) of noise, whose colour is the class."""
+    generator = torch.Generator().manual_seed(index)
+    labels = torch.arange(count) % 3
+    images = torch.randn(count, 3, 32, 32, generator=generator)
+    return images + F.one_hot(labels, 3).view(count, 3, 1, 1), labels
 
 
 def classify(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -148,14 +148,16 @@ def classify(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
 
 
 def task(name: str, **kwargs: Any) -> Task:
-    return Task(lambda: timm.create_model(name, num_classes=10, **kwargs), classify, pictures, held_out_pictures)
+    return Task(
+        lambda: timm.create_model(name, num_classes=3, **kwargs), classify, pictures, lambda: pictures(1000, 48)
+    )
 
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, drop_path_rate=0.1)
 MODELS = {
     'ViT, layer decay 0.75, cosine with warm-up': (task('vit_tiny_patch16_224', **VIT), 'adamw', 3e-3, 0.75),
     'ViT, lamb, layer decay 0.75': (task('vit_tiny_patch16_224', **VIT), 'lamb', 1e-2, 0.75),
-    'ResNet, lion': (task('resnet10t', stem_width=8, channels=(8, 16, 24, 32)), 'lion', 3e-4, None),
+    'ResNet, lion': (task('resnet10t', stem_width=8, channels=(8, 16, 24, 32)), 'lion', 1e-3, None),
     'ConvNeXt, nadamw, layer decay 0.8': (
         task('convnext_atto', depths=(1, 1, 2, 1), dims=(8, 16, 24, 32), drop_path_rate=0.1),
         'nadamw',

@@ -103,7 +103,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
             dict(params=[p for n, p in named if n in decayed], weight_decay=0.01),
             dict(params=[p for n, p in named if n not in decayed], weight_decay=0.0),
         ],
-        lr=5e-3,
+        lr=1e-2 if isinstance(model, transformers.ViTForImageClassification) else 5e-3,
     )
 
 

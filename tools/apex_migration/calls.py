@@ -26,9 +26,9 @@ INITIALIZE = (
     'min_loss_scale',
     'max_loss_scale',
 )
-#: Keywords of the functions of apex.amp, all of which are taken here.
+#: Keywords of the functions of apex.amp, all of which are taken here, and of ours, which an earlier run may have left.
 _AMP = {
-    'initialize': INITIALIZE,
+    'initialize': (*INITIALIZE, 'keep_fp32', 'fp32_ops', 'from_16bit'),
     'scale_loss': ('loss', 'optimizers', 'loss_id', 'model', 'delay_unscale', 'delay_overflow_check'),
     'init': ('enabled', 'loss_scale', 'enable_caching', 'verbose', 'allow_banned'),
 }

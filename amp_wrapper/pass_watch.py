@@ -1,0 +1,89 @@
+"""What a script is told, once, about gradients that reach an optimizer on another way than ``amp.scale_loss``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger('amp_wrapper')
+
+_UNSCALED = (
+    'steps gradients that no amp.scale_loss block brought: loss.backward() without it leaves out the loss scale, and small '
+    'gradients are 0 in float16. Write "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()".'
+)
+_UNNAMED = (
+    'steps gradients that amp.scale_loss brought for another optimizer: they are in order, but an overflow among them does not '
+    'lower the loss scale. Name it too: amp.scale_loss(loss, [optimizer0, optimizer1]).'
+)
+_NOT_THE_SCALED = (
+    'got gradients inside of a "with amp.scale_loss(...) as scaled_loss" block, while the backward pass of scaled_loss itself '
+    'did not run: they were divided by a scale that they do not carry. Call scaled_loss.backward(), not loss.backward().'
+)
+
+
+class PassWatch:
+    """Watches one optimizer of a script.
+
+    Args:
+        label: What to call it.
+        speaks: Whether anything is said.
+    """
+
+    def __init__(self, label: str, speaks: bool) -> None:
+        self._label = label
+        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED} if speaks else set()
+        # a gradient that was there when the last step was over, and its version
+        self._stepped: tuple[ReferenceType[Tensor], int] | None = None
+
+    def note_step(self, parameters: Iterable[Tensor]) -> None:
+        """A step is over: gradients that are still there are no news."""
+        grad = next((p.grad for p in parameters if p.grad is not None), None)
+        self._stepped = None if grad is None else (ref(grad), grad._version)
+
+    def see_step(self, parameters: Sequence[Tensor], named: bool, lent: bool) -> None:
+        """A step is about to be taken. Reads the device only where no block brought anything, and gradients are there.
+
+        Args:
+            parameters: What the optimizer steps; their gradients are unscaled.
+            named: Whether a block that named the optimizer has brought something since the last step.
+            lent: Whether a block that did not name it has.
+        """
+        if named or not self._open:
+            return
+        if lent:
+            self._tell(_UNNAMED)
+            return
+        if _UNSCALED not in self._open or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        found = [p.grad for p in parameters if p.grad is not None]
+        if not found or self._is_old(found[0]):
+            return
+        # cleared ones are zero
+        home = found[0].device
+        values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
+        if torch.stack([value.any().to(home) for value in values]).any():
+            self._tell(_UNSCALED)
+
+    def _is_old(self, grad: Tensor) -> bool:
+        return self._stepped is not None and self._stepped[0]() is grad and self._stepped[1] == grad._version
+
+    def see_block(self, weights: Iterable[Tensor]) -> None:
+        """A block ends, and its scaled loss was not differentiated.
+
+        Args:
+            weights: What the optimizer steps, on the model's side; without what was there before the block.
+        """
+        if _NOT_THE_SCALED in self._open and any(weight.grad is not None for weight in weights):
+            self._tell(_NOT_THE_SCALED)
+
+    def _tell(self, text: str) -> None:
+        if text in self._open:
+            self._open.discard(text)
+            logger.warning(f'amp: {self._label} {text}')
+
+
+__all__ = ['PassWatch']
