@@ -140,9 +140,22 @@ def closes(net: Net, optimizer: Optimizer, index: int) -> None:
     optimizer.step(closure)
 
 
+def combines_gradients(net: Net, optimizer: Optimizer, index: int) -> None:
+    """As PCGrad does: the gradients of each loss by themselves, and a mixture handed back."""
+    kept: list[list[Tensor | None]] = []
+    for part in range(2):
+        optimizer.zero_grad()
+        backward(net(data(index + part)), optimizer)
+        kept.append([None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)])
+    optimizer.zero_grad()
+    for parameter, first, second in zip(amp.master_params(optimizer), *kept):
+        parameter.grad = None if first is None or second is None else first + second
+    optimizer.step()
+
+
 HABITS: list[Callable[[Net, Optimizer, int], None]] = [
     steps_again, never_clears, clears_by_zeros, has_nothing_to_do, penalises, trains_another, accumulates, evaluates,
-    uses_a_part, only_looks, closes,
+    uses_a_part, only_looks, closes, combines_gradients,
 ]  # fmt: skip
 
 
