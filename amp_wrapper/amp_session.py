@@ -75,9 +75,11 @@ class Session:
             for engine, optimizer in zip(self._engines, optimizers):
                 name = type(optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
                 engine.pass_watch = PassWatch(name, policy.verbosity >= 1)
-        earlier = [engine for session in _alive() for engine in session._engines]
+        if optimizers:
+            # passes of this session look at the others: not at those that nobody uses any more
+            _forget_dead()
         for engine in self._engines:
-            engine.follow(earlier)
+            engine.follow([earlier for session in _alive() for earlier in session._engines])
         # before masters stand in the place of their weights
         theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self._engines, models, policy)
@@ -92,8 +94,6 @@ class Session:
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
         if optimizers:
-            # passes of this session look at the others: not at those that nobody uses any more
-            _forget_dead()
             _sessions.append(ref(self))
 
     def engine(self, optimizer: Optimizer) -> AmpEngine:

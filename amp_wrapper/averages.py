@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from . import casting, twins
+from . import buffer_snapshots, casting, twins
 from .errors import AmpUsageError
 from .nested import HALF_TYPES
 
@@ -81,6 +81,8 @@ def _reads_a_model(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         cast = isinstance(model, nn.Module) and casting.is_cast(model)
+        if isinstance(model, nn.Module) and isinstance(self.module, nn.Module):
+            buffer_snapshots.before_average(self.module, model)
         return method(self, Fp32View(model) if cast else model, *args, **kwargs)
 
     return call

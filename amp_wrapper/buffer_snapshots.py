@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from . import torch_internals
+from .buffer_averages import AveragedBuffers
 from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
 from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers
 
@@ -98,6 +99,7 @@ class BufferSnapshots:
         # places that somebody gave another shape or type since the step began
         self._lost: set[int] = set()
         self._large: dict[int, Tensor | None] = {}
+        self._averaged = AveragedBuffers()
         self._slots: list[_Slot] = []
         self._seen: list[Tensor | None] = []
         self._collect()
@@ -367,6 +369,7 @@ class BufferSnapshots:
         self._kept, self._doubt = False, None
         if live and flag is not None:
             self._write_back(flag)
+        self._averaged.release(flag if live else None)
         self._lost.clear()
         for place, copy in self._large.items():
             if live and copy is not None and self._copied[place] == self._versions[place]:
@@ -437,6 +440,19 @@ class BufferSnapshots:
             return
         self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
 
+    def average(self, means: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
+        """Averages of buffers are about to be updated. In the middle of a step, they share the fate of what they average.
+
+        Args:
+            means: The buffers of the average.
+            buffers: Those of the model, in the same order.
+        """
+        if self._live:
+            mine = set(map(id, self._seen))
+            for mean, buffer in zip(means, buffers):
+                if id(buffer) in mine:
+                    self._averaged.hold(mean)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
@@ -481,6 +497,17 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
+def before_average(average: nn.Module, model: nn.Module) -> None:
+    """A copy of a model, which averages it, is about to be updated.
+
+    Args:
+        average: The copy.
+        model: The model, or a wrapper of the same structure that the copy was made from.
+    """
+    for snapshots in list(_living):
+        snapshots.average(average.buffers(), model.buffers())
+
+
 # those whose modules may be given further ones
 _living: WeakSet[BufferSnapshots] = WeakSet()
 _listening: RemovableHandle | None = None
@@ -497,4 +524,4 @@ def _on_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
         snapshots.look_again(parent)
 
 
-__all__ = ['LARGE', 'BufferSnapshots']
+__all__ = ['LARGE', 'BufferSnapshots', 'before_average']

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 _harmless: list[Callable[..., Any]] = []
 
@@ -123,4 +124,48 @@ def late_gradients(optimizer: Optimizer) -> Iterator[None]:
             group['fused'] = True
 
 
-__all__ = ['LateRead', 'flagged', 'has_pre_hooks', 'late_gradients', 'mark_harmless', 'takes_flag']
+@contextlib.contextmanager
+def before_post_hooks(optimizer: Optimizer, call: Callable[[], None] | None) -> Iterator[None]:
+    """The optimizer's next step is followed by ``call``, and then by the hooks that somebody registered behind it.
+
+    Such hooks write to what was stepped (a clamp, an average that is copied back), or to the weights of the model.
+
+    Args:
+        optimizer: Any.
+        call: Called once where the step ends without an error, also by a ``step`` that calls no hooks; None for nothing.
+    """
+    if call is None:
+        yield
+        return
+    # torch calls those for all optimizers first
+    hooks: Any = _global_optimizer_post_hooks or getattr(optimizer, '_optimizer_step_post_hooks', None)
+    if not hooks:
+        yield
+        call()
+        return
+    waiting = [call]
+
+    def hook(stepped: Optimizer, args: Any, kwargs: Any) -> None:
+        if stepped is optimizer and waiting:
+            waiting.pop()()
+
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    hooks.move_to_end(handle.id, last=False)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if waiting:
+        call()
+
+
+__all__ = [
+    'LateRead',
+    'before_post_hooks',
+    'flagged',
+    'has_pre_hooks',
+    'late_gradients',
+    'mark_harmless',
+    'takes_flag',
+]

@@ -43,7 +43,17 @@ from mmengine.structures import BaseDataElement
 from mmengine.utils import digit_version
 from torch import Tensor, nn
 
-from . import averages, casting, mmengine_resuming, mmengine_saving, mmengine_schedules, model_names, scope, twins
+from . import (
+    averages,
+    buffer_snapshots,
+    casting,
+    mmengine_resuming,
+    mmengine_saving,
+    mmengine_schedules,
+    model_names,
+    scope,
+    twins,
+)
 from .errors import AmpAttachError, AmpConfigError, AmpUsageError
 from .nested import HALF_TYPES, map_tensors
 from .optim import FusedAdam
@@ -65,6 +75,7 @@ def _patch_averaged_model() -> None:
 
     @functools.wraps(original_update)
     def update_parameters(self: Any, model: nn.Module) -> None:
+        buffer_snapshots.before_average(self.module, model)
         original_update(self, averages.Fp32View(model) if casting.is_cast(model) else model)
 
     BaseAveragedModel.__init__ = init

@@ -38,9 +38,15 @@ class PassWatch:
         self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED} if speaks else set()
         # a gradient that was there when the last step was over, and its version
         self._stepped: tuple[ReferenceType[Tensor], int] | None = None
+        self._cleared = False
+
+    def note_clear(self, named: bool) -> None:
+        """Gradients are cleared: a script may have kept those of a block, to hand back what it makes of them (PCGrad)."""
+        self._cleared = self._cleared or named
 
     def note_step(self, parameters: Iterable[Tensor]) -> None:
         """A step is over: gradients that are still there are no news."""
+        self._cleared = False
         grad = next((p.grad for p in parameters if p.grad is not None), None)
         self._stepped = None if grad is None else (ref(grad), grad._version)
 
@@ -52,7 +58,7 @@ class PassWatch:
             named: Whether a block that named the optimizer has brought something since the last step.
             lent: Whether a block that did not name it has.
         """
-        if named or not self._open:
+        if named or self._cleared or not self._open:
             return
         if lent:
             self._tell(_UNNAMED)

@@ -256,7 +256,7 @@ def test_each_loss_falls_by_itself(level: str, device: torch.device) -> None:
 @pytest.mark.parametrize('count', [1, 2, 3, 4])
 def test_another_number_of_scales(count: int, device: torch.device) -> None:
     model, optimizer = make(device)
-    initialize(model, optimizer, 'O2', num_losses=3)
+    initialize(model, optimizer, 'O2', num_losses=3, verbosity=1)
     with logged() as lines:
         amp.load_state_dict({f'loss_scaler{i}': {'loss_scale': 2.0 ** (i + 3), 'unskipped': 7} for i in range(count)})
     assert scales(optimizer) == [2.0**3, 2.0**4, 2.0**5][:count] + [2.0**16] * (3 - count)
@@ -268,7 +268,7 @@ def test_another_number_of_scales(count: int, device: torch.device) -> None:
 @pytest.mark.parametrize('level', ['O0', 'O3', 'O4', 'O5'])
 def test_a_static_scale_stays(level: str, device: torch.device) -> None:
     model, optimizer = make(device)
-    initialize(model, optimizer, level)
+    initialize(model, optimizer, level, verbosity=1)
     with logged() as lines:
         amp.load_state_dict({'loss_scaler0': {'loss_scale': 512.0, 'unskipped': 3}})
     assert scales(optimizer) == [1.0]

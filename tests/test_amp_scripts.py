@@ -195,7 +195,7 @@ def test_a_parameter_that_an_optimizer_has_twice(level: str, device: torch.devic
     assert 'step' not in vars(optimizer)
 
 
-@pytest.mark.parametrize('level', ['O0', 'O2', 'O3', 'O5'])
+@pytest.mark.parametrize('level', ['O2', 'O3', 'O5'])
 def test_a_model_is_cast_once(level: str, device: torch.device) -> None:
     """The remedy is one that this interface has."""
     net, _ = trained(level, device)

@@ -42,7 +42,7 @@ class Deep(nn.Module):
 
 def make(device: torch.device, level: str, how: type[Optimizer] = SGD, **options: Any) -> tuple[Deep, Optimizer]:
     model = Deep().to(device)
-    return amp.initialize(model, how(model.parameters(), lr=0.125), opt_level=level, verbosity=0, **options)
+    return amp.initialize(model, how(model.parameters(), lr=0.125), opt_level=level, **{'verbosity': 0, **options})
 
 
 def train(model: nn.Module, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_an_optimizer_that_somebody_holds_counts(device: torch.device) -> None:
     except AmpUsageError as error:
         history.append(error.__traceback__)  # as sys.last_traceback has it
     del history[0]
-    model, optimizer = make(device, 'O2', loss_scale='dynamic')
+    model, optimizer = make(device, 'O2', loss_scale='dynamic', verbosity=1)
     set_scales(optimizer, 2.0**3)
     # its frames hold it
     assert scale_list() == [2.0**5, 2.0**3]

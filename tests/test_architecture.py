@@ -57,6 +57,7 @@ FLOOR_OF = {
     'open_window': 'owners',
     'buffer_snapshots': 'owners',
     'buffer_copies': 'owners',
+    'buffer_averages': 'owners',
     'buffer_hooks': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
@@ -151,6 +152,10 @@ SIBLINGS = {
     # the hooks tell snapshots of passes, and what is copied how is no matter of when
     ('buffer_snapshots', 'buffer_hooks'),
     ('buffer_snapshots', 'buffer_copies'),
+    # averages of buffers share their fate
+    ('buffer_snapshots', 'buffer_averages'),
+    ('buffer_averages', 'buffer_copies'),
+    ('averages', 'buffer_snapshots'),
     # they are kept out of what torch.compile traces as all others are
     ('buffer_hooks', 'forward_hooks'),
     ('open_window', 'checkpoint'),

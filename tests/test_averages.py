@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import pickle
 import sys
 import types
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from mmengine.model import ExponentialMovingAverage
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
@@ -336,3 +338,47 @@ def test_patches_are_the_identity_without_casts(device: torch.device, libraries:
     with listed.average_parameters():
         pass
     assert averages.fp32(model.fc.weight) is model.fc.weight
+
+
+@pytest.mark.parametrize('interface', ['torch', 'mmengine'])
+@pytest.mark.parametrize('level', [level for level in LEVELS if level != 'O0'])
+@pytest.mark.parametrize('bad', [None, 0, 1])
+def test_buffers_of_an_average_updated_while_gradients_accumulate(
+    bad: int | None, level: str, interface: str, device: torch.device
+) -> None:
+    """A batch with NaN leaves nothing in the average of a model's buffers, wherever it stands in its window."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
+    wrapper = AmpOptimWrapper(
+        opt_level=level, optimizer=SGD(model.parameters(), lr=0.125), accumulative_counts=2, loss_scale=8.0, verbosity=0
+    )
+    wrapper.initialize_count_status(model, 0, 100)
+    with wrapper.optim_context(model):
+        pass
+    mean: Any
+    if interface == 'torch':
+        mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+    else:
+        mean = ExponentialMovingAverage(model, momentum=0.5, update_buffers=True)
+
+    def iteration(factor: float = 1.0) -> None:
+        with wrapper.optim_context(model):
+            loss = model(torch.randn(5, 3, device=device) * factor).float().pow(2).mean()
+        wrapper.update_params(loss)
+        mean.update_parameters(model)
+
+    for _ in range(2):
+        iteration()
+    before = [buffer.clone() for buffer in mean.module.buffers()]
+    own = [buffer.clone() for buffer in model.buffers()]
+    for index in range(2):
+        iteration(math.nan if index == bad else 1.0)
+    after = list(mean.module.buffers())
+    assert all(bool(buffer.isfinite().all()) for buffer in after)
+    if bad is None:
+        assert not torch.equal(after[0], before[0])
+        return
+    # what is left is the update behind the skipped step: of the buffers as they were
+    want = [b.lerp(o.to(b.dtype), 0.5) if b.is_floating_point() else b for b, o in zip(before, own)]
+    assert torch.allclose(after[0], want[0])
+    assert torch.allclose(after[1], want[1])

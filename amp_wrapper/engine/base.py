@@ -312,8 +312,11 @@ class EngineBase:
 
     def _drop(self) -> None:
         """Gradients are cleared before anybody stepped: what their scales were too large for, they learn all the same."""
+        named = self._flags.named
         if self._shared and self.in_own_window and self._arrivals.held is None and not self._reducers.is_local():
             self._update_scalers()
+        if self.pass_watch is not None:
+            self.pass_watch.note_clear(named)
         self._flags.clear()
 
     def _update_scalers(self) -> None:

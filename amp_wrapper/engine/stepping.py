@@ -16,7 +16,7 @@ from .. import (
 )
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError
 from ..gradients import GradientClip
-from ..late_read import LateRead, flagged, has_pre_hooks, late_gradients, takes_flag
+from ..late_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
 from ..optim.fused import FusedOptimizer, Update
 from ..step_result import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, decision_of
 from .base import EngineBase, Sides, Stage
@@ -74,6 +74,10 @@ class Stepping(Receiving):
             self.pass_watch.note_step(self._parameters())
         return result
 
+    def _settle(self) -> None:
+        if self._masters is not None:
+            self._masters.settle()
+
     def _finish_arrivals(self) -> None:
         """Everything that the optimizer is about to step is unscaled, and was looked at."""
         held = self._arrivals.held
@@ -93,14 +97,12 @@ class Stepping(Receiving):
         """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
         assert isinstance(self.optimizer, FusedOptimizer)
         waits = self.scalers[0].checks and self._watch.must_wait
-        update = Update(gradients, sides.partners, lambda found: self._prologue(clip, found))
+        update = Update(gradients, sides.partners, lambda found: self._prologue(clip, found), self._settle)
         with self.optimizer.updating(update):
             self._own('step')(**kwargs)
         decision = update.decision
         assert decision is not None
         norm = None if clip is None or clip.kind == 'value' else decision[GRAD_NORM]
-        if self._masters is not None:
-            self._masters.settle()
         if self._sums is not None:
             self._sums.clear()
         if self._on_arrival:
@@ -218,10 +220,9 @@ class Stepping(Receiving):
             if clip is not None and norm is None:
                 norm = clip.apply(self._parameters(), known)
             skipping = flagged(self.optimizer, skip) if by_flag and skip is not None else nullcontext()
-            with late_gradients(self.optimizer), skipping:
+            copies = None if self._masters is None else self._masters.copy_to_weights
+            with late_gradients(self.optimizer), skipping, before_post_hooks(self.optimizer, copies):
                 self._own('step')(**kwargs)
-            if self._masters is not None:
-                self._masters.copy_to_weights()
         self._update_scalers()
         if by_flag:
             self._watch.pass_unseen()

@@ -26,6 +26,10 @@ from .plan import WIDE, Hyper, Part, Place, Plan, flat, misfit, same, uncountabl
 _CPU = torch.device('cpu')
 
 
+def _nothing() -> None:
+    """For callers that have nothing to do after the writes."""
+
+
 @dataclasses.dataclass(eq=False)
 class Update:
     """What an owner of the loss scale tells a fused optimizer about one step; see :meth:`FusedOptimizer.updating`.
@@ -36,12 +40,14 @@ class Update:
             same tensors every time, where nothing changed.
         decide: Called once with all gradients, after everything was checked and before anything is written. Returns keyword
             arguments of :func:`amp_wrapper.ops.step_prologue`: ``found_inf``, ``norm``, ``scale``, ``clip_value`` and the like.
+        written: Called once everything is written, before the optimizer's post-hooks, which may write more.
         decision: Set by ``step()``: float32 (8,) on the device, as :func:`amp_wrapper.ops.step_prologue` describes it.
     """
 
     gradients: Sequence[Tensor | None]
     partners: Sequence[Tensor | None]
     decide: Callable[[list[Tensor]], Mapping[str, Any]]
+    written: Callable[[], None] = _nothing
     decision: Tensor | None = None
 
 
@@ -228,6 +234,7 @@ class FusedOptimizer(Optimizer):
         self._commit(plan)
         if update is not None:
             update.decision = plan.places[0].decision
+            update.written()
 
     def _fits(
         self,
