@@ -42,12 +42,20 @@ class OutsideAverage(Hook):
     def before_run(self, runner: Any) -> None:
         self.copy = toy.ToyModel()
         self.average = MODELS.build(dict(self.average_cfg, model=self.copy))
+        self.window: list[torch.Tensor] = []  # the average's buffers, before the first update of a window
 
     def _ema(self, runner: Any) -> EMAHook:
         return next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
 
     def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+        buffers = list(self.average.module.buffers())
         with torch.no_grad():
+            if runner.iter % 2 == 0:
+                self.window = [value.clone() for value in buffers]
+            # a skipped step gives the average's buffers back, too; its last update then sees those of the model as they were
+            if runner.iter % 2 == 1 and runner.optim_wrapper.step_was_skipped():
+                for value, was in zip(buffers, self.window):
+                    value.copy_(was)
             now = masters(runner.model)
             for name, parameter in self.copy.named_parameters():
                 parameter.copy_(now[name])
