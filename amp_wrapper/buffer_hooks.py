@@ -26,6 +26,9 @@ class Passes(Protocol):
     def leave(self, module: nn.Module) -> None:
         """It ends."""
 
+    def settle(self) -> None:
+        """Somebody is about to read the buffers."""
+
 
 def _is_checkpointed() -> bool:
     """Whether the caller is a reentrant checkpoint, in its first run of a segment."""
@@ -90,10 +93,23 @@ class LeaveModelBuffers(BufferHook):
         _leave(self._snapshots(), module)
 
 
+class SaveBuffers(BufferHook):
+    """Hook of a model, called before its state dict is made."""
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        snapshots = self._snapshots()
+        if snapshots is not None:
+            snapshots.settle()
+
+
 def _enter(snapshots: Passes | None, module: nn.Module) -> None:
+    if snapshots is None:
+        return
     # reentrant checkpointing runs a segment without gradients at first
-    if snapshots is not None and (torch.is_grad_enabled() or (module.training and _is_checkpointed())):
+    if torch.is_grad_enabled() or (module.training and _is_checkpointed()):
         snapshots.enter(module)
+    else:
+        snapshots.settle()
 
 
 def _leave(snapshots: Passes | None, module: nn.Module) -> None:
@@ -101,4 +117,4 @@ def _leave(snapshots: Passes | None, module: nn.Module) -> None:
         snapshots.leave(module)
 
 
-__all__ = ['BufferHook', 'EnterBuffers', 'EnterModelBuffers', 'LeaveBuffers', 'LeaveModelBuffers']
+__all__ = ['BufferHook', 'EnterBuffers', 'EnterModelBuffers', 'LeaveBuffers', 'LeaveModelBuffers', 'SaveBuffers']

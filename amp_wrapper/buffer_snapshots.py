@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from . import torch_internals
 from .buffer_averages import AveragedBuffers
 from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
-from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers
+from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers, SaveBuffers
 
 #: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
 LARGE = 2**20
@@ -83,7 +83,7 @@ class BufferSnapshots:
         self._roots = list(roots)
         self._owners = owners
         self._leave = leave
-        self._handles: dict[int, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._handles: dict[int, tuple[RemovableHandle, ...]] = {}
         self._regions = _Regions()
         self._lock = threading.Lock()
         # calls under way, on all threads
@@ -197,6 +197,7 @@ class BufferSnapshots:
                 self._handles[key] = (
                     module.register_forward_pre_hook(enter, prepend=True),
                     module.register_forward_hook(leave, always_call=True),
+                    *([module.register_state_dict_pre_hook(SaveBuffers(self))] if whole else []),  # type: ignore[no-untyped-call]
                 )
 
     def remove(self) -> None:
@@ -440,18 +441,29 @@ class BufferSnapshots:
             return
         self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
 
-    def average(self, means: Iterable[Tensor], buffers: Iterable[Tensor]) -> None:
-        """Averages of buffers are about to be updated. In the middle of a step, they share the fate of what they average.
+    def settle(self) -> None:
+        """Somebody is about to read the buffers: an evaluation, an average, who saves. No host read.
+
+        What the skipped step of another optimizer left in them (:meth:`question`) is gone after it.
+        """
+        if self._live and self._doubt is not None and not self._active:
+            self.restore(self._doubt)
+
+    def average(self, average: nn.Module, model: nn.Module) -> None:
+        """An average of the buffers is about to be updated. In the middle of a step, it shares the fate of what it averages.
 
         Args:
-            means: The buffers of the average.
-            buffers: Those of the model, in the same order.
+            average: A copy of ``model``.
+            model: The model, or a wrapper of the same structure that the copy was made from.
         """
-        if self._live:
-            mine = set(map(id, self._seen))
-            for mean, buffer in zip(means, buffers):
-                if id(buffer) in mine:
-                    self._averaged.hold(mean)
+        self.settle()
+        if not self._live and not self._averaged.waits:
+            return
+        mine = set(map(id, self._seen))
+        means = {
+            name: mean for (name, mean), buffer in zip(average.named_buffers(), model.buffers()) if id(buffer) in mine
+        }
+        self._averaged.hold(average, means, self._live)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -471,12 +483,17 @@ class BufferSnapshots:
             and not same_bits(copy, now[place])
         }
 
+    def averages(self) -> list[dict[str, dict[str, Tensor]]]:
+        """Of averages that were updated in an open window, the buffers ``before`` it and ``now``, for a checkpoint. Syncs."""
+        return self._averaged.state() if self._live else []
+
     @torch.no_grad()
-    def load(self, copies: Mapping[str, Tensor]) -> None:
+    def load(self, copies: Mapping[str, Tensor], averages: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()) -> None:
         """Continue an open window. The buffers have been loaded, or will be before the next forward pass.
 
         Args:
             copies: From :meth:`state`; those of unknown buffers, or of another shape, are left out.
+            averages: From :meth:`averages`.
         """
         self._take()
         there = self._copies()
@@ -485,6 +502,7 @@ class BufferSnapshots:
             if value is not None and place in there and value.shape == there[place].shape:
                 there[place].copy_(value)
                 self._copied[place] = -1
+        self._averaged.load(averages)
         self._kept = True
         self._trusts = True
 
@@ -505,7 +523,13 @@ def before_average(average: nn.Module, model: nn.Module) -> None:
         model: The model, or a wrapper of the same structure that the copy was made from.
     """
     for snapshots in list(_living):
-        snapshots.average(average.buffers(), model.buffers())
+        snapshots.average(average, model)
+
+
+def settle() -> None:
+    """What skipped steps left in the buffers of any model is gone after it: somebody is about to save them. No host read."""
+    for snapshots in list(_living):
+        snapshots.settle()
 
 
 # those whose modules may be given further ones
@@ -524,4 +548,4 @@ def _on_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
         snapshots.look_again(parent)
 
 
-__all__ = ['LARGE', 'BufferSnapshots', 'before_average']
+__all__ = ['LARGE', 'BufferSnapshots', 'before_average', 'settle']

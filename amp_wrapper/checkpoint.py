@@ -52,6 +52,7 @@ class Window:
         found_inf: Whether each loss overflowed.
         foreign_found_inf: Whether what losses of other optimizers brought overflowed; None where they brought nothing.
         buffers: What buffers that the window's forward passes have changed were before it, by qualified name.
+        averages: Of averages that were updated in the window, their buffers ``before`` it and ``now``, by name.
     """
 
     gradients: Sequence[Tensor | None]
@@ -60,6 +61,7 @@ class Window:
     found_inf: Sequence[float]
     foreign_found_inf: float | None = None
     buffers: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    averages: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,10 @@ def write(
             amp['window']['foreign_found_inf'] = window.foreign_found_inf
         if window.buffers:
             amp['window']['buffers'] = dict(window.buffers)
+        if window.averages:
+            amp['window']['averages'] = [
+                {key: dict(values) for key, values in entry.items()} for entry in window.averages
+            ]
     result = dict(optimizer)
     result['loss_scaler'] = dict(loss_scalers[0])
     if stock_shaped:
@@ -314,10 +320,22 @@ def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Windo
     if foreign is not None and not (is_number(foreign) and foreign in (0, 1)):
         raise AmpCheckpointError(f"amp['window']['foreign_found_inf']={foreign!r} must be 0 or 1.")
     buffers: Any = window.get('buffers', {})
-    if not isinstance(buffers, Mapping) or not all(
-        isinstance(name, str) and isinstance(buffer, Tensor) for name, buffer in buffers.items()
-    ):
+    if not _are_tensors(buffers):
         raise AmpCheckpointError("amp['window']['buffers'] must be a dict of tensors by name.")
+    averages: Any = window.get('averages', [])
+    if not isinstance(averages, (list, tuple)) or not all(
+        isinstance(entry, Mapping) and all(_are_tensors(entry.get(key)) for key in ('before', 'now'))
+        for entry in averages
+    ):
+        raise AmpCheckpointError(
+            "amp['window']['averages'] must be a list of dicts 'before' and 'now' of tensors by name."
+        )
     values = [float(value) for value in found]
     received = None if foreign is None else float(foreign)
-    return Window(gradients, window['unscaled'], list(used), values, received, dict(buffers))
+    return Window(gradients, window['unscaled'], list(used), values, received, dict(buffers), list(averages))
+
+
+def _are_tensors(values: Any) -> bool:
+    return isinstance(values, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in values.items()
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 import numpy as np
 import torch
@@ -93,12 +94,13 @@ class DeferredLog:
 
     Args:
         hub: The hub whose ``log_scalars`` the logger hook prints.
-        told: Called with the rows that are news, when they are read.
+        told: A method that is called with the rows that are news, when they are read. Its object is not kept alive: hubs
+            live as long as the process.
     """
 
-    def __init__(self, hub: MessageHub, told: Callable[[list[list[float]]], None] = lambda rows: None) -> None:
+    def __init__(self, hub: MessageHub, told: Callable[[list[list[float]]], None] | None = None) -> None:
         self._hub = hub
-        self.rows = DeferredRows(told)
+        self.rows = DeferredRows() if told is None else DeferredRows(_weakly(told))
 
     def update(self, row: Tensor, names: dict[str, int], tells: bool = False) -> None:
         """Log some numbers of a row. Syncs once for each name that the log does not know yet.
@@ -125,3 +127,14 @@ class DeferredLog:
                 self._hub.log_scalars[name] = buffer
             entries.append((buffer, index))
         self.rows.add(row, entries, tells)
+
+
+def _weakly(method: Callable[[list[list[float]]], None]) -> Callable[[list[list[float]]], None]:
+    reference = WeakMethod(method)
+
+    def call(rows: list[list[float]]) -> None:
+        found = reference()
+        if found is not None:
+            found(rows)
+
+    return call

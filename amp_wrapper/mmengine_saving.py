@@ -30,7 +30,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import FlexibleRunner, Runner
 
-from . import checkpoint_file, model_names
+from . import buffer_snapshots, checkpoint_file, model_names
 from .errors import AmpCheckpointError
 from .policy import Policy
 
@@ -57,6 +57,8 @@ def is_local(path: str, backend_args: Any = None) -> bool:
 
 @contextmanager
 def _saved_by(runner: Any) -> Iterator[None]:
+    # mmengine collects state dicts without the hooks that torch calls before it does
+    buffer_snapshots.settle()
     token = _saving.set(runner if wrappers_of(runner) else _saving.get())
     try:
         yield

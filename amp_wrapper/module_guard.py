@@ -61,8 +61,9 @@ def _check_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> No
         if foreign:
             raise AmpUsageError(
                 f'{type(parent).__name__}.{name} = {type(new).__name__}: the model was cast already, and a module that '
-                f'comes later ({some(foreign)}) would stay out of the cast, the masters and the optimizer. Call '
-                f'optim_wrapper.detach(), change the model, give its parameters to the optimizer, and attach again.'
+                f'comes later ({some(foreign)}) would stay out of the cast, the masters and the optimizer. Change the '
+                f'model before amp.initialize(). With a wrapper, call optim_wrapper.detach(), change the model, give its '
+                f'parameters to the optimizer, and attach again.'
             )
     for loss in losses:
         # recipes switch losses in the middle of a training: the new one runs in FP32 like the old one

@@ -37,7 +37,8 @@ def save(
         saved.append(None if gradient is None else gradient.detach().clone())
     found, foreign = flags.state()
     before = {} if buffers is None else buffers.state()
-    return Window(saved, unscaled, list(flags.used), found, foreign, before)
+    averages = [] if buffers is None else buffers.averages()
+    return Window(saved, unscaled, list(flags.used), found, foreign, before, averages)
 
 
 def restore(window: Window, parameters: Sequence[tuple[nn.Parameter, nn.Parameter]], sums: Fp32Sums | None) -> None:

@@ -146,7 +146,7 @@ class Saving(EngineBase):
         open_window.restore(window, list(zip(self.weights(), self._parameters())), self._sums)
         self._flags.restore(window.used, window.found_inf, window.foreign_found_inf)
         if self._buffers is not None:
-            self._buffers.load(window.buffers)
+            self._buffers.load(window.buffers, window.averages)
         self.stage = Stage.ACCUMULATING
         self._say(
             logging.INFO,
