@@ -511,10 +511,20 @@ def test_a_block_of_autocast_that_ends_before_the_casts() -> None:
     assert not torch.is_autocast_enabled('cpu')
 
 
-def test_functions_keep_their_identity(half: torch.dtype) -> None:
-    assert torch.softmax.__module__ is None or 'amp' not in str(torch.softmax.__module__)
-    assert 'sum' not in vars(torch.Tensor)
-    assert pickle.loads(pickle.dumps(F.softmax)) is F.softmax
+@pytest.mark.parametrize('dtype', HALVES)
+def test_functions_keep_their_identity(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    # without what other tests have registered, for the life of the process
+    monkeypatch.setattr(fp32_ops, '_members', fp32_ops._Members())
+    # of ops that torch's dispatcher casts
+    sites = [(torch, 'softmax'), (torch, 'sum'), (torch, 'mm'), (torch.Tensor, 'sum'), (F, 'softmax'), (F, 'linear')]
+    before = [vars(holder).get(name) for holder, name in sites]
+    casts = GlobalCasts(dtype)
+    casts.start()
+    try:
+        assert [vars(holder).get(name) for holder, name in sites] == before
+        assert pickle.loads(pickle.dumps(F.softmax)) is F.softmax
+    finally:
+        casts.stop()
 
 
 def test_weights_that_change_are_seen_at_once(half: torch.dtype) -> None:
