@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # before torch starts its threads: two workers on two cores, and bit-exact sums that do not depend on their number
@@ -25,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     absent = missing()
     if absent:
         config.pluginmanager.register(SkipsWhatLacksAPackage(absent))
+
+
+def pytest_collection_finish() -> None:
+    # amp.initialize and many tests collect garbage: not each time all that was imported
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope='session')

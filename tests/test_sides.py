@@ -278,7 +278,7 @@ CASES = [
 def test_any_interleaving_is_that_of_the_reference(
     level: str, interface: str, optimizer: str, device: torch.device
 ) -> None:
-    @settings(max_examples=12, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=40, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(SCENES)
     def play(scenes: list[Any]) -> None:
         both = Play(level, interface, optimizer, device)
