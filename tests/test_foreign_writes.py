@@ -311,3 +311,31 @@ def test_a_load_is_newer_than_a_write_to_the_master(level: str, device: torch.de
     assert torch.equal(model[0].weight, doubled) and torch.equal(masters[0], doubled.float())
     for weight, master in list(zip(model.parameters(), masters))[1:]:
         assert bool((weight == 0.75).all()) and bool((master == 0.75).all())
+
+
+@pytest.mark.parametrize('level', MASTERED)
+def test_a_move_to_another_device_is_no_write(level: str, device: torch.device) -> None:
+    """Masters go along; one that was written to before the move is still the newer side after it."""
+    if device.type == 'cpu':
+        pytest.skip('a CPU is the only device here, and torch moves no tensor in place to meta')
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.25, momentum=0.5)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    expected = [p.detach().clone() for p in amp.master_params(optimizer)]
+    for place in (device, torch.device('cpu'), device):
+        with torch.no_grad():
+            # on the old device, seen on the new one
+            next(iter(amp.master_params(optimizer))).add_(0.125)
+        expected[0] += 0.125
+        model.to(place)
+        assert {p.device.type for p in amp.master_params(optimizer)} == {place.type}
+        model(torch.ones(1, 3, device=place))
+        for weight, master, value in zip(model.parameters(), amp.master_params(optimizer), expected):
+            assert master.detach().cpu().equal(value)
+            assert weight.detach().cpu().equal(value.to(weight.dtype))
+        with torch.no_grad():
+            # and a write to a weight is one
+            model.bias.fill_(0.5)
+        model(torch.ones(1, 3, device=place))
+        expected[1].fill_(0.5)
+        assert list(amp.master_params(optimizer))[1].tolist() == [0.5, 0.5]
