@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.cpp_extension import CUDA_HOME
 
 import amp_wrapper
 from amp_wrapper.ops import loader
@@ -260,9 +261,18 @@ def test_words_that_mean_nothing_are_refused(tree: Tree) -> None:
 def test_built_in_place(built: Tree) -> None:
     built.build()
     found = built.library()
+    # why there are no CUDA ops
+    if torch.version.cuda is None:
+        reason = 'the torch that it was built with has no CUDA'
+    elif not torch.cuda.is_available():
+        reason = 'no GPU was seen when it was built; FORCE_CUDA=1 builds the CUDA ops all the same'
+    elif CUDA_HOME is None:
+        reason = 'nvcc was not found; CUDA_HOME names the folder of a CUDA toolkit'
+    else:
+        reason = ''
     assert found == {
         'file': found['file'],
-        'reason': '' if torch.version.cuda else 'the torch that it was built with has no CUDA',
+        'reason': reason,
         'changed': False,
         'warnings': 0,
     }

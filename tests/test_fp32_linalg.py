@@ -118,7 +118,12 @@ def models(device: torch.device) -> dict[str, Any]:
 def test_linear_algebra_is_that_of_float32(name: str, models: dict[str, Any], device: torch.device) -> None:
     a = matrix(device)
     torch.manual_seed(0)
-    expected = tensors(CALLS[name](named(name), a))
+    try:
+        expected = tensors(CALLS[name](named(name), a))
+    except RuntimeError as error:
+        if 'is now removed' not in str(error):
+            raise
+        pytest.skip(f'torch {torch.__version__} keeps {name} for its error message alone')
     for level, model in models.items():
         model.name = name
         for dtype in {torch.float32, HALF.get(level, torch.float32)}:
