@@ -17,7 +17,7 @@ from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from . import hf_saving, mmengine_patches, model_wrappers, ops, policy
+from . import held_optimizers, hf_saving, mmengine_patches, model_wrappers, ops, policy
 from .checkpoint import amp_part
 from .checkpoint_judge import check_settings
 from .deferred_log import DeferredLog
@@ -271,6 +271,7 @@ class AmpOptimWrapper(OptimWrapper):
             enter=mmengine_patches.cast_data_element,
         )
         hf_saving.watch([inner])
+        held_optimizers.hold(self.optimizer, self._engine)
 
     def detach(self) -> None:
         """Take the casts off, give the model its FP32 weights (the masters) and the optimizer its own parameters.

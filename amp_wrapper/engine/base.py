@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import enum
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -102,6 +102,8 @@ class EngineBase:
         self._lengths: list[int] = []
         # those of the optimizer, where somebody stands in front of them
         self._own_methods: dict[str, Callable[..., Any]] = {}
+        # while its own step runs
+        self._steps = False
         self._handle: casting.CastHandle | None = None
         self._ops: fp32_ops.OpSet | None = None
         self._seen_ops: set[frozenset[str]] = set()
@@ -153,6 +155,25 @@ class EngineBase:
     def _own(self, name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = self._own_methods.get(name) or getattr(self.optimizer, name)
         return found
+
+    def _own_step(self, kwargs: Mapping[str, Any]) -> None:
+        self._steps = True
+        try:
+            self._own('step')(**kwargs)
+        finally:
+            self._steps = False
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether there are gradients that only ``step`` of this engine puts right: scaled ones, and such as masters lack.
+
+        False while the optimizer's own ``step`` runs for it. No device read.
+        """
+        if self._steps or not self.policy.enabled:
+            return False
+        if self.stage is Stage.ACCUMULATING and not self.scalers[0].is_one:
+            return True
+        return any(master.grad is None and weight.grad is not None for weight, master in self._pairs())
 
     @property
     def in_own_step(self) -> bool:

@@ -57,7 +57,7 @@ class Stepping(Receiving):
             # its backward passes run inside the optimizer: there is nothing to unscale, and nobody to check
             norm = None if clip is None else clip.apply(self._parameters())
             self._restore_buffers(None)
-            self._own('step')(**kwargs)
+            self._own_step(kwargs)
             self.stage = Stage.READY
             return self._result(False, None, norm)
         sides = self._sides()
@@ -99,7 +99,7 @@ class Stepping(Receiving):
         waits = self.scalers[0].checks and self._watch.must_wait
         update = Update(gradients, sides.partners, lambda found: self._prologue(clip, found), self._settle)
         with self.optimizer.updating(update):
-            self._own('step')(**kwargs)
+            self._own_step(kwargs)
         decision = update.decision
         assert decision is not None
         norm = None if clip is None or clip.kind == 'value' else decision[GRAD_NORM]
@@ -222,7 +222,7 @@ class Stepping(Receiving):
             skipping = flagged(self.optimizer, skip) if by_flag and skip is not None else nullcontext()
             copies = None if self._masters is None else self._masters.copy_to_weights
             with late_gradients(self.optimizer), skipping, before_post_hooks(self.optimizer, copies):
-                self._own('step')(**kwargs)
+                self._own_step(kwargs)
         self._update_scalers()
         if by_flag:
             self._watch.pass_unseen()

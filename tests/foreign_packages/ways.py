@@ -26,6 +26,7 @@ APIS = ('functional', 'mmengine')
 CAST = {'O2': torch.float16, 'O5': torch.bfloat16}
 #: The first steps of a search for a scale are skipped: with this one no step is, so that each has its partner in FP32.
 SCALE: dict[str, Any] = dict(init_scale=2.0**7, growth_interval=7)
+FIXED = 2.0**7
 Batch = tuple[Tensor, Tensor]
 
 
@@ -134,7 +135,8 @@ class Recipe:
         near: How far the falls of the loss may be apart, as a part of the first loss.
         along: Smallest cosine between the ways that the weights went from their start, at this level and in FP32.
         exact: Whether it is asked for equal bits where gradients are equal bits.
-        skips: Whether an overflow leaves nothing behind in it: what it does around the step is its own affair.
+        skips: Whether an overflow leaves nothing behind. What an optimizer does around the step of another one inside of it is
+            its own affair; where that spoils the weights, it is trained with a fixed scale.
     """
 
     package: str
@@ -173,7 +175,8 @@ class Way:
         self.scheduler = None if recipe.scheduler is None else recipe.scheduler(self.optimizer)
         self.wrapper: Any = None
         self.start = self.values()
-        scale: Any = SCALE if level in ('O1', 'O2') else None
+        # one that grows until it overflows, where that is survived
+        scale: Any = (SCALE if recipe.skips else FIXED) if level in ('O1', 'O2') else None
         if level is not None and api == 'functional':
             self.model, self.optimizer = amp.initialize(
                 self.model, self.optimizer, opt_level=level, loss_scale=scale, verbosity=0
