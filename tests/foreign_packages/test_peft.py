@@ -97,7 +97,7 @@ def test_trains(name: str, base: str, level: str, api: str, row: dict[str, Any])
         row.update(verdict='refused', remedy=str(error.value))
         return
     if name in ('VeRA', 'prompts') and base == 'bf16' and level == 'O1':
-        # two 16-bit types meet in torch.cat, which torch's autocast refuses, with or without this package; O4 is for such a base
+        # two 16-bit types meet in torch.cat: autocast refuses it, with or without this package; O4 is for such a base
         prepare(row, recipe, level, api)
         with pytest.raises(RuntimeError, match='autocast'), torch.autocast('cpu', torch.float16):
             own_loss(build(name, base), language(0))
