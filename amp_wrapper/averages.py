@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -75,15 +76,16 @@ def fp32(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if exact is None else exact
 
 
-def _reads_a_model(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method whose first argument is the model that is averaged."""
+def _reads_a_model(method: Callable[..., Any], attribute: str = 'module') -> Callable[..., Any]:
+    """A method whose first argument is the model that is averaged; its object holds the average as ``attribute``."""
 
     @functools.wraps(method)
     def call(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         cast = isinstance(model, nn.Module) and casting.is_cast(model)
-        if isinstance(model, nn.Module) and isinstance(self.module, nn.Module):
-            buffer_snapshots.before_average(self.module, model)
-        return method(self, Fp32View(model) if cast else model, *args, **kwargs)
+        average = getattr(self, attribute)
+        known = isinstance(model, nn.Module) and isinstance(average, nn.Module)
+        with buffer_snapshots.averaging(average, model) if known else nullcontext():
+            return method(self, Fp32View(model) if cast else model, *args, **kwargs)
 
     return call
 
@@ -96,6 +98,11 @@ def _patch_averaged_model(cls: Any) -> None:
 def _patch_update(cls: Any) -> None:
     """timm's: with ``exclude_buffers`` it reads ``model.parameters()``."""
     cls.update = _reads_a_model(cls.update)
+
+
+def _patch_oldest(cls: Any) -> None:
+    """timm's first: it reads ``model.state_dict()``."""
+    cls.update = _reads_a_model(cls.update, 'ema')
 
 
 def _patch_parameter_lists(cls: Any) -> None:
@@ -161,6 +168,7 @@ def _on_fp32_values(method: Callable[..., Any], writes: bool) -> Callable[..., A
 
 _KNOWN: tuple[tuple[str, str, Callable[[Any], None]], ...] = (
     ('torch.optim.swa_utils', AveragedModel.__name__, _patch_averaged_model),
+    ('timm.utils.model_ema', 'ModelEma', _patch_oldest),
     ('timm.utils.model_ema', 'ModelEmaV2', _patch_update),
     ('timm.utils.model_ema', 'ModelEmaV3', _patch_update),
     ('torch_ema', 'ExponentialMovingAverage', _patch_parameter_lists),

@@ -6,25 +6,44 @@ model's buffers before the step comes that is skipped. The model's buffers retur
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from .buffer_copies import form_of, is_tracked, same_bits, selected
 
+#: Windows after which averages of a checkpoint that were not updated any more are forgotten.
+LATEST = 1000
+
+
+@dataclasses.dataclass
+class _Held:
+    """A buffer of an average: its name, itself, its copy, and its version after the last update."""
+
+    name: str
+    mean: Tensor
+    copy: Tensor
+    version: int = -1
+
+    def is_ours(self) -> bool:
+        """Whether nobody else has written to it since the last update."""
+        return self.version in (-1, self.mean._version)
+
 
 class AveragedBuffers:
     """Copies of the buffers of averages, from before their first update in a window of accumulated batches."""
 
     def __init__(self) -> None:
-        # of each average by id: the name of the buffer, the buffer, and its copy
-        self._held: WeakKeyDictionary[nn.Module, dict[int, tuple[str, Tensor, Tensor]]] = WeakKeyDictionary()
+        # of each average, by id of the buffer
+        self._held: WeakKeyDictionary[nn.Module, dict[int, _Held]] = WeakKeyDictionary()
         # of a checkpoint, until the averages are seen: in a file, they have no name
         self._loaded: list[Mapping[str, Mapping[str, Tensor]]] = []
-        # whether the window that was loaded has ended meanwhile, and how
-        self._ended = False
+        self._seen: WeakSet[nn.Module] = WeakSet()
+        # how many windows have ended since, and how the one that was loaded did
+        self._ended = 0
         self._flag: Tensor | None = None
 
     @property
@@ -36,14 +55,17 @@ class AveragedBuffers:
     def hold(self, average: nn.Module, means: Mapping[str, Tensor], opens: bool) -> None:
         """Copy buffers that are about to be averaged, unless an earlier update of the window has copied them.
 
-        Syncs at the first update after a checkpoint was loaded inside of a window.
+        Syncs at the first update of each average after a checkpoint was loaded inside of a window.
 
         Args:
             average: A copy of the model.
             means: Its buffers by name; of any type, on any device.
             opens: Whether there is a window.
         """
-        before = self._find(means) if self._loaded else {}
+        before: dict[str, Tensor] = {}
+        if self._loaded and average not in self._seen:
+            self._seen.add(average)
+            before = self._find(means)
         if self._ended and before:
             # the step came between the checkpoint and this update
             for name, copy in before.items():
@@ -53,8 +75,17 @@ class AveragedBuffers:
             return
         held = self._held.setdefault(average, {})
         for name, mean in means.items():
-            if id(mean) not in held and is_tracked(mean):
-                held[id(mean)] = (name, mean, before[name] if name in before else mean.detach().clone())
+            known = held.get(id(mean))
+            if known is not None and known.is_ours():
+                continue
+            if is_tracked(mean):
+                # what somebody has written since the last update is his
+                held[id(mean)] = _Held(name, mean, before[name] if name in before else mean.detach().clone())
+
+    def note(self, average: nn.Module) -> None:
+        """The update has ended."""
+        for entry in self._held.get(average, {}).values():
+            entry.version = -1 if entry.mean.is_inference() else entry.mean._version
 
     def _find(self, means: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The loaded copies of an average: those of the one that looked like it when the checkpoint was saved."""
@@ -70,28 +101,36 @@ class AveragedBuffers:
         return {}
 
     @torch.no_grad()
-    def release(self, flag: Tensor | None) -> None:
-        """The window ends: where ``flag`` is up, the buffers become what they were. No host read.
+    def give_back(self, flag: Tensor) -> None:
+        """Where ``flag`` is up, the buffers become what they were. No host read.
 
         Args:
-            flag: float32 scalar on any device; None for a step that is taken.
+            flag: float32 scalar on any device.
         """
-        held, self._held = self._held, WeakKeyDictionary()
         if self._loaded and not self._ended:
-            self._ended, self._flag = True, flag
-        for copies in held.values():
-            for _, mean, copy in copies.values():
-                _give_back(mean, copy, flag)
+            self._flag = flag if self._flag is None else torch.maximum(self._flag, flag.to(self._flag.device))
+        for copies in self._held.values():
+            for entry in copies.values():
+                if entry.is_ours():
+                    _give_back(entry.mean, entry.copy, flag)
+
+    def release(self) -> None:
+        """The window ends."""
+        self._held = WeakKeyDictionary()
+        if self._loaded:
+            self._ended += 1
+            if self._ended > LATEST:
+                self._loaded.clear()
 
     def state(self) -> list[dict[str, dict[str, Tensor]]]:
         """For a checkpoint, of each average: its buffers ``before`` the window, and ``now``, by name. Syncs."""
         found = [
             {
-                'before': {name: copy.detach().clone() for name, _, copy in copies.values()},
-                'now': {name: mean.detach().clone() for name, mean, _ in copies.values()},
+                'before': {entry.name: entry.copy.detach().clone() for entry in copies.values()},
+                'now': {entry.name: entry.mean.detach().clone() for entry in copies.values()},
             }
             for copies in self._held.values()
-            if any(not same_bits(copy, mean) for _, mean, copy in copies.values())
+            if any(entry.is_ours() and not same_bits(entry.copy, entry.mean) for entry in copies.values())
         ]
         waiting = [] if self._ended else self._loaded
         return found + [{key: dict(values) for key, values in entry.items()} for entry in waiting]
@@ -102,8 +141,8 @@ class AveragedBuffers:
         Args:
             averages: From :meth:`state`. An average takes its copies up at its next update; what fits none is left out.
         """
-        self._held = WeakKeyDictionary()
-        self._loaded, self._ended, self._flag = list(averages), False, None
+        self._held, self._seen = WeakKeyDictionary(), WeakSet()
+        self._loaded, self._ended, self._flag = list(averages), 0, None
 
 
 def _give_back(mean: Tensor, copy: Tensor, flag: Tensor | None) -> None:

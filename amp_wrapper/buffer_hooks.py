@@ -23,7 +23,7 @@ class Passes(Protocol):
     def enter(self, module: nn.Module) -> None:
         """A forward pass begins."""
 
-    def leave(self, module: nn.Module) -> None:
+    def leave(self, module: nn.Module, output: Any) -> None:
         """It ends."""
 
     def settle(self) -> None:
@@ -74,7 +74,7 @@ class LeaveBuffers(BufferHook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
-            _leave(self._snapshots(), module)
+            _leave(self._snapshots(), module, output)
 
 
 class EnterModelBuffers(BufferHook):
@@ -90,7 +90,7 @@ class LeaveModelBuffers(BufferHook):
 
     @untraced
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        _leave(self._snapshots(), module)
+        _leave(self._snapshots(), module, output)
 
 
 class SaveBuffers(BufferHook):
@@ -112,9 +112,9 @@ def _enter(snapshots: Passes | None, module: nn.Module) -> None:
         snapshots.settle()
 
 
-def _leave(snapshots: Passes | None, module: nn.Module) -> None:
+def _leave(snapshots: Passes | None, module: nn.Module, output: Any) -> None:
     if snapshots is not None:
-        snapshots.leave(module)
+        snapshots.leave(module, output)
 
 
 __all__ = ['BufferHook', 'EnterBuffers', 'EnterModelBuffers', 'LeaveBuffers', 'LeaveModelBuffers', 'SaveBuffers']

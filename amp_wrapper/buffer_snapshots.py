@@ -7,6 +7,9 @@ it: on the device, without a host read.
 What counts as a forward pass is a call of the model, or of a part of it, with gradients enabled, checkpointed segments that
 run again included. Whatever is written between two of them was written by somebody else, and stays. torch's version counters
 tell: they are noted when a pass ends and compared when the next one begins, and at the step.
+
+Losses of other optimizers may go through the same modules (:mod:`amp_wrapper.buffer_users`). Then their steps decide as well:
+each of them gives the buffers back where it is skipped, and the copies are kept until all have been taken or skipped.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from weakref import WeakSet
+from contextlib import contextmanager
+from typing import Any, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +31,19 @@ from . import torch_internals
 from .buffer_averages import AveragedBuffers
 from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
 from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers, SaveBuffers
+from .buffer_users import Pass
 
 #: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
 LARGE = 2**20
+
+
+class User(Protocol):
+    """Whose losses go through modules, and whose steps decide on what they did; an engine."""
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether it has had gradients since its last step."""
+
 
 _Slot = tuple[dict[str, Tensor | None], str]
 _version: Callable[[Tensor], int] = operator.attrgetter('_version')
@@ -72,6 +87,7 @@ class BufferSnapshots:
         owners: Gives the parameters that the optimizer steps, and those that others step. A buffer belongs to the optimizers
             that step a parameter of its module; without any, of the modules below it, or else of the one above.
         leave: Module classes to leave alone, with everything in them.
+        owner: Whose steps these are; not kept alive.
     """
 
     def __init__(
@@ -79,7 +95,9 @@ class BufferSnapshots:
         roots: Sequence[tuple[str, nn.Module]],
         owners: Callable[[], tuple[Iterable[Tensor], Iterable[Tensor]]],
         leave: tuple[type, ...] = (),
+        owner: User | None = None,
     ) -> None:
+        self._owner = (lambda: None) if owner is None else ref(owner)
         self._roots = list(roots)
         self._owners = owners
         self._leave = leave
@@ -91,10 +109,17 @@ class BufferSnapshots:
         self._stale = True
         # whether the copies are those of the present step
         self._live = False
-        # whether a loss of the optimizer has had its backward pass since the last step
-        self._kept = False
-        # up where a skipped step of another optimizer may have made use of passes through these modules
+        # passes of the present step that a loss may still make use of
+        self._unused: WeakSet[Pass] = WeakSet()
+        # and those that one has made use of
+        self._used: WeakSet[Pass] = WeakSet()
+        # whether a loss of the optimizer itself has made use of some; others whose losses have
+        self._own = False
+        self._users: WeakSet[User] = WeakSet()
+        # up where the step of another optimizer was skipped before any loss went through the passes
         self._doubt: Tensor | None = None
+        # whether the optimizer has stepped, and the copies are kept for those others
+        self._outlives = False
         self._trusts = False
         # places that somebody gave another shape or type since the step began
         self._lost: set[int] = set()
@@ -180,6 +205,10 @@ class BufferSnapshots:
         owners = [module for module in self._modules if id(module) in places]
         wanted: dict[int, nn.Module] = dict(roots)
         self._below: dict[int, tuple[frozenset[int], list[int]]] = {}
+        # models without a buffer of ours
+        self._empty = {
+            id(root) for root in roots.values() if not any(id(module) in places for module in root.modules())
+        }
         for module in (*parts, *owners):
             below = frozenset(map(id, module.modules()))
             inside = [place for key in below for place in places.get(key, ())]
@@ -242,8 +271,13 @@ class BufferSnapshots:
             if next(reversed(module._forward_hooks)) != key:
                 module._forward_hooks.move_to_end(key)  # type: ignore[attr-defined]
 
-    def leave(self, module: nn.Module) -> None:
-        """The counterpart of :meth:`enter`."""
+    def leave(self, module: nn.Module, output: Any = None) -> None:
+        """The counterpart of :meth:`enter`.
+
+        Args:
+            module: What was called.
+            output: What it returned; None after an exception.
+        """
         regions = self._regions.open
         if not regions or regions[-1].module is not module:
             return
@@ -254,6 +288,11 @@ class BufferSnapshots:
         with self._lock:
             self._active = max(self._active - 1, 0)
             self._note(places)
+        # a single optimizer decides alone
+        if len(_living) > 1 and self._live and id(module) not in self._empty:
+            seen = Pass(self._see_use)
+            if seen.watch(output):
+                self._unused.add(seen)
 
     def _note(self, places: Sequence[int] | None = None) -> None:
         """Whatever was written was written by forward passes."""
@@ -270,9 +309,7 @@ class BufferSnapshots:
             # the copies came from a checkpoint, and the buffers too
             self._trusts = False
             self._note()
-        if self._live and self._doubt is not None:
-            # another optimizer's step was skipped, and no loss of this one has made use of the passes up to here
-            self.restore(self._doubt)
+        self._settle_now()
         if not self._live:
             self._take()
         else:
@@ -366,11 +403,74 @@ class BufferSnapshots:
             self._active, self._trusts = 0, False
             self._regions.open.clear()
             self._note()
-        live, self._live = self._live, False
-        self._kept, self._doubt = False, None
-        if live and flag is not None:
+        if self._live:
+            self._give_back(flag)
+        self._own, self._doubt = False, None
+        self._outlives = self._live and self._others_decide()
+        if not self._outlives:
+            self._close()
+
+    @torch.no_grad()
+    def decide(self, user: User, flag: Tensor | None) -> None:
+        """The step of another optimizer is taken or skipped.
+
+        It decides on passes that its losses have gone through, and on those that no loss will go through: what they gave may
+        have been used without its graph, as a discriminator's loss uses the pictures of a generator. As long as somebody holds
+        an output, a loss of this optimizer may still come.
+
+        Args:
+            user: Whose step it is.
+            flag: As for :meth:`restore`.
+        """
+        if not self._live:
+            return
+        if user in self._users:
+            self._users.discard(user)
+        elif self._own or self._others_decide():
+            return
+        elif self._unused:
+            if flag is not None:
+                self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
+            return
+        self._give_back(flag)
+        if not self._others_decide() and (self._outlives or not (self._own or self._unused)):
+            self._close()
+
+    def _give_back(self, flag: Tensor | None) -> None:
+        if flag is not None:
             self._write_back(flag)
-        self._averaged.release(flag if live else None)
+            self._averaged.give_back(flag)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Somebody is about to read the buffers: an evaluation, an average, who saves. No host read.
+
+        Where no loss has gone through the passes so far, the skipped step of another optimizer decides on them now.
+        """
+        if not self._active:
+            self._settle_now()
+
+    def _settle_now(self) -> None:
+        if not self._live or self._doubt is None:
+            return
+        doubt, self._doubt = self._doubt, None
+        self._give_back(doubt)
+        if not self._unused:
+            self._close()
+
+    def _others_decide(self) -> bool:
+        # one whose gradients were thrown away decides nothing
+        return any(user.is_accumulating for user in self._users)
+
+    def _close(self) -> None:
+        """The step is over: the next forward pass copies anew."""
+        live, self._live = self._live, False
+        self._own = self._outlives = False
+        self._doubt = None
+        self._users.clear()
+        self._unused.clear()
+        self._used.clear()
+        self._averaged.release()
         self._lost.clear()
         for place, copy in self._large.items():
             if live and copy is not None and self._copied[place] == self._versions[place]:
@@ -424,30 +524,23 @@ class BufferSnapshots:
             self._know(self._known)
         self._note(written)
 
-    def keep(self) -> None:
-        """A loss of this optimizer has had its backward pass: its own step decides on what it went through."""
-        self._kept, self._doubt = True, None
+    def _see_use(self, seen: Pass, users: Sequence[Any]) -> None:
+        if seen in self._unused or seen in self._used:
+            self._unused.discard(seen)
+            self._used.add(seen)
+            self.used_by(users)
 
-    def question(self, flag: Tensor | None) -> None:
-        """Another optimizer has taken a step, or skipped it.
-
-        Its loss may have gone through these modules, as a generator's goes through the discriminator. If they run again before
-        a loss of their own optimizer was run backward, that was so, and the flag decides on what they did up to here.
-
-        Args:
-            flag: As for :meth:`restore`.
-        """
-        if flag is None or not self._live or self._kept or _is_capturing():
+    def used_by(self, users: Iterable[User]) -> None:
+        """Losses of these have made use of forward passes since the step began."""
+        if not self._live:
             return
-        self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
-
-    def settle(self) -> None:
-        """Somebody is about to read the buffers: an evaluation, an average, who saves. No host read.
-
-        What the skipped step of another optimizer left in them (:meth:`question`) is gone after it.
-        """
-        if self._live and self._doubt is not None and not self._active:
-            self.restore(self._doubt)
+        owner = self._owner()
+        self._doubt = None
+        for user in users:
+            if user is owner:
+                self._own = True
+            else:
+                self._users.add(user)
 
     def average(self, average: nn.Module, model: nn.Module) -> None:
         """An average of the buffers is about to be updated. In the middle of a step, it shares the fate of what it averages.
@@ -456,14 +549,19 @@ class BufferSnapshots:
             average: A copy of ``model``.
             model: The model, or a wrapper of the same structure that the copy was made from.
         """
-        self.settle()
         if not self._live and not self._averaged.waits:
             return
         mine = set(map(id, self._seen))
+        if self._doubt is not None and not mine.isdisjoint(map(id, model.buffers())):
+            self.settle()
         means = {
             name: mean for (name, mean), buffer in zip(average.named_buffers(), model.buffers()) if id(buffer) in mine
         }
         self._averaged.hold(average, means, self._live)
+
+    def averaged(self, average: nn.Module) -> None:
+        """The counterpart of :meth:`average`."""
+        self._averaged.note(average)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -471,6 +569,9 @@ class BufferSnapshots:
         """The copies of an open window by qualified name, for a checkpoint; empty where none is open. Syncs."""
         if not self._live:
             return {}
+        if self._trusts:
+            # saved again before any forward pass: the buffers were loaded meanwhile
+            self._note()
         now = _now(self._slots)
         versions = _versions_of(now)
         return {
@@ -503,7 +604,7 @@ class BufferSnapshots:
                 there[place].copy_(value)
                 self._copied[place] = -1
         self._averaged.load(averages)
-        self._kept = True
+        self._own = True
         self._trusts = True
 
 
@@ -511,23 +612,35 @@ def _now(slots: Iterable[_Slot]) -> list[Tensor | None]:
     return [buffers.get(name) for buffers, name in slots]
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def before_average(average: nn.Module, model: nn.Module) -> None:
-    """A copy of a model, which averages it, is about to be updated.
+@contextmanager
+def averaging(average: nn.Module, model: nn.Module) -> Iterator[None]:
+    """Around the update of an average of a model.
 
     Args:
-        average: The copy.
+        average: A copy of the model.
         model: The model, or a wrapper of the same structure that the copy was made from.
     """
-    for snapshots in list(_living):
+    found = list(_living)
+    for snapshots in found:
         snapshots.average(average, model)
+    yield
+    for snapshots in found:
+        snapshots.averaged(average)
+
+
+def decided(user: User, flag: Tensor | None) -> None:
+    """An optimizer takes a step or skips it: what its losses did to the buffers of other optimizers' modules is settled.
+
+    Args:
+        user: Whose step it is.
+        flag: As for :meth:`BufferSnapshots.restore`.
+    """
+    for snapshots in list(_living):
+        snapshots.decide(user, flag)
 
 
 def settle() -> None:
-    """What skipped steps left in the buffers of any model is gone after it: somebody is about to save them. No host read."""
+    """Somebody is about to save models: :meth:`BufferSnapshots.settle` for all."""
     for snapshots in list(_living):
         snapshots.settle()
 
@@ -548,4 +661,4 @@ def _on_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
         snapshots.look_again(parent)
 
 
-__all__ = ['LARGE', 'BufferSnapshots', 'before_average', 'settle']
+__all__ = ['LARGE', 'BufferSnapshots', 'User', 'averaging', 'decided', 'settle']

@@ -75,8 +75,8 @@ def _patch_averaged_model() -> None:
 
     @functools.wraps(original_update)
     def update_parameters(self: Any, model: nn.Module) -> None:
-        buffer_snapshots.before_average(self.module, model)
-        original_update(self, averages.Fp32View(model) if casting.is_cast(model) else model)
+        with buffer_snapshots.averaging(self.module, model):
+            original_update(self, averages.Fp32View(model) if casting.is_cast(model) else model)
 
     BaseAveragedModel.__init__ = init
     BaseAveragedModel.update_parameters = update_parameters

@@ -59,6 +59,7 @@ FLOOR_OF = {
     'buffer_copies': 'owners',
     'buffer_averages': 'owners',
     'buffer_hooks': 'owners',
+    'buffer_users': 'owners',
     'step_flags': 'owners',
     'gradients': 'owners',
     'checkpoint': 'owners',
@@ -151,6 +152,7 @@ SIBLINGS = {
     ('open_window', 'buffer_snapshots'),
     # the hooks tell snapshots of passes, and what is copied how is no matter of when
     ('buffer_snapshots', 'buffer_hooks'),
+    ('buffer_snapshots', 'buffer_users'),
     ('buffer_snapshots', 'buffer_copies'),
     # averages of buffers share their fate
     ('buffer_snapshots', 'buffer_averages'),

@@ -770,6 +770,8 @@ class Game:
         self.update('discriminator', loss * (NAN if 'd' in bad else 1))
         with self.context('generator'):
             if again:
+                # as long as somebody holds it, a loss may come
+                del fake
                 fake = self.fake(x)
             loss = self.judge(fake) * self.model.generator.scale.float().sum()
         self.update('generator', loss * (NAN if 'g' in bad else 1))
@@ -792,10 +794,7 @@ PLAYS = [
 @pytest.mark.parametrize(('api', 'levels'), PLAYS)
 @pytest.mark.parametrize('again', [False, True])
 def test_a_game_of_two_optimizers(api: str, levels: tuple[str, str], again: bool, device: torch.device) -> None:
-    """Each step gives back what its own passes did, those through the modules of the other included, and nothing else.
-
-    A pass through the discriminator for the generator's loss is found out when the discriminator runs again.
-    """
+    """Each step gives back what its own passes did, those through the modules of the other included, and nothing else."""
     game = Game(api, levels, device)
     x = batch((4, 3), device)
     g, d = (2 if again else 1), 3

@@ -149,7 +149,7 @@ class Attaching(Saving):
         def owners() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
             return self.weights(), [*strangers, *(weight for other in self._others for weight in other.weights())]
 
-        self._buffers = BufferSnapshots(roots, owners, leave)
+        self._buffers = BufferSnapshots(roots, owners, leave, self)
 
     def _follow_at_entry(self, roots: Sequence[nn.Module]) -> None:
         if isinstance(self._masters, MasterWeights):

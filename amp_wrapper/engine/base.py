@@ -115,8 +115,6 @@ class EngineBase:
         self._flags = StepFlags(policy.num_losses, self._on_arrival)
         #: What the model's buffers were before the forward passes of the present step.
         self._buffers: BufferSnapshots | None = None
-        # whom passes may have reached since the last step, beside those told to join()
-        self._reached: tuple[EngineBase, ...] = ()
         self._kept_sides: Sides | None = None
         self._watch = SkipWatch(policy.max_consecutive_skips, policy.verbosity)
         #: What a script is told; None where a scaled backward pass is the only way here.
@@ -189,6 +187,11 @@ class EngineBase:
     def in_own_window(self) -> bool:
         """Whether a loss of this engine has had a backward pass since the last step."""
         return any(self._flags.used)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients have come since the last step."""
+        return self.stage is Stage.ACCUMULATING
 
     @property
     def waits_for_average(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import foreign_gradients, fp32_ops, gradients, ops, torch_internals
+from .. import buffer_users, foreign_gradients, fp32_ops, gradients, ops, torch_internals
 from ..errors import AmpUsageError
 from .attaching import Attaching
 from .base import EngineBase, Stage
@@ -100,9 +100,12 @@ class Receiving(Attaching):
                     stack.enter_context(engine._arriving(loss_id, scale, over_ranks, flag, taken))
                     taken.update(map(id, engine.weights()))
 
+            first = stack.enter_context(buffer_users.backward(engines))
+
             @torch.no_grad()
             def begins() -> None:
                 self._check_alone(engines, others)
+                first()
                 for engine in engines:
                     engine._end_loans()
                 for other, share in shares:
@@ -125,9 +128,10 @@ class Receiving(Attaching):
         for engine in engines:
             engine._flags.named = True
             engine.stage = Stage.ACCUMULATING
-            engine._reached = tuple(other for other in others if isinstance(other, EngineBase))
-            if engine._buffers is not None:
-                engine._buffers.keep()
+        for other, share in shares:
+            # through modules whose outputs were not used, but what hooks have taken from inside of them
+            if share.arrived and isinstance(other, EngineBase) and other._buffers is not None:
+                other._buffers.used_by(engines)
 
     def follow(self, earlier: Sequence[EngineBase]) -> None:
         """Before attaching: what earlier optimizers of the same weights have left there is known to this one too.

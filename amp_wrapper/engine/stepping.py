@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import (
+    buffer_snapshots,
     gradients,
     ops,
 )
@@ -19,7 +20,7 @@ from ..gradients import GradientClip
 from ..late_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
 from ..optim.fused import FusedOptimizer, Update
 from ..step_result import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, decision_of
-from .base import EngineBase, Sides, Stage
+from .base import Sides, Stage
 from .receiving import Receiving
 
 
@@ -233,12 +234,9 @@ class Stepping(Receiving):
 
     def _restore_buffers(self, skip: Tensor | None) -> None:
         """What forward passes did to buffers since the last step is undone where the flag is up."""
-        reached, self._reached = self._reached, ()
         if self._buffers is not None:
             self._buffers.restore(skip)
-        for other in {id(engine): engine for engine in (*self._others, *reached)}.values():
-            if isinstance(other, EngineBase) and other._buffers is not None:
-                other._buffers.question(skip)
+        buffer_snapshots.decided(self, skip)
 
     def _agree(self) -> None:
         self._flags.agree(self._reducers.groups_to_ask(self._flags.received_locally))

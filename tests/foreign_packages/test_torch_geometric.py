@@ -70,7 +70,7 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
 def test_trains(name: str, level: str, api: str, row: dict[str, Any]) -> None:
     task = Task(lambda: Net(CONVS[name]), classify, graphs, lambda: graphs(1000))
     rate = 3e-2 if 'max' in name else 5e-3
-    # of its standard deviations little is left in bfloat16: torch.autocast goes 0.73 of the way of FP32; FP32, too, goes 0.33 of it
+    # of its deviations little is left in bfloat16: torch.autocast goes 0.73 of the way of FP32; FP32 itself goes 0.33 of it
     # from weights that are 2 ** -9 off
     along = 0.6 if name == 'PNAConv' else 0.8
     optimizer = lambda m: torch.optim.Adam(m.parameters(), lr=rate, weight_decay=5e-4)  # noqa: E731
