@@ -10,8 +10,10 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
+from . import torch_internals
 from .forward_hooks import untraced
 
 _CHECKPOINT_FILE = checkpoint.__file__
@@ -36,6 +38,22 @@ def _is_checkpointed() -> bool:
     while frame is not None:
         if frame.f_code.co_name == 'forward' and frame.f_code.co_filename == _CHECKPOINT_FILE:
             return True
+        frame = frame.f_back
+    return False
+
+
+def is_broadcast() -> bool:
+    """Whether the caller is a forward pass of DDP that has broadcast the buffers, which this version of torch counts as a write.
+
+    What somebody has written between two passes cannot be told from it then.
+    """
+    if not torch_internals.COUNTS_BROADCASTS:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is DistributedDataParallel.forward.__code__:
+            ddp = frame.f_locals.get('self')
+            return isinstance(ddp, DistributedDataParallel) and bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
         frame = frame.f_back
     return False
 

@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from . import torch_internals
 from .buffer_averages import AveragedBuffers
 from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
-from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers, SaveBuffers
+from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers, SaveBuffers, is_broadcast
 from .buffer_users import Pass
 
 #: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
@@ -313,7 +313,7 @@ class BufferSnapshots:
         if not self._live:
             self._take()
         else:
-            # torch's versions do not count what DDP broadcasts: it goes on being the work of forward passes
+            # what DDP broadcasts goes on being the work of forward passes
             self._take_written(places)
 
     def _take(self) -> None:
@@ -362,6 +362,9 @@ class BufferSnapshots:
         now = _now(self._slots if places is None else [self._slots[place] for place in places])
         versions = _versions_of(now)
         if places is None and _are_same(now, self._seen) and versions == self._versions:
+            return
+        if is_broadcast():
+            self._note(places)
             return
         copies: dict[int, Tensor] | None = None
         for place, tensor, version in zip(chosen, now, versions):

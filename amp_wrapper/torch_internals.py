@@ -13,6 +13,8 @@ from torch.utils import checkpoint
 
 #: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
+#: Whether what DDP broadcasts into buffers moves their version counters: so in 2.6, not in 2.13, unknown in between.
+COUNTS_BROADCASTS = tuple(int(number) for number in torch.__version__.split('.')[:2]) < (2, 13)
 
 
 def graph_task_id() -> int:

@@ -817,6 +817,8 @@ def test_schedulers(name: str, first: bool, level: str, device: torch.device) ->
         optimizers = [SGD(net.trained, 0.25, momentum=0.5) for net in nets]
         with warnings.catch_warnings():
             warnings.simplefilter('error')
+            # torch 2.6's own, of SequentialLR
+            warnings.filterwarnings('ignore', 'The epoch parameter in `scheduler.step')
             made = [SCHEDULERS[name](optimizer) for optimizer in optimizers[: 2 if first else 1]]
             amp.initialize(nets[1], optimizers[1], opt_level=level, loss_scale='dynamic', verbosity=0)
             set_scales(optimizers[1], 8.0)

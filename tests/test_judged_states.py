@@ -81,6 +81,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize('kind', list(OPTIMIZERS))
 @pytest.mark.parametrize('steps', [0, 2])
 def test_states_of_optimizers_come_back(kind: str, steps: int, tmp_path: Path) -> None:
+    if steps and kind == 'tensor of one element':
+        weight = nn.Parameter(torch.ones(1))
+        weight.grad = torch.ones(1)
+        try:
+            OPTIMIZERS[kind]([('weight', weight)]).step()
+        except TypeError:
+            pytest.skip(f'SGD of torch {torch.__version__} steps with no such learning rate')
     model, wrapper = wrapper_of(OPTIMIZERS[kind])
     train(model, wrapper, steps)
     torch.save(wrapper.state_dict(), tmp_path / 'file.pth')

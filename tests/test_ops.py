@@ -34,7 +34,8 @@ def poison(tensors: Sequence[Tensor], index: int, value: float) -> bool:
         return False
     target = filled[index % len(filled)]
     position = np.unravel_index(index % target.numel(), target.shape) if target.dim() else ()
-    target[tuple(int(i) for i in position)] = value
+    # of its own type: torch 2.6 takes no number that is too large for it
+    target[tuple(int(i) for i in position)] = torch.tensor(value, dtype=torch.float64).to(target.dtype)
     return True
 
 

@@ -94,7 +94,8 @@ def test_instruction_sets_give_the_same_bits(capability: str, implementation: st
         pytest.skip(f'this processor has no {capability}, or ATEN_CPU_CAPABILITY was lowered')
     found = report(capability, implementation)
     assert found['backend'] == ('reference' if implementation else 'CPU op')
-    assert found['capability'].lower() == capability
+    # torch 2.6 calls it so
+    assert found['capability'].lower().replace('no avx', 'default') == capability
     assert found['digests'] == digests(device)
     assert set(found['wrong'].values()) == {0}, found['wrong']
 

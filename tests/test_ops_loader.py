@@ -109,6 +109,9 @@ def test_a_library_without_cuda_says_so_where_there_is_a_gpu(gpu: bool, monkeypa
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: gpu)
     assert ops.backend() == ('CPU op; reference on GPUs' if gpu else 'CPU op')
     loader.warn_if_cuda_is_missing.cache_clear()
+    if gpu and torch.version.cuda is not None and not torch.cuda.device_count():
+        # a fake tensor is enough for it from 2.7 on
+        pytest.skip('this torch looks for a driver')
     with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         if gpu:

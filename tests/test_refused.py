@@ -36,14 +36,14 @@ def test_compile_without_16_bit_is_left_to_mmengine(tmp_path: Path) -> None:
     other = [toy.ToyModel() for _ in range(3)]
     for model in other:
         amp(model, 'O2').attach(model)
-    ends = []
-    for number, words in enumerate((dict(), dict(compile=EAGER))):
-        runner = toy.run(tmp_path / str(number), dict(type='AmpOptimWrapper', opt_level='O0', optimizer=SGD), **words)
-        ends.append(runner.model.state_dict())
+    for name, words in dict(plain=dict(), compiled=dict(compile=EAGER)).items():
+        ends = []
+        for kind in (dict(type='AmpOptimWrapper', opt_level='O0'), dict(type='OptimWrapper')):
+            runner = toy.run(tmp_path / f'{name}-{kind["type"]}', dict(kind, optimizer=SGD), **words)
+            ends.append(runner.model.state_dict())
+        assert toy.differences(*ends) == []
         other.pop()
         gc.collect()
-    assert toy.differences(*ends) == []
-    toy.run(tmp_path / 'stock', dict(type='OptimWrapper', optimizer=SGD), compile=EAGER)
 
 
 def test_compile_of_the_other_runner(tmp_path: Path) -> None:

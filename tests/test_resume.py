@@ -97,7 +97,9 @@ def _exact_cases() -> dict[str, dict[str, Any]]:
     cases['O5-workers-iterations'] = _split(toy.everything('O5', by_epoch=False, num_workers=2), stop_iter=17)
     cases['O5-random-sampler'] = _split(toy.everything('O5', save_each=5, sampler='ToyRandomSampler'), stop_iter=16)
     cases['O5-iterations-val'] = _split(toy.everything('O5', by_epoch=False), stop_val=15)
-    cases['O5-early-stopping'] = _split(toy.everything('O5', max_epochs=12, patience=2), stop_val=7 * _EARLY)
+    cases['O5-early-stopping'] = _split(
+        toy.everything('O5', max_epochs=12, patience=_EARLY - 1, min_delta=1000.0), stop_val=7 * _EARLY
+    )
     # the hook alone, without a wrapper of ours
     stock = toy.everything('O0', save_each=5)
     stock['optim_wrapper'] = dict(type='OptimWrapper', optimizer=SGD)
@@ -109,7 +111,7 @@ def _exact_cases() -> dict[str, dict[str, Any]]:
     return cases
 
 
-# the epoch after which early stopping ends the training with patience=2
+# the epoch after which early stopping ends a training that gets no better
 _EARLY = 10
 
 #: protection -> the case that must be red without it

@@ -186,6 +186,7 @@ def everything(
     max_epochs: int = 4,
     max_keep_ckpts: int = 2,
     patience: int = 3,
+    min_delta: float = 0.01,
     sampler: str | None = None,
 ) -> dict[str, Any]:
     """``optim_wrapper`` and overrides of a training with all that draws random numbers, counts, averages or decides.
@@ -199,6 +200,7 @@ def everything(
         max_epochs: Length of the training.
         max_keep_ckpts: How many checkpoints stay.
         patience: Of early stopping.
+        min_delta: Of early stopping: what counts as better.
         sampler: Type of the train sampler.
     """
     end = 7 * max_epochs
@@ -240,7 +242,7 @@ def everything(
         ),
         custom_hooks=[
             dict(type='EMAHook', momentum=0.1, begin_iter=4),
-            dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=patience, min_delta=0.01),
+            dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=patience, min_delta=min_delta),
             dict(type='amp_wrapper.ExactResumeHook'),
         ],
     )
