@@ -43,7 +43,7 @@ def _is_checkpointed() -> bool:
 
 
 def is_broadcast() -> bool:
-    """Whether the caller is a forward pass of DDP that has broadcast the buffers, which this version of torch counts as a write.
+    """Whether the caller is a forward pass of DDP that has broadcast the buffers, and this torch counts that as a write.
 
     What somebody has written between two passes cannot be told from it then.
     """

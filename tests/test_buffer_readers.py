@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from amp_wrapper import AmpOptimWrapper, amp
+from amp_wrapper import AmpOptimWrapper, amp, buffer_averages
 from amp_wrapper.policy import LEVELS
 
 NAN = math.nan
@@ -223,3 +224,176 @@ def test_a_wrapper_that_nobody_holds_goes_although_its_numbers_stay_in_the_log(d
     gc.collect()
     assert [reference() for reference in gone] == [None, None, None]
     assert hub.log_scalars['train/amp_scale'].current() == 1.0
+
+
+def copies(game: Players, x: Tensor) -> Tensor:
+    return copy.deepcopy(game.discriminator.norm).running_var
+
+
+def pickles(game: Players, x: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(game.discriminator, file)
+    file.seek(0)
+    read: Tensor = torch.load(file, weights_only=False).norm.running_var
+    return read
+
+
+def _nothing(game: Players, x: Tensor) -> Tensor:
+    return x
+
+
+READERS = [_nothing, evaluates, evaluates_the_layer, makes_a_state_dict, averages, copies, pickles]
+
+
+class Both:
+    """Two models, each with an optimizer, in one session or two, or with two wrappers."""
+
+    def __init__(self, level: str, api: str, device: torch.device) -> None:
+        self.game = Players().to(device)
+        parts = (self.game.generator, self.game.discriminator)
+        self.optimizers = [torch.optim.SGD(part.parameters(), lr=2.0**-8) for part in parts]
+        self.wrappers: Any = None
+        words: dict[str, Any] = dict(opt_level=level, verbosity=0)
+        if api == 'wrapper':
+            self.wrappers = OptimWrapperDict(
+                **{
+                    name: AmpOptimWrapper(
+                        optimizer=optimizer, **words, loss_scale=dict(init_scale=1.0), skip_nonfinite=True
+                    )
+                    for name, optimizer in zip('gd', self.optimizers)
+                }
+            )
+            self.wrappers.initialize_count_status(self.game, 0, 10)
+        elif api == 'one session':
+            amp.initialize(list(parts), self.optimizers, num_losses=2, loss_scale=dict(init_scale=1.0), **words)
+        else:
+            for part, optimizer in zip(parts, self.optimizers):
+                amp.initialize(part, optimizer, loss_scale=dict(init_scale=1.0), **words)
+        self.one = api == 'one session'
+
+    def backward(self, which: int, loss: Tensor) -> None:
+        if self.wrappers is not None:
+            self.wrappers['gd'[which]].backward(loss)
+            return
+        with amp.scale_loss(loss, self.optimizers[which], loss_id=which if self.one else 0) as scaled:
+            scaled.backward()
+
+    def step(self, which: int) -> None:
+        stepped = self.optimizers[which] if self.wrappers is None else self.wrappers['gd'[which]]
+        stepped.step()
+        stepped.zero_grad()
+
+    def counts(self) -> tuple[int, int]:
+        return tuple(int(part.norm.num_batches_tracked) for part in (self.game.generator, self.game.discriminator))  # type: ignore[return-value]
+
+
+APIS = ['wrapper', 'one session', 'two sessions']
+
+
+@pytest.mark.parametrize('reads', READERS)
+@pytest.mark.parametrize('api', APIS)
+@pytest.mark.parametrize('level', LEVELS)
+def test_two_models_by_turns(
+    level: str, api: str, reads: Callable[[Players, Tensor], Tensor], device: torch.device
+) -> None:
+    """Both forward passes, then a step of each: as in mutual learning. Neither decides on the other, whoever reads meanwhile."""
+    both = Both(level, api, device)
+    x = torch.randn(4, 3, device=device)
+    expected = [0, 0]
+    for bad in ((), (1,), (0,), (0, 1), ()):
+        parts = (both.game.generator, both.game.discriminator)
+        losses = [part(x * NAN if which in bad else x).square().mean() for which, part in enumerate(parts)]
+        for which, loss in enumerate(losses):
+            both.backward(which, loss)
+            both.step(which)
+            reads(both.game, x)
+            expected[which] += which not in bad
+        assert all(buffer.isfinite().all() for buffer in both.game.buffers()), bad
+        # who reads while a step is skipped and a loss is due may cost that loss its statistics
+        if reads in (_nothing, copies, pickles) or 0 not in bad:
+            assert both.counts() == tuple(expected), bad
+        expected = list(both.counts())
+
+
+ORDERS = ['gG dD', 'dD gG', 'g d G D', 'g d D G', 'd g D G', 'd g G D', 'd gG dD', 'g dD G']
+
+
+@pytest.mark.parametrize('order', ORDERS)
+@pytest.mark.parametrize('freezes', [False, True])
+@pytest.mark.parametrize('api', APIS)
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_discriminator_that_is_frozen_meanwhile(
+    level: str, api: str, freezes: bool, order: str, device: torch.device
+) -> None:
+    """Backward passes (g, d) and steps (G, D) in many orders, with a NaN in what the generator alone sees."""
+    both = Both(level, api, device)
+    generator, discriminator = both.game.generator, both.game.discriminator
+    x = torch.randn(4, 3, device=device)
+    for bad in (False, True, False):
+        for letter in order.replace(' ', ''):
+            if letter == 'd':
+                fake = generator(x).detach()
+                both.backward(1, discriminator(x).square().mean() + discriminator(fake).square().mean())
+            elif letter == 'g':
+                discriminator.requires_grad_(not freezes)
+                both.backward(0, discriminator(generator(x * NAN if bad else x)).square().mean())
+                discriminator.requires_grad_(True)
+            else:
+                both.step('GD'.index(letter))
+        assert all(buffer.isfinite().all() for buffer in both.game.buffers()), bad
+        assert all(p.isfinite().all() for o in both.optimizers for g in o.param_groups for p in g['params'])
+    assert min(both.counts()) > 0
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_what_somebody_writes_into_an_average_stays(level: str, device: torch.device) -> None:
+    """Loaded, or estimated anew, between two batches of a window whose step is skipped."""
+    training = _Training(level, ('torch',), device)
+    training.run(range(4), -1, device)
+    average = training.averages[0].module
+    with torch.no_grad():
+        for buffer in average.buffers():
+            buffer.fill_(3)
+    training.run(range(4, 6), 4, device)
+    # the NaN of the batch is gone, and so is what came before it, but not this
+    assert average.norm.num_batches_tracked in (3, training.model.norm.num_batches_tracked)
+    assert (average.norm.running_var > 1.5).all() and average.norm.running_mean.isfinite().all()
+
+
+def test_an_average_that_was_not_saved_is_compared_once(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = _Training('O2', ('torch',), device)
+    training.run(range(5), -1, device)
+    states = copy.deepcopy([training.model.state_dict(), training.wrapper.state_dict()])
+    training.run(range(5, 6), -1, device)
+    again = _Training('O2', ('torch',), device)
+    again.model.load_state_dict(states[0])
+    again.wrapper.load_state_dict(states[1])
+    again.wrapper.initialize_count_status(again.model, 5, 9)
+    again.averages = [_averaged('torch', again.model)]
+    reads: list[int] = []
+    monkeypatch.setattr(buffer_averages, 'same_bits', lambda copy, tensor: bool(reads.append(1)))
+    again.run(range(5, 6), -1, device)
+    assert reads
+    reads.clear()
+    again.run(range(6, 9), -1, device)
+    assert not reads
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_saved_again_before_the_first_forward_pass(level: str, device: torch.device) -> None:
+    """The wrapper's state is loaded before the model's, and both are saved at once."""
+    whole = _Training(level, ('mean',), device)
+    whole.run(range(9), 5, device)
+    training = _Training(level, ('mean',), device)
+    training.run(range(4), 5, device)
+    for _ in range(2):
+        parts = (training.model, training.wrapper, *training.averages)
+        model, wrapper, *means = copy.deepcopy([part.state_dict() for part in parts])
+        training = _Training(level, ('mean',), device)
+        training.wrapper.initialize_count_status(training.model, 4, 9)
+        training.wrapper.load_state_dict(wrapper)
+        training.model.load_state_dict(model)
+        for average, state in zip(training.averages, means):
+            average.load_state_dict(state)
+    training.run(range(4, 9), 5, device)
+    assert toy.differences(whole.states(), training.states()) == []
