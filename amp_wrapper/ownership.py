@@ -23,6 +23,8 @@ def check_owners(
     images. It is one where weights of the models are trained by nobody, and
 
     - they have the shapes that the optimizer's parameters have: it was made from a copy, or before the model was built anew;
+    - they have exactly the shapes of those that are not the model's, where some are: a copy of an initialised pair, whose
+      masters are copies as well, or a model of which a part was replaced;
     - or nobody steps any weight of the models, and the optimizer has several parameters: it is that of another model.
 
     Args:
@@ -44,7 +46,15 @@ def check_owners(
         return
     nobody = not stepped.intersection(weights)
     for optimizer, parameters in zip(optimizers, owned):
-        if not parameters or any(id(parameter) in weights or is_known(parameter) for parameter in parameters):
+        strangers = [p for p in parameters if id(p) not in weights and not is_known(p)]
+        if 1 < len(strangers) < len(parameters) and _shapes(strangers) == _shapes(idle):
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} steps {len(strangers)} parameters that do not belong to the model, and as many of '
+                f'the same shapes in the model are stepped by nobody: these would not be trained. The optimizer was copied '
+                f'together with an initialised model, or made before a part of the model was replaced. Make it from '
+                f'model.parameters() of the very model that is handed over, and load a state dict into it.'
+            )
+        if not parameters or len(strangers) < len(parameters):
             continue
         if _is_copy(parameters, idle) or (nobody and _is_model(parameters)):
             raise AmpAttachError(
@@ -56,8 +66,12 @@ def check_owners(
             )
 
 
+def _shapes(tensors: Sequence[Tensor]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(tensor.shape) for tensor in tensors)
+
+
 def _is_copy(parameters: Sequence[Tensor], idle: Sequence[Tensor]) -> bool:
-    shapes, theirs = (Counter(tensor.shape for tensor in tensors) for tensors in (parameters, idle))
+    shapes, theirs = _shapes(parameters), _shapes(idle)
     return shapes <= theirs and (len(parameters) > 1 or shapes == theirs)
 
 

@@ -296,7 +296,7 @@ APIS = ['wrapper', 'one session', 'two sessions']
 def test_two_models_by_turns(
     level: str, api: str, reads: Callable[[Players, Tensor], Tensor], device: torch.device
 ) -> None:
-    """Both forward passes, then a step of each: as in mutual learning. Neither decides on the other, whoever reads meanwhile."""
+    """Both forward passes, then a step of each: as in mutual learning. Neither decides on the other, whoever reads then."""
     both = Both(level, api, device)
     x = torch.randn(4, 3, device=device)
     expected = [0, 0]

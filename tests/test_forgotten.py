@@ -29,6 +29,7 @@ from torch.optim import SGD, Optimizer
 from amp_wrapper import AmpOptimWrapper, amp, amp_session, known_models
 from amp_wrapper.errors import AmpAttachError, AmpConfigError, AmpUsageError
 from amp_wrapper.pass_watch import PassWatch
+from amp_wrapper.policy import resolve
 
 MASTERS = ('O2', 'O5')
 
@@ -672,3 +673,55 @@ def test_a_new_optimizers_masters_are_followed(level: str, device: torch.device)
         for master in amp.master_params(second):
             master.fill_(0.0)
     assert float(net(data(0, device)).detach()) == 0.0
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_model_and_an_optimizer_that_were_copied_together(level: str, device: torch.device) -> None:
+    """The copied optimizer has copies of the masters, which nobody reads."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
+    optimizer = SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    copied, stepping = copy.deepcopy((model, optimizer))
+    if not resolve(level).master_weights:
+        amp.initialize(copied, stepping, opt_level=level, verbosity=0)
+        return
+    before = [parameter.detach().clone() for parameter in copied.parameters()]
+    with pytest.raises(AmpAttachError, match=r'4 parameters that do not belong to the model.*copied'):
+        amp.initialize(copied, stepping, opt_level=level, verbosity=0)
+    assert all(map(torch.equal, before, copied.parameters()))
+    # a new one over the copy is what the message asks for
+    amp.initialize(copied, SGD(copied.parameters(), lr=0.25), opt_level=level, verbosity=0)
+
+
+def test_optimizers_over_a_part_and_something_else_are_left_alone(device: torch.device) -> None:
+    """A head, and centres or temperatures of a loss, beside a body that is not trained."""
+    for loose in ([(4,)], [(4,), (4,)], [(3, 4), (4,)]):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
+        extra = [nn.Parameter(torch.zeros(shape, device=device)) for shape in loose]
+        amp.initialize(model, SGD([*model[2].parameters(), *extra], lr=0.25), opt_level='O2', verbosity=0)
+
+
+@pytest.mark.parametrize('later', ['O2', 'O5'])
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O4'])
+def test_an_optimizer_whose_model_has_got_masters_since(level: str, later: str, device: torch.device) -> None:
+    model = nn.Linear(3, 2).to(device)
+    old, new = SGD(model.parameters(), lr=0.25), SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, old, opt_level=level, verbosity=0)
+    try:
+        amp.initialize(model, new, opt_level=later, verbosity=0)
+    except AmpAttachError:
+        # said already
+        assert level != 'O0'
+        return
+    for _ in range(2):
+        before = model.weight.detach().clone()
+        with amp.scale_loss(model(torch.ones(1, 3, device=device)).float().sum(), old) as scaled:
+            scaled.backward()
+        with pytest.raises(AmpUsageError, match=r'another optimizer steps.*amp\.initialize\(\[\], optimizer\)'):
+            old.step()
+        old.zero_grad()
+        new.zero_grad()
+        assert model.weight.equal(before)
+    with amp.scale_loss(model(torch.ones(1, 3, device=device)).float().sum() / 2**16, new) as scaled:
+        scaled.backward()
+    new.step()

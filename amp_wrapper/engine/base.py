@@ -102,6 +102,8 @@ class EngineBase:
         self._lengths: list[int] = []
         # those of the optimizer, where somebody stands in front of them
         self._own_methods: dict[str, Callable[..., Any]] = {}
+        # of twins, when somebody last looked whether another optimizer has given some to the weights
+        self._pairs_made = -1
         # while its own step runs
         self._steps = False
         self._handle: casting.CastHandle | None = None

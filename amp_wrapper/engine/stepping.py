@@ -14,6 +14,7 @@ from .. import (
     buffer_snapshots,
     gradients,
     ops,
+    twins,
 )
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError
 from ..gradients import GradientClip
@@ -276,6 +277,7 @@ class Stepping(Receiving):
                 'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '
                 'Step after the block.'
             )
+        self._check_twins()
         plain = self._shared or (scaler.is_one and not scaler.checks and self._masters is None)
         if kwargs.get('closure') is not None:
             if scaler.is_one and self._masters is None:
@@ -289,6 +291,20 @@ class Stepping(Receiving):
                 'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
                 'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
             )
+
+    def _check_twins(self) -> None:
+        """Another optimizer may have brought the model to a level with masters since this one was attached without."""
+        made = twins.pairs_made()
+        if made == self._pairs_made or self._masters is not None:
+            return
+        taken = next((parameter for parameter in self._parameters() if twins.has_twin(parameter)), None)
+        if taken is not None:
+            raise AmpUsageError(
+                f'step() at {self.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another optimizer '
+                f'steps, since the model was initialised again at another level. This one would round what it does to them. '
+                f'Step the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
+            )
+        self._pairs_made = made
 
     def _unscale(self, norm: bool) -> Tensor | None:
         """Gradients where the optimizer looks for them; their Euclidean norm, where it came with the same pass."""
