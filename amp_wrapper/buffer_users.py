@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
 
@@ -23,13 +24,14 @@ class Pass:
     """A forward pass that some loss may still make use of. Its graph alone keeps it alive.
 
     Args:
-        told: Called with those whose loss made use of it, each time that happens.
+        told: A method, called with those whose loss made use of it, each time that happens. Its object is not kept alive:
+            scripts keep losses, and with them the graph.
     """
 
     __slots__ = ('__weakref__', '_told')
 
     def __init__(self, told: Callable[[Pass, Sequence[object]], None]) -> None:
-        self._told = told
+        self._told = WeakMethod(told)
 
     def watch(self, outputs: Any) -> bool:
         """Wait for backward passes at the nodes of all tensors in ``outputs``; whether there are any."""
@@ -47,7 +49,9 @@ class Pass:
 
     def used(self) -> None:
         """A backward pass has come by."""
-        self._told(self, _under_way[-1] if _under_way else ())
+        told = self._told()
+        if told is not None:
+            told(self, _under_way[-1] if _under_way else ())
 
 
 def _arrives(seen: Pass, gradients: Any) -> None:
