@@ -224,11 +224,16 @@ def test_the_files_are_what_the_script_makes(tmp_path: Path) -> None:
     _close(bare[0], bare[1], 'bare_legacy')
 
 
+#: Whether this torch writes what the one writes that the files were made with.
+_RECENT = tuple(int(number) for number in torch.__version__.split('.')[:2]) >= (2, 13)
+
+
 def _close(new: Any, old: Any, path: str) -> None:
     """Equal but for the last bits, which are another processor's choice."""
     if isinstance(old, dict):
-        assert list(new) == list(old), path
-        for key in old:
+        # older versions of torch have fewer settings, in another order
+        assert list(new) == list(old) if _RECENT else set(new) <= set(old), path
+        for key in new:
             _close(new[key], old[key], f'{path}[{key!r}]')
     elif isinstance(old, (list, tuple)):
         assert len(new) == len(old), path
@@ -236,8 +241,7 @@ def _close(new: Any, old: Any, path: str) -> None:
             _close(a, b, f'{path}[{index}]')
     elif isinstance(old, torch.Tensor):
         # another torch rounds otherwise, of which the first steps of AdamW make much
-        version = tuple(map(int, torch.__version__.split('.')[:2]))
-        near = dict(rtol=1e-4, atol=1e-6) if version >= (2, 13) else dict(rtol=0.05, atol=0.02)
+        near = dict(rtol=1e-4, atol=1e-6) if _RECENT else dict(rtol=0.05, atol=0.02)
         torch.testing.assert_close(new, old, **near, msg=lambda text: f'{path}: {text}')
     else:
         assert new == old, path
