@@ -20,8 +20,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
-from weakref import WeakSet, ref
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -31,18 +31,10 @@ from . import torch_internals
 from .buffer_averages import AveragedBuffers
 from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
 from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers, SaveBuffers, is_broadcast
-from .buffer_users import Pass
+from .buffer_users import Deciders, User
 
 #: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
 LARGE = 2**20
-
-
-class User(Protocol):
-    """Whose losses go through modules, and whose steps decide on what they did; an engine."""
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether it has had gradients since its last step."""
 
 
 _Slot = tuple[dict[str, Tensor | None], str]
@@ -97,7 +89,7 @@ class BufferSnapshots:
         leave: tuple[type, ...] = (),
         owner: User | None = None,
     ) -> None:
-        self._owner = (lambda: None) if owner is None else ref(owner)
+        self._deciders = Deciders(owner)
         self._roots = list(roots)
         self._owners = owners
         self._leave = leave
@@ -109,17 +101,6 @@ class BufferSnapshots:
         self._stale = True
         # whether the copies are those of the present step
         self._live = False
-        # passes of the present step that a loss may still make use of
-        self._unused: WeakSet[Pass] = WeakSet()
-        # and those that one has made use of
-        self._used: WeakSet[Pass] = WeakSet()
-        # whether a loss of the optimizer itself has made use of some; others whose losses have
-        self._own = False
-        self._users: WeakSet[User] = WeakSet()
-        # up where the step of another optimizer was skipped before any loss went through the passes
-        self._doubt: Tensor | None = None
-        # whether the optimizer has stepped, and the copies are kept for those others
-        self._outlives = False
         self._trusts = False
         # places that somebody gave another shape or type since the step began
         self._lost: set[int] = set()
@@ -290,9 +271,7 @@ class BufferSnapshots:
             self._note(places)
         # a single optimizer decides alone
         if len(_living) > 1 and self._live and id(module) not in self._empty:
-            seen = Pass(self._see_use)
-            if seen.watch(output):
-                self._unused.add(seen)
+            self._deciders.watch(output)
 
     def _note(self, places: Sequence[int] | None = None) -> None:
         """Whatever was written was written by forward passes."""
@@ -408,36 +387,21 @@ class BufferSnapshots:
             self._note()
         if self._live:
             self._give_back(flag)
-        self._own, self._doubt = False, None
-        self._outlives = self._live and self._others_decide()
-        if not self._outlives:
+        if not (self._live and self._deciders.own_step()):
             self._close()
 
     @torch.no_grad()
     def decide(self, user: User, flag: Tensor | None) -> None:
-        """The step of another optimizer is taken or skipped.
-
-        It decides on passes that its losses have gone through, and on those that no loss will go through: what they gave may
-        have been used without its graph, as a discriminator's loss uses the pictures of a generator. As long as somebody holds
-        an output, a loss of this optimizer may still come.
+        """The step of another optimizer is taken or skipped: where it decides, buffers become what they were.
 
         Args:
             user: Whose step it is.
             flag: As for :meth:`restore`.
         """
-        if not self._live:
-            return
-        if user in self._users:
-            self._users.discard(user)
-        elif self._own or self._others_decide():
-            return
-        elif self._unused:
-            if flag is not None:
-                self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
-            return
-        self._give_back(flag)
-        if not self._others_decide() and (self._outlives or not (self._own or self._unused)):
-            self._close()
+        if self._live and self._deciders.other_step(user, flag):
+            self._give_back(flag)
+            if not self._deciders.wait:
+                self._close()
 
     def _give_back(self, flag: Tensor | None) -> None:
         if flag is not None:
@@ -454,25 +418,15 @@ class BufferSnapshots:
             self._settle_now()
 
     def _settle_now(self) -> None:
-        if not self._live or self._doubt is None:
-            return
-        doubt, self._doubt = self._doubt, None
-        self._give_back(doubt)
-        if not self._unused:
-            self._close()
-
-    def _others_decide(self) -> bool:
-        # one whose gradients were thrown away decides nothing
-        return any(user.is_accumulating for user in self._users)
+        if self._live and self._deciders.doubts:
+            self._give_back(self._deciders.take_doubt())
+            if not self._deciders.wait:
+                self._close()
 
     def _close(self) -> None:
         """The step is over: the next forward pass copies anew."""
         live, self._live = self._live, False
-        self._own = self._outlives = False
-        self._doubt = None
-        self._users.clear()
-        self._unused.clear()
-        self._used.clear()
+        self._deciders.forget()
         self._averaged.release()
         self._lost.clear()
         for place, copy in self._large.items():
@@ -527,23 +481,10 @@ class BufferSnapshots:
             self._know(self._known)
         self._note(written)
 
-    def _see_use(self, seen: Pass, users: Sequence[Any]) -> None:
-        if seen in self._unused or seen in self._used:
-            self._unused.discard(seen)
-            self._used.add(seen)
-            self.used_by(users)
-
     def used_by(self, users: Iterable[User]) -> None:
         """Losses of these have made use of forward passes since the step began."""
-        if not self._live:
-            return
-        owner = self._owner()
-        self._doubt = None
-        for user in users:
-            if user is owner:
-                self._own = True
-            else:
-                self._users.add(user)
+        if self._live:
+            self._deciders.used_by(users)
 
     def average(self, average: nn.Module, model: nn.Module) -> None:
         """An average of the buffers is about to be updated. In the middle of a step, it shares the fate of what it averages.
@@ -555,7 +496,7 @@ class BufferSnapshots:
         if not self._live and not self._averaged.waits:
             return
         mine = set(map(id, self._seen))
-        if self._doubt is not None and not mine.isdisjoint(map(id, model.buffers())):
+        if self._deciders.doubts and not mine.isdisjoint(map(id, model.buffers())):
             self.settle()
         means = {
             name: mean for (name, mean), buffer in zip(average.named_buffers(), model.buffers()) if id(buffer) in mine
@@ -607,7 +548,7 @@ class BufferSnapshots:
                 there[place].copy_(value)
                 self._copied[place] = -1
         self._averaged.load(averages)
-        self._own = True
+        self._deciders.claim()
         self._trusts = True
 
 
@@ -664,4 +605,4 @@ def _on_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
         snapshots.look_again(parent)
 
 
-__all__ = ['LARGE', 'BufferSnapshots', 'User', 'averaging', 'decided', 'settle']
+__all__ = ['LARGE', 'BufferSnapshots', 'averaging', 'decided', 'settle']

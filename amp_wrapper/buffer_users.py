@@ -1,23 +1,33 @@
-"""Which losses made use of a forward pass: the graph nodes of its outputs tell, as a backward pass comes by.
+"""Which losses made use of a forward pass, and whose steps decide on it therefore.
 
 A step of an optimizer decides on all that its losses have gone through, the modules of others among it: a generator's loss goes
-through the discriminator, whose weights may be frozen meanwhile.
+through the discriminator, whose weights may be frozen meanwhile. The graph nodes of a pass's outputs tell, as a backward pass
+comes by.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakMethod
+from typing import Any, Protocol
+from weakref import WeakMethod, WeakSet, ref
 
+import torch
 from torch import Tensor
 
 from .nested import map_tensors
 
 # whose losses are being run backward, on any thread: autograd has some of its own. The last one is the one that runs
 _under_way: list[tuple[object, ...]] = []
+
+
+class User(Protocol):
+    """Whose losses go through modules, and whose steps decide on what they did; an engine."""
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether it has had gradients since its last step."""
 
 
 class Pass:
@@ -81,6 +91,108 @@ def backward(users: Sequence[object]) -> Iterator[Callable[[], None]]:
         _remove(mine)
 
 
+class Deciders:
+    """Whose steps decide on the forward passes that one optimizer's modules have made since its last step.
+
+    Args:
+        owner: Whose modules they are; not kept alive.
+    """
+
+    def __init__(self, owner: User | None) -> None:
+        self._owner = (lambda: None) if owner is None else ref(owner)
+        # passes that a loss may still make use of, and those that one has made use of
+        self._unused: WeakSet[Pass] = WeakSet()
+        self._used: WeakSet[Pass] = WeakSet()
+        # whether a loss of the owner has; others whose losses have
+        self._own = False
+        self._users: WeakSet[User] = WeakSet()
+        # up where the step of another optimizer was skipped before any loss went through the passes
+        self._doubt: Tensor | None = None
+
+    @property
+    def doubts(self) -> bool:
+        """Whether the skipped step of another optimizer decides unless a loss still comes."""
+        return self._doubt is not None
+
+    @property
+    def wait(self) -> bool:
+        """Whether a step that is still to come decides as well."""
+        return self._own or bool(self._unused) or self._others()
+
+    def _others(self) -> bool:
+        # one whose gradients were thrown away decides nothing
+        return any(user.is_accumulating for user in self._users)
+
+    def watch(self, output: Any) -> None:
+        """A forward pass has ended with ``output``."""
+        seen = Pass(self._see_use)
+        if seen.watch(output):
+            self._unused.add(seen)
+
+    def _see_use(self, seen: Pass, users: Sequence[Any]) -> None:
+        if seen in self._unused or seen in self._used:
+            self._unused.discard(seen)
+            self._used.add(seen)
+            self.used_by(users)
+
+    def used_by(self, users: Iterable[User]) -> None:
+        """Losses of these have made use of passes."""
+        owner = self._owner()
+        self._doubt = None
+        for user in users:
+            if user is owner:
+                self._own = True
+            else:
+                self._users.add(user)
+
+    def claim(self) -> None:
+        """A loss of the owner has made use of passes: in another process, whose checkpoint is read."""
+        self._own = True
+
+    def own_step(self) -> bool:
+        """The owner steps. Whether the passes are still to be decided on by others."""
+        self._own, self._doubt = False, None
+        # no loss of these is waited for any more, and further passes may come while the others are
+        self._used |= self._unused
+        self._unused.clear()
+        return self._others()
+
+    def other_step(self, user: User, flag: Tensor | None) -> bool:
+        """The step of another optimizer is taken or skipped. Whether it decides now.
+
+        It decides on passes that its losses have gone through, and on those that no loss will go through: what they gave may
+        have been used without its graph, as a discriminator's loss uses the pictures of a generator. As long as somebody holds
+        an output, a loss of the owner may still come; the step is then remembered until :meth:`take_doubt`.
+
+        Args:
+            user: Whose step it is.
+            flag: float32 scalar on any device, not zero where the step is skipped; None for a step that is taken.
+        """
+        if user in self._users:
+            self._users.discard(user)
+            return True
+        if self._own or self._others():
+            return False
+        if self._unused:
+            if flag is not None:
+                self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
+            return False
+        return True
+
+    def take_doubt(self) -> Tensor | None:
+        """The flag of what :meth:`other_step` remembered, which decides now; None where there is nothing."""
+        doubt, self._doubt = self._doubt, None
+        return doubt
+
+    def forget(self) -> None:
+        """All is decided: the next pass begins anew."""
+        self._own = False
+        self._doubt = None
+        self._users.clear()
+        self._unused.clear()
+        self._used.clear()
+
+
 def _remove(users: tuple[object, ...]) -> None:
     for index, other in enumerate(_under_way):
         if other is users:
@@ -88,4 +200,4 @@ def _remove(users: tuple[object, ...]) -> None:
             return
 
 
-__all__ = ['Pass', 'backward']
+__all__ = ['Deciders', 'Pass', 'User', 'backward']

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import toy
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from mmengine.model import ExponentialMovingAverage, MomentumAnnealingEMA
 from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
@@ -343,6 +345,38 @@ def test_a_discriminator_that_is_frozen_meanwhile(
         assert all(buffer.isfinite().all() for buffer in both.game.buffers()), bad
         assert all(p.isfinite().all() for o in both.optimizers for g in o.param_groups for p in g['params'])
     assert min(both.counts()) > 0
+
+
+@settings(max_examples=60)
+@given(
+    level=st.sampled_from(['O1', 'O2']),
+    api=st.sampled_from(APIS),
+    freezes=st.booleans(),
+    letters=st.lists(st.sampled_from('gGdDnm'), min_size=2, max_size=9),
+)
+@example(level='O2', api='wrapper', freezes=True, letters=list('gdDmGD'))
+@example(level='O2', api='two sessions', freezes=False, letters=list('gdDmGD'))
+def test_orders_of_any_length(level: str, api: str, freezes: bool, letters: list[str], device: torch.device) -> None:
+    """Gradients may wait over steps of the other; n and m are g and d with a NaN. When all have stepped, none is left."""
+    both = Both(level, api, device)
+    generator, discriminator = both.game.generator, both.game.discriminator
+    x = torch.randn(4, 3, device=device)
+    waiting: set[str] = set()
+    for letter in [*letters, 'G', 'D']:
+        bad = x * NAN if letter in 'nm' else x
+        if letter in 'dm':
+            both.backward(1, discriminator(bad).square().mean())
+            waiting.add('D')
+        elif letter in 'gn':
+            discriminator.requires_grad_(not freezes)
+            both.backward(0, discriminator(generator(bad)).square().mean())
+            discriminator.requires_grad_(True)
+            waiting.add('G')
+        elif letter in waiting:
+            both.step('GD'.index(letter))
+            waiting.discard(letter)
+    assert all(buffer.isfinite().all() for buffer in both.game.buffers())
+    assert all(p.isfinite().all() for o in both.optimizers for g in o.param_groups for p in g['params'])
 
 
 @pytest.mark.parametrize('level', LEVELS)
