@@ -106,15 +106,22 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--millions', type=int, default=25, help='weights, in millions')
-    parser.add_argument('--write', action='store_true', help='put the table into benchmarks/results')
+    parser.add_argument(
+        '--write',
+        nargs='?',
+        const=RESULTS / 'checkpoints_cpu.md',
+        type=Path,
+        metavar='FILE',
+        help='keep the page (%(const)s)',
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), args.millions)
         size = (Path(folder) / 'a.pth').stat().st_size
     page = table(rows, args.millions, size)
     print(page)
-    if args.write:
-        (RESULTS / 'checkpoints_cpu.md').write_text(page)
+    if args.write is not None:
+        args.write.write_text(page)
 
 
 if __name__ == '__main__':

@@ -138,6 +138,11 @@ def _bench(name: str, *words: str, needs: Sequence[str] = ('gpu',)) -> Job:
     return Job(f'benchmarks.{name}', _python('-m', f'benchmarks.{name}', *words), tuple(needs))
 
 
+def beside_a_gpu(name: str) -> str:
+    """Where a benchmark of the host puts its page on such a machine."""
+    return f'benchmarks/results/{name}_beside_a_gpu.md'
+
+
 def steps(stage: str, arch: str = '') -> list[Step]:
     """What a stage does, in order.
 
@@ -161,10 +166,11 @@ def steps(stage: str, arch: str = '') -> list[Step]:
         ]
     if stage == 'step':
         few = _bench('step', '--device', 'cuda', '--threads', '1', '--rounds', '5', '--write')
-        return [_tests(stage), Step('bench', (few,), 3.0)]
+        buffers = _bench('buffers', '--device', 'cuda', '--write', needs=('gpu', 'mmengine'))
+        return [_tests(stage), Step('bench', (few,), 3.0), Step('buffers', (buffers,), 1.0)]
     if stage == 'engine':
-        host = _bench('hooks', needs=())
-        files = _bench('checkpoints', needs=('mmengine',))
+        host = _bench('hooks', '--write', beside_a_gpu('hooks'), needs=())
+        files = _bench('checkpoints', '--write', beside_a_gpu('checkpoints'), needs=('mmengine',))
         return [_tests(stage), Step('bench', (host, files), 0.5)]
     if stage == 'end-to-end':
         bench = _bench('step', '--device', 'cuda', '--end-to-end', '--rounds', '5', '--write')
@@ -182,7 +188,7 @@ def steps(stage: str, arch: str = '') -> list[Step]:
         return [Step('compute-sanitizer', tuple(jobs), 1.0, len(jobs))]
     if stage == 'ddp':
         one = Job('one rank, nccl', _python('-m', 'benchmarks.one_rank', '--backend', 'nccl'), ('gpu',))
-        ranks = _bench('distributed', '--quick', needs=('gpu', 'mmengine'))
+        ranks = _bench('distributed', '--quick', '--report', beside_a_gpu('distributed'), needs=('gpu', 'mmengine'))
         several = _tests(stage, 'cuda', ('gpu', 'second gpu'))
         # nccl takes no two ranks on one GPU; gloo takes them on the processor
         gloo = _tests(stage, 'cpu', ('mmengine',))

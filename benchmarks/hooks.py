@@ -191,12 +191,19 @@ def table(rows: list[tuple[str, float, str]]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--write', action='store_true', help='keep the table under benchmarks/results')
+    parser.add_argument(
+        '--write',
+        nargs='?',
+        const=RESULTS / 'hooks_cpu.md',
+        type=Path,
+        metavar='FILE',
+        help='keep the page (%(const)s)',
+    )
     args = parser.parse_args()
     text = table(measure())
     print(text)
-    if args.write:
-        (RESULTS / 'hooks_cpu.md').write_text(text)
+    if args.write is not None:
+        args.write.write_text(text)
 
 
 if __name__ == '__main__':

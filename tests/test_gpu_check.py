@@ -72,6 +72,19 @@ def test_every_test_that_takes_a_device_is_in_one_stage() -> None:
         steps('everything')
 
 
+def test_every_benchmark_is_run_and_keeps_its_page() -> None:
+    named = {
+        path.stem
+        for path in (ROOT / 'benchmarks').glob('*.py')
+        if "if __name__ == '__main__'" in path.read_text(encoding='utf-8')
+    } - {'gpu_check', 'ddp_rank'}
+    words = {job.command[2].removeprefix('benchmarks.'): job.command for stage in STAGES for step in steps(stage)
+             for job in step.jobs if job.command[1] == '-m' and job.command[2].startswith('benchmarks.')}  # fmt: skip
+    assert named == set(words) and len(named) > 5
+    for name in named - {'one_rank'}:
+        assert {'--write', '--report'} & set(words[name]), name
+
+
 def test_every_stage_ends_before_the_machine_is_taken_back() -> None:
     assert gpu_check.BUDGET < 9 * 60
     for stage in STAGES:
