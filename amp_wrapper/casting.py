@@ -215,7 +215,9 @@ class CastPlan:
         self._sources: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
         self.rounded: dict[str, nn.Parameter] = {}
-        self._buffers: list[Tensor] = []
+        # finite buffers that the cast makes infinite
+        self.infinite: list[str] = []
+        self._buffers: dict[str, Tensor] = {}
         for name, root in self.roots:
             self._refuse(name, root)
         self.ops: fp32_ops.OpSet | None = None
@@ -229,7 +231,7 @@ class CastPlan:
             self._keep_sharers()
             self._collect()
             assert policy.cast_model_type is not None
-            given_weights.check_range(self.parameters, policy.cast_model_type)
+            self.infinite = given_weights.check_range(self.parameters, self._buffers, policy.cast_model_type)
         self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
@@ -365,7 +367,7 @@ class CastPlan:
     def _collect(self) -> None:
         names: dict[int, str] = {}
         for prefix, root in self.roots:
-            for key, tensor in root.named_parameters(prefix=prefix):
+            for key, tensor in (*root.named_parameters(prefix=prefix), *root.named_buffers(prefix=prefix)):
                 names.setdefault(id(tensor), key)
         seen: set[int] = set()
         for module in self._cast_modules:
@@ -374,7 +376,7 @@ class CastPlan:
                     self.parameters[names[id(parameter)]] = parameter
             for buffer in module.buffers(recurse=False):
                 if self._is_ours(buffer, seen):
-                    self._buffers.append(buffer)
+                    self._buffers[names[id(buffer)]] = buffer
 
     def _find_raised(self) -> list[Tensor]:
         """What is 16-bit before, and FP32 after: where modules stay FP32, and at the levels whose weights are FP32.
@@ -420,7 +422,7 @@ class CastPlan:
             if policy.cast_model_type is not None or has_hook(root, Fp32Inputs):
                 strip_hooks(root)
         watched = [module for module in self._modules() if not isinstance(module, self._leave)]
-        handle = CastHandle([root for _, root in self.roots], self.parameters, self._buffers, watched)
+        handle = CastHandle([root for _, root in self.roots], self.parameters, list(self._buffers.values()), watched)
         for tensor in self.raised:
             _cast_in_place(tensor, torch.float32)
         if policy.cast_model_type is torch.float32:
@@ -500,7 +502,7 @@ class CastPlan:
                     module.register_forward_pre_hook(Fp32Inputs(dtype), with_kwargs=True)
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
-        for tensor in (*self.parameters.values(), *self._buffers):
+        for tensor in (*self.parameters.values(), *self._buffers.values()):
             _cast_in_place(tensor, dtype)
         for module in self._cast_modules:
             computed = computed_weights.names(module)

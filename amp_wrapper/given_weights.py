@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -75,34 +75,54 @@ def say_rounded(names: Iterable[str], policy: Policy) -> None:
     logger.warning(f'amp: {len(found)} trainable weights were 16-bit before ({some(found)}): {now}.')
 
 
-def check_range(weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
     """Refuse finite weights that would become infinite. Syncs, once.
 
     Args:
         weights: Those about to be cast, by name.
+        buffers: Those about to be cast, by name.
         dtype: The type they are cast to; only float16 has a range smaller than float32's.
 
+    Returns:
+        The names of buffers of which the same is true. They are taken all the same: masks hold such numbers on purpose.
+
     Raises:
-        AmpAttachError: Names them.
+        AmpAttachError: Names the weights.
     """
-    chosen = {
-        name: weight
-        for name, weight in weights.items()
-        if dtype is torch.float16 and weight.dtype is not dtype and weight.numel() and not weight.is_meta
-    }
+    chosen = [
+        (name, tensor)
+        for name, tensor in (*weights.items(), *buffers.items())
+        if dtype is torch.float16 and tensor.dtype is not dtype and tensor.numel() and not tensor.is_meta
+    ]
     if not chosen:
-        return
-    home = next(iter(chosen.values())).device
+        return []
+    home = chosen[0][1].device
     with torch.no_grad():
         # what is infinite or NaN before is so afterwards
-        flags = [((weight.abs() >= _FLOAT16_LIMIT) & weight.isfinite()).any().to(home) for weight in chosen.values()]
-        beyond = [name for name, flag in zip(chosen, torch.stack(flags).tolist()) if flag]
-    if beyond:
-        largest = max(float(chosen[name].detach().abs().nan_to_num(0, 0, 0).max()) for name in beyond)
+        flags = [((tensor.abs() >= _FLOAT16_LIMIT) & tensor.isfinite()).any().to(home) for _, tensor in chosen]
+        beyond = [name for (name, _), flag in zip(chosen, torch.stack(flags).tolist()) if flag]
+    refused = [name for name in beyond if name in weights]
+    if refused:
+        largest = max(float(weights[name].detach().abs().nan_to_num(0, 0, 0).max()) for name in refused)
         raise AmpAttachError(
-            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(beyond)}, up to '
-            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_owner(beyond[0])!r}]), or use bfloat16 '
+            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
+            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_owner(refused[0])!r}]), or use bfloat16 '
             f"(opt_level='O5')."
+        )
+    return beyond
+
+
+def say_infinite(buffers: Sequence[str], policy: Policy) -> None:
+    """One line on the buffers of :func:`check_range` that were taken.
+
+    Args:
+        buffers: Their names.
+        policy: Says whether to speak.
+    """
+    if buffers and policy.verbosity >= 1:
+        logger.warning(
+            f'amp: {len(buffers)} buffers have numbers beyond the range of float16, which become infinite: {some(buffers)}. '
+            f'Where they are more than a mask, keep their modules in FP32: keep_fp32=[{_owner(buffers[0])!r}].'
         )
 
 

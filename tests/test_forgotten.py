@@ -572,6 +572,34 @@ def test_weights_beyond_the_range(level: str, api: str, device: torch.device) ->
     assert float(net[2].weight.detach().min()) == -7e4
 
 
+@pytest.mark.parametrize('api', ['amp', 'wrapper'])
+@pytest.mark.parametrize('level', LEVELS)
+def test_buffers_beyond_the_range(level: str, api: str, device: torch.device) -> None:
+    """A mask may become infinite, and a count may not; only somebody who knows the model can tell them apart."""
+    net = model().to(device)
+    net[0].register_buffer('count', torch.tensor([7e4, 1.0], device=device))
+    net[2].register_buffer('table', torch.tensor([65519.0, float('inf'), -float('inf'), float('nan')], device=device))
+    net[2].register_buffer('whole', torch.tensor([70000], device=device))
+    net[1].running_var.fill_(1e6)
+    for names in (None, ['0', 'BatchNorm1d']):
+        for verbosity in (1, 0):
+            tried = copy.deepcopy(net)
+            words: dict[str, Any] = dict(opt_level=level, verbosity=verbosity, keep_fp32=names)
+            if level == 'O3' and names is None:
+                words['keep_fp32'] = ['BatchNorm1d']
+            with logged() as lines:
+                if api == 'amp':
+                    amp.initialize(tried, SGD(tried.parameters(), lr=0.1), **words)
+                else:
+                    AmpOptimWrapper(optimizer=SGD(tried.parameters(), lr=0.1), **words).attach(tried)
+            found = [line for line in lines if 'beyond the range of float16' in line]
+            assert len(found) == (level in ('O2', 'O3') and names is None and verbosity == 1), lines
+            if found:
+                assert '0.count' in found[0] and "keep_fp32=['0']" in found[0]
+            if names is not None:
+                assert float(tried[0].count[0]) == 7e4
+
+
 # -- closures that are called in the middle of a step -------------------------------------------------------------------
 
 

@@ -100,6 +100,7 @@ class Attaching(Saving):
             self._handle = plan.apply()
             self._take_cast(plan, shared_weights)
             given_weights.say_rounded(plan.rounded, self.policy)
+            given_weights.say_infinite(plan.infinite, self.policy)
             self._watch_buffers([('', inner)], leave, foreign)
             self._reducers = reducers
             reducers.rebuild([*plan.parameters.values(), *plan.raised])
@@ -371,6 +372,7 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         engine._make_masters(plan)
     handle = plan.apply()
     given_weights.say_rounded(plan.rounded, policy)
+    given_weights.say_infinite(plan.infinite, policy)
     for engine in engines:
         engine._take_cast(plan)
         engine._watch_buffers(roots)
