@@ -84,7 +84,8 @@ class Session:
         theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self._engines, models, policy)
         for engine in self._engines:
-            engine.take_over(theirs)
+            earlier_weights = [w for session in _alive() for earlier in session._engines for w in earlier.weights()]
+            engine.take_over(theirs, earlier_weights)
         hf_saving.watch(models)
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,9 +21,10 @@ class BufferGroup:
     Args:
         places: Of the buffers.
         tensors: The buffers.
+        modules: The number of the module that each belongs to.
     """
 
-    def __init__(self, places: list[int], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, places: list[int], tensors: Sequence[Tensor], modules: Sequence[int]) -> None:
         self.places = places
         #: The buffers, unseen by autograd: graphs of passes that wait for their backward may hold them (a generator's, while
         #: the discriminator takes its step), and none computes with what is written here.
@@ -39,29 +41,89 @@ class BufferGroup:
         # zeros: the gaps are selected too
         self._copies = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
         self._results = torch.zeros_like(self._copies)
+        # as after the last pass but one: made where a step has several passes
+        self._sound: Tensor | None = None
+        self._is_first = True
         self.copies = [_like(self._copies, start, tensor) for start, tensor in zip(starts, tensors)]
         self._results_of = [_like(self._results, start, tensor) for start, tensor in zip(starts, tensors)]
-        bits = _BITS.get(size)
-        self._bits = [flat if bits is None else flat.view(bits) for flat in (self._copies, self._results)]
+        self._sound_of: list[Tensor] = []
+        self._starts = starts
+        self._knows_nan = has_nan(kind)
+        self._ends = torch.tensor(starts[1:], device=device) - 1
+        self._lengths = torch.tensor([end - start for start, end in itertools.pairwise(starts)], device=device)
+        self._modules = torch.tensor(list(modules), device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._copies.device
 
     def take(self) -> None:
-        """Copy the buffers."""
+        """Copy the buffers: a step begins."""
         self._copy(self.tensors, self.copies)
+        self._is_first = True
 
-    def select(self, flag: Tensor, chosen: Sequence[int] | None = None) -> Callable[[], None]:
-        """What the buffers will be; the returned function writes it to them.
+    def go_on(self) -> None:
+        """Another pass of the same step begins; the ones before have left no NaN that stands."""
+        if self._sound is None:
+            self._sound = torch.zeros_like(self._copies)
+            self._sound_of = [_like(self._sound, start, tensor) for start, tensor in zip(self._starts, self.tensors)]
+        self._copy(self.tensors, self._sound_of)
+        self._is_first = False
+
+    def read(self, chosen: Sequence[int] | None = None) -> None:
+        """Look at the buffers; before :meth:`mark` and :meth:`select`.
 
         Args:
-            flag: Scalar; the copies where it is not zero.
             chosen: Indices into ``places``; None for all.
         """
         tensors, results = self.tensors, self._results_of
         if chosen is not None:
+            self._results.zero_()
             tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
         self._copy(tensors, results)
-        copies, now = self._bits
+
+    def _before(self) -> Tensor:
+        return self._copies if self._is_first or self._sound is None else self._sound
+
+    def mark(self, marks: Tensor) -> bool:
+        """Count the NaN that the last pass has left, by module.
+
+        Args:
+            marks: Whole numbers, by number of the module; added to.
+
+        Returns:
+            Whether there may be some; True where only a wait would tell.
+        """
+        if not self._knows_nan:
+            return False
+        new = self._results.isnan()
+        if not waits(self.device) and not new.any():
+            return False
+        counts = (new & ~self._before().isnan()).cumsum(0)[self._ends]
+        marks.index_add_(0, self._modules, counts.diff(prepend=counts.new_zeros(1)))
+        return True
+
+    def select(
+        self, flag: Tensor | None, marks: Tensor | None, chosen: Sequence[int] | None = None
+    ) -> Callable[[], None]:
+        """What the buffers will be; the returned function writes it to them.
+
+        Args:
+            flag: Scalar; the copies where it is not zero. None for one that is zero.
+            marks: From :meth:`mark` of all groups; what there was before the last pass where it is not zero. None for zeros.
+            chosen: As for :meth:`read`.
+        """
+        copies, now, before = (_bits_of(flat) for flat in (self._copies, self._results, self._before()))
         # by bits, so that nothing of a NaN gets through
-        torch.where(flag.to(now.device) > 0, copies, now, out=now)
+        if marks is not None:
+            marked = marks[self._modules] > 0
+            marked = torch.repeat_interleave(marked, self._lengths, output_size=len(self._results))
+            torch.where(marked, before, now, out=now)
+        if flag is not None:
+            torch.where(flag.to(now.device) > 0, copies, now, out=now)
+        tensors, results = self.tensors, self._results_of
+        if chosen is not None:
+            tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
         return functools.partial(self._copy, results, tensors)
 
     def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
@@ -69,6 +131,28 @@ class BufferGroup:
             ops.multi_tensor_copy(sources, targets)
         else:
             torch._foreach_copy_(targets, sources)
+
+
+def _bits_of(flat: Tensor) -> Tensor:
+    bits = _BITS.get(flat.element_size())
+    return flat if bits is None else flat.view(bits)
+
+
+def waits(device: torch.device) -> bool:
+    """Whether the host waits for what it reads from there."""
+    return device.type != 'cpu'
+
+
+def has_nan(dtype: torch.dtype) -> bool:
+    """Whether torch can tell NaN of this type."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def new_nan(tensor: Tensor, before: Tensor) -> Tensor:
+    """Bool scalar: whether there is NaN where there was none."""
+    if not has_nan(tensor.dtype):
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    return (tensor.isnan() & ~before.isnan()).any()
 
 
 def _like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
@@ -113,4 +197,4 @@ def same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
     return copy.equal(tensor) if bits is None else copy.view(bits).equal(tensor.view(bits))
 
 
-__all__ = ['BufferGroup', 'form_of', 'is_tracked', 'same_bits', 'selected']
+__all__ = ['BufferGroup', 'form_of', 'has_nan', 'is_tracked', 'new_nan', 'same_bits', 'selected']

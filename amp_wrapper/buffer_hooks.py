@@ -22,8 +22,8 @@ _CHECKPOINT_FILE = checkpoint.__file__
 class Passes(Protocol):
     """Who is told; :class:`amp_wrapper.buffer_snapshots.BufferSnapshots`."""
 
-    def enter(self, module: nn.Module) -> None:
-        """A forward pass begins."""
+    def enter(self, module: nn.Module, has_step: bool = True) -> None:
+        """A forward pass begins; without a graph, no step comes of it."""
 
     def leave(self, module: nn.Module, output: Any) -> None:
         """It ends."""
@@ -126,6 +126,8 @@ def _enter(snapshots: Passes | None, module: nn.Module) -> None:
     # reentrant checkpointing runs a segment without gradients at first
     if torch.is_grad_enabled() or (module.training and _is_checkpointed()):
         snapshots.enter(module)
+    elif module.training:
+        snapshots.enter(module, has_step=False)
     else:
         snapshots.settle()
 

@@ -8,8 +8,12 @@ What counts as a forward pass is a call of the model, or of a part of it, with g
 run again included. Whatever is written between two of them was written by somebody else, and stays. torch's version counters
 tell: they are noted when a pass ends and compared when the next one begins, and at the step.
 
-Losses of other optimizers may go through the same modules (:mod:`amp_wrapper.buffer_users`). Then their steps decide as well:
-each of them gives the buffers back where it is skipped, and the copies are kept until all have been taken or skipped.
+Losses of other optimizers may go through the same modules. Their steps decide where the optimizer itself has no gradients
+(:mod:`amp_wrapper.buffer_users`).
+
+Whatever a pass was for, NaN that it has left is looked for when the next one begins, at each step, and before somebody reads
+the buffers: those of the module then become what they were before the pass. So a second set of copies follows the passes of a
+step. A pass without gradients is covered in this alone: no step comes of it.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import torch_internals
 from .buffer_averages import AveragedBuffers
-from .buffer_copies import BufferGroup, form_of, is_tracked, same_bits, selected
+from .buffer_copies import BufferGroup, form_of, is_tracked, new_nan, same_bits, selected
 from .buffer_hooks import EnterBuffers, EnterModelBuffers, LeaveBuffers, LeaveModelBuffers, SaveBuffers, is_broadcast
 from .buffer_users import Deciders, User
 
@@ -89,6 +93,7 @@ class BufferSnapshots:
         leave: tuple[type, ...] = (),
         owner: User | None = None,
     ) -> None:
+        self._owner = (lambda: None) if owner is None else ref(owner)
         self._deciders = Deciders(owner)
         self._roots = list(roots)
         self._owners = owners
@@ -99,8 +104,11 @@ class BufferSnapshots:
         # calls under way, on all threads
         self._active = 0
         self._stale = True
-        # whether the copies are those of the present step
+        # whether the copies are those of the present step; or of a pass without a graph, from which no step comes
         self._live = False
+        self._has_step = False
+        # whether NaN has been looked for since the last pass
+        self._looked = True
         self._trusts = False
         # places that somebody gave another shape or type since the step began
         self._lost: set[int] = set()
@@ -124,6 +132,7 @@ class BufferSnapshots:
         self._others: list[_Slot] = []
         self._modules: list[nn.Module] = []
         places: dict[int, list[int]] = {}
+        numbers: list[int] = []
         seen: set[int] = set()
         for name, module in self._owned(mine, theirs):
             self._modules.append(module)
@@ -135,6 +144,7 @@ class BufferSnapshots:
                     seen.add(id(buffer))
                     places.setdefault(id(module), []).append(len(self._slots))
                     self._slots.append((module._buffers, key))
+                    numbers.append(len(self._modules) - 1)
                     self._names.append(f'{name}.{key}' if name else key)
         self._module_ids = set(map(id, self._modules))
         self._lengths = [len(module._buffers) for module in self._modules]
@@ -153,7 +163,11 @@ class BufferSnapshots:
                 self._large[place] = copies.get(id(tensor))
             else:
                 kinds[tensor.device, tensor.dtype].append(place)
-        self._groups = [BufferGroup(chosen, [found[place] for place in chosen]) for chosen in kinds.values()]
+        self._numbers = numbers
+        self._groups = [
+            BufferGroup(chosen, [found[place] for place in chosen], [numbers[place] for place in chosen])
+            for chosen in kinds.values()
+        ]
         self._know(found)
         self._put_hooks(places)
 
@@ -224,14 +238,16 @@ class BufferSnapshots:
 
     # -- forward passes ----------------------------------------------------------------------------------------------
 
-    def enter(self, module: nn.Module) -> None:
-        """A forward pass with gradients begins.
+    def enter(self, module: nn.Module, has_step: bool = True) -> None:
+        """A forward pass begins that may write to buffers.
 
         Args:
             module: What is called: a model, a part of one, or a replica.
+            has_step: Whether a step may come of it; not without gradients.
         """
         regions = self._regions.open
         if regions and (regions[-1].covers is None or id(module) in regions[-1].covers):
+            self._has_step = self._has_step or has_step
             if regions[-1].module is module:
                 # it calls itself
                 regions[-1].depth += 1
@@ -239,12 +255,17 @@ class BufferSnapshots:
         if torch_internals.in_function_transform():
             # nothing of this belongs into a graph, and buffers may be stand-ins
             return
+        if self._live and self._has_step and not has_step:
+            # what is written without a graph between the passes of a step is its author's, update_bn's for one
+            self.settle()
+            self._looked = False
+            return
         covers, places = self._below.get(id(module), (None, None))
         with self._lock:
             self._active += 1
             if self._active == 1:
-                with torch.no_grad():
-                    self._begin(places)
+                with torch.inference_mode(False), torch.no_grad():
+                    self._begin(places, has_step)
         regions.append(_Region(module, covers, places))
         if id(module) in self._handles:
             # what hooks that came later write belongs to the pass
@@ -268,6 +289,7 @@ class BufferSnapshots:
         places = regions.pop().places
         with self._lock:
             self._active = max(self._active - 1, 0)
+            self._looked = False
             self._note(places)
         # a single optimizer decides alone
         if len(_living) > 1 and self._live and id(module) not in self._empty:
@@ -283,17 +305,26 @@ class BufferSnapshots:
         for place, tensor, version in zip(places, now, _versions_of(now)):
             self._seen[place], self._versions[place] = tensor, version
 
-    def _begin(self, places: Sequence[int] | None) -> None:
+    def _begin(self, places: Sequence[int] | None, has_step: bool) -> None:
         if self._trusts:
             # the copies came from a checkpoint, and the buffers too
             self._trusts = False
             self._note()
-        self._settle_now()
+        if self._live:
+            doubt = self._deciders.take_doubt()
+            self._give_back(doubt)
+            if doubt is not None or not self._has_step or self._deciders.are_done:
+                self._close()
         if not self._live:
             self._take()
+            self._has_step = has_step
         else:
             # what DDP broadcasts goes on being the work of forward passes
-            self._take_written(places)
+            if self._take_written(places):
+                # it may have left NaN, too
+                self._write_back(None)
+            for group in self._groups:
+                group.go_on()
 
     def _take(self) -> None:
         """Copy all buffers: a step begins."""
@@ -335,16 +366,16 @@ class BufferSnapshots:
         for group in self._groups:
             group.tensors = [tensors[place].data for place in group.places]
 
-    def _take_written(self, places: Sequence[int] | None) -> None:
-        """Copy what somebody has written since the last forward pass: it is theirs, and stays."""
+    def _take_written(self, places: Sequence[int] | None) -> bool:
+        """Copy what somebody has written since the last forward pass: it is theirs, and stays. Whether there was anything."""
         chosen: Sequence[int] = range(len(self._slots)) if places is None else places
         now = _now(self._slots if places is None else [self._slots[place] for place in places])
         versions = _versions_of(now)
         if places is None and _are_same(now, self._seen) and versions == self._versions:
-            return
+            return False
         if is_broadcast():
             self._note(places)
-            return
+            return False
         copies: dict[int, Tensor] | None = None
         for place, tensor, version in zip(chosen, now, versions):
             if tensor is self._seen[place] and version == self._versions[place]:
@@ -352,10 +383,12 @@ class BufferSnapshots:
             self._seen[place], self._versions[place] = tensor, version
             copies = self._copies() if copies is None else copies
             if tensor is not None and self._fits(place, tensor) and place in copies:
-                copies[place].copy_(tensor)
+                # a copy without NaN is kept: what somebody means to write has none
+                copies[place].copy_(selected(copies[place], tensor, new_nan(tensor, copies[place])))
                 self._copied[place] = version
             else:
                 self._lost.add(place)
+        return copies is not None
 
     def _copies(self) -> dict[int, Tensor]:
         """The copies that there are, by place."""
@@ -386,9 +419,8 @@ class BufferSnapshots:
             self._regions.open.clear()
             self._note()
         if self._live:
-            self._give_back(flag)
-        if not (self._live and self._deciders.own_step()):
-            self._close()
+            self._give_back(flag if self._has_step else None)
+        self._close()
 
     @torch.no_grad()
     def decide(self, user: User, flag: Tensor | None) -> None:
@@ -398,15 +430,22 @@ class BufferSnapshots:
             user: Whose step it is.
             flag: As for :meth:`restore`.
         """
-        if self._live and self._deciders.other_step(user, flag):
+        if not self._live or self._active:
+            return
+        if not self._has_step:
+            self._give_back(None)
+            self._close()
+        elif self._deciders.other_step(user, flag):
             self._give_back(flag)
             if not self._deciders.wait:
                 self._close()
+        elif not self._looked:
+            self._give_back(None)
 
     def _give_back(self, flag: Tensor | None) -> None:
-        if flag is not None:
-            self._write_back(flag)
-            self._averaged.give_back(flag)
+        self._looked = True
+        self._write_back(flag)
+        self._averaged.give_back(flag)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -414,14 +453,14 @@ class BufferSnapshots:
 
         Where no loss has gone through the passes so far, the skipped step of another optimizer decides on them now.
         """
-        if not self._active:
-            self._settle_now()
-
-    def _settle_now(self) -> None:
-        if self._live and self._deciders.doubts:
+        if not self._live or self._active or torch_internals.in_function_transform():
+            return
+        if self._deciders.doubts:
             self._give_back(self._deciders.take_doubt())
             if not self._deciders.wait:
                 self._close()
+        elif not self._looked:
+            self._give_back(None)
 
     def _close(self) -> None:
         """The step is over: the next forward pass copies anew."""
@@ -434,7 +473,8 @@ class BufferSnapshots:
                 # constant so far: not kept twice
                 self._large[place] = None
 
-    def _write_back(self, flag: Tensor) -> None:
+    def _write_back(self, flag: Tensor | None) -> None:
+        """Modules in whose buffers the last pass has left NaN get theirs back, and all where ``flag`` is up."""
         now = _now(self._slots)
         versions = _versions_of(now)
         chosen: set[int] | None = None
@@ -457,22 +497,39 @@ class BufferSnapshots:
                     tensor = now[place]
                     if tensor is not None and place in chosen:
                         group.tensors[index] = tensor.data
-        writes: list[Callable[[], object]] = []
+        # by device, NaN in each module
+        count = len(self._modules)
+        marks = {group.device: torch.zeros(count, dtype=torch.int64, device=group.device) for group in self._groups}
+        found: set[torch.device] = set()
+        parts: list[tuple[BufferGroup, list[int] | None]] = []
         for group in self._groups:
-            if chosen is None:
-                writes.append(group.select(flag))
-                continue
-            indices = [index for index, place in enumerate(group.places) if place in chosen]
-            if indices:
-                writes.append(group.select(flag, indices))
+            indices = None
+            if chosen is not None:
+                indices = [index for index, place in enumerate(group.places) if place in chosen]
+            if indices is None or indices:
+                group.read(indices)
+                if group.mark(marks[group.device]):
+                    found.add(group.device)
+                parts.append((group, indices))
+        writes: list[Callable[[], object]] = []
         written = []
         for place, copy in self._large.items():
             tensor = now[place]
             if copy is None or tensor is None or versions[place] == self._copied[place]:
                 continue
             if chosen is None or place in chosen:
-                writes.append(functools.partial(tensor.data.copy_, selected(copy, tensor, flag)))
+                back = new_nan(tensor, copy)
+                if tensor.device in marks:
+                    marks[tensor.device][self._numbers[place]] += back
+                    found.add(tensor.device)
+                if flag is not None:
+                    back = back | (flag.to(back.device) > 0)
+                writes.append(functools.partial(tensor.data.copy_, selected(copy, tensor, back)))
                 written.append(place)
+        writes += [
+            group.select(flag, marks[group.device] if group.device in found else None, indices)
+            for group, indices in parts
+        ]
         # all is read before anything is written: buffers may be views of one another
         for write in writes:
             write()
@@ -496,7 +553,7 @@ class BufferSnapshots:
         if not self._live and not self._averaged.waits:
             return
         mine = set(map(id, self._seen))
-        if self._deciders.doubts and not mine.isdisjoint(map(id, model.buffers())):
+        if not mine.isdisjoint(map(id, model.buffers())):
             self.settle()
         means = {
             name: mean for (name, mean), buffer in zip(average.named_buffers(), model.buffers()) if id(buffer) in mine
@@ -511,7 +568,7 @@ class BufferSnapshots:
 
     def state(self) -> dict[str, Tensor]:
         """The copies of an open window by qualified name, for a checkpoint; empty where none is open. Syncs."""
-        if not self._live:
+        if not self._live or not self._has_step:
             return {}
         if self._trusts:
             # saved again before any forward pass: the buffers were loaded meanwhile
@@ -530,7 +587,7 @@ class BufferSnapshots:
 
     def averages(self) -> list[dict[str, dict[str, Tensor]]]:
         """Of averages that were updated in an open window, the buffers ``before`` it and ``now``, for a checkpoint. Syncs."""
-        return self._averaged.state() if self._live else []
+        return self._averaged.state() if self._live and self._has_step else []
 
     @torch.no_grad()
     def load(self, copies: Mapping[str, Tensor], averages: Sequence[Mapping[str, Mapping[str, Tensor]]] = ()) -> None:
@@ -548,8 +605,9 @@ class BufferSnapshots:
                 there[place].copy_(value)
                 self._copied[place] = -1
         self._averaged.load(averages)
-        self._deciders.claim()
-        self._trusts = True
+        owner = self._owner()
+        self._deciders.used_by([] if owner is None else [owner])
+        self._has_step = self._trusts = True
 
 
 def _now(slots: Iterable[_Slot]) -> list[Tensor | None]:

@@ -94,6 +94,10 @@ def backward(users: Sequence[object]) -> Iterator[Callable[[], None]]:
 class Deciders:
     """Whose steps decide on the forward passes that one optimizer's modules have made since its last step.
 
+    The optimizer's own step does, whatever others may have done before. While its own losses have brought no gradients, the
+    steps of those do whose losses went through the modules; and where no loss has, any step, as soon as nobody holds an output
+    that one may come from.
+
     Args:
         owner: Whose modules they are; not kept alive.
     """
@@ -103,11 +107,13 @@ class Deciders:
         # passes that a loss may still make use of, and those that one has made use of
         self._unused: WeakSet[Pass] = WeakSet()
         self._used: WeakSet[Pass] = WeakSet()
-        # whether a loss of the owner has; others whose losses have
+        # whether a loss of the owner has come since; others whose losses have made use of passes
         self._own = False
         self._users: WeakSet[User] = WeakSet()
         # up where the step of another optimizer was skipped before any loss went through the passes
         self._doubt: Tensor | None = None
+        # whether others have stepped since the first of the passes
+        self._others_stepped = False
 
     @property
     def doubts(self) -> bool:
@@ -116,8 +122,18 @@ class Deciders:
 
     @property
     def wait(self) -> bool:
-        """Whether a step that is still to come decides as well."""
-        return self._own or bool(self._unused) or self._others()
+        """Whether a step that is still to come decides."""
+        return self._owner_has_gradients() or bool(self._unused) or self._others()
+
+    @property
+    def are_done(self) -> bool:
+        """Whether others have stepped, and no step that is still to come decides."""
+        return self._others_stepped and not self.wait
+
+    def _owner_has_gradients(self) -> bool:
+        # of its own losses, and not thrown away since
+        owner = self._owner()
+        return self._own and owner is not None and owner.is_accumulating
 
     def _others(self) -> bool:
         # one whose gradients were thrown away decides nothing
@@ -145,33 +161,25 @@ class Deciders:
             else:
                 self._users.add(user)
 
-    def claim(self) -> None:
-        """A loss of the owner has made use of passes: in another process, whose checkpoint is read."""
-        self._own = True
-
-    def own_step(self) -> bool:
-        """The owner steps. Whether the passes are still to be decided on by others."""
-        self._own, self._doubt = False, None
-        # no loss of these is waited for any more, and further passes may come while the others are
-        self._used |= self._unused
-        self._unused.clear()
-        return self._others()
-
     def other_step(self, user: User, flag: Tensor | None) -> bool:
         """The step of another optimizer is taken or skipped. Whether it decides now.
 
-        It decides on passes that its losses have gone through, and on those that no loss will go through: what they gave may
-        have been used without its graph, as a discriminator's loss uses the pictures of a generator. As long as somebody holds
-        an output, a loss of the owner may still come; the step is then remembered until :meth:`take_doubt`.
+        What passes gave may have been used without its graph, as a discriminator's loss uses the pictures of a generator. As
+        long as somebody holds an output, a loss of the owner may still come; the step is then remembered until
+        :meth:`take_doubt`.
 
         Args:
             user: Whose step it is.
             flag: float32 scalar on any device, not zero where the step is skipped; None for a step that is taken.
         """
-        if user in self._users:
-            self._users.discard(user)
+        self._others_stepped = True
+        went_through = user in self._users
+        self._users.discard(user)
+        if self._owner_has_gradients():
+            return False
+        if went_through:
             return True
-        if self._own or self._others():
+        if self._others():
             return False
         if self._unused:
             if flag is not None:
@@ -186,7 +194,7 @@ class Deciders:
 
     def forget(self) -> None:
         """All is decided: the next pass begins anew."""
-        self._own = False
+        self._own = self._others_stepped = False
         self._doubt = None
         self._users.clear()
         self._unused.clear()

@@ -105,12 +105,18 @@ class Loop:
                 call(hooked)
             finally:
                 snapshots.leave(self.model)
+                snapshots._live = False
+
+        def again() -> None:
+            snapshots.leave(self.model)
+            snapshots.enter(self.model)
 
         return {
             'copies at the first forward pass, and noting versions at its end': begin,
             'a step that is not skipped: select, write back': restore,
-            'calls of as many modules as own buffers, with the hooks': inside,
-            'the same without': lambda: call(plain),
+            'the same, and calls of as many modules as own buffers, with the hooks': inside,
+            'these calls without': lambda: call(plain),
+            'a further pass of the same step, with accumulation': again,
         }
 
 
@@ -163,8 +169,8 @@ def measure(
             row.append(f'{(statistics.median(ratios) - 1) * 100:+.2f} %')
         steps.append(row)
         times = {what: _microseconds(function, device) for what, function in loops[True].parts().items()}
-        first, second, hooked, plain = times.values()
-        added = first + second + hooked - plain
+        _, restored, hooked, plain, _ = times.values()
+        added = restored + hooked - plain
         step = statistics.median(times[0] for times in found[False]) * 1e6
         busy = statistics.median(times[1] for times in found[False]) * 1e6
         parts += [[name, what, f'{value:.0f}'] for what, value in times.items()]

@@ -375,7 +375,8 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
     given_weights.say_infinite(plan.infinite, policy)
     for engine in engines:
         engine._take_cast(plan)
-        engine._watch_buffers(roots)
+        if roots:
+            engine._watch_buffers(roots)
         engine._reducers.watch(models)
         engine._begin(engine._gradient_device(models[0] if models else None))
     if engines and policy.casts_model:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -128,6 +128,8 @@ class Receiving(Attaching):
         for engine in engines:
             engine._flags.named = True
             engine.stage = Stage.ACCUMULATING
+            if engine._buffers is not None:
+                engine._buffers.used_by(engines)
         for other, share in shares:
             # through modules whose outputs were not used, but what hooks have taken from inside of them
             if share.arrived and isinstance(other, EngineBase) and other._buffers is not None:
@@ -145,13 +147,18 @@ class Receiving(Attaching):
                 self._arrivals.share(engine._arrivals)
                 return
 
-    def take_over(self, models: Sequence[nn.Module]) -> None:
+    def take_over(self, models: Sequence[nn.Module], foreign: Iterable[Tensor] = ()) -> None:
         """After attaching: gradients that masters have from before are no news.
 
         Args:
             models: Those of earlier optimizers, whose weights this one steps.
+            foreign: Parameters that earlier optimizers step.
         """
         self._follow_at_entry(models)
+        if models:
+            several = len(models) > 1
+            roots = [(f'models[{index}]' if several else '', model) for index, model in enumerate(models)]
+            self._watch_buffers(roots, foreign=foreign)
         self._arrivals.take_over(self._pairs())
 
     def _begin_pass(self) -> bool:
