@@ -48,10 +48,14 @@ _version: Callable[[Tensor], int] = operator.attrgetter('_version')
 class _Region:
     """One call that is under way on a thread."""
 
-    __slots__ = ('covers', 'depth', 'module', 'places')
+    __slots__ = ('counts', 'covers', 'depth', 'module', 'places')
 
-    def __init__(self, module: nn.Module, covers: Container[int] | None, places: Sequence[int] | None) -> None:
+    def __init__(
+        self, module: nn.Module, covers: Container[int] | None, places: Sequence[int] | None, counts: bool
+    ) -> None:
         self.module = module
+        # whether it is a pass
+        self.counts = counts
         # ids of the modules below, and the places of their buffers; None for all
         self.covers = covers
         self.places = places
@@ -255,18 +259,18 @@ class BufferSnapshots:
         if torch_internals.in_function_transform():
             # nothing of this belongs into a graph, and buffers may be stand-ins
             return
+        covers, places = self._below.get(id(module), (None, None))
         if self._live and self._has_step and not has_step:
             # what is written without a graph between the passes of a step is its author's, update_bn's for one
             self.settle()
-            self._looked = False
+            regions.append(_Region(module, covers, places, False))
             return
-        covers, places = self._below.get(id(module), (None, None))
         with self._lock:
             self._active += 1
             if self._active == 1:
                 with torch.inference_mode(False), torch.no_grad():
                     self._begin(places, has_step)
-        regions.append(_Region(module, covers, places))
+        regions.append(_Region(module, covers, places, True))
         if id(module) in self._handles:
             # what hooks that came later write belongs to the pass
             key = self._handles[id(module)][1].id
@@ -286,11 +290,15 @@ class BufferSnapshots:
         if regions[-1].depth:
             regions[-1].depth -= 1
             return
-        places = regions.pop().places
+        region = regions.pop()
+        self._looked = False
+        if not region.counts:
+            with self._lock, torch.inference_mode(False), torch.no_grad():
+                self._take_written(region.places)
+            return
         with self._lock:
             self._active = max(self._active - 1, 0)
-            self._looked = False
-            self._note(places)
+            self._note(region.places)
         # a single optimizer decides alone
         if len(_living) > 1 and self._live and id(module) not in self._empty:
             self._deciders.watch(output)
@@ -413,7 +421,7 @@ class BufferSnapshots:
         Args:
             flag: float32 scalar on any device, not zero where the step is skipped; None for a step that is taken.
         """
-        if self._active or self._trusts:
+        if self._active or self._trusts or self._regions.open:
             # an interrupt ended a pass without its hooks, or the step is taken inside of one
             self._active, self._trusts = 0, False
             self._regions.open.clear()

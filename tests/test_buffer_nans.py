@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
@@ -153,6 +153,7 @@ APIS = ['wrapper', 'one session', 'two sessions']
         max_size=10,
     ),
 )
+@example(level='O1', api='wrapper', kind='written', acts=[('g', False), ('quiet', True), ('G', False)])
 def test_no_nan_is_left_after_a_step(
     level: str, api: str, kind: str, acts: list[tuple[str, bool]], device: torch.device
 ) -> None:
@@ -416,3 +417,53 @@ def test_averages_between(update: Callable[[AveragedModel, nn.Module], None], de
         update(mean, pair.model['g'])
         pair.step('d')
         assert all(buffer.isfinite().all() for buffer in mean.buffers())
+
+
+def test_a_pass_without_gradients_between_is_looked_at_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pseudo-labels between two passes of a step: not once for each module, and an interrupt in them ends with the step."""
+    model = nn.Sequential(Part(), Part(), Part()).to(device)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level='O1', **WORDS)
+    looks: list[None] = []
+    write_back = buffer_snapshots.BufferSnapshots._write_back
+
+    def count_looks(self: buffer_snapshots.BufferSnapshots, flag: Tensor | None) -> None:
+        looks.append(None)
+        write_back(self, flag)
+
+    monkeypatch.setattr(buffer_snapshots.BufferSnapshots, '_write_back', count_looks)
+
+    def train(bad: bool = False, interrupt: bool = False) -> None:
+        loss = model(batch(0, device, bad)).square().mean()
+        looks.clear()
+        with torch.no_grad():
+            if interrupt:
+                handle = model[1].linear.register_forward_pre_hook(_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    model(batch(1, device))
+                handle.remove()
+            else:
+                model(batch(1, device))
+        assert len(looks) == 1
+        loss = loss + model(batch(2, device)).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    for interrupt in (False, True):
+        train(bad=True, interrupt=interrupt)
+        assert all(buffer.isfinite().all() for buffer in model.buffers())
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with amp.scale_loss(model(batch(3, device, bad=True)).square().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    for name, buffer in model.named_buffers():
+        assert buffer.equal(before[name]), name
+
+
+def _interrupt(module: nn.Module, args: object) -> None:
+    raise KeyboardInterrupt
