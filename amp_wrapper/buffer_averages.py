@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from .buffer_copies import form_of, is_tracked, new_nan, same_bits, selected
+from .buffer_copies import form_of, is_tracked, same_bits, selected
 
 #: Windows after which averages of a checkpoint that were not updated any more are forgotten.
 LATEST = 1000
@@ -101,21 +101,18 @@ class AveragedBuffers:
         return {}
 
     @torch.no_grad()
-    def give_back(self, flag: Tensor | None) -> None:
-        """Where ``flag`` is up, or NaN has come into one, the buffers become what they were. No host read.
+    def give_back(self, flag: Tensor) -> None:
+        """Where ``flag`` is up, the buffers become what they were. No host read.
 
         Args:
-            flag: float32 scalar on any device; None for one that is not up.
+            flag: float32 scalar on any device.
         """
-        if self._loaded and not self._ended and flag is not None:
+        if self._loaded and not self._ended:
             self._flag = flag if self._flag is None else torch.maximum(self._flag, flag.to(self._flag.device))
         for copies in self._held.values():
             for entry in copies.values():
-                if entry.is_ours() and form_of(entry.mean) == form_of(entry.copy):
-                    back = new_nan(entry.mean, entry.copy)
-                    if flag is not None:
-                        back = back | (flag.to(back.device) > 0)
-                    entry.mean.data.copy_(selected(entry.copy, entry.mean, back))
+                if entry.is_ours():
+                    _give_back(entry.mean, entry.copy, flag)
 
     def release(self) -> None:
         """The window ends."""

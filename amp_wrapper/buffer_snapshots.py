@@ -453,7 +453,8 @@ class BufferSnapshots:
     def _give_back(self, flag: Tensor | None) -> None:
         self._looked = True
         self._write_back(flag)
-        self._averaged.give_back(flag)
+        if flag is not None:
+            self._averaged.give_back(flag)
 
     @torch.no_grad()
     def settle(self) -> None:

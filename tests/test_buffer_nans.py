@@ -233,6 +233,13 @@ def test_a_part_that_is_not_stepped_for_long(clears: bool, device: torch.device)
             optimizers[0].zero_grad()
         expected = index + 1 - min(max(index - 4, 0), 2)
         assert (count(body), count(head)) == (expected, expected)
+    if clears:
+        # it is stepped again, with a batch of inf: what it saw in all steps of the head stays
+        with amp.scale_loss(head(body(batch(9, device))).square().mean() * math.inf, optimizers) as scaled:
+            scaled.backward()
+        optimizers[0].step()
+        optimizers[1].step()
+        assert (count(body), count(head)) == (6, 6)
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
@@ -419,13 +426,14 @@ def test_averages_between(update: Callable[[AveragedModel, nn.Module], None], de
         assert all(buffer.isfinite().all() for buffer in mean.buffers())
 
 
+@pytest.mark.parametrize('level', ['O0', 'O1'])
 def test_a_pass_without_gradients_between_is_looked_at_once(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    level: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pseudo-labels between two passes of a step: not once for each module, and an interrupt in them ends with the step."""
     model = nn.Sequential(Part(), Part(), Part()).to(device)
-    optimizer = SGD(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level='O1', **WORDS)
+    wrapper = AmpOptimWrapper(optimizer=SGD(model.parameters(), lr=0.01), opt_level=level, skip_nonfinite=True, **WORDS)
+    wrapper.attach(model)
     looks: list[None] = []
     write_back = buffer_snapshots.BufferSnapshots._write_back
 
@@ -448,22 +456,35 @@ def test_a_pass_without_gradients_between_is_looked_at_once(
                 model(batch(1, device))
         assert len(looks) == 1
         loss = loss + model(batch(2, device)).square().mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        wrapper.update_params(loss)
 
     train()
     for interrupt in (False, True):
         train(bad=True, interrupt=interrupt)
         assert all(buffer.isfinite().all() for buffer in model.buffers())
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with amp.scale_loss(model(batch(3, device, bad=True)).square().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    wrapper.update_params(model(batch(3, device, bad=True)).square().mean())
     for name, buffer in model.named_buffers():
         assert buffer.equal(before[name]), name
 
 
 def _interrupt(module: nn.Module, args: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_what_is_written_without_gradients_stays(level: str, device: torch.device) -> None:
+    """As by update_bn: the skipped step that follows gives back its own pass alone."""
+    model = Part().to(device)
+    optimizer = SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level=level, **WORDS)
+    for bad in (False, True, False):
+        with torch.no_grad():
+            model(batch(0, device, bad))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with amp.scale_loss(model(batch(1, device)).square().mean() * math.inf, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert count(model) == 2
+    for name, buffer in model.named_buffers():
+        assert buffer.equal(before[name]), name
