@@ -86,22 +86,18 @@ class BufferGroup:
         return self._copies if self._is_first or self._sound is None else self._sound
 
     def mark(self, marks: Tensor) -> bool:
-        """Count the NaN that the last pass has left, by module.
+        """Count the NaN that the last pass has left, by module. No host read.
 
         Args:
             marks: Whole numbers, by number of the module; added to.
 
         Returns:
-            Whether there may be some; True where only a wait would tell.
+            Whether there can be any in buffers of this type.
         """
-        if not self._knows_nan:
-            return False
-        new = self._results.isnan()
-        if not waits(self.device) and not new.any():
-            return False
-        counts = (new & ~self._before().isnan()).cumsum(0)[self._ends]
-        marks.index_add_(0, self._modules, counts.diff(prepend=counts.new_zeros(1)))
-        return True
+        if self._knows_nan:
+            counts = (self._results.isnan() & ~self._before().isnan()).cumsum(0)[self._ends]
+            marks.index_add_(0, self._modules, counts.diff(prepend=counts.new_zeros(1)))
+        return self._knows_nan
 
     def select(
         self, flag: Tensor | None, marks: Tensor | None, chosen: Sequence[int] | None = None
@@ -136,11 +132,6 @@ class BufferGroup:
 def _bits_of(flat: Tensor) -> Tensor:
     bits = _BITS.get(flat.element_size())
     return flat if bits is None else flat.view(bits)
-
-
-def waits(device: torch.device) -> bool:
-    """Whether the host waits for what it reads from there."""
-    return device.type != 'cpu'
 
 
 def has_nan(dtype: torch.dtype) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +16,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.swa_utils import AveragedModel
 
-from amp_wrapper import AmpOptimWrapper, amp, buffer_copies, buffer_snapshots
+from amp_wrapper import AmpOptimWrapper, amp, buffer_snapshots
 
 NAN = math.nan
 WORDS: dict[str, Any] = dict(verbosity=0, loss_scale=dict(init_scale=1.0))
-
-
-@pytest.fixture(autouse=True, scope='module', params=[False, True], ids=['read', 'unread'])
-def quick_look(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On a CPU the host looks whether there is NaN at all; without, all is done as where it would have to wait."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param:
-            patch.setattr(buffer_copies, 'waits', lambda device: True)
-        yield
 
 
 class WrittenNorm(nn.Module):

@@ -28,7 +28,6 @@ from amp_wrapper import (
     OverflowStreakError,
     amp,
     amp_session,
-    buffer_copies,
     buffer_hooks,
     buffer_snapshots,
 )
@@ -907,9 +906,7 @@ def test_a_member_that_checks_nothing_is_left_alone(level: str, device: torch.de
 
 @pytest.mark.parametrize('level', LEVELS)
 @pytest.mark.parametrize('api', APIS)
-def test_no_host_read(level: str, api: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    # as on a device that the host would wait for
-    monkeypatch.setattr(buffer_copies, 'waits', lambda device: True)
+def test_no_host_read(level: str, api: str, device: torch.device) -> None:
     model = Around(nn.Sequential(nn.BatchNorm1d(3), Probe())).to(device)
     words = dict(max_consecutive_skips=None) if api == 'wrapper' else {}
     run = Scripted(api, level, model, FusedAdamW, **words)
