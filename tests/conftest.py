@@ -28,8 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SkipsWhatLacksAPackage(absent))
 
 
-def pytest_collection_finish() -> None:
-    # amp.initialize and many tests collect garbage: not each time all that was imported
+@pytest.fixture(scope='module', autouse=True)
+def few_objects_to_collect() -> None:
+    """amp.initialize and many tests collect garbage: not each time all that was imported, and what earlier files have left."""
     gc.collect()
     gc.freeze()
 

@@ -133,7 +133,7 @@ class Pair:
 APIS = ['wrapper', 'one session', 'two sessions']
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     level=st.sampled_from(['O1', 'O2', 'O5']),
     api=st.sampled_from(APIS),
