@@ -84,8 +84,7 @@ class Session:
         theirs = known_models.models_of(optimizers) if not models else []
         self.casts = attach_together(self._engines, models, policy)
         for engine in self._engines:
-            earlier_weights = [w for session in _alive() for earlier in session._engines for w in earlier.weights()]
-            engine.take_over(theirs, earlier_weights)
+            engine.take_over(theirs)
         hf_saving.watch(models)
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:

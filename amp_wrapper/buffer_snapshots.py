@@ -84,8 +84,9 @@ class BufferSnapshots:
 
     Args:
         roots: (qualified name, module): the models.
-        owners: Gives the parameters that the optimizer steps, and those that others step. A buffer belongs to the optimizers
-            that step a parameter of its module; without any, of the modules below it, or else of the one above.
+        owners: Gives the parameters that the optimizer steps, and those that others step, beside those of other snapshots. A
+            buffer belongs to the optimizers that step a parameter of its module; without any, of the modules below it, or else
+            of the one above.
         leave: Module classes to leave alone, with everything in them.
         owner: Whose steps these are; not kept alive.
     """
@@ -121,6 +122,7 @@ class BufferSnapshots:
         self._slots: list[_Slot] = []
         self._seen: list[Tensor | None] = []
         self._collect()
+        _share_anew()
         _living.add(self)
         _listen()
 
@@ -130,6 +132,9 @@ class BufferSnapshots:
         """Look for the buffers, and put hooks on the modules that have some."""
         self._stale = False
         mine, theirs = ({id(weight) for weight in weights} for weights in self._owners())
+        for other in _living:
+            if other is not self:
+                theirs.update(map(id, other._owners()[0]))
         copies = {id(self._seen[place]): copy for place, copy in self._large.items()}
         self._slots, self._names = [], []
         # what cannot be copied now, and may be replaced by something that can
@@ -235,6 +240,7 @@ class BufferSnapshots:
                 handle.remove()
         self._handles.clear()
         _living.discard(self)
+        _share_anew()
 
     def look_again(self, parent: nn.Module) -> None:
         """A module is put into ``parent``."""
@@ -659,6 +665,12 @@ def settle() -> None:
 # those whose modules may be given further ones
 _living: WeakSet[BufferSnapshots] = WeakSet()
 _listening: RemovableHandle | None = None
+
+
+def _share_anew() -> None:
+    """An optimizer came or went: whose buffers are whose is found out again as the next steps begin."""
+    for snapshots in _living:
+        snapshots._stale = True
 
 
 def _listen() -> None:

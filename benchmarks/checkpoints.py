@@ -25,7 +25,8 @@ from mmengine.fileio import LocalBackend
 
 from amp_wrapper import checkpoint_file, random_state
 
-RESULTS = Path(__file__).parent / 'results'
+from .pages import add_write
+
 ROUNDS = 7
 
 
@@ -106,14 +107,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--millions', type=int, default=25, help='weights, in millions')
-    parser.add_argument(
-        '--write',
-        nargs='?',
-        const=RESULTS / 'checkpoints_cpu.md',
-        type=Path,
-        metavar='FILE',
-        help='keep the page (%(const)s)',
-    )
+    add_write(parser, 'checkpoints_cpu.md')
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), args.millions)

@@ -13,7 +13,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from amp_wrapper import amp, casting, fp32_ops
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.policy import resolve
 
-RESULTS = Path(__file__).parent / 'results'
+from .pages import add_write
 
 
 def microseconds(function: Callable[[], Any], calls: int = 2000, rounds: int = 15) -> float:
@@ -191,14 +190,7 @@ def table(rows: list[tuple[str, float, str]]) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        '--write',
-        nargs='?',
-        const=RESULTS / 'hooks_cpu.md',
-        type=Path,
-        metavar='FILE',
-        help='keep the page (%(const)s)',
-    )
+    add_write(parser, 'hooks_cpu.md')
     args = parser.parse_args()
     text = table(measure())
     print(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -257,6 +256,28 @@ def test_an_optimizer_in_the_place_of_another(holds: bool, level: str, device: t
     assert len(kept) == holds
 
 
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_an_optimizer_for_a_part_beside_another(level: str, device: torch.device) -> None:
+    """A head that gets an optimizer of its own later: its skipped steps leave the statistics of the body alone."""
+    model = nn.Sequential(Part(), Part()).to(device)
+    body = SGD(model[0].parameters(), lr=0.01)
+    amp.initialize(model, body, opt_level=level, **WORDS)
+    head = SGD(model[1].parameters(), lr=0.01)
+    amp.initialize([], head, verbosity=0)
+    for optimizer in (body, head):
+        for scale in (1.0, math.inf, 1.0):
+            before = [count(part) for part in model]
+            with amp.scale_loss(model(batch(0, device)).square().mean() * scale, [body, head]) as scaled:
+                scaled.backward()
+            optimizer.step()
+            body.zero_grad()
+            head.zero_grad()
+            # whose step was skipped has its statistics back; the other one's gradients were thrown away
+            mine = 0 if optimizer is body else 1
+            assert count(model[mine]) == before[mine] + (scale == 1.0)
+            assert count(model[1 - mine]) == before[1 - mine] + 1
+
+
 @pytest.mark.parametrize('bad', [None, 2, 3])
 def test_exact_resume_inside_the_window_of_another(bad: int | None, device: torch.device) -> None:
     def play(pair: Pair, index: int) -> None:
@@ -405,14 +426,13 @@ def test_a_step_of_another_while_a_pass_is_under_way(device: torch.device) -> No
     assert all(buffer.isfinite().all() for model in models for buffer in model.buffers())
 
 
-@pytest.mark.parametrize('update', [lambda mean, model: mean.update_parameters(model)])
-def test_averages_between(update: Callable[[AveragedModel, nn.Module], None], device: torch.device) -> None:
+def test_averages_between(device: torch.device) -> None:
     pair = Pair('O2', 'one session', device)
     mean = AveragedModel(pair.model['g'], use_buffers=True)
     for index in range(5):
         fake = pair.model['g'](batch(index, device, bad=index == 2))
         pair.backward('d', pair.judge(fake.detach()))
-        update(mean, pair.model['g'])
+        mean.update_parameters(pair.model['g'])
         pair.step('d')
         assert all(buffer.isfinite().all() for buffer in mean.buffers())
 

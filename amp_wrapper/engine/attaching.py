@@ -345,8 +345,7 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
     Raises:
         AmpAttachError: As :meth:`AmpEngine.attach`. Nothing has been changed.
     """
-    several = len(models) > 1
-    roots = [(f'models[{index}]' if several else '', model) for index, model in enumerate(models)]
+    roots = named_roots(models)
     for model in models:
         if policy.runs_16_bit:
             scope.check_compiled(model)
@@ -382,6 +381,12 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
     if engines and policy.casts_model:
         casting.copies_are_fp32(models)
     return handle
+
+
+def named_roots(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """(what comes before the names in it, model), for messages and files."""
+    several = len(models) > 1
+    return [(f'models[{index}]' if several else '', model) for index, model in enumerate(models)]
 
 
 def check_once(engine: EngineBase, names: Mapping[int, str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import buffer_users, foreign_gradients, fp32_ops, gradients, ops, torch_internals
 from ..errors import AmpUsageError
-from .attaching import Attaching
+from .attaching import Attaching, named_roots
 from .base import EngineBase, Stage
 
 
@@ -147,18 +147,15 @@ class Receiving(Attaching):
                 self._arrivals.share(engine._arrivals)
                 return
 
-    def take_over(self, models: Sequence[nn.Module], foreign: Iterable[Tensor] = ()) -> None:
+    def take_over(self, models: Sequence[nn.Module]) -> None:
         """After attaching: gradients that masters have from before are no news.
 
         Args:
             models: Those of earlier optimizers, whose weights this one steps.
-            foreign: Parameters that earlier optimizers step.
         """
         self._follow_at_entry(models)
         if models:
-            several = len(models) > 1
-            roots = [(f'models[{index}]' if several else '', model) for index, model in enumerate(models)]
-            self._watch_buffers(roots, foreign=foreign)
+            self._watch_buffers(named_roots(models))
         self._arrivals.take_over(self._pairs())
 
     def _begin_pass(self) -> bool:
