@@ -499,3 +499,19 @@ def test_what_is_written_without_gradients_stays(level: str, device: torch.devic
     assert count(model) == 2
     for name, buffer in model.named_buffers():
         assert buffer.equal(before[name]), name
+
+
+@pytest.mark.parametrize('api', APIS)
+@pytest.mark.parametrize('kind', ['plain', 'opaque'])
+def test_who_has_gradients_decides_alone(kind: str, api: str, device: torch.device) -> None:
+    """A step of another optimizer in between neither takes statistics back nor settles them, though no graph can be seen."""
+    pair = Pair('O1', api, device, kind)
+    for bad in 'gd':
+        for index, name in enumerate('gd'):
+            loss = value(pair.model[name](batch(index, device))).square().mean()
+            pair.backward(name, loss * (math.inf if name == bad else 1.0))
+        before = {name: count(pair.model[name]) for name in 'gd'}
+        pair.step('g')
+        assert count(pair.model['d']) == before['d']
+        pair.step('d')
+        assert {name: count(pair.model[name]) for name in 'gd'} == {name: before[name] - (name == bad) for name in 'gd'}
