@@ -139,10 +139,10 @@ test-onedl: $(ONEDL)/.done
 	$(ONEDL)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 crash-test: $(VENV)/.dev
-	$(BIN)/python tests/crash_harness.py --kills $(KILLS) --seed $(SEED) --report benchmarks/results/crash_test.md
+	$(BIN)/python tests/system/crash_harness.py --kills $(KILLS) --seed $(SEED) --report benchmarks/results/crash_test.md
 
 fuzz-test: $(VENV)/.dev
-	$(BIN)/python tests/fuzz_checkpoints.py --files $(FILES) --seed $(SEED) --report benchmarks/results/fuzz_test.md
+	$(BIN)/python tests/system/fuzz_checkpoints.py --files $(FILES) --seed $(SEED) --report benchmarks/results/fuzz_test.md
 
 $(DOWNSTREAM)/.done-$(notdir $(MMCV)): requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/downstream.txt \
 		requirements/downstream-runtime.txt requirements/constraints.txt pyproject.toml setup.py

@@ -15,6 +15,7 @@ from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import amp
+from .casting.nonfinite import NonfiniteWatch, nonfinite_watch
 from .errors import (
     AmpAttachError,
     AmpCheckpointError,
@@ -25,19 +26,18 @@ from .errors import (
     NonfiniteError,
     OverflowStreakError,
 )
-from .nonfinite import NonfiniteWatch, nonfinite_watch
 from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 __version__ = '0.1.0'
 
 if TYPE_CHECKING:
-    from .optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
+    from .openmmlab.optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
 
 _DOORS = ('AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
 
 if _find_spec('mmengine') is not None:
-    from .hooks import AmpInferenceHook as _AmpInferenceHook  # noqa: F401
-    from .optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
+    from .openmmlab.hooks import AmpInferenceHook as _AmpInferenceHook  # noqa: F401
+    from .openmmlab.optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
 
 
 def __getattr__(name: str) -> Any:

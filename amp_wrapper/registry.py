@@ -12,13 +12,20 @@ from mmengine.registry import Registry
 from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 OPTIM_WRAPPERS = Registry(
-    'optim wrapper', parent=MMENGINE_OPTIM_WRAPPERS, scope='amp_wrapper', locations=['amp_wrapper.optim_wrapper']
+    'optim wrapper',
+    parent=MMENGINE_OPTIM_WRAPPERS,
+    scope='amp_wrapper',
+    locations=['amp_wrapper.openmmlab.optim_wrapper'],
 )
 HOOKS = Registry(
     'hook',
     parent=MMENGINE_HOOKS,
     scope='amp_wrapper',
-    locations=['amp_wrapper.hooks', 'amp_wrapper.exact_resume', 'amp_wrapper.preemption'],
+    locations=[
+        'amp_wrapper.openmmlab.hooks',
+        'amp_wrapper.openmmlab.resume.exact_resume',
+        'amp_wrapper.openmmlab.resume.preemption',
+    ],
 )
 OPTIMIZERS = Registry('optimizer', parent=MMENGINE_OPTIMIZERS, scope='amp_wrapper', locations=['amp_wrapper.optim'])
 

@@ -1,6 +1,6 @@
 """The private names of torch that the package uses: each with its reason, and what happens where a version lacks it.
 
-:data:`TRIED` names the versions that every one of them was tried on; ``tests/test_torch_internals.py`` tries them again.
+:data:`TRIED` names the versions that every one of them was tried on; ``tests/system/test_torch_internals.py`` tries them again.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ import mmengine
 import torch
 from mmengine.fileio import LocalBackend
 
-from amp_wrapper import checkpoint_file, random_state
+from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.checkpoint import random_state
 
 from .pages import add_write
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.optim_wrapper import TorchAmpOptimWrapper
+from amp_wrapper.openmmlab.optim_wrapper import TorchAmpOptimWrapper
 
 CLASSES = 100
 #: Low enough that no step overflows: a skipped step would be a cheaper one.

@@ -103,17 +103,18 @@ def tool(name: str) -> str | None:
 def files_of(stage: str) -> list[str]:
     """The test files of a stage that take a device, by their paths from the root."""
     taking = [
-        path.name
-        for path in sorted((ROOT / 'tests').glob('test_*.py'))
-        if re.search(r'def \w+\([^)]*\bdevice\b', path.read_text(encoding='utf-8'))
+        path.relative_to(ROOT).as_posix()
+        for path in sorted((ROOT / 'tests').rglob('test_*.py'))
+        if not {'downstream', 'foreign_packages'} & set(path.parts)
+        and re.search(r'def \w+\([^)]*\bdevice\b', path.read_text(encoding='utf-8'))
     ]
 
     def belongs(name: str, to: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in TESTS[to])
+        return any(fnmatch.fnmatchcase(Path(name).name, pattern) for pattern in TESTS[to])
 
     if stage in TESTS:
-        return [f'tests/{name}' for name in taking if belongs(name, stage)]
-    return [f'tests/{name}' for name in taking if not any(belongs(name, other) for other in TESTS)]
+        return [name for name in taking if belongs(name, stage)]
+    return [name for name in taking if not any(belongs(name, other) for other in TESTS)]
 
 
 def _python(*words: str) -> tuple[str, ...]:
@@ -178,7 +179,7 @@ def steps(stage: str, arch: str = '') -> list[Step]:
     if stage == 'sanitizer':
         program = tool('compute-sanitizer') or 'compute-sanitizer'
         parity = _python(
-            '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '--device', 'cuda', 'tests/test_ops_parity.py'
+            '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '--device', 'cuda', 'tests/ops/test_ops_parity.py'
         )
         jobs = [
             Job(name, (program, '--tool', name, '--error-exitcode', '99', *parity),

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_wrapper import amp, casting, fp32_ops
+from amp_wrapper import amp
+from amp_wrapper.autocast import patching as fp32_ops
+from amp_wrapper.casting import plan as casting
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.policy import resolve
 

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from amp_wrapper.engine import AmpEngine
-from amp_wrapper.gradients import GradientClip
+from amp_wrapper.engine.gradients.unscale import GradientClip
 from amp_wrapper.policy import resolve
 
 HAS_MMENGINE = importlib.util.find_spec('mmengine') is not None
@@ -109,7 +109,7 @@ def stock(**words: Any) -> Any:
         AssertionError: It is missing, or refuses the device.
     """
     assert HAS_MMENGINE, 'mmengine is not installed'
-    from amp_wrapper.optim_wrapper import TorchAmpOptimWrapper
+    from amp_wrapper.openmmlab.optim_wrapper import TorchAmpOptimWrapper
 
     return TorchAmpOptimWrapper(**words)
 

@@ -26,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_wrapper import AmpCheckpointError, AmpError, amp, checkpoint_file
+from amp_wrapper import AmpCheckpointError, AmpError, amp
+from amp_wrapper.checkpoint import file as checkpoint_file
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 CLASSES = 10

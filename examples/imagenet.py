@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from amp_wrapper import AmpCheckpointError, AmpError, amp, checkpoint_file
+from amp_wrapper import AmpCheckpointError, AmpError, amp
+from amp_wrapper.checkpoint import file as checkpoint_file
 
 try:
     import torchvision

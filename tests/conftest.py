@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 # before torch starts its threads: two workers on two cores, and bit-exact sums that do not depend on their number
 os.environ.setdefault('OMP_NUM_THREADS', '1')
+# processes that tests start import what the tests share, too
+SUPPORT = str(Path(__file__).parent / 'support')
+if SUPPORT not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
+    os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [SUPPORT, os.environ.get('PYTHONPATH')]))
 
 from collections.abc import Iterator
 
@@ -15,7 +20,10 @@ import torch
 import torch._dynamo
 from missing import SkipsWhatLacksAPackage, missing
 
-from amp_wrapper import forward_hooks, fp32_ops, interrupts, passes
+from amp_wrapper.autocast import interrupts
+from amp_wrapper.autocast import patching as fp32_ops
+from amp_wrapper.autocast import state as passes
+from amp_wrapper.casting import cast_hooks as forward_hooks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 import amp_wrapper
-from amp_wrapper import checkpoint_file, convert
-from amp_wrapper.checkpoint import SavedAmp
+from amp_wrapper.checkpoint import SavedAmp, convert
+from amp_wrapper.checkpoint import file as checkpoint_file
 from amp_wrapper.policy import resolve
 
 TARGETS = (*convert.WEIGHT_TYPES, 'stock', 'apex')

@@ -20,7 +20,7 @@ from options import merge_options
 from projects import check
 
 import amp_wrapper
-from amp_wrapper import checkpoint_file
+from amp_wrapper.checkpoint import file as checkpoint_file
 from amp_wrapper.policy import LEVELS
 
 

@@ -16,17 +16,17 @@ The path of one update:
 With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one pass
 over everything, and the host reads nothing (``_step_fused``). With any other one, unscaling comes first, together with 4, and
 each of the rest is a pass of its own (``_step_any``). Several losses, and engines that share their scales, are unscaled at the
-end of 2 (:mod:`amp_wrapper.arrival`).
+end of 2 (:mod:`amp_wrapper.engine.gradients.per_backward`).
 
 ``base`` holds the state, ``attaching`` casts, ``receiving`` is 1 and 2, ``stepping`` is 3 to 7, ``saving`` is for checkpoints.
 """
 
 from __future__ import annotations
 
-from ..step_result import StepResult
-from .attaching import attach_together
+from .attach import attach_together
 from .base import Stage, new_scalers
-from .stepping import Stepping
+from .step import Stepping
+from .step_result import StepResult
 
 
 class AmpEngine(Stepping):

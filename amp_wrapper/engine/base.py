@@ -14,27 +14,25 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import (
-    casting,
-    checkpoint,
-    foreign_gradients,
-    fp32_ops,
-    scope,
-    split_weights,
-)
-from ..accumulation import Fp32Sums
-from ..arrival import Arrivals
-from ..buffer_snapshots import BufferSnapshots
+from ..autocast import patching as fp32_ops
+from ..casting import plan as casting
+from ..casting import roots as scope
+from ..casting import split_masters as split_weights
+from ..casting.masters import MasterWeights
+from ..casting.split_masters import SplitWeights
+from ..checkpoint import format as checkpoint
 from ..errors import AmpUsageError
-from ..loss_scaler import LossScaler
-from ..master_weights import MasterWeights
-from ..model_wrappers import Reducers
-from ..pass_watch import PassWatch
-from ..policy import Policy
-from ..scale_config import LossScaleConfig
-from ..skip_watch import SkipWatch
-from ..split_weights import SplitWeights
-from ..step_flags import StepFlags
+from ..policy.loss_scale import LossScaleConfig
+from ..policy.policy import Policy
+from .buffers.snapshots import BufferSnapshots
+from .ddp.reducers import Reducers
+from .gradients import cross_optimizer as foreign_gradients
+from .gradients.fp32_sums import Fp32Sums
+from .gradients.per_backward import Arrivals
+from .loss_scale import LossScaler
+from .pass_watch import PassWatch
+from .skip_watch import SkipWatch
+from .step_flags import StepFlags
 
 
 class Stage(enum.Enum):

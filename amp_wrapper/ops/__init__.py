@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, loader, reference, reference_step
-from . import schemas as schemas
+from . import checks, loader, reference, schemas
+from . import optimizer_step as reference_step
+from .optimizer_step import ADAM, DECISION, HYPER, ROW, SGD
 from .reference import add_gradients
-from .reference_step import ADAM, DECISION, HYPER, ROW, SGD
 
 #: What the compiled kernels take; anything else is left to the reference.
 COMPILED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

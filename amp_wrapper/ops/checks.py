@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..nested import HALF_TYPES
+from ..policy.nested import HALF_TYPES
 
 Named = tuple[str, Sequence[Tensor]]
 

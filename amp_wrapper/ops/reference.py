@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..nested import HALF_TYPES
+from ..policy.nested import HALF_TYPES
 from .checks import check_apart, check_floating, check_lists, check_refresh_types, check_scalar, is_direct
 
 _TINY = torch.finfo(torch.float32).tiny
@@ -465,7 +465,7 @@ def update_scale(
     min_scale: float | None = None,
     max_scale: float | None = None,
 ) -> None:
-    """One step of the dynamic loss scale, in place; the rule is told in :class:`~amp_wrapper.loss_scaler.LossScaler`.
+    """One step of the dynamic loss scale, in place; the rule is told in :class:`~amp_wrapper.engine.loss_scale.LossScaler`.
 
     Args:
         scale: float32 scalar.

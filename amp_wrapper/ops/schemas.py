@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import reference, reference_step
+from . import optimizer_step as reference_step
+from . import reference
 
 NAMESPACE = 'amp_wrapper'
 

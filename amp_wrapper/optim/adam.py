@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from .. import ops
 from ..errors import AmpCheckpointError
 from .fused import FusedOptimizer
-from .plan import Part
+from .tensor_lists import Part
 
 #: torch 2.6 has two classes instead, and neither the argument nor the key in the groups.
 _TOLD = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from ..policy import parse_dtype
-from .plan import WIDE, Hyper, Part, Place, Plan, flat, misfit, same, uncountable, unfit
+from ..policy.policy import parse_dtype
+from .tensor_lists import WIDE, Hyper, Part, Place, Plan, flat, misfit, same, uncountable, unfit
 
 _CPU = torch.device('cpu')
 

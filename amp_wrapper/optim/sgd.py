@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import ops
 from .fused import FusedOptimizer
-from .plan import Part
+from .tensor_lists import Part
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):

@@ -1,5 +1,5 @@
 // The prologue of an optimizer step: whether it is taken, and what each parameter needs to know. Told in words in
-// amp_wrapper/ops/reference_step.py. The only place with double precision: a few numbers for each parameter.
+// amp_wrapper/ops/optimizer_step.py. The only place with double precision: a few numbers for each parameter.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // The arguments of the ops of an optimizer step, checked as a whole before anything is written. The words are those of
-// amp_wrapper/ops/reference_step.py.
+// amp_wrapper/ops/optimizer_step.py.
 #pragma once
 
 #include <vector>

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'support'))
 
 from ops_models import (
     LISTED,
@@ -28,7 +28,7 @@ from ops_models import (
 )
 
 from amp_wrapper import ops
-from amp_wrapper.ops import reference_step
+from amp_wrapper.ops import optimizer_step as reference_step
 from amp_wrapper.ops.schemas import SCHEMAS
 
 FACTORS = ((None, None), (1 / 3, 0.7))

@@ -159,7 +159,7 @@ def launch(job: Job, config: Path, *words: str, **variables: str) -> tuple[int, 
 def check(job: Job, seen: dict[str, Any], first: int, iterations: int) -> None:
     """Whether what rank 0 reported is the training that was meant."""
     assert seen['world'] == 2 and seen['model'] == 'MMDistributedDataParallel'
-    assert seen['wrapper'] == 'amp_wrapper.optim_wrapper.AmpOptimWrapper' and seen['level'] == job.level
+    assert seen['wrapper'] == 'amp_wrapper.openmmlab.optim_wrapper.AmpOptimWrapper' and seen['level'] == job.level
     assert (CAST[job.level] in seen['types']) if job.level in CAST else (seen['types'] == ['torch.float32'])
     assert seen['masters'] == ['torch.float32']
     assert (seen['first'], seen['iterations']) == (first, iterations)

@@ -24,7 +24,7 @@ from mmengine.runner import Runner
 from toy import differences
 from zoo import BY_NAME, RTMDET, Case, register
 
-from amp_wrapper.nested import HALF_TYPES
+from amp_wrapper.policy.nested import HALF_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 CAST = {'O2': torch.float16, 'O5': torch.bfloat16}
@@ -100,7 +100,7 @@ def trained_weights(checkpoint: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def check_run(seen: dict[str, Any], level: str, validates: bool) -> None:
-    assert seen['wrapper'] == 'amp_wrapper.optim_wrapper' and seen['level'] == level
+    assert seen['wrapper'] == 'amp_wrapper.openmmlab.optim_wrapper' and seen['level'] == level
     assert (CAST[level] in seen['types']) if level in CAST else (seen['types'] == {torch.float32})
     if validates:
         assert seen['val']['types/narrow'] == 0 and seen['val']['types/seen'] > 0
@@ -181,7 +181,7 @@ def test_amp_flag(case: Case, opt_level: str | None, pictures: Path, tmp_path: P
     path = write_config(prepare(case, pictures, tmp_path), tmp_path / f'{case.slug}.py')
     words = [] if opt_level is None else ['--cfg-options', f'optim_wrapper.opt_level={opt_level}']
     run_tool(tool(case.project, 'train.py'), str(path), *extra(case.project), '--amp', *words)
-    assert witness['wrapper'] == 'amp_wrapper.optim_wrapper' and witness['level'] == (opt_level or 'O1')
+    assert witness['wrapper'] == 'amp_wrapper.openmmlab.optim_wrapper' and witness['level'] == (opt_level or 'O1')
     assert witness['dynamic']
     state = load(tmp_path / 'run' / 'epoch_1.pth')['optimizer']
     assert 1 <= state['loss_scaler']['scale'] <= 2.0**16

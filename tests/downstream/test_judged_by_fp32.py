@@ -13,9 +13,11 @@ from torch import nn
 from types_seen import narrow, tensors
 from zoo import BY_NAME, Case, build_model, make_batch
 
-from amp_wrapper import AmpOptimWrapper, fp32_call, fp32_ops
-from amp_wrapper.forward_hooks import is_loss
-from amp_wrapper.nested import HALF_TYPES
+from amp_wrapper import AmpOptimWrapper
+from amp_wrapper.autocast import call as fp32_call
+from amp_wrapper.autocast import patching as fp32_ops
+from amp_wrapper.casting.cast_hooks import is_loss
+from amp_wrapper.policy.nested import HALF_TYPES
 
 STEPS = 36
 WARM_STEPS = 12

@@ -1,0 +1,361 @@
+"""``from amp_wrapper import amp``: the functional interface of ``apex.amp``, over the engine of the mmengine wrapper.
+
+.. code-block:: python
+
+    from amp_wrapper import amp
+
+    model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
+    for inputs, target in loader:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), target)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import AmpConfigError
+from ..policy import policy as policies
+from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
+from ..policy.policy import Fp32Names
+from . import arguments as amp_arguments
+from . import session as amp_session
+from .functions import (
+    bfloat16_function,
+    disable_casts,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from .legacy import AmpHandle, NoOpHandle
+from .scales import load_state_dict, state_dict
+from .scaling import scaled
+from .session import Session
+
+# what is handed over comes back, of the same type
+_Models = TypeVar('_Models', bound=nn.Module | Sequence[nn.Module])
+_Optimizers = TypeVar('_Optimizers', bound=Optimizer | Sequence[Optimizer])
+
+
+@overload
+def initialize(
+    models: _Models,
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: str = 'O1',
+    cast_model_type: str | torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | Mapping[str, Any] | None = None,
+    cast_model_outputs: str | torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
+    restore_buffers_on_skip: bool = True,
+) -> _Models: ...
+@overload
+def initialize(
+    models: _Models,
+    optimizers: _Optimizers,
+    enabled: bool = True,
+    opt_level: str = 'O1',
+    cast_model_type: str | torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | Mapping[str, Any] | None = None,
+    cast_model_outputs: str | torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
+    restore_buffers_on_skip: bool = True,
+) -> tuple[_Models, _Optimizers]: ...
+
+
+def initialize(  # type: ignore[misc]
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = 'O1',
+    cast_model_type: str | torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | Mapping[str, Any] | None = None,
+    cast_model_outputs: str | torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+    *,
+    keep_fp32: str | type | Sequence[str | type] | None = None,
+    fp32_ops: Fp32Names | None = None,
+    from_16bit: bool = False,
+    restore_buffers_on_skip: bool = True,
+) -> Any:
+    """Cast models, make FP32 masters for their optimizers, and set up the loss scales. In place.
+
+    Call it once, after the models are on their device and hold their first (or loaded) FP32 weights, after the optimizers were
+    built, and before ``DistributedDataParallel`` wraps a model. It may be called again for other models and optimizers: each
+    call has loss scales of its own.
+
+    Args:
+        models: One or a list or tuple of them; all are cast as wholes, whoever steps their parameters. An empty list is for
+            optimizers of models that were initialised before: their level holds, and their masters are kept.
+        optimizers: One or several that will be stepped, or None for inference. ``step`` and ``zero_grad`` of these objects lead
+            through this package from now on; class, pickled form and schedulers stay as they are.
+        enabled: False makes this and all that follows a no-op; the rest is still checked.
+        opt_level: 'O0' to 'O5'.
+        cast_model_type: Type of the model weights, or False for no cast.
+        patch_torch_functions: Whether operations are cast one by one (O1 and O4).
+        keep_batchnorm_fp32: Whether BatchNorm stays FP32; True, False, 'True' or 'False'.
+        master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights.
+        loss_scale: 'dynamic', a positive number (also as a string), a dict in ``GradScaler``'s words, or None for the level's
+            own.
+        cast_model_outputs: Type of the models' floating outputs; FP32 where None.
+        num_losses: Losses with a scale of their own, chosen by ``loss_id``.
+        verbosity: 0 silent, 1 the options and skipped steps, 2 a line for each cast too.
+        min_loss_scale: Floor of a dynamic scale.
+        max_loss_scale: Ceiling of a dynamic scale, or None.
+        keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32. With several models,
+            the names are those within each.
+        fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the registry
+            (:data:`amp_wrapper.policy.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
+            ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
+            Frozen 16-bit weights are always taken.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed. apex left them as they were, NaN included.
+
+    Returns:
+        ``models``, or ``(models, optimizers)`` where optimizers were given: the same objects, in lists or tuples as they came.
+
+    Raises:
+        AmpConfigError: Every conflict of the configuration in one message.
+        AmpAttachError: A model that is wrapped or cast already, 16-bit without ``from_16bit``, or beyond the range of float16;
+            an optimizer that cannot be wrapped, was initialised already, or steps nothing of the models. Nothing has been
+            changed.
+        TypeError: Something else than models and optimizers.
+    """
+    if master_weights is not None and not isinstance(master_weights, bool):
+        raise AmpConfigError(
+            [
+                f"master_weights={master_weights!r} must be True, False or None (the level's own); 'split' needs gradients "
+                'that are unscaled by the step, as AmpOptimWrapper has them.'
+            ]
+        )
+    given: dict[str, Any] = {
+        'cast_model_type': cast_model_type,
+        'patch_torch_functions': patch_torch_functions,
+        'keep_batchnorm_fp32': keep_batchnorm_fp32,
+        'master_weights': master_weights,
+        'loss_scale': loss_scale,
+        'cast_model_outputs': cast_model_outputs,
+        'min_loss_scale': min_loss_scale,
+        'max_loss_scale': max_loss_scale,
+        'keep_fp32': keep_fp32,
+        'fp32_ops': fp32_ops,
+    }
+    policy = policies.resolve(
+        opt_level,
+        enabled=enabled,
+        num_losses=num_losses,
+        verbosity=verbosity,
+        from_16bit=from_16bit,
+        restore_buffers_on_skip=restore_buffers_on_skip,
+        **given,
+    )
+    model_list = amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module')
+    optimizer_list = (
+        []
+        if optimizers is None
+        else amp_arguments.listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
+    )
+    amp_session.check_new(optimizer_list)
+    if policy.enabled:
+        amp_arguments.check_models(model_list, policy)
+        if not model_list:
+            policy = amp_arguments.of_known_models(policy, optimizer_list, given)
+        first = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        if not first and torch.distributed.get_rank() != 0:
+            # one voice for all ranks
+            policy = dataclasses.replace(policy, verbosity=0)
+        session = Session(policy, model_list, optimizer_list)
+        amp_arguments.say(policy, given, session)
+    else:
+        amp_session.disable(optimizer_list)
+    result = models if isinstance(models, nn.Module) else amp_arguments.like(models, model_list)
+    if optimizers is None:
+        return result
+    return result, optimizers if isinstance(optimizers, Optimizer) else amp_arguments.like(optimizers, optimizer_list)
+
+
+@contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | Sequence[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and looked at. No host read.
+
+    .. code-block:: python
+
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+
+    Each block adds to what is there, in FP32 where the optimizer has masters. Where a gradient of any of the optimizers is
+    non-finite, the next ``step()`` of all of them is left out, and the scale of the loss falls with it.
+
+    Args:
+        loss: Floating tensor of any shape, mostly a scalar.
+        optimizers: Every optimizer for which the pass makes gradients that it will step. What arrives at others is put in order
+            too.
+        loss_id: Which of the ``num_losses`` scales, from 0. That of the first optimizer's ``amp.initialize`` holds.
+        model: Not used, as in apex.
+        delay_unscale: Accepted, and without effect: gradients are always unscaled on leaving. Only passes under
+            ``DistributedDataParallel.no_sync()`` stay scaled until one is averaged, or until the step.
+        delay_overflow_check: Accepted, and without effect: whether a step is skipped is decided when it is taken, from all
+            passes since the last one.
+
+    Yields:
+        float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed precision is not enabled.
+
+    Raises:
+        AmpUsageError: No such loss; an optimizer that was not initialised; a block inside another one for the same optimizer;
+            several losses under ``no_sync``. After any exception inside the block, gradients are what they were before it.
+    """
+    engines = amp_session.engines_of(optimizers)
+    with scaled(loss, engines, loss_id, amp_session.engines_beyond(engines)) as result:
+        yield result
+
+
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What an optimizer steps: FP32 masters, and parameters that are their own; of any optimizer, initialised or not.
+
+    Their ``.grad`` is unscaled after :func:`scale_loss`: clip these.
+
+    Args:
+        optimizer: A torch optimizer.
+
+    Yields:
+        Parameters, in the order of the groups.
+    """
+    yield from amp_session.master_params_of(optimizer)
+
+
+def weights_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> list[str]:
+    """Say that model weights were edited through ``.data``: their FP32 masters take the new values. Syncs.
+
+    Edits under ``torch.no_grad()`` are noticed by themselves; those through ``.data`` leave no trace, so call this right after
+    them. apex had no such function.
+
+    Args:
+        optimizer: Steps the weights.
+        tensors: The edited parameters of the model; all by default.
+
+    Returns:
+        The names of the weights that differed from their masters; nothing without masters.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised; a master among ``tensors``, or none given and a master was written
+            to as well.
+    """
+    return [name for engine in amp_session.engines_of(optimizer) for name in engine.weights_changed(tensors)]
+
+
+def masters_changed(optimizer: Optimizer, tensors: Iterable[Tensor] | None = None) -> None:
+    """Say that FP32 masters were edited through ``.data``: the model's weights take the new values. No host read.
+
+    Masters are what ``optimizer.param_groups`` and :func:`master_params` hold. Edits under ``torch.no_grad()`` are noticed by
+    themselves; those through ``.data`` leave no trace, so call this right after them. apex had no such function.
+
+    Args:
+        optimizer: Steps the masters.
+        tensors: The edited masters; all by default.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised; a weight among ``tensors``, or none given and a weight was written
+            to as well.
+    """
+    for engine in amp_session.engines_of(optimizer):
+        engine.masters_changed(tensors)
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str | Mapping[str, Any] = 'dynamic',
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """The oldest interface: casts as at O1, on this thread, for everything, until the handle's ``_deactivate()``.
+
+    New scripts use :func:`initialize`, whose casts end with the forward pass of the model.
+
+    Args:
+        enabled: False gives a handle that does nothing.
+        loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
+        enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
+        verbose: Accepted, and told by the handle.
+        allow_banned: Whether 16-bit inputs of ``binary_cross_entropy`` are cast to FP32 in place of an error.
+
+    Returns:
+        A handle with ``wrap_optimizer``, ``scale_loss``, ``is_active`` and ``_deactivate``.
+
+    Raises:
+        AmpConfigError: An impossible loss scale.
+    """
+    if not enabled:
+        return NoOpHandle()
+    return AmpHandle(loss_scale, enable_caching, verbose, allow_banned)
+
+
+__all__ = [
+    'bfloat16_function',
+    'disable_casts',
+    'float_function',
+    'half_function',
+    'init',
+    'initialize',
+    'load_state_dict',
+    'master_params',
+    'masters_changed',
+    'promote_function',
+    'register_bfloat16_function',
+    'register_float_function',
+    'register_half_function',
+    'register_promote_function',
+    'scale_loss',
+    'state_dict',
+    'weights_changed',
+]

@@ -1,0 +1,154 @@
+"""What ``amp.initialize`` is given: whether it may be taken, and the options as they are printed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..casting.cast_hooks import holds_casts
+from ..errors import AmpAttachError, AmpConfigError
+from ..policy import policy as policies
+from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
+from ..policy.policy import Policy
+from . import known_models
+from .session import Session
+
+#: What is decided for models, not for the optimizers that come later.
+_OF_MODELS = (
+    'cast_model_type',
+    'patch_torch_functions',
+    'keep_batchnorm_fp32',
+    'master_weights',
+    'cast_model_outputs',
+    'keep_fp32',
+    'fp32_ops',
+)
+
+
+#: Overrides that are printed, where they are given.
+_TOLD = (*_OF_MODELS[:4], 'loss_scale', *_OF_MODELS[5:])
+
+
+def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
+    if isinstance(value, kind):
+        return [value]
+    if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
+        raise TypeError(
+            f'{name}={_short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
+            f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
+        )
+    if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
+        raise TypeError(
+            f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.'
+        )
+    for index, item in enumerate(value):
+        if not isinstance(item, kind):
+            raise TypeError(f'{name}[{index}]={_short(item)} must be {word}, but is {type(item).__name__}.')
+    return list(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + '...'
+
+
+def like(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, list):
+        return items
+    make = getattr(type(value), '_make', type(value))
+    return make(items)
+
+
+def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapping[str, Any]) -> Policy:
+    """The configuration of optimizers that come without models: that of the models whose parameters they hold.
+
+    Args:
+        policy: What the arguments say by themselves.
+        optimizers: Not initialised.
+        given: The arguments of ``amp.initialize``.
+
+    Returns:
+        ``policy``, where the parameters belong to no model that was initialised.
+
+    Raises:
+        AmpAttachError: Models of several configurations; another level than theirs.
+        AmpConfigError: An argument that was decided together with the models.
+    """
+    found = known_models.policies_of(optimizers) if policy.enabled else []
+    if not found:
+        return policy
+    models, *others = found
+    if others:
+        raise AmpAttachError(
+            f'the optimizers hold parameters of models at {" and ".join(each.opt_level for each in found)}, which were '
+            f'initialised apart: call amp.initialize([], optimizer) for the optimizers of each.'
+        )
+    if policy.opt_level not in ('O1', models.opt_level):
+        raise AmpAttachError(
+            f'opt_level={policy.opt_level!r}, and the parameters of the optimizer belong to a model at {models.opt_level}: '
+            f'leave opt_level out, it is that of the model.'
+        )
+    decided = [name for name in _OF_MODELS if given[name] is not None]
+    if decided:
+        raise AmpConfigError(
+            [
+                f'{name}={given[name]!r} was decided when the model was initialised: leave it out of '
+                f'amp.initialize([], optimizer).'
+                for name in decided
+            ]
+        )
+    scale = models.loss_scale
+    words = ('loss_scale', 'min_loss_scale', 'max_loss_scale')
+    if any(given[name] is not None for name in words[:2]) or given['max_loss_scale'] != DEFAULT_MAX_LOSS_SCALE:
+        scale = policies.resolve(models.opt_level, **{name: given[name] for name in words}).loss_scale
+    losses = policy.num_losses if policy.num_losses > 1 else models.num_losses
+    return dataclasses.replace(models, loss_scale=scale, num_losses=losses, verbosity=policy.verbosity)
+
+
+def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
+    for index, model in enumerate(models):
+        if isinstance(model, (DistributedDataParallel, DataParallel)):
+            name = type(model).__name__
+            raise AmpAttachError(
+                f'models[{index}] is wrapped in {name} already. The order is: model.to(device), optimizer = ..., model, '
+                f'optimizer = amp.initialize(model, optimizer), and then model = {name}(model). {name} has to see the types '
+                f'that the parameters have after the cast.'
+            )
+        if policy.cast_model_type is not None and holds_casts(model):
+            raise AmpAttachError(
+                f'models[{index}] ({type(model).__name__}) holds casts already, of another amp.initialize() or of a wrapper: '
+                f'initialize a model once, together with all its optimizers, as lists. For another optimizer, or one more: '
+                f'amp.initialize([], optimizer). For more parameters: optimizer.add_param_group(). To begin anew, build '
+                f'the model again and load model.state_dict(), which is FP32.'
+            )
+        if any(model is other for other in models[:index]):
+            raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
+
+
+def say(policy: Policy, told: Mapping[str, Any], session: Session) -> None:
+    """The options on standard output, as people who used apex look for them."""
+    if policy.verbosity < 1:
+        return
+    print(f'amp: {policy.describe()}')
+    given = ', '.join(f'{name}={told[name]!r}' for name in _TOLD if told[name] is not None)
+    print(f'amp: overrides of {policy.opt_level}: {given or "none"}')
+    scale = policy.loss_scale
+    options = {
+        'enabled': policy.enabled,
+        'opt_level': policy.opt_level,
+        'cast_model_type': None if policy.cast_model_type is None else policies.dtype_name(policy.cast_model_type),
+        'patch_torch_functions': policy.patch_torch_functions,
+        'keep_batchnorm_fp32': policy.keep_batchnorm_fp32,
+        'master_weights': policy.master_weights,
+        'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale,
+    }
+    for name, value in options.items():
+        print(f'    {name:<22}: {value}')
+    if policy.verbosity >= 2 and policy.cast_model_type is not None:
+        for name in session.casts.parameters:
+            print(f'amp: {name} is {policies.dtype_name(policy.cast_model_type)} now')

@@ -1,0 +1,174 @@
+"""Changing what O1 and O4 cast: decorators for your own functions, a registry for those of others, and a way to pause.
+
+All of it acts where O1 or O4 casts are on: inside a model that ``amp.initialize`` attached at one of these levels, and
+wherever a handle of ``amp.init`` turned them on. In between, every function is the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..autocast import kernels as op_casts
+from ..autocast import patching as fp32_ops
+from ..autocast import rule_call
+from ..autocast import state as passes
+from ..autocast.rule_call import CallRule
+from ..errors import AmpConfigError, nearest
+from ..policy import fp32_registry
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
+
+_HALF = CallRule(torch.float16)
+_BFLOAT16 = CallRule(torch.bfloat16)
+_FLOAT = CallRule(torch.float32)
+_PROMOTE = CallRule(None)
+
+
+def half_function(function: _Function) -> _Function:
+    """Decorator: floating arguments are cast to float16, and autocast inside has that type.
+
+    It acts inside models at O1 and O4, and outside of any model while one is alive; not inside models at other levels.
+
+    Args:
+        function: Any function or method. Tensors in lists, tuples, dicts and dataclasses among its arguments are cast,
+            float64 and integers are left alone.
+
+    Returns:
+        The function, wrapped.
+
+    Example:
+        >>> @half_function
+        ... def attention(q, k):
+        ...     return q @ k.mT
+    """
+    return _decorated(function, _HALF)
+
+
+def bfloat16_function(function: _Function) -> _Function:
+    """Decorator: as :func:`half_function`, with bfloat16, whatever the level."""
+    return _decorated(function, _BFLOAT16)
+
+
+def float_function(function: _Function) -> _Function:
+    """Decorator: floating arguments are cast to float32, autocast is off inside, and the result stays as it is."""
+    return _decorated(function, _FLOAT)
+
+
+def promote_function(function: _Function) -> _Function:
+    """Decorator: floating arguments are cast to the widest type among them; in an in-place function to what is written to."""
+    return _decorated(function, _PROMOTE)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Let ``module.name`` run in float16 where O1 or O4 casts are on, whatever the lists say.
+
+    Before or after ``initialize``; the last registration of a function counts. In a function of torch the rule stands
+    above autocast; in other functions of Python autocast has that type.
+
+    Args:
+        module: What holds the function: a module, a class (``torch.Tensor`` too), or any object with attributes.
+        name: The attribute. Modules that imported the same function by name are covered.
+
+    Raises:
+        AmpConfigError: A ``ValueError``: there is no such attribute, it is no function, or it cannot be replaced.
+    """
+    _register(module, name, _HALF)
+
+
+def register_bfloat16_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, with bfloat16, whatever the level."""
+    _register(module, name, _BFLOAT16)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, with float32: autocast is off inside, and the result stays as it is."""
+    _register(module, name, _FLOAT)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """As :func:`register_half_function`, with the widest type among the floating arguments."""
+    _register(module, name, _PROMOTE)
+
+
+@contextmanager
+def disable_casts() -> Iterator[None]:
+    """Inside, on this thread, O1 and O4 cast nothing: autocast is off, our tables and registrations are suspended.
+
+    Nests, and ends with exceptions too. Losses that get 16-bit tensors still compute in FP32.
+    """
+    with passes.suspended():
+        yield
+
+
+@functools.cache
+def _script_ops() -> fp32_ops.OpSet:
+    """What a decorated function opens around itself where no model does."""
+    return fp32_ops.OpSet(casts=True)
+
+
+def _decorated(function: _Function, rule: CallRule) -> _Function:
+    # inside a class body it is handed the descriptor
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(_decorated(function.__func__, rule))  # type: ignore[return-value]
+    if isinstance(function, type) or not callable(function):
+        raise AmpConfigError(
+            [f'{function!r} cannot be decorated: hand over a function; for a class, decorate its forward or apply.']
+        )
+    is_method = _takes_self(function)
+
+    @functools.wraps(function)
+    def by_rule(*args: Any, **kwargs: Any) -> Any:
+        outside = passes.casts_alive()
+        if not outside and not passes.casts_on():
+            return function(*args, **kwargs)
+        held = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
+        seen = rule_call.look(args[held:], kwargs)
+        if rule_call.applies(seen):
+            return rule_call.run(rule, function, seen, args, kwargs, held)
+        if not outside:
+            return function(*args, **kwargs)
+        for device in seen.devices:
+            op_casts.install(device)
+        token = fp32_ops.enter(_script_ops())
+        try:
+            return rule_call.run(rule, function, seen, args, kwargs, held)
+        finally:
+            fp32_ops.leave(token)
+
+    return by_rule  # type: ignore[return-value]
+
+
+def _takes_self(function: Callable[..., Any]) -> bool:
+    try:
+        return next(iter(inspect.signature(function).parameters), '') in ('self', 'cls')
+    except (TypeError, ValueError):  # compiled functions tell nothing
+        return False
+
+
+def _register(module: Any, name: str, rule: CallRule) -> None:
+    label = f'{_name_of(module)}.{name}' if isinstance(name, str) else repr(name)
+    if not isinstance(name, str):
+        raise AmpConfigError([f'name={name!r} must be the name of an attribute, as a string.'])
+    missing = object()
+    value = getattr(module, name, missing)
+    if value is missing:
+        known = [key for key in dir(module) if not key.startswith('_') or name.startswith('_')]
+        raise AmpConfigError([f'module {_name_of(module)} has no function named {name!r}{nearest(name, known)}.'])
+    if isinstance(value, type) or not callable(value):
+        kind = 'a class: name one of its methods' if isinstance(value, type) else f'a {type(value).__name__}'
+        raise AmpConfigError([f'{label} is no function, but {kind}.'])
+    if not fp32_registry.can_be_replaced(module, name):
+        raise AmpConfigError([f'{label} cannot be replaced: decorate or register the function that calls it.'])
+    fp32_ops.add_rule(module, name, rule)
+
+
+def _name_of(module: Any) -> str:
+    name = getattr(module, '__qualname__', None) or getattr(module, '__name__', None)
+    return name if isinstance(name, str) else repr(module)

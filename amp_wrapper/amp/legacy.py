@@ -1,0 +1,228 @@
+"""The oldest interface of ``apex.amp``: a handle that turns the casts of O1 on for everything, and scales losses.
+
+.. code-block:: python
+
+    amp_handle = amp.init()
+    optimizer = amp_handle.wrap_optimizer(optimizer)
+    with optimizer.scale_loss(loss) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..autocast import state as passes
+from ..autocast.global_autocast import GlobalCasts
+from ..errors import AmpConfigError, AmpUsageError
+from ..policy import policy as policies
+from . import session as amp_session
+from .scaling import scaled
+from .session import Session
+
+
+class AmpHandle:
+    """What :func:`amp_wrapper.amp.init` returns: casts are on, on this thread, from its making to :meth:`_deactivate`.
+
+    Args:
+        loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
+        enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
+        verbose: Accepted.
+        allow_banned: Whether 16-bit inputs of ``binary_cross_entropy`` are cast to FP32 in place of an error.
+
+    Raises:
+        AmpConfigError: An impossible loss scale.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str | Mapping[str, Any] = 'dynamic',
+        enable_caching: bool = True,
+        verbose: bool = False,
+        allow_banned: bool = False,
+    ) -> None:
+        # judged before anything is turned on
+        self._policy = policies.resolve('O1', loss_scale=loss_scale)
+        self._loss_scale = loss_scale
+        self._enable_caching = enable_caching
+        self._verbose = verbose
+        self._active = True
+        self._wrapped = False
+        self._casts = GlobalCasts(torch.float16, allow_banned)
+        self._casts.start()
+
+    def is_active(self) -> bool:
+        """Whether casts are on and losses are scaled."""
+        return self._active and not passes.is_suspended()
+
+    def _deactivate(self) -> None:
+        """Turn the casts off for good; losses of wrapped optimizers are not scaled any more. May be called again."""
+        self._active = False
+        self._casts.stop()
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        """As ``amp.disable_casts()``."""
+        return passes.suspended()
+
+    @property
+    def has_cache(self) -> bool:
+        """What ``enable_caching`` was."""
+        return self._enable_caching
+
+    @property
+    def verbose(self) -> bool:
+        """What ``verbose`` was."""
+        return self._verbose
+
+    def _clear_cache(self) -> None:
+        """Does nothing: there is no copy of a weight to forget."""
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Stand before an optimizer, whose losses are scaled from now on.
+
+        Args:
+            optimizer: A torch optimizer over FP32 parameters.
+            num_loss: How many backward passes there are between two steps; each has a scale of its own, in their order.
+
+        Raises:
+            AmpAttachError: An optimizer that cannot be wrapped, or was initialised already.
+            AmpConfigError: ``num_loss`` below 1.
+        """
+        if not isinstance(num_loss, int) or isinstance(num_loss, bool) or num_loss < 1:
+            raise AmpConfigError([f'num_loss={num_loss!r} must be a whole number of at least 1.'])
+        amp_session.check_new([optimizer])
+        policy = policies.resolve('O1', loss_scale=self._loss_scale, num_losses=num_loss)
+        Session(policy, [], [optimizer], tells=False)
+        self._wrapped = True
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Around ``backward()``, for an optimizer that was not wrapped; its next step is skipped after an overflow.
+
+        Args:
+            loss: Floating tensor.
+            optimizer: A torch optimizer over FP32 parameters.
+
+        Yields:
+            The loss times its scale.
+
+        Raises:
+            AmpUsageError: After :meth:`wrap_optimizer`: the wrapper scales.
+        """
+        if not self.is_active():
+            yield loss
+            return
+        if self._wrapped:
+            raise AmpUsageError(
+                'handle.scale_loss() after handle.wrap_optimizer(): write "with optimizer.scale_loss(loss) as scaled_loss:" '
+                'with what wrap_optimizer() returned.'
+            )
+        if amp_session.session_of(optimizer) is None:
+            amp_session.check_new([optimizer])
+            Session(self._policy, [], [optimizer], tells=False)
+        with scaled(loss, amp_session.engines_of(optimizer), 0) as result:
+            yield result
+
+
+class NoOpHandle:
+    """What ``amp.init(enabled=False)`` returns: everything is as if it were not there."""
+
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """False."""
+        return False
+
+    def _deactivate(self) -> None:
+        """Does nothing."""
+
+    def _clear_cache(self) -> None:
+        """Does nothing."""
+
+    @contextmanager
+    def _disable_casts(self) -> Iterator[None]:
+        yield
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """The optimizer behind a wrapper that does nothing."""
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Yields the loss."""
+        yield loss
+
+
+class OptimWrapper:
+    """Stands before an optimizer in the oldest interface: scales its losses, and hands everything else on.
+
+    Args:
+        optimizer: The optimizer.
+        handle: Says whether anything is scaled.
+        num_loss: Backward passes between two steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+        self._optimizer = optimizer
+        self._handle = handle
+        self._num_loss = num_loss
+        self._next = 0
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
+        """Around ``backward()`` of the next loss.
+
+        Args:
+            loss: Floating tensor.
+
+        Yields:
+            The loss times its scale; the loss itself where the handle is not active.
+
+        Raises:
+            AmpUsageError: More passes than ``num_loss`` since the last step.
+        """
+        if not self._handle.is_active():
+            yield loss
+            return
+        if self._next >= self._num_loss:
+            raise AmpUsageError(
+                f'scale_loss() for the {self._next + 1}. time since the last step, with num_loss={self._num_loss}: say '
+                f'wrap_optimizer(optimizer, num_loss={self._next + 1}), or add the losses up.'
+            )
+        with scaled(loss, amp_session.engines_of(self._optimizer), self._next) as result:
+            yield result
+        self._next += 1
+
+    def step(self, closure: Any = None) -> Any:
+        """One step, left out where a gradient is non-finite.
+
+        Args:
+            closure: As of the optimizer.
+        """
+        self._next = 0
+        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As of the optimizer."""
+        self._optimizer.zero_grad(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == '_optimizer':
+            # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)
+
+
+__all__ = ['AmpHandle', 'NoOpHandle', 'OptimWrapper']

@@ -1,0 +1,103 @@
+"""The loss scales of scripts, into a checkpoint and out of it, in apex's form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ..checkpoint import apex as checkpoint_apex
+from ..errors import AmpCheckpointError
+from . import session as amp_session
+
+logger = logging.getLogger('amp_wrapper')
+
+
+def state_dict(
+    destination: dict[str, Any] | None = None, optimizers: Optimizer | Sequence[Optimizer] | None = None
+) -> dict[str, Any]:
+    """The loss scales in apex's form: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``. Syncs.
+
+    Those of several ``amp.initialize`` calls are numbered on, in the order of the calls; calls without optimizers have none. A
+    call counts for as long as somebody holds one of its optimizers: what else is left of it, a model or the graph of a loss,
+    does not count. Masters are in the models' own ``state_dict()``, moments in the optimizers'.
+
+    Args:
+        destination: A dict to write to.
+        optimizers: Only the calls to which these belong count. For notebooks, where ``Out`` or the traceback of an error may
+            hold an optimizer of an earlier call.
+
+    Returns:
+        ``destination``, or a new dict. Empty where mixed precision is not enabled.
+
+    Raises:
+        AmpUsageError: Before :func:`initialize`; one of ``optimizers`` was not initialised.
+    """
+    scalers = []
+    for session in amp_session.sessions(optimizers):
+        session.read_all()
+        for scaler in session.scalers:
+            state = scaler.state_dict()
+            if scaler.config.hysteresis == 1:
+                # its tracker tells nothing
+                del state['hysteresis_tracker']
+            scalers.append(state)
+    result = {} if destination is None else destination
+    result.update(checkpoint_apex.write(scalers, exact=True))
+    return result
+
+
+def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Sequence[Optimizer] | None = None) -> None:
+    """Take over loss scales from :func:`state_dict`, or from ``apex.amp.state_dict()``.
+
+    Models and optimizers load their own states, before or after :func:`initialize`.
+
+    Args:
+        state_dict: Not changed. With more scales than are configured, or fewer, those of the same number are taken over, and a
+            warning says so.
+        optimizers: As in :func:`state_dict`.
+
+    Raises:
+        AmpCheckpointError: Unknown keys, a hole in the numbering, or an impossible value. Nothing has been applied.
+        AmpUsageError: As :func:`state_dict`.
+    """
+    sessions = amp_session.sessions(optimizers)
+    scalers = [scaler for session in sessions for scaler in session.scalers]
+    if not isinstance(state_dict, Mapping):
+        raise AmpCheckpointError(
+            f'amp state must be a dict from amp.state_dict(), but is {type(state_dict).__name__}: load what was saved under '
+            f"its own key, such as checkpoint['amp']."
+        )
+    unknown = [key for key in state_dict if not str(key).startswith('loss_scaler')]
+    if unknown:
+        raise AmpCheckpointError(
+            f"amp state has unknown keys: {', '.join(map(repr, unknown[:5]))}. Expected are 'loss_scaler0', 'loss_scaler1' "
+            f'and so on alone; the states of models and optimizers are loaded by themselves.'
+        )
+    if not scalers and not state_dict:
+        return
+    saved = checkpoint_apex.read(state_dict, 'amp state')
+    if not scalers:
+        logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
+        return
+    speaks = any(session.policy.verbosity >= 1 for session in sessions)
+    if len(saved) != len(scalers) and speaks:
+        several = (
+            f' Those are of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds; '
+            'amp.load_state_dict(state, optimizers=optimizer) loads those of one.'
+            if len(sessions) > 1
+            else ''
+        )
+        logger.warning(
+            f'amp: the checkpoint holds {len(saved)} loss scales, and {len(scalers)} are configured: the first '
+            f'{min(len(saved), len(scalers))} are taken over.{several}'
+        )
+    for index, (scaler, state) in enumerate(zip(scalers, saved)):
+        for note in scaler.load_state_dict(state):
+            if speaks:
+                logger.info(f'amp: loss {index}: {note}')
+
+
+__all__ = ['load_state_dict', 'state_dict']

@@ -1,0 +1,74 @@
+"""Around one backward pass of a script: the loss times its scale, and gradients that are unscaled afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from ..casting import cast_hooks as forward_hooks
+from ..engine import AmpEngine
+from ..errors import AmpUsageError
+
+
+@contextmanager
+def scaled(
+    loss: Tensor, engines: Sequence[AmpEngine], loss_id: int, beyond: Sequence[AmpEngine] = ()
+) -> Iterator[Tensor]:
+    """Scale a loss; on leaving, unscale what its backward pass brought.
+
+    Args:
+        loss: Floating tensor of any shape.
+        engines: Those the pass is meant for; the scale of the first holds. Without any, the loss is yielded as it is.
+        loss_id: Which scale.
+        beyond: Engines of other sessions, which the pass may reach.
+
+    Yields:
+        float32 tensor of the loss's shape (float64 for a float64 loss).
+
+    Raises:
+        AmpUsageError: No floating tensor, no such loss, or a block inside another one for the same optimizer. After any
+            exception inside the block, gradients are what they were before it.
+    """
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
+        raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
+    # what an interrupted forward pass left open
+    forward_hooks.unwind_stale()
+    if not engines:
+        yield loss
+        return
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        loss = loss.float()
+    first, *rest = engines
+    result = first.scale(loss, loss_id, rest)
+    if all(engine.is_plain for engine in engines):
+        yield result
+        return
+    with first.receiving(loss_id, rest, beyond) as begins:
+        ran: list[bool] = []
+
+        def begin(gradient: Tensor) -> None:
+            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
+            begins()
+            ran.append(True)
+
+        hook = None
+        if result.requires_grad and result is not loss:
+            hook = result.register_hook(begin)  # type: ignore[no-untyped-call]
+        waits = any(engine.waits_for_average for engine in engines)
+        try:
+            yield result
+        finally:
+            if hook is not None:
+                # scripts keep the scaled loss: its hook would keep the engine, and with it the optimizer
+                hook.remove()
+        if not ran and result is not loss and not waits:
+            for engine in engines:
+                if engine.pass_watch is not None:
+                    engine.pass_watch.see_block(engine.weights())
+
+
+__all__ = ['scaled']

@@ -1,0 +1,369 @@
+"""What one call of ``amp.initialize`` set up: its engines, and how an optimizer leads to its own.
+
+The registry below is all that is global. It holds no session alive: an optimizer does, and both go together. Nothing that
+outlives a step may hold an engine, hooks of a graph least of all: old losses are kept for long.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..autocast import state as passes
+from ..casting import ownership
+from ..casting import save_pretrained as hf_saving
+from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
+from ..engine.host_read import LateRead
+from ..engine.pass_watch import PassWatch
+from ..errors import AmpAttachError, AmpUsageError
+from ..policy.policy import Policy
+from . import known_models
+
+_sessions: list[ReferenceType[Session]] = []
+_session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
+# model at O1 or O4 -> what says so to decorated functions
+_casting: WeakKeyDictionary[nn.Module, passes.CastSession] = WeakKeyDictionary()
+#: Optimizers that were initialised with ``enabled=False``.
+_disabled: WeakSet[Optimizer] = WeakSet()
+_NEVER = (
+    'no optimizer has been initialised: call "model, optimizer = amp.initialize(model, optimizer, opt_level=...)" first, once, '
+    'before training.'
+)
+_TWO_PARTS = (
+    '{name}.step(closure) calls the closure itself, in the middle of a step, where loss scaling and skipped steps cannot '
+    'follow. Write the parts of the step out, each after an amp.scale_loss block of its own, or train at '
+    "opt_level='O0' or with enabled=False. One that holds the optimizer which steps for it as an attribute, as SAM does, works."
+)
+
+
+class Session:
+    """Models that were cast together, and one engine for each of their optimizers, which share the loss scales.
+
+    Args:
+        policy: The configuration; enabled.
+        models: Not wrapped. Without any, the optimizers step models of earlier sessions, or parameters that nobody casts.
+        optimizers: Not in any session.
+        tells: Whether to speak of gradients that came past the scaled losses.
+
+    Raises:
+        AmpAttachError: A model or optimizer that cannot be taken. Nothing has been changed.
+    """
+
+    def __init__(
+        self, policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], tells: bool = True
+    ) -> None:
+        known_models.check_no_masters(optimizers)
+        ownership.check_owners(optimizers, models, _stepped(), known_models.is_known)
+        self.policy = policy
+        self.scalers = new_scalers(policy)
+        self._engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
+        self._unread: dict[int, list[LateRead]] = {}
+        #: The thread that used this session last.
+        self.thread = threading.get_ident()
+        if len(optimizers) > 1:
+            for index, engine in enumerate(self._engines):
+                engine.label = f'optimizer {index}'
+        if tells and not self.scalers[0].is_one:
+            for engine, optimizer in zip(self._engines, optimizers):
+                name = type(optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
+                engine.pass_watch = PassWatch(name, policy.verbosity >= 1)
+        if optimizers:
+            # passes of this session look at the others: not at those that nobody uses any more
+            _forget_dead()
+        for engine in self._engines:
+            engine.follow([earlier for session in _alive() for earlier in session._engines])
+        # before masters stand in the place of their weights
+        theirs = known_models.models_of(optimizers) if not models else []
+        self.casts = attach_together(self._engines, models, policy)
+        for engine in self._engines:
+            engine.take_over(theirs)
+        hf_saving.watch(models)
+        known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
+        if policy.autocast_dtype is not None:
+            for model in models:
+                _casting[model] = passes.session_opened()
+        for optimizer, engine in zip(optimizers, self._engines):
+            self._stand_in_front(optimizer, engine)
+            _session_of[optimizer] = ref(self)
+        if optimizers:
+            _sessions.append(ref(self))
+
+    def engine(self, optimizer: Optimizer) -> AmpEngine:
+        """The engine of one of the optimizers."""
+        return next(engine for engine in self._engines if engine.optimizer is optimizer)
+
+    def _stand_in_front(self, optimizer: Optimizer, engine: AmpEngine) -> None:
+        """``step`` and ``zero_grad`` of this one object lead through the engine.
+
+        They are attributes of the object, which torch neither pickles nor copies: its class, its saved form and every copy are
+        those of a plain optimizer. Schedulers that came before stay inside, those that come later go around.
+        """
+        own_step, own_zero_grad = optimizer.step, optimizer.zero_grad
+        closure = _first_name(own_step, 'closure')
+        inner = inner_optimizers.inside(optimizer)
+        for each in inner:
+            name = _first_name(each.step, 'closure')
+
+            def take(inner_step: Callable[..., Any], args: Any, kwargs: Any, name: str = name) -> Any:
+                self.thread = threading.get_ident()
+                return self._step(engine, inner_step, name, args, kwargs)
+
+            inner_optimizers.lead(each, lambda: engine.in_own_step, take)
+
+        @functools.wraps(getattr(own_step, '__func__', own_step))
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self.thread = threading.get_ident()
+            if inner and not engine.is_plain and callable(args[0] if args else kwargs.get(closure)):
+                # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
+                return own_step(*args, **kwargs)
+            return self._step(engine, own_step, closure, args, kwargs)
+
+        @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
+        def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            self.thread = threading.get_ident()
+            with engine.behind(zero_grad=own_zero_grad):
+                engine.zero_grad(**_named('set_to_none', args, kwargs))
+
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def _step(
+        self,
+        engine: AmpEngine,
+        own_step: Callable[..., Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        optimizer = engine.optimizer
+        assert optimizer is not None
+        result: list[Any] = []
+        closure = args[0] if args else kwargs.get(name)
+        if not callable(closure):
+            # whatever else optimizers of third parties take there
+            closure = None
+        if closure is not None and not engine.is_plain:
+            # what it brings is scaled, or has masters: it runs before the step, as all optimizers but LBFGS have it
+            with torch.enable_grad():
+                result.append(closure())
+            closure = None
+            args, kwargs = ((None, *args[1:]), kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != name})
+        # a skipped step is a step to schedulers, which would warn otherwise
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+        def bare_step(**_: Any) -> None:
+            # every argument as it came: the engine has to know of closures alone
+            try:
+                value = own_step(*args, **kwargs)
+            except Exception as error:
+                if result and _asks_for_closure(error):
+                    raise AmpUsageError(_TWO_PARTS.format(name=type(optimizer).__name__)) from error
+                raise
+            if not result:
+                result.append(value)
+
+        # optimizers compute in FP32: what is cast for models is not cast here
+        casts = nullcontext() if self.policy.autocast_dtype is None else passes.suspended()
+        with casts, engine.behind(step=bare_step):
+            outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
+        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if outcome.skipped is None and outcome.decision is not None and not capturing:
+            self._unread.setdefault(id(engine), []).append(LateRead(outcome.decision))
+            self._read(engine, wait=False)
+        return result[0] if result else None
+
+    def _read(self, engine: AmpEngine, wait: bool) -> None:
+        """What steps did that nobody waited for, as far as the device has told."""
+        unread = self._unread.get(id(engine), [])
+        while unread and (wait or unread[0].is_there):
+            engine.review([unread.pop(0).wait()])
+
+    def read_all(self) -> None:
+        """Say what was skipped up to now. Syncs."""
+        for engine in self._engines:
+            self._read(engine, wait=True)
+
+
+def _asks_for_closure(error: Exception) -> bool:
+    """Whether an optimizer failed since its closure had been called for it, and None was handed on."""
+    text = f'{type(error).__name__} {error}'.lower()
+    return (
+        'closure' in text or isinstance(error, AssertionError) or (isinstance(error, TypeError) and 'nonetype' in text)
+    )
+
+
+def _named(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, where at most one came by place."""
+    if len(args) > 1 or (args and first in kwargs):
+        raise TypeError(f'at most one argument without a name was expected ({first}), but {len(args)} were given.')
+    return {first: args[0], **kwargs} if args else dict(kwargs)
+
+
+def _first_name(method: Callable[..., Any], usual: str) -> str:
+    """What a method calls its first argument, where it has none of the usual name."""
+    try:
+        names = list(inspect.signature(method).parameters.values())
+    except (TypeError, ValueError):
+        return usual
+    places = [each.name for each in names if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return usual if usual in [each.name for each in names] or not places else places[0]
+
+
+def check_new(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that are in a session, or twice in the list.
+
+    Raises:
+        AmpAttachError: Names the optimizer.
+    """
+    seen: set[int] = set()
+    for optimizer in optimizers:
+        if optimizer in _session_of or id(optimizer) in seen:
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} was initialised already: amp.initialize() takes an optimizer once. Hand over all '
+                f'models and optimizers in one call, as lists, or use a new optimizer for other models; a new one for the same '
+                f'model comes without it, amp.initialize([], optimizer).'
+            )
+        seen.add(id(optimizer))
+
+
+def disable(optimizers: Iterable[Optimizer]) -> None:
+    """These were initialised with ``enabled=False``."""
+    _disabled.update(optimizers)
+
+
+def is_disabled(optimizer: Optimizer) -> bool:
+    """Whether an optimizer was initialised with ``enabled=False``."""
+    return optimizer in _disabled and optimizer not in _session_of
+
+
+def session_of(optimizer: Optimizer) -> Session | None:
+    """The session of an optimizer; None where it was never initialised, or is disabled."""
+    found = _session_of.get(optimizer)
+    return None if found is None else found()
+
+
+def engines_of(optimizers: Any) -> list[AmpEngine]:
+    """The engines of one optimizer or several; none for those of ``enabled=False``.
+
+    Args:
+        optimizers: One, or a list or tuple of them.
+
+    Raises:
+        AmpUsageError: Not an optimizer, or one that was never initialised; some enabled and some not.
+    """
+    given = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    if not given:
+        raise AmpUsageError('optimizers=[] is empty: name every optimizer for which the backward pass makes gradients.')
+    engines: list[AmpEngine] = []
+    off = 0
+    for optimizer in given:
+        if not isinstance(optimizer, Optimizer):
+            raise AmpUsageError(
+                f'optimizers={optimizers!r} must be a torch optimizer or a list of them, but holds {type(optimizer).__name__}.'
+            )
+        session = session_of(optimizer)
+        if session is not None:
+            session.thread = threading.get_ident()
+            engine = session.engine(optimizer)
+            if engine not in engines:
+                engines.append(engine)
+        elif is_disabled(optimizer):
+            off += 1
+        elif _sessions or _disabled:
+            raise AmpUsageError(
+                f'{type(optimizer).__name__} was not initialised (a copy of an initialised optimizer is a plain one): hand it '
+                f'over to amp.initialize() and use what that returns; in place of another one, or beside it, for an '
+                f'initialised model: amp.initialize([], optimizer).'
+            )
+        else:
+            raise AmpUsageError(_NEVER)
+    if engines and off:
+        raise AmpUsageError(
+            'some of these optimizers were initialised with enabled=False and some not: scale their losses apart.'
+        )
+    return engines
+
+
+def engines_beyond(engines: Iterable[AmpEngine]) -> list[AmpEngine]:
+    """The engines of other sessions than that of the first of ``engines``, without the rest of these.
+
+    Those that another thread uses are left alone: their gradients may be under way now.
+    """
+    here = threading.get_ident()
+    listed = list(engines)
+    if not listed or len(_sessions) < 2:
+        return []
+    return [
+        engine
+        for session in _alive()
+        if session.thread == here and listed[0] not in session._engines
+        for engine in session._engines
+        if engine not in listed
+    ]
+
+
+def _alive() -> list[Session]:
+    return [session for session in (found() for found in _sessions) if session is not None]
+
+
+def _stepped() -> list[Tensor]:
+    """The weights that initialised optimizers step."""
+    return [weight for session in _alive() for engine in session._engines for weight in engine.weights()]
+
+
+def _forget_dead() -> None:
+    if _alive():
+        # those that nobody uses any more, but Python has not yet found
+        gc.collect()
+    _sessions[:] = [found for found in _sessions if found() is not None]
+
+
+def sessions(optimizers: Any = None) -> list[Session]:
+    """The sessions that have an optimizer which somebody holds, in the order in which they were made.
+
+    Args:
+        optimizers: Only the sessions of these: one, or a list or tuple of them. All by default.
+
+    Raises:
+        AmpUsageError: ``amp.initialize`` was never called; one of ``optimizers`` was not initialised.
+    """
+    if optimizers is not None:
+        chosen = {id(engine) for engine in engines_of(optimizers)}
+        return [session for session in _alive() if any(id(engine) in chosen for engine in session._engines)]
+    if len(_sessions) > 1:
+        _forget_dead()
+    alive = _alive()
+    if not alive and not _disabled:
+        raise AmpUsageError(_NEVER)
+    return alive
+
+
+def master_params_of(optimizer: Optimizer) -> Iterable[Tensor]:
+    """What an optimizer steps, initialised or not."""
+    session = session_of(optimizer)
+    if session is not None:
+        return session.engine(optimizer).master_params()
+    return (parameter for group in optimizer.param_groups for parameter in group['params'])
+
+
+__all__ = [
+    'Session',
+    'check_new',
+    'disable',
+    'engines_of',
+    'is_disabled',
+    'master_params_of',
+    'session_of',
+    'sessions',
+]

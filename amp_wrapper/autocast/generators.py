@@ -1,0 +1,94 @@
+"""Generators that a forward returned: whenever one runs, what was open when its forward was called is open again.
+
+A generator's body runs after its module's hooks have closed everything, piece by piece, in whatever order others ask for the
+pieces. So each piece gets its own: the passes, and autocast as the body last had it. What the caller has is kept from it, and
+is back at every ``yield``, at the end, and after an exception; a generator that is never finished leaves nothing open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import GeneratorType
+from typing import Any
+
+import torch
+
+from . import patching as fp32_ops
+from . import state as passes
+
+_Autocast = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
+
+
+def _autocast_now() -> _Autocast:
+    devices = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in passes.AUTOCAST_DEVICES)
+    return torch.is_autocast_cache_enabled(), tuple(devices)
+
+
+def _set_autocast(state: _Autocast) -> None:
+    cache, devices = state
+    torch.set_autocast_cache_enabled(cache)
+    for device, enabled, dtype in devices:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+
+
+class _Surroundings:
+    """What a generator's body finds around it."""
+
+    def __init__(self) -> None:
+        self._passes = passes.snapshot()
+        self._autocast = _autocast_now()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """They are there inside."""
+        callers = _autocast_now()
+        # a copy of a weight that was cast for one of the two must not serve the other
+        torch.clear_autocast_cache()
+        torch.autocast_increment_nesting()
+        try:
+            _set_autocast(self._autocast)
+            with fp32_ops.held(), passes.resumed(self._passes):
+                yield
+        finally:
+            # a block that is open at a yield is the body's own affair
+            self._autocast = _autocast_now()
+            _set_autocast(callers)
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+
+
+def _run(
+    generator: Generator[Any, Any, Any], surroundings: _Surroundings, change: Callable[[Any], Any]
+) -> Generator[Any, Any, Any]:
+    resume: Callable[[], Any] = partial(next, generator)
+    while True:
+        with surroundings.open():
+            try:
+                value = resume()
+            except StopIteration as end:
+                return change(end.value)
+        try:
+            sent = yield change(value)
+        except GeneratorExit:
+            with surroundings.open():
+                generator.close()
+            raise
+        except BaseException as error:
+            resume = partial(generator.throw, error)
+        else:
+            resume = partial(generator.send, sent)
+
+
+def resuming(output: Any, change: Callable[[Any], Any] | None = None) -> Any:
+    """A generator that runs with what is open now, in place of a generator; anything else as it is.
+
+    Args:
+        output: What a forward returned, before its regions are closed.
+        change: Applied to what it yields and returns.
+    """
+    if not isinstance(output, GeneratorType) or torch.compiler.is_compiling():
+        return output
+    return _run(output, _Surroundings(), change or (lambda value: value))

@@ -1,0 +1,141 @@
+"""The op table of O1 and O4 at work: kernels below the autocast key of a device, which act only in our passes.
+
+torch's dispatcher asks the autocast key of a device first, while autocast is on. Where a device's own list says nothing
+about an op, a kernel from here stands there: it casts in a pass of the functional API
+(:func:`amp_wrapper.autocast.state.casts_on`) and hands on everywhere else. So an op is found under each of its names: ``x ** 2``, ``x.pow(2)``, ``torch.pow(x, 2)``, and
+from inside functions of Python and C++.
+
+The kernels come when the first pass asks for them and stay. With autocast off the dispatcher does not see them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+from .. import torch_internals
+from ..policy.autocast_lists import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
+from ..policy.nested import CASTABLE
+from . import state as passes
+
+_KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
+
+_lock = threading.Lock()
+# device type -> the library that holds its kernels; torch takes them out when a library dies
+_libraries: dict[str, Library] = {}
+
+
+def install(device_type: str) -> None:
+    """Put the kernels in place for a device type; once in a process. Does nothing for types that have no autocast."""
+    if device_type in _libraries or device_type not in _KEYS:
+        return
+    with _lock:
+        if device_type in _libraries:
+            return
+        key = _KEYS[device_type]
+        library = Library('aten', 'IMPL')  # type: ignore[no-untyped-call]
+        for rule in missing(device_type):
+            op = _overload(rule.op)
+            library.impl(op, _kernel(op, rule, device_type, key), key, with_keyset=True)  # type: ignore[no-untyped-call]
+        _libraries[device_type] = library
+
+
+def missing(device_type: str) -> list[OpRule]:
+    """The rules whose ops this torch has and its own list for the device lacks."""
+    key = _KEYS[device_type]
+    return [
+        rule
+        for rule in OP_RULES.values()
+        if (device_type == 'cpu' or not rule.cpu_only)
+        and _overload(rule.op) is not None
+        and not torch_internals.has_kernel(f'aten::{rule.op}', key)
+    ]
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition('.')
+    found = getattr(torch.ops.aten, packet, None)
+    return None if found is None else getattr(found, overload or 'default', None)
+
+
+def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., Any]:
+    below = torch_internals.keys_below(key)
+    name = rule.op.partition('.')[0]
+    writes = rule.rule == WRITE
+    run = _without_schema(op)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not passes.casts_on() or _has_own_type(kwargs):
+            return op.redispatch(keyset & below, *args, **kwargs)
+        target = _target(rule, device_type, args, kwargs)
+        cast_args: list[Any] = [_cast(value, target, device_type) for value in args]
+        if kwargs:
+            kwargs = {word: _cast(value, target, device_type) for word, value in kwargs.items()}
+        # composite ops call others, which have to see what the outer one was given
+        torch.set_autocast_enabled(device_type, False)
+        try:
+            result = run(*cast_args, **kwargs)
+            if writes and cast_args[0] is not args[0]:
+                return args[0].copy_(result)
+            return result
+        finally:
+            torch.set_autocast_enabled(device_type, True)
+
+    kernel.__name__ = f'amp_{name}'
+    return kernel
+
+
+def _without_schema(op: Any) -> Callable[..., Any]:
+    """The function of ``torch`` for an op, which reads its arguments faster than the op itself; the op where there is none.
+
+    Both take the same arguments in the same order, and both end in the dispatcher.
+    """
+    found = torch_internals.variable_function(op._schema.name.partition('::')[2])
+    return op if found is None else found
+
+
+def _has_own_type(kwargs: dict[str, Any]) -> bool:
+    """Whether a call says by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys."""
+    return kwargs.get('dtype') is not None
+
+
+def _target(rule: OpRule, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    if rule.rule == HALF:
+        return torch.get_autocast_dtype(device_type)
+    if rule.rule == PROMOTE:
+        values = (*args, *kwargs.values())
+        types = {tensor.dtype for tensor in _tensors(values) if _is_ours(tensor, device_type)}
+        return types.pop() if len(types) == 1 else torch.float32
+    if rule.rule == FOLLOW:
+        written: torch.dtype = args[0].dtype
+        return written
+    assert rule.rule in (FLOAT32, WRITE)
+    return torch.float32
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
+
+
+def _is_ours(tensor: Tensor, device_type: str) -> bool:
+    return tensor.dtype in CASTABLE and tensor.device.type == device_type
+
+
+def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype is not dtype and _is_ours(value, device_type) else value
+    # lists of tensors: the weights of an RNN, the operands of einsum
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        return [_cast(item, dtype, device_type) for item in value]
+    return value

@@ -1,0 +1,319 @@
+"""The FP32 value behind each 16-bit weight: which weights have one, how it is read, and how it is written.
+
+There are two kinds. A *master* is an FP32 tensor of its own, which the optimizer steps in place of the weight. A *remainder*
+is what its weight lacks of an exact FP32 master (:mod:`amp_wrapper.ops.split`): the optimizer steps both together. Who saves,
+loads, averages or copies a model goes through :func:`fp32_value` and :func:`write_fp32`, and need not know which it is.
+
+The table has weak keys: a copied weight has no twin, so a copied model always speaks for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableMapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import ops
+from ..errors import AmpUsageError
+from ..ops.split import join, split
+from ..policy.nested import HALF_TYPES
+
+
+class Master:
+    """An FP32 master, and where torch's version counters of both sides stood when they last agreed.
+
+    The side that somebody else wrote to since then is the newer one, and the other follows it. What this package writes to both
+    is settled right after, so it does not count. Writes through ``.data`` do not move the counters; only a master whose
+    ``.data`` was replaced as a whole is told by its address.
+
+    Args:
+        weight: 16-bit, or about to be.
+        tensor: The master: float32, of the shape and on the device of ``weight``.
+        name: What messages call the weight.
+    """
+
+    __slots__ = ('name', 'settled', 'tensor')
+
+    def __init__(self, weight: Tensor, tensor: Tensor, name: str = '') -> None:
+        self.tensor = tensor
+        self.name = name or f'<parameter of shape {tuple(weight.shape)}>'
+        #: When both agreed: the version of the weight, that of the master, and the master's address.
+        self.settled = (0, 0, 0)
+        self.settle(weight)
+
+    def settle(self, weight: Tensor) -> None:
+        """Both sides agree now."""
+        self.settled = (weight._version, self.tensor._version, self.tensor.data_ptr())
+
+    def moved(self) -> bool:
+        """Whether somebody wrote to the master since both agreed. No device read."""
+        return (self.tensor._version, self.tensor.data_ptr()) != self.settled[1:]
+
+    def weight_moved(self, weight: Tensor) -> bool:
+        """Whether somebody wrote to the weight since both agreed. No device read."""
+        return weight._version != self.settled[0]
+
+
+class Remainder:
+    """What a 16-bit weight lacks of its FP32 master, and the state of the weight that it belongs to.
+
+    Nobody keeps the old value of a weight. So an edit is told by the weight's version counter alone, and leaves nothing of the
+    remainder: the weight as it is becomes the master.
+
+    Args:
+        weight: 16-bit.
+        bits: int16, of the shape and on the device of ``weight``.
+    """
+
+    __slots__ = ('bits', 'version')
+
+    def __init__(self, weight: Tensor, bits: Tensor) -> None:
+        self.bits = bits
+        self.version = weight._version
+
+    def is_stale(self, weight: Tensor) -> bool:
+        """Whether the weight was written to by somebody who does not know of remainders. ``.data`` leaves no trace."""
+        return weight._version != self.version
+
+    def drop(self, weight: Tensor) -> None:
+        """Let the weight as it is be the master."""
+        with torch.no_grad():
+            self.bits.zero_()
+        self.version = weight._version
+
+
+# weight -> its master, or its remainder. The only table of the package that outlives a call.
+_twins: MutableMapping[Tensor, Master | Remainder] = WeakTensorKeyDictionary()
+_pairs_made = 0
+
+
+def pair(weight: Tensor, twin: Master | Remainder) -> None:
+    """Let ``twin`` tell what is saved for ``weight``, and receive loaded values unrounded.
+
+    Args:
+        weight: A parameter, 16-bit or about to be.
+        twin: Its master or its remainder.
+    """
+    global _pairs_made
+    _pairs_made += 1
+    _twins[weight] = twin
+
+
+def pairs_made() -> int:
+    """How many pairs were made so far: where it has not changed, no weight has got a twin."""
+    return _pairs_made
+
+
+def unpair(weight: Tensor) -> None:
+    """Forget the twin of ``weight``."""
+    _twins.pop(weight, None)
+
+
+def fp32_twin(weight: Tensor) -> Tensor | None:
+    """The FP32 master of a cast parameter: float32, same shape and device; None where there is no such tensor."""
+    found = master_of(weight)
+    return None if found is None else found.tensor
+
+
+def master_of(weight: Tensor) -> Master | None:
+    """The record of a weight's master; None where there is no such tensor."""
+    found = _twins.get(weight)
+    return found if isinstance(found, Master) else None
+
+
+def has_twin(weight: Tensor) -> bool:
+    """Whether ``weight`` has an FP32 value beside its own, of either kind."""
+    return weight in _twins
+
+
+def masters() -> list[Tensor]:
+    """Every FP32 master that there is."""
+    return [found.tensor for found in _twins.values() if isinstance(found, Master)]
+
+
+def remainder_of(weight: Tensor) -> Remainder | None:
+    """The remainder of a split weight; None where there is none."""
+    found = _twins.get(weight)
+    return found if isinstance(found, Remainder) else None
+
+
+def take_apart(weight: Tensor, dtype: torch.dtype) -> Remainder:
+    """Turn an FP32 parameter into a 16-bit one with a remainder, which together are what it was.
+
+    Args:
+        weight: float32, or 16-bit; changed in place, its gradient is cast.
+        dtype: ``torch.float16`` or ``torch.bfloat16``.
+    """
+    grad, weight.grad = weight.grad, None
+    # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
+    weight.data, bits = split(weight.data.float(), dtype)
+    weight.grad = None if grad is None else grad.to(dtype)
+    remainder = Remainder(weight, bits)
+    pair(weight, remainder)
+    return remainder
+
+
+@torch.no_grad()
+def follow_device(weight: Tensor) -> None:
+    """Bring what stands behind a weight to where the weight was moved."""
+    found = _twins.get(weight)
+    if isinstance(found, Remainder):
+        found.bits = found.bits.to(weight.device)
+        # a move is no edit
+        found.version = weight._version
+    elif found is not None and found.tensor.device != weight.device:
+        moved = found.moved()
+        found.tensor.data = found.tensor.data.to(weight.device)
+        if not moved:
+            # another address is no write
+            found.settled = (found.settled[0], found.tensor._version, found.tensor.data_ptr())
+
+
+def fp32_value(weight: Tensor) -> Tensor | None:
+    """The FP32 value of a cast parameter, without its graph: float32, same shape and device; None without a twin.
+
+    Returns:
+        The master itself, or, where the weight is split, a new tensor, made after :func:`agree`.
+    """
+    found = _twins.get(weight)
+    if isinstance(found, Remainder):
+        agree(weight)
+        return join(weight, found.bits)
+    return None if found is None else found.tensor.detach()
+
+
+@torch.no_grad()
+def write_fp32(weight: Tensor, value: Tensor) -> None:
+    """Give a weight an FP32 value: its twin takes it unrounded, the weight rounded.
+
+    Args:
+        weight: 16-bit; one without a twin is rounded, and that is all.
+        value: Of the same shape; any floating type, on any device.
+    """
+    found = _twins.get(weight)
+    if isinstance(found, Remainder):
+        near, bits = split(value.to(weight.device, torch.float32), weight.dtype)
+        weight.copy_(near)
+        found.bits.copy_(bits)
+        found.version = weight._version
+        return
+    if found is not None:
+        found.tensor.copy_(value)
+    weight.copy_(value)
+    if found is not None:
+        found.settle(weight)
+
+
+def agree(weight: Tensor) -> Tensor | bool:
+    """Let the older side of ``weight`` follow the newer one. No host read.
+
+    The side that torch's version counters show as written to is the newer one. Where they show neither, the two are compared: a
+    master takes the elements of the weight that are not its own, rounded, since an edit of the weight through ``.data`` leaves
+    no other trace. A remainder is dropped as a whole, where the version counter tells of an edit.
+
+    Returns:
+        Whether the weight had been changed, as a flag on the device for masters; False without a twin.
+
+    Raises:
+        AmpUsageError: Both sides were written to.
+    """
+    found = _twins.get(weight)
+    if found is None:
+        return False
+    if isinstance(found, Remainder):
+        stale = found.is_stale(weight)
+        if stale:
+            found.drop(weight)
+        return stale
+    if found.moved():
+        bring_together([(weight, found)])
+        return False
+    return take_weights([(weight, found)])[0]
+
+
+def agree_on_host(weight: Tensor) -> bool:
+    """As :func:`agree`. Syncs where there is a master."""
+    return bool(agree(weight))
+
+
+def take_weight(weight: Tensor) -> None:
+    """Let the FP32 value of ``weight`` be that of the weight, whatever was written to its master. No host read."""
+    found = _twins.get(weight)
+    if isinstance(found, Remainder):
+        if found.is_stale(weight):
+            found.drop(weight)
+    elif found is not None:
+        take_weights([(weight, found)])
+
+
+@torch.no_grad()
+def take_weights(pairs: Sequence[tuple[Tensor, Master]]) -> Tensor:
+    """Each master takes what differs from it rounded, bit for bit; whether anything did, as flags on the device."""
+    flags = ops.multi_tensor_refresh([weight for weight, _ in pairs], [master.tensor for _, master in pairs])
+    for weight, master in pairs:
+        master.settle(weight)
+    return flags
+
+
+def synchronise(weights: Iterable[Tensor]) -> None:
+    """Before these weights are computed with: as :func:`bring_together`, for those that have masters.
+
+    Raises:
+        AmpUsageError: Both sides were written to. Nothing has been changed.
+    """
+    found = ((weight, _twins.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)
+    bring_together([(weight, master) for weight, master in found if isinstance(master, Master)])
+
+
+def bring_together(pairs: Iterable[tuple[Tensor, Master]], refuses: bool = True) -> bool:
+    """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
+
+    Args:
+        pairs: 16-bit weights and their masters.
+        refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+
+    Returns:
+        Whether all agree now.
+
+    Raises:
+        AmpUsageError: Both sides were written to. Nothing has been changed.
+    """
+    weights: list[tuple[Tensor, Master]] = []
+    masters: list[tuple[Tensor, Master]] = []
+    both: list[str] = []
+    for weight, master in pairs:
+        edited = master.weight_moved(weight)
+        if master.moved():
+            if edited:
+                both.append(master.name)
+            else:
+                masters.append((weight, master))
+        elif edited:
+            weights.append((weight, master))
+    if both and refuses:
+        raise both_moved(both)
+    if masters:
+        copy_masters(masters)
+    if weights:
+        take_weights(weights)
+    return not both
+
+
+@torch.no_grad()
+def copy_masters(pairs: Sequence[tuple[Tensor, Master]]) -> None:
+    """Each weight = its master, rounded to nearest-even."""
+    ops.multi_tensor_copy([master.tensor for _, master in pairs], [weight for weight, _ in pairs])
+    for weight, master in pairs:
+        master.settle(weight)
+
+
+def both_moved(names: Sequence[str]) -> AmpUsageError:
+    """The error for weights that were written to on both sides."""
+    shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
+    return AmpUsageError(
+        f'both sides of {shown} were written to since they last agreed: the 16-bit weight in the model, and the FP32 master '
+        f'that the optimizer steps (amp.master_params, optimizer.param_groups). One would be lost. Write to one side only, or '
+        f'say which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
+    )

@@ -1,0 +1,131 @@
+"""The weights as a model brings them, before anything is cast: 16-bit already, without a shape, beyond the range of float16."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import AmpAttachError
+from ..policy.nested import HALF_TYPES
+from ..policy.policy import Policy, dtype_name
+from .late_modules import some
+
+logger = logging.getLogger('amp_wrapper')
+
+#: From here on a float32 rounds to infinity in float16.
+_FLOAT16_LIMIT = 65520.0
+
+
+def rounded_before(
+    named: Iterable[tuple[str, nn.Parameter]], policy: Policy, left: frozenset[int] = frozenset()
+) -> dict[str, nn.Parameter]:
+    """The trainable weights that are 16-bit already, by name.
+
+    Frozen ones do not count: nothing is ever added to them, so they lose nothing.
+
+    Args:
+        named: The parameters of a model, with their names.
+        policy: Says whether they are taken.
+        left: Parameters, by id, that nobody casts.
+
+    Raises:
+        AmpAttachError: There are some, and the policy does not take them; or a parameter without a shape.
+    """
+    half: dict[str, nn.Parameter] = {}
+    lazy = []
+    for key, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            lazy.append(key)
+        elif parameter.dtype in HALF_TYPES and parameter.requires_grad and id(parameter) not in left:
+            half[key] = parameter
+    if lazy:
+        raise AmpAttachError(
+            f'parameters without a shape yet: {some(lazy)}. Run one forward pass through the lazy modules first.'
+        )
+    if half and not policy.from_16bit:
+        shown = [f'{key} ({dtype_name(parameter.dtype)})' for key, parameter in half.items()]
+        raise AmpAttachError(
+            f'the model is 16-bit already: {some(shown)}. Hand over the FP32 model (drop .half() and .bfloat16()): '
+            f'weights that are rounded once have lost what FP32 updates are for. Where there is no FP32 model, such as with a '
+            f'published 16-bit checkpoint, write from_16bit=True: FP32 values then begin with the rounded ones. Weights that '
+            f'are not trained need neither: freeze them first, by requires_grad_(False).'
+        )
+    return half
+
+
+def say_rounded(names: Iterable[str], policy: Policy) -> None:
+    """One line on the weights of :func:`rounded_before` that were taken.
+
+    Args:
+        names: Of the weights.
+        policy: Says whether to speak, and where their FP32 values are.
+    """
+    found = list(names)
+    if not found or policy.verbosity < 1:
+        return
+    if not policy.casts_model:
+        now = 'they are FP32 now, from the rounded values'
+    elif policy.master_weights:
+        now = 'their FP32 masters begin with the rounded values'
+    else:
+        now = 'they are stepped without masters'
+    logger.warning(f'amp: {len(found)} trainable weights were 16-bit before ({some(found)}): {now}.')
+
+
+def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """Refuse finite weights that would become infinite. Syncs, once.
+
+    Args:
+        weights: Those about to be cast, by name.
+        buffers: Those about to be cast, by name.
+        dtype: The type they are cast to; only float16 has a range smaller than float32's.
+
+    Returns:
+        The names of buffers of which the same is true. They are taken all the same: masks hold such numbers on purpose.
+
+    Raises:
+        AmpAttachError: Names the weights.
+    """
+    chosen = [
+        (name, tensor)
+        for name, tensor in (*weights.items(), *buffers.items())
+        if dtype is torch.float16 and tensor.dtype is not dtype and tensor.numel() and not tensor.is_meta
+    ]
+    if not chosen:
+        return []
+    home = chosen[0][1].device
+    with torch.no_grad():
+        # what is infinite or NaN before is so afterwards
+        flags = [((tensor.abs() >= _FLOAT16_LIMIT) & tensor.isfinite()).any().to(home) for _, tensor in chosen]
+        beyond = [name for (name, _), flag in zip(chosen, torch.stack(flags).tolist()) if flag]
+    refused = [name for name in beyond if name in weights]
+    if refused:
+        largest = max(float(weights[name].detach().abs().nan_to_num(0, 0, 0).max()) for name in refused)
+        raise AmpAttachError(
+            f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
+            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_owner(refused[0])!r}]), or use bfloat16 '
+            f"(opt_level='O5')."
+        )
+    return beyond
+
+
+def say_infinite(buffers: Sequence[str], policy: Policy) -> None:
+    """One line on the buffers of :func:`check_range` that were taken.
+
+    Args:
+        buffers: Their names.
+        policy: Says whether to speak.
+    """
+    if buffers and policy.verbosity >= 1:
+        logger.warning(
+            f'amp: {len(buffers)} buffers have numbers beyond the range of float16, which become infinite: {some(buffers)}. '
+            f'Where they are more than a mask, keep their modules in FP32: keep_fp32=[{_owner(buffers[0])!r}].'
+        )
+
+
+def _owner(name: str) -> str:
+    """A pattern of ``keep_fp32`` for the module that owns a parameter; its class cannot be told here."""
+    return name.rpartition('.')[0] or name

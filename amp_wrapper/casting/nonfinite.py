@@ -1,0 +1,92 @@
+"""Where does a NaN come from? The first module whose output is not finite, on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..policy.nested import map_tensors
+
+
+class NonfiniteWatch:
+    """Watches every module of a model for outputs with infinities or NaN.
+
+    Each forward adds one small reduction per module on the device; the device is read only by :meth:`first`.
+
+    Args:
+        model: Any module, cast or not. :meth:`remove` ends the watch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._flags: list[tuple[str, Tensor]] = []
+        self._handles: list[RemovableHandle] = []
+        for name, module in model.named_modules():
+            label = f'{name or "the model"} ({type(module).__name__})'
+            self._handles.append(module.register_forward_hook(self._output_hook(label)))
+        # added last and run before the outputs of any child exist: bad data is not a module's fault
+        self._handles.append(
+            model.register_forward_pre_hook(
+                lambda module, args, kwargs: self._look("the model's input", (args, kwargs)), with_kwargs=True
+            )
+        )
+
+    def _output_hook(self, label: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._look(label, output)
+
+        return hook
+
+    def _look(self, label: str, value: Any) -> None:
+        def look(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() or tensor.is_complex():
+                self._flags.append((label, tensor.detach().isfinite().all()))
+            return tensor
+
+        map_tensors(look, value)
+
+    def first(self) -> str | None:
+        """The earliest place since the last call, such as ``'head.fc (Linear)'``; None where all was finite. Syncs.
+
+        Modules are reported in the order in which they finish, so the innermost one comes first.
+        """
+        flags, self._flags = self._flags, []
+        if not flags:
+            return None
+        device = flags[0][1].device
+        finite = torch.stack([flag.to(device) for _, flag in flags]).tolist()
+        return next((label for (label, _), good in zip(flags, finite) if not good), None)
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._flags.clear()
+
+
+@contextmanager
+def nonfinite_watch(model: nn.Module) -> Iterator[NonfiniteWatch]:
+    """A :class:`NonfiniteWatch` that ends with the block, by an exception too.
+
+    Args:
+        model: Any module.
+
+    Examples:
+        >>> import torch
+        >>> from amp_wrapper import nonfinite_watch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+        >>> with nonfinite_watch(model) as watch:
+        ...     _ = model(torch.tensor([[1.0, float('nan')]]))
+        ...     print(watch.first())
+        the model's input
+    """
+    watch = NonfiniteWatch(model)
+    try:
+        yield watch
+    finally:
+        watch.remove()

@@ -1,0 +1,79 @@
+"""Whether an optimizer steps the model that it was handed over with, and not a copy of it or another one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import AmpAttachError
+
+
+def check_owners(
+    optimizers: Sequence[Optimizer],
+    models: Sequence[nn.Module],
+    elsewhere: Iterable[Tensor] = (),
+    is_known: Callable[[Tensor], bool] = lambda parameter: False,
+) -> None:
+    """Refuse an optimizer that steps nothing of the models, where its parameters look like those of a model.
+
+    Parameters outside of any model are no mistake by themselves: temperatures, weights of losses, centres of a loss module,
+    images. It is one where weights of the models are trained by nobody, and
+
+    - they have the shapes that the optimizer's parameters have: it was made from a copy, or before the model was built anew;
+    - they have exactly the shapes of those that are not the model's, where some are: a copy of an initialised pair, whose
+      masters are copies as well, or a model of which a part was replaced;
+    - or nobody steps any weight of the models, and the optimizer has several parameters: it is that of another model.
+
+    Args:
+        optimizers: Those handed over.
+        models: Those handed over; without any, all is well.
+        elsewhere: What other optimizers step.
+        is_known: Whether a parameter belongs to a model that was handed over before.
+
+    Raises:
+        AmpAttachError: Names the optimizer.
+    """
+    owned = [
+        [parameter for group in optimizer.param_groups for parameter in group['params']] for optimizer in optimizers
+    ]
+    stepped = {id(parameter) for parameters in owned for parameter in parameters} | {id(p) for p in elsewhere}
+    weights = {id(parameter): parameter for model in models for parameter in model.parameters()}
+    idle = [weight for key, weight in weights.items() if weight.requires_grad and key not in stepped]
+    if not idle:
+        return
+    nobody = not stepped.intersection(weights)
+    for optimizer, parameters in zip(optimizers, owned):
+        strangers = [p for p in parameters if id(p) not in weights and not is_known(p)]
+        if 1 < len(strangers) < len(parameters) and _shapes(strangers) == _shapes(idle):
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} steps {len(strangers)} parameters that do not belong to the model, and as many of '
+                f'the same shapes in the model are stepped by nobody: these would not be trained. The optimizer was copied '
+                f'together with an initialised model, or made before a part of the model was replaced. Make it from '
+                f'model.parameters() of the very model that is handed over, and load a state dict into it.'
+            )
+        if not parameters or len(strangers) < len(parameters):
+            continue
+        if _is_copy(parameters, idle) or (nobody and _is_model(parameters)):
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} steps {len(parameters)} parameters, and none of them belongs to the model: '
+                f'nothing of it would be trained. The optimizer was made from another copy of the model, or before the model '
+                f'was built anew (copy.deepcopy, SyncBatchNorm.convert_sync_batchnorm, a replaced part). Make it from '
+                f'model.parameters() of the very model that is handed over. Freeze a model that is not '
+                f'to be trained: model.requires_grad_(False).'
+            )
+
+
+def _shapes(tensors: Sequence[Tensor]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(tensor.shape) for tensor in tensors)
+
+
+def _is_copy(parameters: Sequence[Tensor], idle: Sequence[Tensor]) -> bool:
+    shapes, theirs = _shapes(parameters), _shapes(idle)
+    return shapes <= theirs and (len(parameters) > 1 or shapes == theirs)
+
+
+def _is_model(parameters: Sequence[Tensor]) -> bool:
+    return len(parameters) > 1 and all(isinstance(parameter, nn.Parameter) for parameter in parameters)

@@ -1,0 +1,140 @@
+"""What an engine is responsible for: the model inside its wrappers, the modules of one optimizer, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
+
+from ..errors import AmpAttachError, AmpConfigError
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DDP, DataParallel and ``torch.compile`` wrappers.
+
+    Args:
+        model: Any module.
+
+    Raises:
+        AmpAttachError: A sharded model (FSDP, FSDP2, DTensor parameters).
+    """
+    for module in model.modules():
+        if any('FullyShardedDataParallel' in base.__name__ for base in type(module).__mro__):
+            raise AmpAttachError(
+                f'FSDP ({type(module).__name__}): sharded parameters cannot be cast in place, and sharding is not supported '
+                f'yet. Use DistributedDataParallel.'
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == 'DTensor':
+            raise AmpAttachError(
+                f'parameter {name!r} is a DTensor: sharded parameters cannot be cast in place, and sharding '
+                f'(fully_shard, tensor parallelism) is not supported yet. Use DistributedDataParallel.'
+            )
+    while True:
+        if isinstance(model, (DataParallel, DistributedDataParallel)):
+            model = cast(nn.Module, model.module)
+        elif hasattr(model, '_orig_mod'):
+            model = cast(nn.Module, model._orig_mod)
+        else:
+            return model
+
+
+def check_compiled(model: nn.Module) -> None:
+    """Refuse a model that ``torch.compile`` has wrapped, as a whole or in part.
+
+    Raises:
+        AmpAttachError: A compiled module.
+    """
+    for name, module in model.named_modules():
+        replaced = [value for value in module.__dict__.values() if callable(value)]
+        compiled = (
+            hasattr(module, '_orig_mod')
+            or getattr(module, '_compiled_call_impl', None) is not None
+            or any(hasattr(method, '_torchdynamo_orig_callable') for method in replaced)
+        )
+        if compiled:
+            raise AmpAttachError(
+                f'torch.compile has wrapped {name or "the model"} ({type(module).__name__}): compiled models are not supported '
+                f'yet at the levels that compute in 16-bit. Hand over the plain module, or use O0.'
+            )
+
+
+def find_roots(
+    model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Container[int] = ()
+) -> list[tuple[str, nn.Module]]:
+    """The modules whose inputs and outputs are cast: the model, or the largest parts one optimizer owns alone.
+
+    Args:
+        model: Without wrappers around it.
+        optimizer: None (inference) stands for the whole model.
+        foreign: Parameters that other optimizers step.
+        done: Modules, by id, that another optimizer's engine has cast already: they are left out.
+
+    Returns:
+        (qualified name, module) pairs. The model itself where the optimizer owns every trainable parameter and nobody
+        else owns any; otherwise frozen and foreign parts are left out.
+
+    Raises:
+        AmpAttachError: A module with parameters of its own around one that is cast already.
+    """
+    if optimizer is None:
+        return [('', model)]
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
+    others = {id(parameter) for parameter in foreign} - owned
+    rest = [p for p in model.parameters() if id(p) not in owned]
+    alone = not others.intersection(map(id, rest)) and not any(p.requires_grad for p in rest)
+    if alone and not any(id(module) in done for module in model.modules()):
+        return [('', model)]
+    roots: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+
+    def descend(module: nn.Module, name: str) -> None:
+        for key, child in module.named_children():
+            child_name = f'{name}.{key}' if name else key
+            parameters = [id(p) for p in child.parameters()]
+            inside = unwrap(child)
+            if id(child) in seen or not parameters or id(inside) in done:
+                continue
+            seen.add(id(child))
+            if any(id(part) in done for part in child.modules()):
+                if owned.intersection(id(p) for p in inside.parameters(recurse=False)):
+                    raise AmpAttachError(
+                        f'{child_name} ({type(inside).__name__}) has parameters of its own around a module that another '
+                        f'wrapper casts: move them into a module of their own, or give the whole to one optimizer.'
+                    )
+                descend(child, child_name)
+                continue
+            # a list or dict of modules has no forward of its own
+            if owned.issuperset(parameters) and not isinstance(inside, (nn.ModuleList, nn.ModuleDict)):
+                roots.append((child_name, inside))
+            else:
+                descend(child, child_name)
+
+    descend(model, '')
+    return roots
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse optimizers whose steps cannot be scaled or skipped.
+
+    Raises:
+        AmpAttachError: LBFGS, or one that shards its state.
+        AmpConfigError: Not an optimizer.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise AmpConfigError(
+            [f'optimizer={optimizer!r} must be a torch.optim.Optimizer, but is {type(optimizer).__name__}.']
+        )
+    if isinstance(optimizer, LBFGS):
+        raise AmpAttachError(
+            'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '
+            'cannot follow: choose a first-order optimizer, or enabled=False.'
+        )
+    if 'ZeroRedundancyOptimizer' in [base.__name__ for base in type(optimizer).__mro__]:
+        raise AmpAttachError(
+            'ZeroRedundancyOptimizer shards its parameters over processes and saves collectively, while mmengine saves '
+            'on rank 0 alone; it is not supported yet. Use a torch optimizer with DistributedDataParallel.'
+        )

@@ -1,0 +1,106 @@
+"""apex's loss scales, in apex's words and in ours: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``.
+
+apex saved no word about the level or the rule. The rule never differed: growth 2, backoff 0.5, interval 2000. Whether a
+scale moved is told by its values where they can tell: a counter of 2000 or more is that of a static scale, for a moving
+one starts again there; and 1.0 is the static scale of apex's O0 and O3. Every other scale is taken for a moving one. The
+configuration that resumes has the last word: a static one keeps its own scale.
+
+apex reads its two words of each scaler and passes over others. So where they cannot tell all, what ``amp.state_dict()`` gives
+has a third: ``dynamic`` for a moving scale that looks like a static one, ``hysteresis_tracker`` where one is in use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import AmpCheckpointError
+from ..policy.loss_scale import check_scaler_state
+
+#: Clean steps after which apex doubled a moving scale.
+GROWTH_INTERVAL = 2000
+_WORDS = ('loss_scale', 'unskipped')
+_FURTHER = ('dynamic', 'hysteresis_tracker')
+
+
+def is_apex(amp: Any) -> bool:
+    """Whether ``amp`` is apex's state and not ours, which has a version."""
+    # 'loss_scalers' is a word of ours
+    numbered = re.compile(r'loss_scaler\d+')
+    return isinstance(amp, Mapping) and 'version' not in amp and any(numbered.fullmatch(str(key)) for key in amp)
+
+
+def read(amp: Any, label: str) -> list[dict[str, Any]]:
+    """Judge apex's state and put it into ``GradScaler``'s words.
+
+    Args:
+        amp: ``apex.amp.state_dict()``; not changed.
+        label: The key it lies under, for messages: 'apex_amp' or 'amp'.
+
+    Returns:
+        One ``LossScaler`` state per loss, in the order of their numbers.
+
+    Raises:
+        AmpCheckpointError: Not apex's form, a hole in the numbering, or an impossible value; names key and value.
+    """
+    if not isinstance(amp, Mapping):
+        raise AmpCheckpointError(f"{label} must be a dict of apex's loss scalers, but is {type(amp).__name__}.")
+    names = [f'loss_scaler{index}' for index in range(max(1, len(amp)))]
+    missing = next((name for name in names if name not in amp), None)
+    if missing is not None:
+        raise AmpCheckpointError(
+            f'{label}[{missing!r}] is missing (found: {", ".join(map(str, amp)) or "nothing"}): apex numbers its loss '
+            f'scalers from 0 without a hole and saves nothing else. To go on without them, remove the key {label!r}.'
+        )
+    return [_read_one(amp[name], f'{label}[{name!r}]') for name in names]
+
+
+def _read_one(state: Any, label: str) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise AmpCheckpointError(f'{label} must be a dict, but is {type(state).__name__}: the file is damaged.')
+    for key in _WORDS:
+        if key not in state:
+            raise AmpCheckpointError(f'{label}[{key!r}] is missing (found: {", ".join(map(str, state)) or "nothing"}).')
+    scale, unskipped = state['loss_scale'], state['unskipped']
+    ours = {
+        'scale': scale,
+        'growth_factor': 2.0,
+        'backoff_factor': 0.5,
+        'growth_interval': GROWTH_INTERVAL,
+        '_growth_tracker': unskipped,
+        **{key: state[key] for key in _FURTHER if key in state},
+    }
+    try:
+        check_scaler_state(ours)
+    except AmpCheckpointError as error:
+        # the words of the file, not ours
+        text = str(error).replace("loss_scaler['scale']", f"{label}['loss_scale']")
+        text = text.replace("loss_scaler['_growth_tracker']", f"{label}['unskipped']").replace(
+            'loss_scaler[', f'{label}['
+        )
+        # apex's scale could fall to 0, where its training ended
+        raise AmpCheckpointError(f'{text} To go on with the configured scale, write it there.') from None
+    return {'dynamic': scale != 1.0 and unskipped < GROWTH_INTERVAL, **ours, 'scale': float(scale)}
+
+
+def write(loss_scalers: Sequence[Mapping[str, Any]], exact: bool = False) -> dict[str, dict[str, Any]]:
+    """What ``apex.amp.load_state_dict`` takes; it refuses further keys.
+
+    Args:
+        loss_scalers: ``LossScaler`` or ``GradScaler`` states, one per loss, none of them empty.
+        exact: Whether :func:`read` has to tell that a scale moves, and give back ``hysteresis_tracker`` where a state has one.
+
+    Returns:
+        A new dict of plain numbers.
+    """
+    return {f'loss_scaler{index}': _write_one(state, exact) for index, state in enumerate(loss_scalers)}
+
+
+def _write_one(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
+    written: dict[str, Any] = {'loss_scale': float(state['scale']), 'unskipped': int(state['_growth_tracker'])}
+    if exact and state['dynamic'] and (written['loss_scale'] == 1.0 or written['unskipped'] >= GROWTH_INTERVAL):
+        written['dynamic'] = True
+    if exact and 'hysteresis_tracker' in state:
+        written['hysteresis_tracker'] = state['hysteresis_tracker']
+    return written

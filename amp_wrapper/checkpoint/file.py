@@ -1,0 +1,385 @@
+"""Checkpoint files: written whole or not at all, read with proof that they are whole, and never executed.
+
+A file is written under another name beside its own, flushed to the disk, and renamed: whoever looks sees the old file or
+the new one. torch writes zip archives with a checksum per record but does not verify them when it reads; this does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import re
+import shutil
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import AmpCheckpointError, CheckpointWriteError
+
+#: Ending of a file that is being written; a leftover of a killed process is worth nothing.
+PART_SUFFIX = '.amp-part'
+#: Where a message hub keeps the marks of the files that a run has saved, the last one its own.
+SAVES = 'amp_saves'
+_OWN_NAME = re.compile(r'(epoch|iter)_\d+\.pth|preempted\.pth')
+#: What a file must hold to go on from, beside the model's weights.
+_RESUMABLE = ('state_dict', 'optimizer', 'meta', 'message_hub')
+
+
+def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
+    """Write a checkpoint so that ``path`` is the old file or the whole new one at any moment, also after a power cut.
+
+    Args:
+        checkpoint: For :func:`torch.save`.
+        path: A local file; missing folders are made.
+
+    Raises:
+        CheckpointWriteError: Full disk, no permission and their like. ``path`` is what it was.
+    """
+    target = Path(path)
+    part = target.with_name(target.name + PART_SUFFIX)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, 'wb') as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+        _sync_folder(target.parent)
+    except (OSError, RuntimeError) as error:
+        _remove_quietly(part)
+        # torch's zip writer reports a failed write as a RuntimeError about its position in the file
+        if isinstance(error, RuntimeError) and not _is_write_failure(error):
+            raise
+        raise _failed(error, target) from error
+    except BaseException:
+        _remove_quietly(part)
+        raise
+
+
+def write_text(text: str, path: str | os.PathLike[str]) -> None:
+    """Write a small text file whole or not at all.
+
+    Args:
+        text: Its content.
+        path: A local file.
+
+    Raises:
+        CheckpointWriteError: As in :func:`save`.
+    """
+    target = Path(path)
+    part = target.with_name(target.name + PART_SUFFIX)
+    try:
+        part.write_text(text)
+        os.replace(part, target)
+    except OSError as error:
+        _remove_quietly(part)
+        raise _failed(error, target) from error
+
+
+def check_writable(folder: str | os.PathLike[str]) -> None:
+    """Find out before the work begins whether checkpoints can be written at all.
+
+    Args:
+        folder: A local folder; made if it is missing.
+
+    Raises:
+        CheckpointWriteError: Says why not and what to do.
+    """
+    target = Path(folder) / 'probe.pth'
+    part = target.with_name(target.name + PART_SUFFIX)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        part.write_bytes(b'\0' * 4096)
+    except OSError as error:
+        raise CheckpointWriteError(f'checkpoints cannot be written: {_explain_write(error, target)}.') from error
+    finally:
+        _remove_quietly(part)
+
+
+def _sync_folder(folder: Path) -> None:
+    """The rename itself is on the disk only when the folder is; not every file system can be asked for that."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove_quietly(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def _is_write_failure(error: RuntimeError) -> bool:
+    text = str(error)
+    return 'unexpected pos' in text or 'file write failed' in text or 'PytorchStreamWriter' in text
+
+
+def _explain_write(error: Exception, target: Path) -> str:
+    code = error.errno if isinstance(error, OSError) else None
+    cause = error
+    while code is None and cause.__context__ is not None and isinstance(cause.__context__, Exception):
+        cause = cause.__context__
+        code = cause.errno if isinstance(cause, OSError) else None
+    try:
+        free = shutil.disk_usage(target.parent).free
+    except OSError:
+        free = None
+    space = '' if free is None else f' ({free / 2**20:.0f} MiB free there)'
+    if code in (errno.ENOSPC, errno.EDQUOT) or (code is None and free is not None and free < 2**26):
+        return f'the disk is full{space}: free some space, or save elsewhere (CheckpointHook out_dir, max_keep_ckpts)'
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+        why = os.strerror(code)
+        return f'no file can be made in {target.parent} ({why}): change its permissions, or choose another work_dir'
+    return f'{cause}{space}'
+
+
+def _failed(error: Exception, target: Path) -> CheckpointWriteError:
+    return CheckpointWriteError(
+        f'{target} could not be written: {_explain_write(error, target)}. Files written before are untouched; go on from the '
+        f'last one with --resume.'
+    )
+
+
+def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
+    """Remove the half-written checkpoints of killed processes.
+
+    Args:
+        folder: A local folder that no other process is writing checkpoints into.
+
+    Returns:
+        The names of the removed files.
+    """
+    found = sorted(Path(folder).glob(f'*{PART_SUFFIX}'))
+    for part in found:
+        _remove_quietly(part)
+    return [part.name for part in found]
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Compare every record of a file with its checksum. Files of torch before 1.6 have none and pass.
+
+    Args:
+        path: A local file.
+
+    Raises:
+        AmpCheckpointError: Missing, truncated or changed; names the file and the record.
+    """
+    path = _existing(path)
+    if not _is_archive(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch can be told to leave checksums out; they are 0 then
+            names = [info.filename for info in archive.infolist() if info.CRC or not info.file_size]
+            bad = next((name for name in names if not _is_whole(archive, name)), None)
+    except Exception as error:  # a damaged directory makes zipfile fail in many ways
+        raise AmpCheckpointError(f'{path} is damaged ({type(error).__name__}: {error}): use an earlier one.') from error
+    if bad is not None:
+        raise AmpCheckpointError(
+            f'{path} is damaged: its record {bad!r} does not have the checksum it was written with. Use an earlier checkpoint.'
+        )
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a file is a whole zip archive; False for the older format."""
+    try:
+        if zipfile.is_zipfile(path):
+            return True
+        with open(path, 'rb') as file:
+            start = file.read(2)
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise AmpCheckpointError(f'{path} is damaged ({error}): use an earlier checkpoint.') from error
+    except OSError as error:
+        raise AmpCheckpointError(f'{path} cannot be read ({error.strerror}).') from error
+    # a truncated archive has lost its directory, which lies at the end, but not its beginning
+    if start in (b'PK', b'P', b''):
+        raise AmpCheckpointError(f'{path} is truncated ({path.stat().st_size} bytes): use an earlier checkpoint.')
+    return False
+
+
+def _is_whole(archive: zipfile.ZipFile, name: str) -> bool:
+    try:
+        with archive.open(name) as record:
+            while record.read(2**22):
+                pass
+    except zipfile.BadZipFile:
+        return False
+    return True
+
+
+def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = True, mmap: bool = False) -> Any:
+    """Read a file under ``weights_only=True``, whatever the environment says.
+
+    Args:
+        path: A local file.
+        map_location: As in :func:`torch.load`.
+        check: Whether to :func:`verify` the checksums first (reads the file once more).
+        mmap: Whether tensors are mapped from the file, and read when they are used.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        AmpCheckpointError: Missing, truncated, changed, no checkpoint at all, or one that would run code.
+    """
+    path = _existing(path)
+    if check:
+        verify(path)
+    mapped = _is_archive(path) and mmap
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        reason = _reason(error)
+        if 'GLOBAL' in reason or 'getattr' in reason or 'Unsupported class' in reason:
+            raise AmpCheckpointError(
+                f'{path} is refused: it asks for code to run while it is read ({reason}). If you trust the file, allow '
+                f'the class by torch.serialization.add_safe_globals([...]) and read it again.'
+            ) from error
+        raise AmpCheckpointError(f'{path} is no checkpoint, or a damaged one ({reason}).') from error
+    except Exception as error:  # the many ways in which a damaged pickle fails
+        reason = f'{type(error).__name__}: {_reason(error)}'
+        raise AmpCheckpointError(f'{path} is no checkpoint, or a damaged one ({reason}).') from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of torch's advice that says what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for word in ('GLOBAL', 'getattr', 'WeightsUnpickler error:'):
+        for index, line in enumerate(lines):
+            if word in line:
+                # what is wrong may stand on the next line
+                return ' '.join(lines[index : index + 2]).rpartition('WeightsUnpickler error:')[2].strip()[:300]
+    return lines[0][:300] if lines else 'no reason given'
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise AmpCheckpointError(f'{path} is not there, or no file: check the path.')
+    return path
+
+
+@dataclass(frozen=True)
+class Newest:
+    """What :func:`find_newest` found.
+
+    Attributes:
+        path: The newest complete checkpoint, or None.
+        passed_over: One sentence per file that looked like a checkpoint of the run and cannot be resumed from.
+    """
+
+    path: Path | None
+    passed_over: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    path: Path
+    saves: tuple[str, ...]
+    order: tuple[str, int, float]
+
+
+def find_newest(folder: str | os.PathLike[str], more: Iterable[str | os.PathLike[str]] = ()) -> Newest:
+    """The newest checkpoint of a folder that is complete and can be resumed from.
+
+    That is the one ``last_checkpoint`` names, or one that was saved after it by the same run: each file knows those before it
+    (``message_hub['runtime_info']['amp_saves']``). Where that file is missing or broken, it is the one saved last by the time
+    inside, and then by its iteration.
+
+    Args:
+        folder: The work folder.
+        more: Further folders that checkpoints of this run are saved to.
+    """
+    folder = Path(folder)
+    passed: list[str] = []
+    named = _named(folder, passed)
+    folders = [folder, *map(Path, more)]
+    # CheckpointHook(out_dir=...) makes a folder of the same name there; any other place is that of another run
+    if named is not None and named.parent.name == folder.name and not any(folder.glob('*.pth')):
+        folders.append(named.parent)
+    endings = {'.pth', '.pth' if named is None else named.suffix}
+    paths = {Path(os.path.abspath(path)) for place in folders for end in endings for path in place.glob(f'*{end}')}
+    if named is not None:
+        paths.add(named)
+    was_here = (folder / 'last_checkpoint').exists()
+    found: list[_Candidate] = []
+    for path in sorted(paths):
+        try:
+            candidate = _look_into(path)
+        except AmpCheckpointError as error:
+            # somebody's pretrained weights may lie there, too
+            if was_here or _OWN_NAME.fullmatch(path.name):
+                passed.append(str(error))
+            continue
+        if candidate is not None:
+            found.append(candidate)
+        elif path == named:
+            passed.append(f'{path}, which last_checkpoint names, holds no optimizer, meta or message_hub')
+    for candidate in _from_newest(found, named):
+        try:
+            verify(candidate.path)
+        except AmpCheckpointError as error:
+            passed.append(str(error))
+            continue
+        return Newest(candidate.path, tuple(passed))
+    return Newest(None, tuple(passed))
+
+
+def _named(folder: Path, passed: list[str]) -> Path | None:
+    """The file that ``last_checkpoint`` means: of this folder, where it has one of that name."""
+    pointer = folder / 'last_checkpoint'
+    if not pointer.is_file():
+        return None
+    try:
+        text = pointer.read_text(errors='replace').strip().removeprefix('file://')
+        target = Path(text)
+        if text and (folder / target.name).is_file():
+            return Path(os.path.abspath(folder / target.name))
+        if text and target.is_absolute() and target.is_file():
+            return target
+    except (OSError, ValueError):
+        text = 'a name that is none'
+    passed.append(f'{pointer} is empty' if not text else f'{text[:200]}, which {pointer} names, is not there')
+    return None
+
+
+def _look_into(path: Path) -> _Candidate | None:
+    """None for a file that was not meant to be resumed from, such as weights alone."""
+    found = load(path, check=False, mmap=True)
+    if not isinstance(found, Mapping) or not all(key in found for key in _RESUMABLE):
+        return None
+    meta = found['meta'] if isinstance(found['meta'], Mapping) else {}
+    hub = found['message_hub'] if isinstance(found['message_hub'], Mapping) else {}
+    info = hub.get('runtime_info')
+    saves = info.get(SAVES) if isinstance(info, Mapping) else None
+    saves = tuple(map(str, saves)) if isinstance(saves, (list, tuple)) else ()
+    time, iteration = meta.get('time'), meta.get('iter')
+    order = (
+        time if isinstance(time, str) else '',
+        iteration if isinstance(iteration, int) else 0,
+        path.stat().st_mtime,
+    )
+    return _Candidate(path, saves, order)
+
+
+def _from_newest(found: list[_Candidate], named: Path | None) -> list[_Candidate]:
+    by_time = sorted(found, key=lambda candidate: candidate.order, reverse=True)
+    start = next((candidate for candidate in found if candidate.path == named), None)
+    if start is None:
+        return by_time
+    # what was saved after it and knows it: the run died before it could say so
+    later = [candidate for candidate in by_time if start.saves and start.saves[-1] in candidate.saves[:-1]]
+    later.sort(key=lambda candidate: len(candidate.saves) - candidate.saves.index(start.saves[-1]), reverse=True)
+    rest = [candidate for candidate in by_time if candidate is not start and candidate not in later]
+    return [*later, start, *rest]

@@ -1,0 +1,188 @@
+"""Averages of weights see FP32 values: torch's, and those of libraries that read a model's parameters as they are.
+
+Every change is the identity for models that carry no casts. What reads ``state_dict()``, or averages ``amp.master_params``,
+needs nothing of this.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from ..casting import fp32_values as twins
+from ..casting import plan as casting
+from ..errors import AmpUsageError
+from ..policy.nested import HALF_TYPES
+from .buffers import snapshots as buffer_snapshots
+
+
+class Fp32View:
+    """A model as an average should see it: FP32 values in place of 16-bit tensors, the masters where there are any.
+
+    Args:
+        model: A module with casts of this package.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        """As of the model, in FP32."""
+        yield from map(fp32, self._model.parameters(*args, **kwargs))
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of the model, in FP32."""
+        for name, parameter in self._model.named_parameters(*args, **kwargs):
+            yield name, fp32(parameter)
+
+    def buffers(self, *args: Any, **kwargs: Any) -> Iterator[Tensor]:
+        """As of the model, in FP32."""
+        yield from map(fp32, self._model.buffers(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of the model, in FP32."""
+        for name, buffer in self._model.named_buffers(*args, **kwargs):
+            yield name, fp32(buffer)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As of the model, in FP32. No host read."""
+        # keep_vars: the plain variables, without the warning that saving gives
+        return {
+            name: fp32(value) if isinstance(value, Tensor) else value
+            for name, value in self._model.state_dict(keep_vars=True).items()
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def fp32(tensor: Tensor) -> Tensor:
+    """The FP32 value of a 16-bit tensor, detached; any other tensor itself. No host read.
+
+    Raises:
+        AmpUsageError: A weight and its master were both written to.
+    """
+    if tensor.dtype not in HALF_TYPES:
+        return tensor
+    # an edit that no step has seen yet belongs to the average too
+    twins.agree(tensor)
+    exact = twins.fp32_value(tensor)
+    return tensor.detach().float() if exact is None else exact
+
+
+def _reads_a_model(method: Callable[..., Any], attribute: str = 'module') -> Callable[..., Any]:
+    """A method whose first argument is the model that is averaged; its object holds the average as ``attribute``."""
+
+    @functools.wraps(method)
+    def call(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        cast = isinstance(model, nn.Module) and casting.is_cast(model)
+        average = getattr(self, attribute)
+        known = isinstance(model, nn.Module) and isinstance(average, nn.Module)
+        with buffer_snapshots.averaging(average, model) if known else nullcontext():
+            return method(self, Fp32View(model) if cast else model, *args, **kwargs)
+
+    return call
+
+
+def _patch_averaged_model(cls: Any) -> None:
+    """torch's: it reads ``model.parameters()`` and ``model.buffers()``."""
+    cls.update_parameters = _reads_a_model(cls.update_parameters)
+
+
+def _patch_update(cls: Any) -> None:
+    """timm's: with ``exclude_buffers`` it reads ``model.parameters()``."""
+    cls.update = _reads_a_model(cls.update)
+
+
+def _patch_oldest(cls: Any) -> None:
+    """timm's first: it reads ``model.state_dict()``."""
+    cls.update = _reads_a_model(cls.update, 'ema')
+
+
+def _patch_parameter_lists(cls: Any) -> None:
+    """torch_ema's: it is given parameters, copies, reads and writes them (through ``.data``)."""
+    original_init, original_load = cls.__init__, cls.load_state_dict
+
+    @functools.wraps(original_init)
+    def init(self: Any, parameters: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        given = list(parameters)
+        original_init(self, given, *args, **kwargs)
+        for index, parameter in enumerate(given):
+            if twins.has_twin(parameter):
+                self.shadow_params[index] = fp32(parameter).clone()
+
+    @functools.wraps(original_load)
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        original_load(self, state_dict)
+        # which casts to the type of the parameters
+        for index, parameter in enumerate(_given(self, None)):
+            for name in ('shadow_params', 'collected_params'):
+                values = state_dict.get(name)
+                if values is not None and parameter is not None and twins.has_twin(parameter):
+                    getattr(self, name)[index] = values[index].detach().to(parameter.device, torch.float32, copy=True)
+
+    cls.__init__ = init
+    cls.load_state_dict = load_state_dict
+    for name in ('update', 'store', 'copy_to', 'restore'):
+        setattr(cls, name, _on_fp32_values(getattr(cls, name), writes=name in ('copy_to', 'restore')))
+
+
+def _given(average: Any, parameters: Iterable[Tensor] | None) -> Sequence[Tensor]:
+    return [found() for found in average._params_refs] if parameters is None else list(parameters)
+
+
+def _on_fp32_values(method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
+    """A method of an average that is given parameters, or remembers some."""
+
+    @functools.wraps(method)
+    def call(self: Any, parameters: Iterable[Tensor] | None = None) -> Any:
+        given = _given(self, parameters)
+        if any(parameter is None for parameter in given) or len(given) != len(self.shadow_params):
+            # its own error
+            return method(self, parameters if parameters is None else given)
+        paired = [twins.has_twin(parameter) for parameter in given]
+        if any(pair and mean.dtype in HALF_TYPES for pair, mean in zip(paired, self.shadow_params)):
+            raise AmpUsageError(
+                f'{type(self).__name__} was made from the 16-bit weights of a model: such an average hardly moves. Make it '
+                f'again, from list(amp.master_params(optimizer)), or import its package before amp.initialize().'
+            )
+        values = [fp32(parameter) if pair else parameter for parameter, pair in zip(given, paired)]
+        result = method(self, values)
+        if writes:
+            for parameter, pair, value in zip(given, paired, values):
+                if pair:
+                    twins.write_fp32(parameter, value)
+                elif not parameter.is_inference():
+                    # .data leaves no trace, and this may be a master
+                    torch.autograd.graph.increment_version(parameter)
+        return result
+
+    return call
+
+
+_KNOWN: tuple[tuple[str, str, Callable[[Any], None]], ...] = (
+    ('torch.optim.swa_utils', AveragedModel.__name__, _patch_averaged_model),
+    ('timm.utils.model_ema', 'ModelEma', _patch_oldest),
+    ('timm.utils.model_ema', 'ModelEmaV2', _patch_update),
+    ('timm.utils.model_ema', 'ModelEmaV3', _patch_update),
+    ('torch_ema', 'ExponentialMovingAverage', _patch_parameter_lists),
+)
+_patched: WeakSet[type] = WeakSet()
+
+
+def patch_loaded() -> None:
+    """Let the averages whose packages somebody has imported see FP32 values. Does nothing a second time."""
+    for module, name, patch in _KNOWN:
+        found = sys.modules.get(module)
+        cls = None if found is None else getattr(found, name, None)
+        if isinstance(cls, type) and cls not in _patched:
+            _patched.add(cls)
+            patch(cls)

@@ -1,0 +1,1 @@
+"""Buffers that a skipped step gives back."""

@@ -1,0 +1,1 @@
+"""What DistributedDataParallel needs at 16-bit levels."""

@@ -1,0 +1,1 @@
+"""Gradients between the backward pass and the step: unscaled, summed, kept."""

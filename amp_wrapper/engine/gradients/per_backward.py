@@ -1,0 +1,309 @@
+"""Gradients that are unscaled as they arrive: each backward pass alone, summed in FP32 with what earlier ones brought.
+
+Scales of several losses must never mix in one gradient, and the sums have to be there, unscaled, between the end of a pass and
+the optimizer's step, where people clip them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...errors import AmpUsageError
+from . import unscale as gradients
+
+logger = logging.getLogger('amp_wrapper')
+
+#: (model weight, master)
+Pair = tuple[nn.Parameter, nn.Parameter]
+
+
+@dataclasses.dataclass(eq=False)
+class Held:
+    """Gradients of passes that were not averaged over the ranks: scaled, in ``.grad``, until a pass averages them all.
+
+    Attributes:
+        loss_id: Whose scale they carry.
+        scale: float32 scalar, or None for 1. A copy: it may move in the meantime, where several optimizers share it.
+        before: Unscaled sums of parameters without masters, set aside meanwhile, by ``id``.
+    """
+
+    loss_id: int
+    scale: Tensor | None
+    before: dict[int, Tensor]
+
+
+class Arrivals:
+    """What one engine keeps between backward passes.
+
+    The sums lie where the optimizer looks for them: in the ``.grad`` of masters, and of parameters that have none.
+
+    Args:
+        keeps: Whether model weights keep the (scaled) gradient of the last pass. Scripts clear gradients by
+            ``model.zero_grad()``, which knows no masters: that a weight has lost its gradient tells that its master has to lose
+            it too.
+        speaks: Whether gradients that have no effect are told of.
+    """
+
+    def __init__(self, keeps: bool, speaks: bool = True) -> None:
+        self._keeps = keeps
+        # id of a weight -> the gradient that was left there, its version
+        self._left: dict[int, tuple[Tensor, int]] = {}
+        # those that a pass under way has taken off their weights, by id
+        self._aside: dict[int, Tensor] = {}
+        self._warned = not speaks
+        #: Whether another engine knows of the same gradients.
+        self.is_shared = False
+        self.held: Held | None = None
+        #: Whether a pass is under way.
+        self.open = False
+        self._scale: Tensor | None = None
+        # what the pass under way adds to, by id
+        self._waiting: dict[int, Tensor] = {}
+
+    @property
+    def pending_scale(self) -> Tensor | None:
+        """What gradients carry that are not unscaled yet, a float32 scalar: of the pass under way, or held. None for 1."""
+        if self.open:
+            return self._scale
+        return None if self.held is None else self.held.scale
+
+    def share(self, other: Arrivals) -> None:
+        """What is left on the weights is known to both: the other engine steps some of them too.
+
+        Args:
+            other: Whose notes hold from now on.
+        """
+        self._left, self._aside = other._left, other._aside
+        self.is_shared = True
+
+    def take_over(self, pairs: Iterable[Pair]) -> None:
+        """Masters that are older than this object may have gradients, of an optimizer that nobody has any more.
+
+        What lies on a weight was added to its master's by then; where nothing lies there, it was cleared.
+
+        Args:
+            pairs: All of them.
+        """
+        for weight, master in pairs:
+            if master.grad is None or id(weight) in self._left:
+                continue
+            if weight.grad is None:
+                master.grad = None
+            else:
+                self.note_left([(weight, master)])
+
+    def clear(self, pairs: Iterable[Pair]) -> None:
+        """Gradients were cleared, of weights and masters.
+
+        Args:
+            pairs: All of them.
+        """
+        for weight, _ in pairs:
+            self._left.pop(id(weight), None)
+            self._aside.pop(id(weight), None)
+        self._waiting.clear()
+        if self.held is not None:
+            # a pass may be under way that averages it
+            self.held.before.clear()
+        self.held = None
+
+    def take_up(self, pairs: Sequence[Pair], makes_room: bool) -> list[Pair]:
+        """Before a pass or a step: masters follow what was done to the gradients of their weights since the last pass.
+
+        Where a weight has lost its gradient, so does its master. Syncs where a gradient was written to, or replaced.
+
+        Args:
+            pairs: All of them.
+            makes_room: Whether nothing may be left on the weights, for a pass is about to begin. :meth:`put_back` comes after
+                it.
+
+        Returns:
+            The pairs whose weight has a gradient of such a pass.
+        """
+        self._recognise(pairs)
+        plain: list[Pair] = []
+        written: list[Pair] = []
+        for pair in pairs:
+            weight, master = pair
+            left = self._left.get(id(weight))
+            if left is not None and weight.grad is left[0] and weight.grad._version == left[1]:
+                if makes_room:
+                    self._aside[id(weight)], weight.grad = weight.grad, None
+                    del self._left[id(weight)]
+                continue
+            self._left.pop(id(weight), None)
+            if left is None:
+                if weight.grad is not None:
+                    plain.append(pair)
+            elif weight.grad is left[0]:
+                written.append(pair)
+            else:
+                # cleared; perhaps another one has come
+                master.grad = None
+                if weight.grad is not None:
+                    plain.append(pair)
+        if written:
+            self._take_up_written(written, makes_room)
+        return plain
+
+    def _recognise(self, pairs: Sequence[Pair]) -> None:
+        """What was left may lie in another tensor now. Syncs where any does.
+
+        DDP with ``gradient_as_bucket_view`` moves gradients when it builds its buckets anew, before its second forward pass.
+        """
+        moved: list[tuple[nn.Parameter, Tensor]] = []
+        same: list[Tensor] = []
+        for weight, _ in pairs:
+            left, grad = self._left.get(id(weight)), weight.grad
+            if left is None or grad is None or grad is left[0] or grad.is_sparse or left[0].is_sparse:
+                continue
+            moved.append((weight, grad))
+            same.append(((grad == left[0]) | (grad.isnan() & left[0].isnan())).all())
+        for (weight, grad), is_same in zip(moved, torch.stack(same).tolist() if same else []):
+            if is_same:
+                self._left[id(weight)] = (grad, grad._version)
+
+    def put_back(self, pairs: Sequence[Pair]) -> None:
+        """After a pass, however it ended: weights that got no gradient have the one that was left there before.
+
+        Args:
+            pairs: All of them.
+        """
+        if self.open or self.held is not None or not self._aside:
+            # what lies on the weights will be unscaled, all of it
+            return
+        for weight, _ in pairs:
+            gradient = self._aside.pop(id(weight), None)
+            if gradient is not None and weight.grad is None:
+                weight.grad = gradient
+                self._left[id(weight)] = (gradient, gradient._version)
+
+    def _take_up_written(self, pairs: Sequence[Pair], makes_room: bool) -> None:
+        """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs."""
+        given = [(weight.grad.coalesce()._values() if weight.grad.is_sparse else weight.grad) for weight, _ in pairs
+                 if weight.grad is not None]  # fmt: skip
+        zero = torch.stack([~gradient.any() for gradient in given]).tolist()
+        for (weight, master), cleared in zip(pairs, zero):
+            if cleared and master.grad is not None:
+                master.grad = None if master.grad.is_sparse else torch.zeros_like(master.grad)
+            if makes_room and weight.grad is not None:
+                self._aside[id(weight)], weight.grad = weight.grad, None
+        self.note_left(pairs)
+        if not all(zero) and not self._warned:
+            self._warned = True
+            logger.warning(
+                f'amp: the gradients of {zero.count(False)} 16-bit model weights were written to after scale_loss(), by a '
+                f'backward() outside of it or by clipping them. That has no effect: the optimizer steps FP32 masters. Clip '
+                f'amp.master_params(optimizer), and scale every loss.'
+            )
+
+    def note_left(self, pairs: Sequence[Pair]) -> None:
+        """The weights' gradients have been added to the masters'."""
+        for weight, _ in pairs:
+            if not self._keeps:
+                weight.grad = None
+            elif weight.grad is not None:
+                self._left[id(weight)] = (weight.grad, weight.grad._version)
+
+    def add(self, pairs: Sequence[Pair], found_inf: Tensor | None) -> None:
+        """Add gradients of weights that carry no scale.
+
+        Args:
+            pairs: Those with such a gradient.
+            found_inf: As in :func:`~amp_wrapper.engine.gradients.unscale.unscale_to_masters`.
+        """
+        gradients.accumulate_unscaled(pairs, [], {}, None, found_inf)
+        self.note_left(pairs)
+
+    @contextmanager
+    def arriving(
+        self,
+        pairs: Sequence[Pair],
+        own: Sequence[nn.Parameter],
+        loss_id: int,
+        scale: Tensor | None,
+        averaged: bool,
+        found_inf: Tensor | None,
+        check: Callable[[], None],
+        in_buckets: bool = True,
+    ) -> Iterator[None]:
+        """Around one backward pass. After an exception inside, all gradients are what they were before.
+
+        Args:
+            pairs: After :meth:`take_up`, unless something is held.
+            own: Parameters without masters.
+            loss_id: Whose scale the pass carries.
+            scale: float32 scalar, or None for 1.
+            averaged: Whether the pass is averaged over the ranks; if not, its gradients are held.
+            found_inf: As in :func:`~amp_wrapper.engine.gradients.unscale.unscale_to_masters`.
+            check: Called after the pass; raises where it must not count.
+            in_buckets: Whether DDP may have moved gradients into its buckets, which this pass overwrites.
+
+        Raises:
+            AmpUsageError: Gradients of another loss are held; a pass with ``create_graph=True``, where a scale or masters are.
+        """
+        held = self.held
+        if held is not None and held.loss_id != loss_id:
+            raise AmpUsageError(
+                f'backward() of loss {loss_id} while gradients of loss {held.loss_id} wait for DistributedDataParallel to '
+                f'average them (no_sync): their scales would mix. Finish the accumulation of one loss before the next, or use '
+                f'one loss_id for both.'
+            )
+        everything = [*own, *(weight for weight, _ in pairs)]
+        # this pass adds to what is held, where it is averaged
+        copies = in_buckets if held is None else averaged
+        waiting = {id(p): p.grad.clone() if copies else p.grad for p in everything if p.grad is not None}
+        if held is None or not averaged:
+            for parameter in everything:
+                parameter.grad = None
+        self.open, self._scale, self._waiting = True, scale, waiting
+        try:
+            yield
+            check()
+            gradients.check_no_graph(weight for weight, _ in pairs)
+            if scale is not None:
+                gradients.check_no_graph(own)
+            if averaged:
+                before = waiting if held is None else held.before
+                self._unscale(pairs, own, before, scale, found_inf)
+        except BaseException:
+            for parameter in everything:
+                parameter.grad = waiting.get(id(parameter))
+            raise
+        finally:
+            # another dict: what is held goes on with this one
+            self.open, self._scale, self._waiting = False, None, {}
+        if averaged:
+            self.held = None
+        elif self.held is None:
+            self.held = Held(loss_id, None if scale is None else scale.clone(), waiting)
+        else:
+            for parameter in everything:
+                parameter.grad = ops.add_gradients(waiting.get(id(parameter)), parameter.grad)
+
+    def release(self, pairs: Sequence[Pair], own: Sequence[nn.Parameter], found_inf: Tensor | None) -> None:
+        """Unscale what is held: a step does not wait for a pass that averages it."""
+        held, self.held = self.held, None
+        if held is not None:
+            self._unscale(pairs, own, held.before, held.scale, found_inf)
+            self.put_back(pairs)
+
+    def _unscale(
+        self,
+        pairs: Sequence[Pair],
+        own: Sequence[nn.Parameter],
+        before: dict[int, Tensor],
+        scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        # rounded once
+        inverse = None if scale is None else scale.reciprocal()
+        gradients.accumulate_unscaled(pairs, own, before, inverse, found_inf)
+        self.note_left(pairs)

@@ -1,0 +1,234 @@
+"""The loss scale: its state on the device, and the rule by which it moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..policy.loss_scale import LossScaleConfig, check_scaler_state
+
+#: The floor of a scale that has none: the smallest normal number.
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class LossScaler:
+    """One loss scale and its trackers.
+
+    State, all on the device of the gradients: ``scale`` (float32), ``growth_tracker`` and ``hysteresis_tracker``
+    (int32), and the counters of :attr:`counts` (int64). Nothing here reads the device but what says "Syncs.".
+
+    The rule, once per optimizer step, after everything else of the step:
+
+    * an overflow is a non-finite gradient element; the step is skipped, the growth tracker becomes 0, and the scale is
+      multiplied by ``backoff_factor``, not below ``min_scale`` (None: the smallest normal float32; a floor above the
+      present scale never raises it). With ``hysteresis`` h, the first h - 1 overflows since the last clean step only
+      skip;
+    * a clean step refills the hysteresis and adds one to the growth tracker; at ``growth_interval`` the scale is
+      multiplied by ``growth_factor``, not above ``max_scale`` and never to infinity, and the tracker becomes 0.
+
+    A static scale runs through the same calls and keeps its value. A disabled one (``config.enabled`` False) returns
+    losses unchanged and never checks anything.
+
+    Args:
+        config: Start and rule.
+        check: Whether gradients are checked; a dynamic scale always checks.
+    """
+
+    def __init__(self, config: LossScaleConfig, check: bool = True) -> None:
+        self.config = config
+        self.checks = config.enabled and (config.dynamic or check)
+        start = config.init_scale if config.enabled else 1.0
+        self._scale = torch.tensor(start, dtype=torch.float32)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32)
+        self._hysteresis_tracker = torch.tensor(config.hysteresis, dtype=torch.int32)
+        self._counts = torch.zeros(3, dtype=torch.int64)
+        # known on the host, since a static scale never moves: 1.0 costs no multiplication anywhere
+        self._is_one = not config.enabled or (not config.dynamic and start == 1.0)
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the scale is 1 for good, so that scaling and unscaling can be left out."""
+        return self._is_one
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale moves."""
+        return self.config.enabled and self.config.dynamic
+
+    @property
+    def current_scale(self) -> Tensor:
+        """The scale, a float32 scalar on the device; a live tensor, not a copy."""
+        return self._scale
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 tensor of three on the device: steps decided on, steps skipped, skips in a row up to now."""
+        return self._counts
+
+    def get_scale(self) -> float:
+        """The present scale as a number. Syncs."""
+        return float(self._scale)
+
+    def is_enabled(self) -> bool:
+        """Whether this scaler does anything."""
+        return self.config.enabled
+
+    def to(self, device: torch.device) -> None:
+        """Move the state to ``device``."""
+        self._scale = self._scale.to(device)
+        self._growth_tracker = self._growth_tracker.to(device)
+        self._hysteresis_tracker = self._hysteresis_tracker.to(device)
+        self._counts = self._counts.to(device)
+
+    def scale(self, loss: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The loss times the scale.
+
+        Args:
+            loss: Floating tensor of any shape.
+            scale: float32 scalar, where another one than the present has to be used.
+
+        Returns:
+            ``loss.float() * scale`` (float32; float64 stays), or ``loss`` itself where the scale is 1 for good.
+        """
+        if self._is_one:
+            return loss
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            # a 16-bit product would overflow before the gradients do
+            loss = loss.float()
+        return loss * (self._scale if scale is None else scale).to(loss.device)
+
+    def inverse_scale(self) -> Tensor | None:
+        """float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""
+        return None if self._is_one else self._scale.reciprocal()
+
+    def prologue(self, moves: bool) -> dict[str, Any]:
+        """What :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, to move it and to count.
+
+        Args:
+            moves: Whether the step moves the scale, where it is dynamic.
+        """
+        words: dict[str, Any] = {} if self._is_one else {'scale': self._scale}
+        if self.checks:
+            words['counts'] = self._counts
+        if self.is_dynamic and moves:
+            config = self.config
+            words |= {
+                'growth_tracker': self._growth_tracker,
+                'hysteresis_tracker': self._hysteresis_tracker,
+                'rule': (
+                    config.growth_factor,
+                    config.backoff_factor,
+                    config.growth_interval,
+                    config.hysteresis,
+                    _TINY if config.min_scale is None else config.min_scale,
+                    math.inf if config.max_scale is None else config.max_scale,
+                ),
+            }
+        return words
+
+    def count_step(self, skipped: Tensor) -> None:
+        """Count one optimizer step.
+
+        Args:
+            skipped: float32 scalar on the same device: 1.0 where the step was skipped, for this loss or another.
+        """
+        if not self.checks:
+            return
+        left_out = skipped.to(torch.int64)
+        self._counts[0] += 1
+        self._counts[1] += left_out
+        self._counts[2].add_(1).mul_(left_out)
+
+    def update(self, found_inf: Tensor, skipped: Tensor | None = None) -> None:
+        """Move scale, trackers and counters after one optimizer step, taken or skipped.
+
+        Args:
+            found_inf: float32 scalar on the same device, 0.0 or 1.0: whether this loss overflowed.
+            skipped: Likewise, whether the step was skipped, where other losses have a say; None for ``found_inf``.
+        """
+        if not self.checks:
+            return
+        self.count_step(found_inf if skipped is None else skipped)
+        if self.config.dynamic:
+            ops.update_scale(
+                self._scale,
+                self._growth_tracker,
+                self._hysteresis_tracker,
+                found_inf,
+                self.config.growth_factor,
+                self.config.backoff_factor,
+                self.config.growth_interval,
+                self.config.hysteresis,
+                self.config.min_scale,
+                self.config.max_scale,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State in ``torch.amp.GradScaler``'s key names, and further keys that it ignores. Syncs.
+
+        Returns:
+            Plain numbers only; the hyper-parameters are there for ``GradScaler`` and for readers.
+        """
+        steps, skips, streak = self._counts.tolist()
+        return {
+            'scale': self.get_scale(),
+            'growth_factor': self.config.growth_factor,
+            'backoff_factor': self.config.backoff_factor,
+            'growth_interval': self.config.growth_interval,
+            '_growth_tracker': int(self._growth_tracker),
+            'hysteresis_tracker': int(self._hysteresis_tracker),
+            'dynamic': self.config.dynamic,
+            'steps': steps,
+            'skips': skips,
+            'consecutive_skips': streak,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Take over scale, trackers and counters; the rule stays that of the configuration.
+
+        Args:
+            state: From :meth:`state_dict` or from ``GradScaler.state_dict()``; not changed. An empty one (of a disabled
+                ``GradScaler``) changes nothing.
+
+        Returns:
+            One sentence for each thing that was not taken over.
+
+        Raises:
+            AmpCheckpointError: A missing or impossible value; nothing has been applied.
+        """
+        check_scaler_state(state)
+        if not state:
+            return ['the saved loss scaler was disabled: the scale starts as configured']
+        if not self.config.enabled:
+            return ['the saved loss scale is not used: loss scaling is off in this configuration']
+        dropped = []
+        was_dynamic = state.get('dynamic', True)
+        if self.config.dynamic and was_dynamic:
+            self._scale.fill_(state['scale'])
+            self._growth_tracker.fill_(state['_growth_tracker'])
+            self._hysteresis_tracker.fill_(state.get('hysteresis_tracker', self.config.hysteresis))
+            if float(state['scale']) != self.get_scale():
+                dropped.append(f'the saved loss scale {state["scale"]!r} was rounded to float32')
+        elif self.config.dynamic:
+            dropped.append(
+                f'the saved loss scale {state["scale"]:g} was static: the dynamic one starts at {self.config.init_scale:g}'
+            )
+        elif was_dynamic or state['scale'] != self.get_scale():
+            dropped.append(
+                f'the saved loss scale {state["scale"]:g} is not used: the configured one is {self.config.init_scale:g}'
+            )
+        counts = [state.get(key, 0) for key in ('steps', 'skips', 'consecutive_skips')]
+        self._counts.copy_(torch.tensor(counts))
+        changed = [
+            f'{key} {state[key]!r} -> {getattr(self.config, key)!r}'
+            for key in ('growth_factor', 'backoff_factor', 'growth_interval')
+            if self.config.dynamic and key in state and state[key] != getattr(self.config, key)
+        ]
+        if changed:
+            dropped.append(f'the rule of the loss scale follows the configuration: {", ".join(changed)}')
+        return dropped

@@ -1,0 +1,87 @@
+"""mmengine hooks of this package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mmengine.hooks import Hook
+from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
+
+from ..casting import plan as casting
+from ..casting.nonfinite import NonfiniteWatch
+from ..engine import AmpEngine
+from ..errors import NonfiniteError
+from ..policy import policy
+from ..registry import HOOKS
+from .patches.members import cast_data_element
+
+
+@HOOKS.register_module()
+class AmpInferenceHook(Hook):
+    """Run testing at an opt level. ``Runner.test`` builds no optimizer wrapper, so without this it runs in FP32.
+
+    O1 and O4 autocast every forward of the model; the others cast it, as in training. Predictions are FP32 at every level,
+    unless ``cast_model_outputs`` says otherwise.
+
+    Args:
+        opt_level: 'O0' to 'O5'.
+        **overrides: Further properties of :func:`amp_wrapper.policy.resolve`.
+
+    Raises:
+        AmpConfigError: A configuration that cannot mean anything.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self, opt_level: str = 'O2', **overrides: Any) -> None:
+        self.policy = policy.resolve(opt_level, **overrides)
+        self._engine: AmpEngine | None = None
+
+    def before_test(self, runner: Any) -> None:
+        """Cast the loaded model."""
+        if self._engine is not None:
+            return
+        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        self._engine = AmpEngine(self.policy, None)
+        self._engine.attach(model, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), enter=cast_data_element)
+        if self.policy.enabled and self.policy.autocast_dtype is not None:
+            outputs = self.policy.cast_model_outputs or torch.float32
+            casting.autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
+        runner.logger.info(f'amp: testing at {self.policy.describe()}')
+
+
+@HOOKS.register_module()
+class NonfiniteHook(Hook):
+    """Names the first module whose output is not finite in a training iteration: where a NaN comes from.
+
+    ``custom_hooks=[dict(type='amp_wrapper.NonfiniteHook')]``. It reads the device once an iteration and costs one
+    reduction per module, so take it out again once the place is known.
+
+    Args:
+        stop: Whether to end the training there with :class:`~amp_wrapper.NonfiniteError`, instead of a warning line.
+    """
+
+    def __init__(self, stop: bool = False) -> None:
+        self.stop = stop
+        self._watch: NonfiniteWatch | None = None
+
+    def before_train(self, runner: Any) -> None:
+        """Begin to watch."""
+        self._watch = NonfiniteWatch(runner.model.module if is_model_wrapper(runner.model) else runner.model)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Report what this iteration showed."""
+        place = None if self._watch is None else self._watch.first()
+        if place is not None:
+            line = f'iteration {runner.iter + 1}: the first non-finite values are in the output of {place}'
+            line = line.replace("the output of the model's input", "the model's input")
+            if self.stop:
+                raise NonfiniteError(f'{line}. Keep that module in FP32 (keep_fp32=[...]) or look at its data.')
+            runner.logger.warning(f'amp: {line}')
+
+    def after_train(self, runner: Any) -> None:
+        """Take the hooks off the model."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None

@@ -1,0 +1,598 @@
+"""The doors of mmengine: ``AmpOptimWrapper`` and its aliases."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, cast
+
+import torch
+from mmengine.logging import print_log
+from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
+from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
+from mmengine.optim import OptimWrapper
+from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .. import ops
+from ..casting import save_pretrained as hf_saving
+from ..checkpoint.format import amp_part
+from ..checkpoint.validate import check_settings
+from ..engine import AmpEngine, Stage, held_optimizers
+from ..engine.ddp import reducers as model_wrappers
+from ..engine.gradients.cross_optimizer import OtherOptimizer
+from ..engine.gradients.unscale import GradientClip
+from ..engine.loss_scale import LossScaler
+from ..engine.step_result import COLUMNS, StepResult
+from ..errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
+from ..policy import policy
+from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
+from ..registry import OPTIM_WRAPPERS
+from .device_log import DeferredLog
+from .patches import members as mmengine_patches
+from .patches.schedules import ON_SKIP
+
+mmengine_patches.apply()
+
+_PARENT_WORDS = ('optimizer', 'accumulative_counts', 'clip_grad')
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(OptimWrapper):
+    """Mixed-precision training at the opt levels O0 to O5, through mmengine.
+
+    With the type alone it is O1 with a dynamic loss scale, as mmengine's own ``AmpOptimWrapper``, whose arguments it
+    all accepts; those of ``ApexOptimWrapper`` too. The model is cast when ``initialize_count_status`` or the first
+    ``optim_context`` is called, after the weights were initialised or loaded. Attributes of a step (``train/grad_norm``,
+    ``train/amp_scale``, ``train/amp_skipped``) reach mmengine's log without a device wait of their own.
+
+    Args:
+        loss_scale: 'dynamic', a positive number (also as a string), a dict in ``GradScaler``'s words, or None for the
+            level's own.
+        dtype: 'float16' or 'bfloat16' (with O1, O2, O3); 'float32' and 'float64' mean no autocast. Also torch dtypes.
+        use_fsdp: Accepted for mmengine's FSDPStrategy; True is refused, sharding is not supported yet.
+        opt_level: 'O0' FP32, 'O1' autocast to float16, 'O2' float16 model with FP32 masters, 'O3' pure 16-bit,
+            'O4' and 'O5' the bfloat16 counterparts of O1 and O2.
+        enabled: False makes this a plain ``OptimWrapper``, its checkpoints included.
+        cast_model_type: Type of the model weights, or False for no cast.
+        patch_torch_functions: Whether autocast runs (O1 and O4).
+        keep_batchnorm_fp32: Whether BatchNorm stays FP32; True, False, 'True' or 'False'.
+        master_weights: Whether the optimizer steps FP32 counterparts of 16-bit weights. ``'split'``: each is kept as the 16-bit
+            weight and a 16-bit remainder, which only this package's fused optimizers can step.
+        cast_model_outputs: Type of the model's floating outputs; FP32 at the levels that cast.
+        num_losses: Losses with a scale of their own, chosen by ``loss_id``.
+        verbosity: 0 silent, 1 skipped steps, 2 every cast too.
+        min_loss_scale: Floor of a dynamic scale.
+        max_loss_scale: Ceiling of a dynamic scale, or None.
+        keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32.
+        fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the
+            registry (:data:`amp_wrapper.policy.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
+            ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
+        skip_nonfinite: Whether a static scale checks gradients too; None for "at every level but O0".
+        max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
+        accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
+            more bytes per weight between its backward passes.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
+            Frozen 16-bit weights are always taken.
+        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
+            passes have changed.
+        on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
+            device once an iteration.
+        **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
+
+    Raises:
+        AmpConfigError: Every conflict of the configuration in one message, before any work.
+        AmpAttachError: An optimizer that cannot be wrapped.
+
+    Examples:
+        >>> import torch
+        >>> from amp_wrapper import AmpOptimWrapper
+        >>> model = torch.nn.Linear(4, 2)
+        >>> wrapper = AmpOptimWrapper(opt_level='O5', optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with wrapper.optim_context(model):
+        ...     loss = model(torch.ones(1, 4)).sum()
+        >>> wrapper.update_params(loss)
+        >>> model.weight.dtype
+        torch.bfloat16
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str | Mapping[str, Any] | None = None,
+        dtype: str | torch.dtype | None = None,
+        use_fsdp: bool = False,
+        opt_level: str = 'O1',
+        enabled: bool = True,
+        cast_model_type: str | torch.dtype | bool | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | Literal['split'] | None = None,
+        cast_model_outputs: str | torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+        keep_fp32: str | type | list[str | type] | tuple[str | type, ...] | None = None,
+        fp32_ops: policy.Fp32Names | None = None,
+        skip_nonfinite: bool | None = None,
+        max_consecutive_skips: int | None = 50,
+        accumulate_in_fp32: bool = False,
+        restore_buffers_on_skip: bool = True,
+        on_skip: str = 'advance',
+        from_16bit: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        problems: list[str] = []
+        resolved = None
+        try:
+            resolved = policy.resolve(
+                opt_level,
+                enabled=enabled,
+                dtype=dtype,
+                cast_model_type=cast_model_type,
+                patch_torch_functions=patch_torch_functions,
+                keep_batchnorm_fp32=keep_batchnorm_fp32,
+                master_weights=master_weights,
+                loss_scale=loss_scale,
+                cast_model_outputs=cast_model_outputs,
+                keep_fp32=keep_fp32,
+                fp32_ops=fp32_ops,
+                num_losses=num_losses,
+                verbosity=verbosity,
+                min_loss_scale=min_loss_scale,
+                max_loss_scale=max_loss_scale,
+                skip_nonfinite=skip_nonfinite,
+                max_consecutive_skips=max_consecutive_skips,
+                accumulate_in_fp32=accumulate_in_fp32,
+                from_16bit=from_16bit,
+                restore_buffers_on_skip=restore_buffers_on_skip,
+            )
+        except AmpConfigError as error:
+            problems += error.problems
+        clip = None
+        try:
+            clip = GradientClip.parse(kwargs.get('clip_grad'))
+        except AmpConfigError as error:
+            problems += error.problems
+        if on_skip not in ON_SKIP:
+            problems.append(
+                f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
+                "or 'hold' (they wait)."
+            )
+        if master_weights == 'split' and clip is not None and not clip.fits_prologue:
+            problems.append(clip.not_in_prologue)
+        problems += _check_words(kwargs, use_fsdp)
+        if problems or resolved is None:
+            raise AmpConfigError(problems)
+        self._engine = AmpEngine(resolved, kwargs['optimizer'])
+        if kwargs.get('clip_grad') is not None:
+            # mmengine pops from the dict it is given
+            kwargs['clip_grad'] = dict(kwargs['clip_grad'])
+        super().__init__(**kwargs)
+        self._clip = clip
+        self._deferred = DeferredLog(self.message_hub, self._review)
+        self._last: StepResult | None = None
+        self._untold: StepResult | None = None
+        self.on_skip = on_skip
+        self._say(f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}')
+
+    # -- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> policy.Policy:
+        """The resolved configuration."""
+        return self._engine.policy
+
+    @property
+    def opt_level(self) -> str:
+        """'O0' to 'O5', after ``dtype`` had its say."""
+        return self._engine.policy.opt_level
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """The autocast type, under the name the stock wrapper uses; None without autocast."""
+        return self._engine.policy.autocast_dtype
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The scaler of the first loss; ``get_scale()`` reads it."""
+        return self._engine.scalers[0]
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        """One scaler per loss."""
+        return list(self._engine.scalers)
+
+    @property
+    def in_window(self) -> bool:
+        """Whether gradients of an open accumulation window are waiting for their step.
+
+        Gradients that only a loss of another member of an ``OptimWrapperDict`` brought do not count: where it is never frozen,
+        they are always there.
+        """
+        return self._engine.stage is Stage.ACCUMULATING and self._engine.in_own_window
+
+    @property
+    def member_name(self) -> str:
+        """Its name in an ``OptimWrapperDict``, which stands in front of what it logs; '' for a wrapper on its own."""
+        return self._engine.label
+
+    @member_name.setter
+    def member_name(self, name: str) -> None:
+        self._engine.label = name
+
+    def master_params(self) -> Iterator[Tensor]:
+        """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own.
+
+        With ``master_weights='split'`` there are no FP32 masters to give: these are the model's 16-bit weights.
+        """
+        yield from self._engine.master_params()
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    def join(self, others: Iterable[Any]) -> None:
+        """Say which other wrappers train parts of the same model: losses of this one may reach their parameters.
+
+        mmengine's ``OptimWrapperDict`` needs no call.
+
+        Args:
+            others: The other wrappers, of this class or of mmengine's.
+
+        Raises:
+            AmpAttachError: A parameter that two optimizers step, at levels that cannot share it.
+        """
+        self._engine.join([o._engine if isinstance(o, AmpOptimWrapper) else _other_optimizer(o) for o in others])
+
+    def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
+        """Cast the model and make the masters, from its present weights. Does nothing the second time.
+
+        mmengine's runner needs no call: ``initialize_count_status`` and ``optim_context`` do it.
+
+        Args:
+            model: FP32, initialised or loaded; wrapped in DDP or not. Under DDP, every rank calls this.
+            foreign: Parameters that other wrappers step.
+
+        Raises:
+            AmpAttachError: Trainable weights are 16-bit already (``from_16bit`` takes them), beyond the range of float16, or
+                cast already; the model is wrapped in a way that cannot be followed; the optimizer steps nothing of it.
+            AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
+        """
+        if self._engine.attached:
+            return
+        # the engine takes DDP off by itself; mmengine's other wrappers are known only here
+        known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
+        if not known and (self._engine.policy.casts_model or self._engine.policy.accumulate_in_fp32):
+            model_wrappers.check_foreign_wrapper(model)
+        inner = model if known else cast(nn.Module, model.module)
+        self._engine.attach(
+            inner,
+            leave=(BaseDataPreprocessor,),
+            average=(BaseAveragedModel,),
+            foreign=foreign,
+            enter=mmengine_patches.cast_data_element,
+        )
+        hf_saving.watch([inner])
+        held_optimizers.hold(self.optimizer, self._engine)
+
+    def detach(self) -> None:
+        """Take the casts off, give the model its FP32 weights (the masters) and the optimizer its own parameters.
+
+        Under DDP, every rank calls this.
+
+        Raises:
+            AmpUsageError: Gradients are waiting for a step.
+        """
+        self._engine.detach()
+
+    def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
+        """Say that model weights were edited by hand: their masters take the new values. Syncs.
+
+        In-place edits (``p.clamp_()`` under ``no_grad``) are noticed by themselves; edits through ``.data`` leave no trace and
+        are found when the model is saved, so call this right after them.
+
+        Args:
+            tensors: The edited parameters; all of them by default. With ``master_weights='split'`` they have to be named: the
+                remainder of each becomes zero.
+
+        Returns:
+            The names of the weights that differed from their masters; of all that are split among ``tensors``.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split, or a master was written to as well; a master among them.
+        """
+        return self._engine.weights_changed(tensors)
+
+    def masters_changed(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Say that FP32 masters were edited by hand: the model's weights take the new values. No host read.
+
+        In-place edits of what ``optimizer.param_groups`` holds are noticed by themselves; edits through ``.data`` leave no
+        trace, so call this right after them.
+
+        Args:
+            tensors: The edited masters; all of them by default. With ``master_weights='split'`` they have to be named.
+
+        Raises:
+            AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
+        """
+        self._engine.masters_changed(tensors)
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """mmengine's last word before training: the weights are final, so the model is cast here.
+
+        Args:
+            model: The model, wrapped or not.
+            init_counts: Iterations done.
+            max_counts: Iterations in all.
+        """
+        super().initialize_count_status(model, init_counts, max_counts)
+        self._attach_all(model)
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Around preprocessing and forward: attaches if nobody has yet, autocasts at O1 and O4, and keeps DDP from
+        synchronising inside an accumulation window.
+
+        Args:
+            model: The model, wrapped or not.
+        """
+        self._attach_all(model)
+        self._engine.before_forward(model)
+        with super().optim_context(model), self._engine.forward_context(model):
+            yield
+
+    def _attach_all(self, model: nn.Module) -> None:
+        if not self._engine.attached:
+            # members of an OptimWrapperDict stand and fall together
+            mmengine_patches.attach_siblings(self, model)
+        self.attach(model)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: dict[str, Any] | None = None,
+        zero_kwargs: dict[str, Any] | None = None,
+        loss_id: int = 0,
+    ) -> None:
+        """Backward, and at the end of an accumulation window step and clear.
+
+        Args:
+            loss: Scalar, of any floating type.
+            step_kwargs: For ``step``.
+            zero_kwargs: For ``zero_grad``.
+            loss_id: Which scaler, below ``num_losses``.
+        """
+        self.backward(self.scale_loss(loss), loss_id=loss_id)
+        if self.should_update():
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
+
+    def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
+        """Backward of the loss times the loss scale.
+
+        Args:
+            loss: Scalar, of any floating type.
+            loss_id: Which scaler, below ``num_losses``.
+            **kwargs: For :meth:`torch.Tensor.backward`.
+
+        Raises:
+            AmpUsageError: No such loss; several losses under ``no_sync``; a level that casts, and no model yet; a second
+                backward pass through one forward pass of a DDP.
+        """
+        self._last = None
+        self._engine.backward(loss, loss_id, **kwargs)
+        self._inner_count += 1
+
+    def step(self, **kwargs: Any) -> None:
+        """Unscale, check, clip and step; skipped as a whole where a gradient is non-finite.
+
+        Syncs once, but not with an optimizer that reads the flag on the device: those of :mod:`amp_wrapper.optim`, and those of
+        torch with ``fused=True``.
+
+        Args:
+            **kwargs: For the optimizer's ``step``.
+
+        Raises:
+            AmpUsageError: No backward since the last step, or a closure under a loss scale.
+            OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
+        """
+        clip = self._clip
+        if clip is not None:
+            # mmengine's users may change the limit between steps
+            clip = dataclasses.replace(clip, arguments=self.clip_grad_kwargs)
+        result = self._engine.step(clip, **kwargs)
+        self._last = self._untold = result
+        if result.decision is not None:
+            front = f'train/{self.member_name}_' if self.member_name else 'train/'
+            words = {
+                'grad_norm': getattr(self, 'grad_name', 'grad_norm'),
+                'loss_scale': 'amp_scale',
+                'skips': 'amp_skipped',
+            }
+            shown = {f'{front}{words[name]}': COLUMNS[name] for name in result.shows}
+            self._deferred.update(result.decision, shown, result.skipped is None)
+
+    def _review(self, rows: list[list[float]]) -> None:
+        # the log values have come to the host: what else they say
+        self._engine.review(rows)
+
+    def step_was_skipped(self) -> bool:
+        """Whether the optimizer step since the last backward pass was left out because a gradient was non-finite.
+
+        Syncs, where the host does not know.
+        """
+        return self._last is not None and self._last.was_skipped()
+
+    def take_skip(self) -> bool:
+        """Whether a step was skipped since this was last asked, for schedules that wait. Syncs as :meth:`step_was_skipped`."""
+        result, self._untold = self._untold, None
+        return result is not None and result.was_skipped()
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of model weights and masters.
+
+        Args:
+            **kwargs: For ``Optimizer.zero_grad``.
+        """
+        self._engine.zero_grad(**kwargs)
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state dict with ``base_param_settings``, ``loss_scaler`` and ``amp``. Syncs.
+
+        Returns:
+            Plain tensors, numbers, strings, lists and dicts. Masters are not in it: the model's state dict holds them.
+        """
+        state = self._engine.state_dict()
+        if self._engine.policy.enabled:
+            # members of an OptimWrapperDict are told their count by nobody
+            amp_part(state)['inner_count'] = self._inner_count
+        if self.base_param_settings is not None:
+            state['base_param_settings'] = self.base_param_settings
+        return state
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Judge whether :meth:`load_state_dict` would take a state dict, and apply nothing.
+
+        Args:
+            state_dict: Not changed.
+
+        Raises:
+            AmpCheckpointError: Names the key and what was expected.
+        """
+        self._engine.check_state_dict(self._take_apart(state_dict)[0])
+
+    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, int]:
+        """The engine's state, mmengine's base settings and the number of iterations."""
+        if not isinstance(state_dict, Mapping):
+            raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state_dict).__name__}.')
+        state = dict(state_dict)
+        base = state.pop('base_param_settings', None)
+        if base is not None and not isinstance(base, Mapping):
+            raise AmpCheckpointError(f"'base_param_settings' must be a dict, but is {type(base).__name__}.")
+        if base is not None:
+            check_settings(base, self.optimizer, "'base_param_settings'")
+        count: Any = amp_part(state).get('inner_count', self.inner_count)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")
+        return state, base, count
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume, before or after attachment, from our own checkpoints, those of mmengine's stock wrappers or apex's.
+
+        What cannot be kept is logged, one line each.
+
+        Args:
+            state_dict: Not changed.
+
+        Raises:
+            AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
+        """
+        state, base, count = self._take_apart(state_dict)
+        notes = self._engine.load_state_dict(state)
+        self._inner_count = count
+        if base is not None:
+            self.base_param_settings = dict(base)
+        for note in notes:
+            label = f'{self.member_name}: ' if self.member_name else ''
+            self._say(f'amp: {label}{note}')
+
+    def _say(self, line: str) -> None:
+        if self._engine.policy.verbosity >= 1:
+            print_log(line, logger='current', level=logging.INFO)
+
+
+def _other_optimizer(wrapper: Any) -> OtherOptimizer:
+    scaler = getattr(wrapper, 'loss_scaler', None)
+    if scaler is None:
+        return OtherOptimizer(wrapper.optimizer)
+    # mmengine's own AmpOptimWrapper divides by its scale, and checks
+    return OtherOptimizer(wrapper.optimizer, lambda: torch.tensor(scaler.get_scale()), checks=True)
+
+
+def _check_words(kwargs: Mapping[str, Any], use_fsdp: bool) -> list[str]:
+    """The keywords that mmengine would only assert on."""
+    own = [name for name in AmpOptimWrapper.__init__.__annotations__ if name not in ('return', 'kwargs')]
+    known = [*own, *_PARENT_WORDS]
+    problems = [
+        f'unknown argument {name!r}{nearest(name, known)}: known are {", ".join(known)}.'
+        for name in kwargs
+        if name not in _PARENT_WORDS
+    ]
+    if kwargs.get('optimizer') is None:
+        problems.append(
+            "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
+        )
+    counts = kwargs.get('accumulative_counts', 1)
+    if not isinstance(counts, int) or isinstance(counts, bool) or counts < 1:
+        problems.append(f'accumulative_counts={counts!r} must be a whole number of at least 1.')
+    if use_fsdp:
+        problems.append('use_fsdp=True: sharded training is not supported yet; use DistributedDataParallel.')
+    return problems
+
+
+@OPTIM_WRAPPERS.register_module()
+class ApexOptimWrapper(AmpOptimWrapper):
+    """mmengine's ``ApexOptimWrapper``, whose apex is gone: the same arguments in the same order, on this package.
+
+    Args:
+        opt_level: 'O0' to 'O5'.
+        loss_scale: As in :class:`AmpOptimWrapper`; 'dynamic' by default at every level, as it was.
+        enabled: As in :class:`AmpOptimWrapper`.
+        cast_model_type: As in :class:`AmpOptimWrapper`.
+        patch_torch_functions: As in :class:`AmpOptimWrapper`.
+        keep_batchnorm_fp32: As in :class:`AmpOptimWrapper`.
+        master_weights: As in :class:`AmpOptimWrapper`.
+        cast_model_outputs: As in :class:`AmpOptimWrapper`.
+        num_losses: As in :class:`AmpOptimWrapper`.
+        verbosity: As in :class:`AmpOptimWrapper`.
+        min_loss_scale: As in :class:`AmpOptimWrapper`.
+        max_loss_scale: As in :class:`AmpOptimWrapper`.
+        **kwargs: Everything else that :class:`AmpOptimWrapper` takes.
+    """
+
+    def __init__(
+        self,
+        opt_level: str = 'O1',
+        loss_scale: float | str | Mapping[str, Any] | None = 'dynamic',
+        enabled: bool = True,
+        cast_model_type: str | torch.dtype | bool | None = None,
+        patch_torch_functions: bool | None = None,
+        keep_batchnorm_fp32: bool | str | None = None,
+        master_weights: bool | Literal['split'] | None = None,
+        cast_model_outputs: str | torch.dtype | None = None,
+        num_losses: int = 1,
+        verbosity: int = 1,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            loss_scale=loss_scale,
+            opt_level=opt_level,
+            enabled=enabled,
+            cast_model_type=cast_model_type,
+            patch_torch_functions=patch_torch_functions,
+            keep_batchnorm_fp32=keep_batchnorm_fp32,
+            master_weights=master_weights,
+            cast_model_outputs=cast_model_outputs,
+            num_losses=num_losses,
+            verbosity=verbosity,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            **kwargs,
+        )
+
+
+# The stock names are taken over at the root, where every default_scope looks in the end: downstream --amp flags accept
+# the bare string only. The stock class stays within reach under another name.
+ROOT_OPTIM_WRAPPERS.register_module(name='TorchAmpOptimWrapper', module=TorchAmpOptimWrapper, force=True)
+ROOT_OPTIM_WRAPPERS.register_module(name='AmpOptimWrapper', module=AmpOptimWrapper, force=True)
+ROOT_OPTIM_WRAPPERS.register_module(name='ApexOptimWrapper', module=ApexOptimWrapper, force=True)
+
+__all__ = ['AmpAttachError', 'AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper']

@@ -1,0 +1,374 @@
+"""Resuming through mmengine: from the newest complete file, judged as a whole before any of it is applied.
+
+* ``load_or_resume``: mmengine takes what ``last_checkpoint`` names, complete or not, there or not.
+* ``resume``: mmengine applies the weights, then the counters, the optimizer and the schedulers, and fails somewhere in
+  between; unknown and missing weights are a line in the log. Here the whole file is judged first.
+* ``load_checkpoint``, of runners and of the single-device strategy: checksums are compared, nothing in the file is executed,
+  whatever the environment allows, names that begin like a wrapper's ("module_list") stay whole, and wrappers inside the model
+  (one DDP for each child) make no difference.
+
+Each patch is the identity where no wrapper of ours is attached.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import mmengine._strategy.single_device
+import mmengine.runner.checkpoint
+import mmengine.runner.runner
+from mmengine._strategy import SingleDeviceStrategy
+from mmengine.dist import broadcast_object_list, get_rank
+from mmengine.hooks import CheckpointHook, EMAHook
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, FlexibleRunner, Runner
+
+from ...checkpoint import file as checkpoint_file
+from ...checkpoint import names as model_names
+from ...checkpoint import validate as checkpoint_judge
+from ...checkpoint import validate_schedules as checkpoint_schedules
+from ...errors import AmpCheckpointError
+from ..resume import data_order
+from .saving import WAITING, is_local, wrappers_of
+
+# whether the runner that is loading trains with a wrapper of ours
+_ours: ContextVar[bool] = ContextVar('_ours', default=False)
+
+
+@contextmanager
+def _loaded_for(runner: Any) -> Iterator[None]:
+    token = _ours.set(bool(wrappers_of(runner)) or _ours.get())
+    try:
+        yield
+    finally:
+        _ours.reset(token)
+
+
+@contextmanager
+def _naming(filename: str) -> Iterator[None]:
+    """Say of which file it is that an error inside speaks."""
+    try:
+        yield
+    except AmpCheckpointError as error:
+        if str(filename) in str(error):
+            raise
+        raise AmpCheckpointError(f'{filename} cannot be resumed from: {error}') from error
+
+
+def choose_newest(work_dir: str, log: Any, more: list[str]) -> str | None:
+    """The newest complete checkpoint of a work folder, the same on every rank.
+
+    Args:
+        work_dir: A local folder.
+        log: Takes one line per file that was passed over.
+        more: Further folders that checkpoints of this run are saved to.
+
+    Returns:
+        Its path; None where no checkpoint was written yet.
+
+    Raises:
+        AmpCheckpointError: There are checkpoints, and none is complete.
+    """
+    found: list[Any] = [None]
+    if get_rank() == 0:
+        newest = checkpoint_file.find_newest(work_dir, more)
+        for reason in newest.passed_over:
+            log(f'amp: passed over: {reason}')
+        if newest.path is not None:
+            found = [str(newest.path)]
+        elif newest.passed_over:
+            found = [AmpCheckpointError(
+                f'no checkpoint in {work_dir} is complete ({"; ".join(newest.passed_over)}). To start anew, remove them or '
+                f'choose another work_dir.'
+            )]  # fmt: skip
+    broadcast_object_list(found)
+    if isinstance(found[0], AmpCheckpointError):
+        raise found[0]
+    chosen: str | None = found[0]
+    return chosen
+
+
+def _points_away(work_dir: str) -> bool:
+    """Whether ``last_checkpoint`` names a file on some server: mmengine knows how to get it."""
+    pointer = Path(work_dir) / 'last_checkpoint'
+    text = pointer.read_text(errors='replace').strip() if pointer.is_file() else ''
+    return '://' in text and not text.startswith('file://')
+
+
+def _out_dirs(runner: Any) -> list[str]:
+    """Where the ``CheckpointHook``s will save, which they find out for themselves only when the training starts."""
+    hooks = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
+    base = Path(runner.work_dir.rstrip('/')).name
+    return [str(Path(hook.out_dir) / base) for hook in hooks if is_local(hook.out_dir, hook.backend_args)]
+
+
+def _is_local_file(filename: Any) -> bool:
+    return isinstance(filename, str) and '://' not in filename and is_local(filename)
+
+
+def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True) -> None:
+    """Judge every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
+
+    Args:
+        runner: Whose model, wrappers, schedulers and hooks are built.
+        filename: A local file.
+        resume_optimizer: As of ``resume``.
+        resume_param_scheduler: As of ``resume``.
+
+    Raises:
+        AmpCheckpointError: Names file, key and expectation.
+    """
+    checkpoint_file.verify(filename)
+    file = checkpoint_file.load(filename, check=False, mmap=True)
+    _warn_of_mid_epoch(runner, file)
+    with _naming(filename):
+        _judge_parts(runner, file, resume_optimizer, resume_param_scheduler)
+
+
+def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
+    part = file.get('exact_resume') if isinstance(file, Mapping) else None
+    batches = part.get('batches') if isinstance(part, Mapping) else None
+    # without the hook, nobody judges it
+    inside = isinstance(batches, int) and batches > 0
+    if inside and not any(hasattr(hook, 'collect_states') for hook in runner.hooks):
+        runner.logger.warning(
+            "amp: this checkpoint was saved in the middle of an epoch, which mmengine begins again: add dict(type='amp_wrapper."
+            "ExactResumeHook') to custom_hooks"
+        )
+
+
+def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
+    checkpoint_judge.check_parts(file, resume_optimizer)
+    checkpoint_judge.check_meta(file['meta'])
+    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    own = model_names.plain_names(model)
+    state = file['state_dict']
+    read = model_names.reader(
+        model, [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
+    )
+    checkpoint_judge.check_model(state, model, plain=own, read=read)
+    for hook in runner.hooks:
+        if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
+            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), own, read)
+            # the hook swaps the two by name
+            for key in file['ema_state_dict']:
+                if key.startswith('module.') and key[len('module.') :] not in file['state_dict']:
+                    raise AmpCheckpointError(
+                        f'state_dict lacks {key[len("module.") :]!r}, which ema_state_dict has: it is damaged.'
+                    )
+    _judge_message_hub(file['message_hub'])
+    if resume_optimizer:
+        _judge_optimizer(runner, file['optimizer'])
+    schedulers = getattr(runner, 'param_schedulers', None)
+    if resume_param_scheduler and 'param_schedulers' in file and isinstance(schedulers, (list, dict)):
+        built = schedulers if isinstance(schedulers, dict) else {'': schedulers}
+        if all(hasattr(scheduler, 'state_dict') for items in built.values() for scheduler in items):
+            checkpoint_schedules.check_schedulers(file['param_schedulers'], schedulers)
+    for hook in runner.hooks:
+        check = getattr(hook, 'check_states', None)
+        if check is not None:
+            check(file)
+
+
+def _judge_message_hub(hub: Any) -> None:
+    if not isinstance(hub, Mapping):
+        raise AmpCheckpointError(f'message_hub must be a dict, but is {type(hub).__name__}: the file is damaged.')
+    for key in ('log_scalars', 'runtime_info', 'resumed_keys'):
+        if not isinstance(hub.get(key), Mapping):
+            raise AmpCheckpointError(f'message_hub[{key!r}] must be a dict: the file is damaged.')
+    for name, kept in hub['resumed_keys'].items():
+        if not isinstance(kept, bool):
+            raise AmpCheckpointError(f"message_hub['resumed_keys'][{name!r}]={kept!r} must be True or False.")
+    for name, buffer in hub['log_scalars'].items():
+        values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
+        if values is not None and (counts is None or getattr(values, 'shape', 0) != getattr(counts, 'shape', 1)):
+            raise AmpCheckpointError(
+                f"message_hub['log_scalars'][{name!r}] is damaged: values and counts do not match."
+            )
+    for key, value in hub['runtime_info'].items():
+        label = f"message_hub['runtime_info'][{key!r}]={value!r}"
+        if key == 'best_score' and not (hasattr(value, '__float__') and not isinstance(value, str)):
+            raise AmpCheckpointError(f'{label} must be a number.')
+        if key in ('best_ckpt', 'last_ckpt') and not isinstance(value, (str, type(None))):
+            raise AmpCheckpointError(f'{label} must be a path.')
+        kind = {'keep_ckpt_ids': Integral, WAITING: str, checkpoint_file.SAVES: str}.get(key)
+        if kind and not (isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)):
+            raise AmpCheckpointError(f'{label} must be a list of {kind.__name__}.')
+
+
+def _judge_optimizer(runner: Any, state: Any) -> None:
+    wrappers = wrappers_of(runner)
+    if not isinstance(runner.optim_wrapper, OptimWrapperDict):
+        for wrapper in wrappers.values():
+            wrapper.check_state_dict(state)
+        return
+    names = list(runner.optim_wrapper.keys())
+    if not isinstance(state, Mapping) or set(state) != set(names):
+        found = ', '.join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
+        raise AmpCheckpointError(
+            f'optimizer must hold one state for each of {", ".join(names)}, but holds {found}: resume with the wrappers it '
+            f'was saved with.'
+        )
+    for name, wrapper in wrappers.items():
+        try:
+            wrapper.check_state_dict(state[name])
+        except AmpCheckpointError as error:
+            raise AmpCheckpointError(f'optimizer[{name!r}]: {error}') from error
+
+
+def _patch_runner(cls: Any) -> None:
+    original_start = cls.load_or_resume
+    original_resume = cls.resume
+
+    @functools.wraps(original_start)
+    def load_or_resume(self: Any) -> None:
+        auto = self._resume is True and self._load_from is None and not self._has_loaded
+        if auto and wrappers_of(self) and is_local(self.work_dir) and not _points_away(self.work_dir):
+            path = choose_newest(self.work_dir, self.logger.warning, _out_dirs(self))
+            if path is None:
+                self.logger.info(f'amp: nothing to resume from in {self.work_dir} yet: the training starts anew')
+                return
+            self.logger.info(f'amp: resuming from {path}, the newest complete checkpoint')
+            self._load_from = path
+        original_start(self)
+
+    @functools.wraps(original_resume)
+    def resume(
+        self: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True, **kwargs: Any
+    ) -> None:
+        length = None
+        if wrappers_of(self) and _is_local_file(filename):
+            judge(self, filename, resume_optimizer, resume_param_scheduler)
+            length = _epoch_length(filename)
+        with _loaded_for(self), _naming(filename):
+            original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
+        if length is not None:
+            _follow_epochs(self, *length)
+
+    cls.load_or_resume = load_or_resume
+    cls.resume = resume
+
+
+def _epoch_length(filename: str) -> tuple[int, int] | None:
+    """How many iterations an epoch had when a file was written, and how many of the present one were done (-1 where that is
+    guessed); None where the file does not tell."""
+    file = checkpoint_file.load(filename, check=False, mmap=True)
+    part, meta = file.get('exact_resume'), file['meta']
+    if part:
+        return part['length'], part['batches']
+    done = meta.get('epoch', 0)
+    return (meta['iter'] // done, -1) if done > 0 and meta['iter'] % done == 0 else None
+
+
+def _follow_epochs(runner: Any, length: int, batches: int) -> None:
+    """Other numbers of processes have epochs of other lengths: mmengine would count beyond the end of the training, and
+    divide losses by an accumulation window of no length."""
+    loop = runner.train_loop
+    now = data_order.batches_of(loop)
+    if not isinstance(loop, EpochBasedTrainLoop) or now < 1 or length < 1 or now == length:
+        return
+    if batches < 0:
+        # guessed: the file of an iteration inside an epoch would tell another length
+        if loop._epoch * now <= loop._iter <= (loop._epoch + 1) * now:
+            return
+        batches = 0
+    before, loop._iter = loop._iter, loop._epoch * now + min(batches, now)
+    runner.logger.info(
+        f'amp: an epoch had {length} iterations and has {now} now: the training goes on at iteration {loop._iter}, where '
+        f'the checkpoint has {before}'
+    )
+    schedulers = getattr(runner, 'param_schedulers', None) or []
+    built = itertools.chain(*schedulers.values()) if isinstance(schedulers, dict) else schedulers
+    names = [type(scheduler).__name__ for scheduler in built if not getattr(scheduler, 'by_epoch', True)]
+    if names:
+        runner.logger.warning(
+            f'amp: {", ".join(dict.fromkeys(names))} count iterations, and go on as they were planned for epochs of {length}: '
+            f'look at the learning rate, or load the weights only (resume=False) and plan anew'
+        )
+
+
+def _revise_keys(model: Any) -> list[tuple[str, str]]:
+    """mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"."""
+    inner = model.module if is_model_wrapper(model) else model
+    return [] if hasattr(inner, 'module') else [(r'^module\.', '')]
+
+
+def _patch_load(cls: Any) -> None:
+    original = cls.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+        if not wrappers_of(self):
+            return original(self, filename, *args, **kwargs)
+        if _is_local_file(filename) and not _ours.get():
+            # a resume has done this
+            checkpoint_file.verify(filename)
+        if len(args) < 3:
+            kwargs.setdefault('revise_keys', _revise_keys(self.model))
+        with _loaded_for(self):
+            return original(self, filename, *args, **kwargs)
+
+    cls.load_checkpoint = load_checkpoint
+
+
+def _patch_strategy() -> None:
+    """``FlexibleRunner`` resumes through its strategy."""
+    original = SingleDeviceStrategy.load_checkpoint
+
+    @functools.wraps(original)
+    def load_checkpoint(self: Any, filename: str, **kwargs: Any) -> Any:
+        if _ours.get():
+            kwargs.setdefault('revise_keys', _revise_keys(self.model))
+        return original(self, filename, **kwargs)
+
+    SingleDeviceStrategy.load_checkpoint = load_checkpoint
+
+
+def _patch_names() -> None:
+    """mmengine takes the wrappers inside a model off while it loads, and expects plain names."""
+    original = mmengine.runner.checkpoint._load_checkpoint_to_model
+
+    @functools.wraps(original)
+    def load_to_model(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        state = checkpoint.get('state_dict') if _ours.get() else None
+        if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
+            names = [key for key in state if isinstance(key, str)]
+            read = model_names.reader(model.module if is_model_wrapper(model) else model, names)
+            plain = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
+            checkpoint = {**checkpoint, 'state_dict': plain}
+        return original(model, checkpoint, *args, **kwargs)
+
+    for module in (mmengine.runner.checkpoint, mmengine.runner.runner, mmengine._strategy.single_device):
+        if hasattr(module, '_load_checkpoint_to_model'):
+            module._load_checkpoint_to_model = load_to_model
+
+
+def _patch_loader() -> None:
+    original = CheckpointLoader._get_checkpoint_loader('/')
+
+    @functools.wraps(original)
+    def load_from_local(filename: str, map_location: Any) -> Any:
+        if _ours.get():
+            # typed errors, and no code is run even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let it
+            return checkpoint_file.load(Path(filename).expanduser(), map_location, check=False)
+        return original(filename, map_location)
+
+    CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
+
+
+def patch() -> None:
+    """Put the patches in place; called once, by :func:`amp_wrapper.openmmlab.patches.members.apply`."""
+    for cls in (Runner, FlexibleRunner):
+        _patch_runner(cls)
+        _patch_load(cls)
+    _patch_strategy()
+    _patch_names()
+    _patch_loader()

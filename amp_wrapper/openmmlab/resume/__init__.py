@@ -1,0 +1,1 @@
+"""Resuming a run of mmengine exactly: random states, the order of the data, preemption."""

@@ -1,0 +1,163 @@
+"""The hook that saves and ends a training when the machine is about to be taken away."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed
+from mmengine.dist import barrier, get_world_size, is_main_process
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.optim import OptimWrapperDict
+from torch.utils.data import DataLoader
+
+from ...checkpoint import file as checkpoint_file
+from ...errors import AmpConfigError
+from ...registry import HOOKS
+from ..patches.saving import PREEMPTED, collect_states, is_local, mark_save
+from .data_order import restart_iterator
+from .exact_resume import ExactResumeHook
+
+
+class _IgnoreSignals:
+    """A ``worker_init_fn``: the workers end when their loader tells them to, or when the training is gone."""
+
+    def __init__(self, signals: Sequence[signal.Signals], then: Any) -> None:
+        self.signals = signals
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        for number in self.signals:
+            signal.signal(number, signal.SIG_IGN)
+        if self.then is not None:
+            self.then(worker_id)
+
+
+def _in_window(runner: Any) -> bool:
+    """Whether gradients wait for a step in any wrapper, ours or not."""
+    wrapper = runner.optim_wrapper
+    members = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    return any(member.in_window if hasattr(member, 'in_window') else not member.should_update() for member in members)
+
+
+@HOOKS.register_module()
+class PreemptionHook(Hook):
+    """On SIGTERM, saves a checkpoint at the next step boundary and ends the process.
+
+    ``custom_hooks=[dict(type='amp_wrapper.PreemptionHook')]``, or ``tools/train.py --save-on-sigterm``. The step boundary
+    is the end of the running iteration, or of its accumulation window; during a validation, the end of the iteration after
+    it. With several processes a signal to any of them counts for all: they exchange one number an iteration, on the CPU over
+    gloo. The checkpoint is ``preempted.pth``: a resume without a path
+    finds it, and it goes when the next regular checkpoint stands.
+
+    Args:
+        signals: Names of the signals.
+        exit_code: Of the process, after saving.
+
+    Raises:
+        AmpConfigError: A name that is no signal, or one that cannot be caught; an exit code out of 0 to 255.
+    """
+
+    priority = 'LOWEST'
+
+    def __init__(self, signals: Sequence[str] = ('SIGTERM',), exit_code: int = 0) -> None:
+        problems = []
+        names = [signals] if isinstance(signals, str) else list(signals)
+        for name in names:
+            if name not in signal.Signals.__members__ or name in ('SIGKILL', 'SIGSTOP'):
+                problems.append(f"signals={name!r} is no signal that can be caught: write 'SIGTERM' or 'SIGUSR1', say.")
+        if not isinstance(exit_code, int) or isinstance(exit_code, bool) or not 0 <= exit_code <= 255:
+            problems.append(f'exit_code={exit_code!r} must be a whole number from 0 to 255.')
+        if problems:
+            raise AmpConfigError(problems)
+        self.signals = [signal.Signals[name] for name in names]
+        self.exit_code = exit_code
+        self._received = ''
+        self._before: dict[signal.Signals, Any] = {}
+        self._group: Any = None
+
+    def before_train(self, runner: Any) -> None:
+        """Begin to listen."""
+        if threading.current_thread() is not threading.main_thread():
+            runner.logger.warning(
+                'amp: PreemptionHook does nothing outside the main thread: signals do not arrive there'
+            )
+            return
+        self._received = ''
+        self._let_workers_live(runner)
+        if not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
+            runner.logger.warning(
+                'amp: PreemptionHook saves in the middle of epochs, which mmengine begins again after a resume: add '
+                "dict(type='amp_wrapper.ExactResumeHook') to custom_hooks"
+            )
+        if get_world_size() > 1:
+            self._group = torch.distributed.new_group(backend='gloo')
+        for number in self.signals:
+            self._before[number] = signal.signal(number, self._receive)
+
+    def _let_workers_live(self, runner: Any) -> None:
+        """Schedulers send the signal to every process, and a data worker that dies of it would take the training along."""
+        loops = [runner.train_loop, runner.val_loop]
+        for loader in (loop.dataloader for loop in loops if isinstance(getattr(loop, 'dataloader', None), DataLoader)):
+            if loader.num_workers and not isinstance(loader.worker_init_fn, _IgnoreSignals):
+                loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn)
+                if loader is runner.train_loop.dataloader:
+                    restart_iterator(runner.train_loop)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        # nothing but a note: whatever runs now must come to its end
+        self._received = signal.Signals(number).name
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Save and end, if a signal has arrived anywhere and the step is complete."""
+        if not self._before or not self._is_time() or _in_window(runner):
+            return
+        path = self._save(runner)
+        self._stop_listening()
+        runner.logger.warning(
+            f'amp: {self._received or "a signal to another process"}: saved {path} after iteration {runner.iter + 1}, and the '
+            f'training ends here. Go on with --resume.'
+        )
+        raise SystemExit(self.exit_code)
+
+    def _is_time(self) -> bool:
+        if self._group is None:
+            return bool(self._received)
+        anyone = torch.tensor(int(bool(self._received)))
+        torch.distributed.all_reduce(anyone, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return bool(anyone)
+
+    def _save(self, runner: Any) -> str:
+        savers = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+        folder = (
+            savers[0].out_dir if savers and is_local(savers[0].out_dir, savers[0].backend_args) else runner.work_dir
+        )
+        path = str(Path(folder) / PREEMPTED)
+        collect_states(runner)
+        mark_save(runner)
+        runner.save_checkpoint(
+            folder, PREEMPTED, meta=dict(epoch=runner.epoch, iter=runner.iter + 1), by_epoch=False, save_optimizer=True
+        )
+        if is_main_process():
+            checkpoint_file.write_text(path, Path(runner.work_dir) / 'last_checkpoint')
+        barrier()
+        return path
+
+    def after_train(self, runner: Any) -> None:
+        """The training is over: signals mean again what they meant before."""
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        group, self._group = self._group, None
+        if group is not None:
+            # its threads could abort a process that ends under them
+            barrier(group)
+            torch.distributed.destroy_process_group(group)

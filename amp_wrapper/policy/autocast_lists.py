@@ -1,0 +1,121 @@
+"""Which ops autocast casts at O1 and O4 on every device: what its list for GPUs has and its list for CPUs lacks.
+
+The list is torch's own for CUDA, by the names of the dispatcher, less what only a GPU has. Where a device's list has an op
+already, torch's entry stands: :mod:`amp_wrapper.autocast.kernels` takes from here what is missing. Names that a version of
+torch does not know are passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from types import MappingProxyType
+
+#: Rules of :class:`OpRule`: the type of autocast, float32, the widest type among the arguments, float32 whose result is
+#: rounded into the argument that is written to, and the type of that argument.
+HALF, FLOAT32, PROMOTE, WRITE, FOLLOW = 'half', 'float32', 'promote', 'write', 'follow'
+
+
+@dataclasses.dataclass(frozen=True)
+class OpRule:
+    """What becomes of the floating arguments of one op.
+
+    Attributes:
+        op: Name and overload in the dispatcher, such as 'softmax.int' or 'exp'.
+        rule: 'half', 'float32', 'promote', 'write' or 'follow'.
+        reason: Why.
+        cpu_only: Whether other devices reach it by an op that their own lists have.
+    """
+
+    op: str
+    rule: str
+    reason: str
+    cpu_only: bool = False
+
+
+# (rule, reason, whether it is for CPUs alone, ops)
+_TABLE: tuple[tuple[str, str, bool, str], ...] = (
+    (HALF, 'a product of matrices', False, 'addmv addr mv chain_matmul linalg_multi_dot einsum'),
+    (HALF, 'a convolution by its inner name', False, 'convolution _convolution _convolution.deprecated'),
+    (HALF, 'products of matrices, step by step', False, 'lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell'),
+    (
+        HALF,
+        'products of matrices; on a GPU the op below is cast',
+        True,
+        'lstm.input lstm.data gru.input gru.data rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data',
+    ),
+    (
+        FLOAT32,
+        'grows past the largest float16, or loses digits near a pole',
+        False,
+        'acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan '
+        'pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor softplus',
+    ),
+    (
+        FLOAT32,
+        'a sum or product of many terms',
+        False,
+        'cumprod cumsum prod prod.dim_int sum sum.dim_IntList logsumexp softmax.int log_softmax.int',
+    ),
+    (
+        FLOAT32,
+        'sums squares or powers',
+        False,
+        'layer_norm native_layer_norm group_norm rms_norm renorm '
+        'norm.Scalar norm.ScalarOpt_dim frobenius_norm.dim nuclear_norm nuclear_norm.dim '
+        'linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord',
+    ),
+    (FLOAT32, 'a distance', False, 'cdist cosine_similarity dist pdist'),
+    (
+        FLOAT32,
+        'a loss',
+        False,
+        'poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss '
+        'huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss '
+        'multi_margin_loss binary_cross_entropy_with_logits',
+    ),
+    (
+        FLOAT32,
+        'weights of neighbours lose digits',
+        False,
+        'upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d '
+        'upsample_trilinear3d upsample_bicubic2d _upsample_nearest_exact1d _upsample_nearest_exact2d '
+        '_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa',
+    ),
+    (
+        PROMOTE,
+        'refuses arguments of mixed types',
+        False,
+        'addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add',
+    ),
+    (
+        PROMOTE,
+        'refuses arguments of mixed types, also under the autocast of a GPU',
+        False,
+        'index_add index_copy lerp.Scalar lerp.Tensor masked_scatter scatter.src scatter_reduce.two',
+    ),
+    (
+        FOLLOW,
+        'refuses to write another type than that of its argument',
+        False,
+        'addbmm_ addmm_ addmv_ addr_ baddbmm_ index_add_ index_copy_ index_put_ index_reduce_ lerp_.Scalar lerp_.Tensor '
+        'masked_scatter_ put_ scatter_.src scatter_.reduce scatter_add_ scatter_reduce_.two',
+    ),
+    (
+        WRITE,
+        'writes into its argument what is computed in float32',
+        False,
+        'acos_ asin_ cosh_ erfinv_ exp_ expm1_ log_ log10_ log2_ reciprocal_ rsqrt_ sinh_ tan_ '
+        'pow_.Scalar pow_.Tensor cumprod_ cumsum_ renorm_',
+    ),
+)
+
+
+def _rules() -> Iterator[OpRule]:
+    for rule, reason, cpu_only, ops in _TABLE:
+        for op in ops.split():
+            yield OpRule(op, rule, reason, cpu_only)
+
+
+#: The table, by the name of the op.
+OP_RULES = MappingProxyType({rule.op: rule for rule in _rules()})

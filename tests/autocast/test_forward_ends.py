@@ -1,0 +1,280 @@
+"""However a forward ends, or while it waits: nothing of it is left on the thread, and its own casts hold inside of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amp_wrapper import AmpOptimWrapper, amp
+from amp_wrapper.autocast import patching as fp32_ops
+from amp_wrapper.autocast import state as passes
+from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.policy import LEVELS, resolve
+
+HALF = {'O1': torch.float16, 'O2': torch.float16, 'O3': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}
+ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
+
+
+def state() -> tuple[Any, ...]:
+    """What a forward may change for whoever comes after it."""
+    devices = passes.AUTOCAST_DEVICES
+    return (
+        forward_hooks.open_contexts(),
+        passes.snapshot(),
+        fp32_ops.is_installed(),
+        tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
+        torch.is_autocast_cache_enabled(),
+        (F.mse_loss, torch.linalg.inv, torch.Tensor.numpy, 'numpy' in vars(torch.Tensor)),
+        hasattr(nn.modules.module, 'Exception'),
+    )
+
+
+class Yields(nn.Module):
+    """A linear layer before each ``yield``; remembers in which type it computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.types: list[torch.dtype] = []
+        self.losses: list[torch.dtype] = []
+        self.closed = 0
+
+    def step(self, x: Tensor) -> Tensor:
+        y = self.fc(x)
+        self.types.append(y.dtype)
+        self.losses.append(F.mse_loss(y, y).dtype)
+        return y
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        try:
+            for _ in range(3):
+                sent = yield self.step(x)
+                x = x if sent is None else sent
+            return self.step(x)
+        finally:
+            self.step(x)
+            self.closed += 1
+
+
+def functional(level: str, device: torch.device) -> tuple[Any, Callable[[Tensor], Any]]:
+    model = Yields().to(device)
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
+    return model, model
+
+
+def wrapped(level: str, device: torch.device) -> tuple[Any, Callable[[Tensor], Any]]:
+    model = Yields().to(device)
+    wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), 0.1), opt_level=level)
+
+    def call(x: Tensor) -> Any:
+        with wrapper.optim_context(model):
+            return model(x)
+
+    return model, call
+
+
+@pytest.mark.parametrize('api', [functional, wrapped])
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_generator_has_the_casts_of_its_level(level: str, api: Any, device: torch.device) -> None:
+    model, call = api(level, device)
+    x = torch.ones(1, 4, device=device)
+    before = state()
+    generator = call(x)
+    assert state() == before
+    given = []
+    for value in generator:
+        assert state() == before
+        given.append(value)
+    assert model.types == [HALF.get(level, torch.float32)] * 5
+    assert set(model.losses) == {torch.float32}
+    if api is functional or resolve(level).casts_model:
+        assert {value.dtype for value in given} == {torch.float32}
+    sum(value.float().sum() for value in given).backward()
+    assert model.fc.weight.grad is not None
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_generators_take_turns(level: str, device: torch.device) -> None:
+    (first, call_first), (second, call_second) = functional(level, device), functional('O4', device)
+    x = torch.ones(1, 4, device=device)
+    before = state()
+    one, other = call_first(x), call_second(x)
+    next(one), next(other), next(one)
+    with amp.disable_casts(), torch.autocast(device.type, torch.bfloat16):
+        inside = state()
+        next(other)
+        one.send(2 * x)
+        assert state() == inside
+    with pytest.raises(KeyError):
+        one.throw(KeyError)
+    del other
+    gc.collect()
+    assert state() == before
+    assert (first.closed, second.closed) == (1, 1)
+    assert set(first.types) == {HALF.get(level, torch.float32)}
+    assert set(second.types) == {torch.bfloat16}
+
+
+def test_a_block_that_is_open_at_a_yield_stays_the_generators_own(device: torch.device) -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Iterator[torch.dtype]:
+            with torch.autocast(x.device.type, enabled=False):
+                yield self.fc(x).dtype
+                yield self.fc(x).dtype
+            yield self.fc(x).dtype
+
+    model = amp.initialize(Blocks().to(device), opt_level='O4', verbosity=0)
+    before = state()
+    found = []
+    for dtype in model(torch.ones(1, 4, device=device)):
+        assert state() == before
+        found.append(dtype)
+    assert found == [torch.float32, torch.float32, torch.bfloat16]
+
+
+def test_weights_that_moved_between_two_yields_are_cast_anew(device: torch.device) -> None:
+    model, call = functional('O4', device)
+    generator = call(torch.ones(1, 4, device=device))
+    first = next(generator)
+    with torch.autocast(device.type, torch.bfloat16):
+        with torch.no_grad():
+            model.fc.weight.zero_()
+            model.fc.bias.zero_()
+        assert not next(generator).any()
+    assert first.any()
+
+
+class Part(nn.Module):
+    """Does what its plan says: calls parts, fails, catches, waits in the middle."""
+
+    def __init__(self, plan: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.error: type[BaseException] | None = plan[0]
+        self.catches: bool = plan[1]
+        self.yields: bool = plan[2]
+        self.parts = nn.ModuleList(Part(part) for part in plan[3])
+
+    def walk(self, x: Tensor) -> Iterator[Tensor]:
+        y = self.fc(x)
+        yield y
+        for part in self.parts:
+            try:
+                found = part(y)
+                for value in found if part.yields else [found]:
+                    yield value
+                    if value.sum() > 0.5:
+                        break
+            except GeneratorExit:
+                raise
+            except BaseException:
+                if not self.catches:
+                    raise
+        if self.error is not None:
+            raise self.error
+        yield F.mse_loss(y, y)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.yields:
+            return self.walk(x)
+        *_, last = self.walk(x)
+        return last
+
+
+def plans(depth: int) -> st.SearchStrategy[Any]:
+    errors = st.one_of(st.none(), st.sampled_from(ERRORS[:3]))
+    below = st.just(()) if depth == 0 else st.lists(plans(depth - 1), max_size=2).map(tuple)
+    return st.tuples(errors, st.booleans(), st.booleans(), below)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    plan=plans(2),
+    levels=st.tuples(st.sampled_from(LEVELS), st.sampled_from(LEVELS)),
+    through_wrapper=st.booleans(),
+    taken=st.integers(0, 4),
+    direct=st.booleans(),
+)
+def test_nothing_is_left_of_any_forward(
+    plan: Any, levels: tuple[str, str], through_wrapper: bool, taken: int, direct: bool
+) -> None:
+    torch.manual_seed(0)
+    x = torch.ones(1, 2)
+    before = state()
+    model = Part(plan)
+    if through_wrapper:
+        wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), 0.1), opt_level=levels[0])
+        wrapper.attach(model)
+        context: Callable[[], Any] = lambda: wrapper.optim_context(model)  # noqa: E731
+    else:
+        model = amp.initialize(model, opt_level=levels[0], verbosity=0)
+        context = amp.disable_casts if direct else torch.enable_grad
+    other = amp.initialize(Part((None, False, False, ())), opt_level=levels[1], verbosity=0)
+    called = model.parts[0] if direct and len(model.parts) else model
+    for error in (None, KeyboardInterrupt):
+        if error is not None:
+            other.fc.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        found: Any = None
+        try:
+            with context():
+                found = called(x)
+        except BaseException:
+            pass
+        assert state() == before
+        try:
+            for _, _ in zip(range(taken), found if called.yields and found is not None else ()):
+                assert state() == before
+                other(x)
+        except BaseException:
+            pass
+        assert state() == before
+        del found
+        gc.collect()
+        assert state() == before
+
+
+@pytest.mark.parametrize('error', ERRORS)
+@pytest.mark.parametrize('where', ['forward', 'pre-hook', 'hook', 'loss'])
+@pytest.mark.parametrize('level', LEVELS)
+def test_interrupts(level: str, where: str, error: type[BaseException], device: torch.device) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+            self.criterion = nn.MSELoss()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc(x)
+            if where == 'forward':
+                fail()
+            return self.criterion(y, y)
+
+    model = amp.initialize(Net().to(device), opt_level=level, verbosity=0)
+    part = {'loss': model.criterion}.get(where, model.fc)
+    if where == 'pre-hook':
+        part.register_forward_pre_hook(fail)
+    elif where != 'forward':
+        part.register_forward_hook(fail)
+    before = state()
+    for called in (model, model.fc) if where != 'forward' else (model,):
+        if called is model.fc and part is not called:
+            continue
+        with pytest.raises(error):
+            called(torch.ones(1, 2, device=device))
+        assert state() == before

@@ -1,0 +1,431 @@
+"""Saved in any phase of any schedule, judged, and really resumed: learning rates and weights of the uninterrupted run."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mmengine.runner.runner
+import pytest
+import torch
+import toy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapperDict
+from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, PARAM_SCHEDULERS
+from mmengine.runner import Runner
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from amp_wrapper import AmpOptimWrapper
+from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.policy import LEVELS
+
+# 4 epochs of 2 iterations
+EPOCHS, LENGTH = 4, 2
+END = EPOCHS * LENGTH
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mmengine formats the whole config and asks git for each file, and looks for compilers at each start."""
+    monkeypatch.setattr(Config, 'pretty_text', '')
+    monkeypatch.setattr(mmengine.runner.runner, 'collect_env', dict)
+    monkeypatch.setattr(mmengine.runner.runner, 'get_git_hash', str)
+    monkeypatch.setattr(os, 'fsync', lambda handle: None)
+
+
+@HOOKS.register_module()
+class Watch(Hook):
+    """Remembers what each iteration was run with."""
+
+    priority = 'LOWEST'
+    seen: dict[int, Any] = {}
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        wrapper = runner.optim_wrapper
+        members = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        # torch's groups and the one that mmengine adds for its base settings
+        self.seen[runner.iter] = [
+            {key: copy.deepcopy(value) for key, value in group.items() if key != 'params'}
+            for member in members
+            for group in member.param_groups
+        ]
+
+
+SGD = dict(type='SGD', lr=0.2, momentum=0.9, weight_decay=1e-3)
+ADAMW = dict(type='AdamW', lr=0.02, weight_decay=0.05, eps=1e-4)
+
+
+def training(level: str, schedulers: Any, optimizer: dict[str, Any] = SGD, **overrides: Any) -> dict[str, Any]:
+    """A short training with several parameter groups, that saves after each iteration and validates after each epoch."""
+    case: dict[str, Any] = dict(
+        optim_wrapper=dict(
+            type='AmpOptimWrapper',
+            opt_level=level,
+            loss_scale=64.0 if level in ('O1', 'O2') else None,
+            optimizer=optimizer,
+            paramwise_cfg=dict(custom_keys={'fc': dict(lr_mult=0.5), 'conv': dict(decay_mult=0.0)}),
+        ),
+        param_scheduler=schedulers,
+        train_dataloader=toy.loader(batch_size=2, length=2 * LENGTH),
+        val_dataloader=toy.loader(batch_size=2, length=2, shuffle=False),
+        train_cfg=dict(by_epoch=True, max_epochs=EPOCHS, val_interval=1),
+        default_hooks=dict(
+            logger=dict(type='LoggerHook', interval=100),
+            checkpoint=dict(type='CheckpointHook', interval=1, by_epoch=False),
+        ),
+        custom_hooks=[dict(type='Watch'), dict(type='amp_wrapper.ExactResumeHook')],
+        log_level='ERROR',
+    )
+    case.update(overrides)
+    return case
+
+
+def run(folder: Path, case: dict[str, Any], **more: Any) -> tuple[dict[int, Any], dict[str, Any]]:
+    """What its iterations were run with, and its last file."""
+    Watch.seen = {}
+    toy.run(folder, **copy.deepcopy(case), **more)
+    file = toy.checkpoint(folder)
+    kept = ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers')
+    return Watch.seen, {key: file[key] for key in kept if key in file}
+
+
+def compare(folder: Path, case: dict[str, Any], points: list[int]) -> dict[int, Any]:
+    """Resume a training after each of so many iterations, and compare all that follows, bit for bit.
+
+    Returns:
+        What the iterations of the uninterrupted run were run with.
+    """
+    whole, end = run(folder / 'whole', case)
+    assert sorted(whole) == list(range(END))
+    case = copy.deepcopy(case)
+    case['default_hooks']['checkpoint']['interval'] = END
+    for point in points:
+        path = str(folder / 'whole' / f'iter_{point}.pth')
+        part, last = run(folder / f'from{point}', case, resume=True, load_from=path)
+        assert sorted(part) == list(range(point, END)), point
+        assert toy.differences({step: whole[step] for step in part}, part) == [], point
+        assert toy.differences(end, last) == [], point
+    return whole
+
+
+# -- every scheduler that mmengine has -------------------------------------------------------------------------------
+
+ENDINGS = ('ParamScheduler', 'Momentum', 'LR')
+#: By the first half of the name; a new kind is tried with no arguments.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    'Constant': dict(factor=0.5),
+    'CosineAnnealing': dict(eta_min_ratio=0.1),
+    'CosineRestart': dict(periods=[1, 1], restart_weights=[1, 0.5], eta_min=0.0),
+    'Exponential': dict(gamma=0.7),
+    'Linear': dict(start_factor=0.3),
+    'MultiStep': dict(milestones=[1], gamma=0.5),
+    'OneCycle': dict(eta_max=0.3, three_phase=True),
+    'Poly': dict(eta_min=1e-3, power=0.9),
+    'ReduceOnPlateau': dict(monitor='toy/score', rule='greater', patience=0, threshold=10.0, threshold_rule='abs'),
+    'Step': dict(step_size=1, gamma=0.5),
+}
+KINDS = sorted(
+    name for name, cls in PARAM_SCHEDULERS.module_dict.items() if cls.__module__.startswith('mmengine.optim.scheduler')
+)
+
+
+def scheduler(kind: str, way: str, begin: int, end: int) -> dict[str, Any]:
+    """The config of a scheduler whose range is given in epochs, or in iterations."""
+    name, ending = next((kind.removesuffix(ending), ending) for ending in ENDINGS if kind.endswith(ending))
+    words = dict(ARGUMENTS.get(name, {}), type=kind, begin=begin, end=end, by_epoch=way != 'iterations')
+    if way == 'converted':
+        words['convert_to_iter_based'] = True
+    if ending == 'ParamScheduler':
+        words['param_name'] = 'lr' if name == 'OneCycle' else 'weight_decay'
+    return words
+
+
+def ways_of(kind: str) -> list[str]:
+    if kind.startswith('ReduceOnPlateau'):
+        # there is no other
+        return ['epochs']
+    # the classes behind those that people write are the same code
+    return ['iterations'] if kind.endswith('ParamScheduler') else ['epochs', 'iterations', 'converted']
+
+
+CASES = [(kind, way) for kind in KINDS for way in ways_of(kind)]
+
+
+def test_the_registry_was_found() -> None:
+    assert len(KINDS) >= 29 and {'LinearLR', 'PolyMomentum', 'ReduceOnPlateauLR', 'OneCycleLR'} <= set(KINDS)
+
+
+@pytest.mark.parametrize(('number', 'kind', 'way'), [(index, *case) for index, case in enumerate(CASES)])
+def test_every_scheduler_in_every_phase(number: int, kind: str, way: str, tmp_path: Path) -> None:
+    """After the first iteration, inside the range and behind it; the range is that of the second and third epoch."""
+    first, last = (1, 3) if way != 'iterations' else (LENGTH, 3 * LENGTH)
+    optimizer = ADAMW if number % 2 else SGD
+    case = training(LEVELS[number % len(LEVELS)], [scheduler(kind, way, first, last)], optimizer)
+    whole = compare(tmp_path, case, [1, 2 * LENGTH - 1, END - 1])
+    # before its range begins, nothing has moved; then something has
+    assert toy.differences(whole[0], whole[1]) == []
+    assert any(toy.differences(whole[0], later) for later in whole.values())
+
+
+USUAL = {
+    'warm-up and cosine by epoch': [
+        dict(type='LinearLR', start_factor=0.1, by_epoch=True, begin=0, end=2, convert_to_iter_based=True),
+        dict(type='CosineAnnealingLR', by_epoch=True, begin=2, end=EPOCHS),
+    ],
+    'warm-up and poly by iteration': [
+        dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=3),
+        dict(type='PolyLR', eta_min=0.0, power=1.0, begin=3, end=END, by_epoch=False),
+    ],
+    'flat, then cosine': [
+        dict(type='LinearLR', start_factor=1e-5, by_epoch=False, begin=0, end=2),
+        dict(
+            type='CosineAnnealingLR', eta_min=1e-3, begin=2, end=4, T_max=2, by_epoch=True, convert_to_iter_based=True
+        ),
+    ],
+    'one that never begins': [dict(type='StepLR', step_size=1, begin=EPOCHS, end=EPOCHS + 9)],
+    'one without an end': [dict(type='PolyLR', begin=1, end=float('inf'), power=0.5)],
+    'momentum beside it': [
+        dict(
+            type='OneCycleLR', eta_max=[0.3, 0.2, 0.1, 0.3], total_steps=END, by_epoch=False, anneal_strategy='linear'
+        ),
+        dict(type='LinearMomentum', start_factor=0.8, begin=2, end=6, by_epoch=False),
+        dict(type='CosineAnnealingMomentum', begin=3, T_max=1),
+    ],
+    'fractions of epochs': [
+        dict(type='LinearLR', begin=0.5, end=2.5, convert_to_iter_based=True),
+        dict(type='StepLR', step_size=2, begin=0.5, end=3.5),
+    ],
+}
+
+
+@pytest.mark.parametrize('name', list(USUAL))
+def test_usual_recipes_at_every_point(name: str, tmp_path: Path) -> None:
+    level = LEVELS[list(USUAL).index(name) % len(LEVELS)]
+    schedulers = copy.deepcopy(USUAL[name])
+    if isinstance(schedulers[0].get('eta_max'), list):
+        groups = Runner.from_cfg(toy.toy_config(tmp_path / 'count', **training(level, None)))
+        count = len(groups.build_optim_wrapper(groups.optim_wrapper).param_groups)
+        schedulers[0]['eta_max'] = [0.1 + 0.01 * index for index in range(count)]
+    compare(tmp_path, training(level, schedulers), list(range(1, END)))
+
+
+@st.composite
+def lists_of_schedulers(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Any classes, over any ranges, that may have begun, overlap, or never begin."""
+    result = []
+    for kind in draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4)):
+        way = draw(st.sampled_from(ways_of(kind)))
+        unit = LENGTH if way == 'iterations' else 1
+        begin = draw(st.integers(0, EPOCHS * unit))
+        result.append(scheduler(kind, way, begin, begin + draw(st.integers(2, EPOCHS * unit + 1))))
+    return result
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    schedulers=lists_of_schedulers(),
+    level=st.sampled_from(LEVELS),
+    optimizer=st.sampled_from([SGD, ADAMW]),
+    by_epoch=st.booleans(),
+    accumulate=st.sampled_from([1, 3]),
+    point=st.integers(1, END - 1),
+)
+def test_random_schedules_and_resume_points(
+    schedulers: list[dict[str, Any]], level: str, optimizer: dict[str, Any], by_epoch: bool, accumulate: int, point: int
+) -> None:
+    case = training(level, schedulers, optimizer)
+    case['optim_wrapper']['accumulative_counts'] = accumulate
+    if not by_epoch:
+        case['train_cfg'] = dict(by_epoch=False, max_iters=END, val_interval=LENGTH)
+        case['train_dataloader'] = toy.loader(batch_size=2, length=2 * LENGTH, sampler='InfiniteSampler')
+    with tempfile.TemporaryDirectory() as folder:
+        compare(Path(folder), case, [point])
+
+
+# -- with all that counts and averages -------------------------------------------------------------------------------
+
+AVERAGES = (
+    dict(type='EMAHook', momentum=0.1, begin_iter=3),
+    dict(type='EMAHook', ema_type='StochasticWeightAverage', begin_epoch=2),
+    dict(type='EMAHook', ema_type='MomentumAnnealingEMA', gamma=3, update_buffers=True),
+)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_averages_and_early_stopping_in_the_warm_up_and_after_it(level: str, tmp_path: Path) -> None:
+    average = AVERAGES[LEVELS.index(level) % len(AVERAGES)]
+    case = training(level, copy.deepcopy(USUAL['warm-up and cosine by epoch']))
+    stopping = dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=3, min_delta=0.01)
+    case['custom_hooks'] += [average, stopping]
+    case['default_hooks']['checkpoint'].update(save_best='toy/score', rule='greater')
+    compare(tmp_path, case, [1, 2, 5, 7])
+
+
+@MODELS.register_module()
+class ToyPair(BaseModel):
+    """Two parts that are trained in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(36, 3)
+        self.right = nn.Linear(36, 3)
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        losses = {}
+        for name in ('left', 'right'):
+            wrapper = optim_wrapper[name]
+            with wrapper.optim_context(self):
+                scores = getattr(self, name)(data['inputs'].flatten(1))
+                losses[name] = nn.functional.cross_entropy(scores.float(), data['labels'])
+            wrapper.update_params(losses[name])
+        return losses
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        raise NotImplementedError
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class ToyPairConstructor:
+    def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: Any = None) -> None:
+        self.level = optim_wrapper_cfg['opt_level']
+
+    def __call__(self, model: nn.Module) -> OptimWrapperDict:
+        kinds = dict(left=torch.optim.SGD, right=torch.optim.AdamW)
+        return OptimWrapperDict(
+            **{
+                name: AmpOptimWrapper(opt_level=self.level, optimizer=kind(getattr(model, name).parameters(), lr=0.1))
+                for name, kind in kinds.items()
+            }
+        )
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_several_optimizers_with_schedules_of_their_own(level: str, tmp_path: Path) -> None:
+    own = dict(
+        left=USUAL['warm-up and poly by iteration'],
+        right=[dict(type='StepLR', step_size=1, begin=2), dict(type='LinearMomentum', begin=1, end=3)],
+    )
+    case = training(level, copy.deepcopy(own if level != 'O1' else own['left']))
+    case.update(
+        model=dict(type='ToyPair'),
+        optim_wrapper=dict(type='AmpOptimWrapper', opt_level=level, constructor='ToyPairConstructor'),
+        val_dataloader=None,
+        val_evaluator=None,
+        val_cfg=None,
+        train_cfg=dict(by_epoch=True, max_epochs=EPOCHS),
+    )
+    compare(tmp_path, case, [1, 4, 7])
+
+
+# -- torch's schedulers, over the optimizer of a wrapper in a script -----------------------------------------------------
+
+
+class Descent:
+    """A callable with a state, which LambdaLR saves."""
+
+    def __init__(self) -> None:
+        self.power = 1.5
+
+    def __call__(self, step: int) -> float:
+        # below 0 at the end, as linear decays are that last too long
+        return 1 - step / 5
+
+
+TORCH: dict[str, Callable[[Any], Any]] = {
+    'ChainedScheduler': lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+    ),
+    'ConstantLR': lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=3),
+    'CosineAnnealingLR': lambda o: lr_scheduler.CosineAnnealingLR(o, 3),
+    'CosineAnnealingWarmRestarts': lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, 2),
+    'CyclicLR': lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=True),
+    'ExponentialLR': lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    'LambdaLR': lambda o: lr_scheduler.LambdaLR(o, Descent()),
+    'LinearLR': lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=4),
+    'MultiStepLR': lambda o: lr_scheduler.MultiStepLR(o, [2, 4]),
+    'MultiplicativeLR': lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    'OneCycleLR': lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=10),
+    'PolynomialLR': lambda o: lr_scheduler.PolynomialLR(o, 4),
+    'ReduceLROnPlateau': lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, min_lr=1e-4),
+    'SWALR': lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=2),
+    'SequentialLR': lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.CosineAnnealingLR(o, 4)], [2]
+    ),
+    'StepLR': lambda o: lr_scheduler.StepLR(o, 2),
+}
+
+
+def test_torchs_schedulers_were_found() -> None:
+    bases = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
+    found = {
+        name
+        for name, cls in itertools.chain(vars(lr_scheduler).items(), vars(torch.optim.swa_utils).items())
+        if isinstance(cls, type) and issubclass(cls, bases) and not name.startswith('_')
+    }
+    assert found - {'LRScheduler'} <= set(TORCH)
+
+
+class Script:
+    """A wrapper, torch's scheduler, and torch's average of the weights."""
+
+    def __init__(self, level: str, kind: str, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(device)
+        groups = [dict(params=self.model[0].parameters(), lr=0.05), dict(params=self.model[1:].parameters())]
+        adam = kind in ('OneCycleLR', 'StepLR', 'SWALR')
+        optimizer = torch.optim.AdamW(groups, lr=0.1) if adam else torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        self.wrapper = AmpOptimWrapper(opt_level=level, loss_scale=64.0, optimizer=optimizer)
+        self.schedule = TORCH[kind](optimizer)
+        self.wrapper.initialize_count_status(self.model, 0, 10)
+        self.rates: list[Any] = []
+
+    def train(self, steps: range) -> None:
+        device = self.model[0].weight.device
+        for step in steps:
+            batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(step)).to(device)
+            with self.wrapper.optim_context(self.model):
+                loss = self.model(batch).float().square().mean()
+            self.wrapper.update_params(loss)
+            plateau = isinstance(self.schedule, lr_scheduler.ReduceLROnPlateau)
+            self.schedule.step(*([1.0] if plateau else []))
+            self.rates.append([dict(group, params=None) for group in self.wrapper.optimizer.param_groups])
+
+    def state(self) -> dict[str, Any]:
+        return dict(
+            model=self.model.state_dict(), wrapper=self.wrapper.state_dict(), schedule=self.schedule.state_dict()
+        )
+
+
+@pytest.mark.parametrize('level', LEVELS)
+@pytest.mark.parametrize('kind', list(TORCH))
+def test_torchs_schedulers_in_scripts(kind: str, level: str, tmp_path: Path, device: torch.device) -> None:
+    whole, parts = Script(level, kind, device), []
+    for step in range(7):
+        # what it saves is its own affair; what it leaves in the groups is judged
+        state = whole.state()
+        torch.save(dict(model=state['model'], wrapper=state['wrapper']), tmp_path / f'{step}.pth')
+        state['schedule'] = copy.deepcopy(state['schedule'])
+        if step in (0, 1, 3, 6):
+            part = Script(level, kind, device)
+            file = checkpoint_file.load(tmp_path / f'{step}.pth', map_location=device)
+            part.model.load_state_dict(file['model'])
+            part.wrapper.check_state_dict(file['wrapper'])
+            part.wrapper.load_state_dict(file['wrapper'])
+            part.schedule.load_state_dict(state['schedule'])
+            part.train(range(step, 7))
+            parts.append(part)
+        whole.train(range(step, step + 1))
+    for part in parts:
+        count = len(part.rates)
+        assert toy.differences(whole.rates[-count:], part.rates) == []
+        assert toy.differences(dict(whole.model.state_dict()), dict(part.model.state_dict())) == []

@@ -1,0 +1,209 @@
+"""SIGTERM: saved at the next step boundary, ended cleanly, and gone on from as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import crash_harness
+import pytest
+import torch
+import toy
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+from amp_wrapper import AmpConfigError
+from amp_wrapper.openmmlab.resume.preemption import PreemptionHook
+
+REPOSITORY = Path(__file__).parents[2]
+WORKER = REPOSITORY / 'tests' / 'support' / 'ddp_preemption_worker.py'
+
+
+@HOOKS.register_module()
+class SendSignal(Hook):
+    """Sends a signal to its own process in the middle of an iteration, or of a validation."""
+
+    def __init__(self, iteration: int, where: str = 'train', number: str = 'SIGTERM', rank: int = 0) -> None:
+        self.iteration, self.where, self.number, self.rank = iteration, where, signal.Signals[number], rank
+
+    def _send(self, runner: Any) -> None:
+        if runner.iter == self.iteration and runner.rank == self.rank:
+            os.kill(os.getpid(), self.number)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if self.where == 'train':
+            self._send(runner)
+
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if self.where == 'val':
+            self._send(runner)
+
+
+def _with(case: dict[str, Any], *hooks: dict[str, Any]) -> dict[str, Any]:
+    case = copy.deepcopy(case)
+    case['custom_hooks'] = [*case['custom_hooks'], *hooks]
+    return case
+
+
+PREEMPTION = dict(type='amp_wrapper.PreemptionHook')
+
+
+@pytest.mark.parametrize(
+    ('level', 'by_epoch', 'where', 'sent', 'saved'),
+    [
+        # windows of two: the signal in the first iteration of a window waits for the second
+        ('O2', True, 'train', 10, 12),
+        ('O5', True, 'train', 9, 10),
+        ('O1', False, 'train', 10, 12),
+        # a validation comes to its end, and an iteration after it
+        ('O5', True, 'val', 14, 16),
+        # the last iteration of an epoch
+        ('O5', True, 'train', 13, 14),
+    ],
+)
+def test_saved_at_the_step_boundary_and_gone_on_from(
+    tmp_path: Path, level: str, by_epoch: bool, where: str, sent: int, saved: int
+) -> None:
+    case = toy.everything(level, by_epoch)
+    whole, part = tmp_path / 'whole', tmp_path / 'part'
+    for folder in (whole, part):
+        folder.mkdir()
+    crash_harness.finish(whole, case)
+    stopped = _with(case, PREEMPTION, dict(type='SendSignal', iteration=sent, where=where))
+    assert crash_harness.wait(crash_harness.start(part, stopped), 120) == 0
+    file = toy.checkpoint(part, 'preempted.pth')
+    assert file['meta']['iter'] == saved
+    window = file['optimizer'].get('amp') or file['optimizer']['loss_scaler']['amp']
+    assert 'window' not in window
+    assert (part / 'last_checkpoint').read_text() == str(part / 'preempted.pth')
+    crash_harness.finish(part, case)
+    assert toy.differences(crash_harness.result(whole), crash_harness.result(part)) == []
+    # another checkpoint has taken its place
+    assert not (part / 'preempted.pth').exists()
+
+
+def test_the_signal_means_again_what_it_meant(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    runner = toy.run(tmp_path, **_with(toy.everything('O5', max_epochs=1), PREEMPTION))
+    assert runner.epoch == 1 and signal.getsignal(signal.SIGTERM) is before
+    hooks = (
+        dict(PREEMPTION, signals=['SIGUSR1'], exit_code=3),
+        dict(type='SendSignal', iteration=1, number='SIGUSR1'),
+    )
+    case = _with(toy.everything('O5', max_epochs=1), *hooks)
+    with pytest.raises(SystemExit) as caught:
+        toy.run(tmp_path / 'b', **case)
+    assert caught.value.code == 3
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_other_wrappers_wait_for_their_step_too(tmp_path: Path) -> None:
+    case = toy.everything('O0')
+    case['optim_wrapper'] = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1), accumulative_counts=2)
+    with pytest.raises(SystemExit):
+        toy.run(tmp_path, **_with(case, PREEMPTION, dict(type='SendSignal', iteration=2)))
+    assert toy.checkpoint(tmp_path, 'preempted.pth')['meta']['iter'] == 4
+
+
+def test_every_problem_is_named() -> None:
+    with pytest.raises(AmpConfigError, match=r"SIGKILL(.|\n)*'TERM'(.|\n)*exit_code=300"):
+        PreemptionHook(signals=['SIGKILL', 'TERM'], exit_code=300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_processes_agree(tmp_path: Path) -> None:
+    """The signal reaches one rank only; both save and end in the same iteration."""
+    done = subprocess.run(
+        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(WORKER), str(tmp_path)],
+        capture_output=True, text=True, timeout=240, env={**os.environ, 'OMP_NUM_THREADS': '1'},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    left, right = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
+    assert (tmp_path / 'saved').read_text() == '6'
+    for key in ('state_dict', 'optimizer', 'exact_resume', 'param_schedulers'):
+        assert toy.differences(left[key], right[key]) == [], key
+    assert len(left['exact_resume']['ranks']) == 2
+    states = [rank['now']['torch'] for rank in left['exact_resume']['ranks']]
+    # each rank has drawn for itself
+    assert not torch.equal(*states)
+    # and has its own running statistics, with which it validates
+    assert set(left['exact_resume']['ranks'][1]['statistics']) == {
+        'bn.running_mean',
+        'bn.running_var',
+        'bn.num_batches_tracked',
+    }
+    assert toy.differences(*(file['message_hub']['runtime_info']['best_score'] for file in (left, right))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command(tmp_path: Path) -> None:
+    """As a preempted user sees it."""
+    command = [sys.executable, 'tools/train.py', 'configs/digits/cnn_o5.py', '--work-dir', str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, '--save-on-sigterm'], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if 'Saving checkpoint at 2 epochs' in line:
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, ''.join(lines[-20:])
+    assert 'amp: SIGTERM: saved' in lines[-1] and 'Go on with --resume.' in lines[-1]
+    begin = time.monotonic()
+    done = subprocess.run([*command, '--resume'], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 'resuming from' in done.stdout and 'preempted.pth' in done.stdout
+    assert 'Finished: epoch 10, iteration 230' in done.stdout and time.monotonic() > begin
+
+
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_epoch: bool) -> None:
+    """As cluster schedulers send it."""
+    case = toy.everything('O5', by_epoch, num_workers=2)
+    whole, part = tmp_path / 'whole', tmp_path / 'part'
+    for folder in (whole, part):
+        folder.mkdir()
+    crash_harness.finish(whole, case)
+    pid = crash_harness.start(part, _with(case, PREEMPTION, dict(type='Marks', iteration=10)))
+    assert crash_harness.wait(pid, 60, (part / 'mark').exists) is None
+    os.killpg(pid, signal.SIGTERM)
+    code = crash_harness.wait(pid, 60)
+    assert code == 0, (tmp_path / 'part.log').read_text()[-3000:]
+    assert 12 <= toy.checkpoint(part, 'preempted.pth')['meta']['iter'] <= 28
+    crash_harness.finish(part, case)
+    assert toy.differences(crash_harness.result(whole), crash_harness.result(part)) == []
+    # nobody is left behind
+    end = time.monotonic() + 20
+    while subprocess.run(['pgrep', '-g', str(pid)], capture_output=True).returncode == 0:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@HOOKS.register_module()
+class Marks(Hook):
+    """Tells the outside where the run is, and waits a moment for the answer."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == self.iteration:
+            (Path(runner.work_dir) / 'mark').write_text('')
+            time.sleep(1)
+
+
+def test_without_the_hook_of_exact_resumes_it_says_so(tmp_path: Path) -> None:
+    case = toy.everything('O5', max_epochs=1)
+    case['custom_hooks'] = [PREEMPTION]
+    with toy.run_log() as lines:
+        toy.run(tmp_path, **case)
+    assert any('PreemptionHook saves in the middle of epochs' in line for line in lines)

@@ -1,0 +1,187 @@
+"""Models for tests of the functional API whose arithmetic is exact, and the plain FP32 training that they are held against.
+
+Losses are linear in the weights, and inputs, weights and learning rates are small dyadic numbers: gradients are the same at
+every level, and so are all sums of them. Whatever differs from plain FP32 training by one bit is a gradient that was lost,
+counted twice, or scaled wrongly.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from amp_wrapper import amp
+from amp_wrapper.amp import session as amp_session
+from amp_wrapper.engine.loss_scale import LossScaler
+
+LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+HALF = {'O2': torch.float16, 'O3': torch.float16, 'O5': torch.bfloat16}
+MASTERS = ('O2', 'O5')
+#: Ways to clear gradients that scripts have.
+ZEROINGS = ('optimizer', 'model', 'none', 'zeros', 'model zeros')
+
+
+class Net(nn.Module):
+    """One weight that the cast levels cast, and one that stays FP32 where BatchNorm does. Linear in both."""
+
+    def __init__(self, unique: int = 1) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2, bias=False)
+        self.bn = nn.BatchNorm1d(2)
+        self.bn.bias.requires_grad_(False)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.tensor([[1.0, 2.0], [0.5, -1.0]]) * unique)
+            self.bn.weight.copy_(torch.tensor([1.0, -2.0]) + unique)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # (1, 2) in; what BatchNorm normalises would not be exact
+        return self.fc(x).float().sum() + (self.bn.weight.float() * x.float()).sum()
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [self.fc.weight, self.bn.weight]
+
+
+def data(index: int, device: torch.device | str = 'cpu') -> Tensor:
+    """(1, 2) of small dyadic numbers, others at each index."""
+    return torch.tensor([[(1.0, 0.5, 2.0, -1.0)[index % 4], (0.25, 1.0, -0.5)[index % 3]]], device=device)
+
+
+def sgd(nets: Sequence[Net], lr: float = 0.25, momentum: float = 0.5) -> Optimizer:
+    return SGD([{'params': net.trained, 'lr': lr / 2**index} for index, net in enumerate(nets)], momentum=momentum)
+
+
+def zero(how: str, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    for optimizer in optimizers:
+        if how in ('optimizer', 'zeros'):
+            optimizer.zero_grad(set_to_none=how == 'optimizer')
+    for model in models:
+        if how in ('model', 'model zeros'):
+            model.zero_grad(set_to_none=how == 'model')
+        elif how == 'none':
+            for parameter in model.parameters():
+                parameter.grad = None
+
+
+def scalers(optimizer: Optimizer) -> list[LossScaler]:
+    session = amp_session.session_of(optimizer)
+    assert session is not None
+    return session.scalers
+
+
+def set_scales(optimizer: Optimizer, *scales: float) -> None:
+    for scaler, scale in zip(scalers(optimizer), scales, strict=True):
+        scaler.current_scale.fill_(scale)
+
+
+def scales(optimizer: Optimizer) -> list[float]:
+    return [scaler.get_scale() for scaler in scalers(optimizer)]
+
+
+def unskipped(optimizer: Optimizer) -> list[int]:
+    return [scaler.state_dict()['_growth_tracker'] for scaler in scalers(optimizer)]
+
+
+def values(nets: Sequence[Net], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """What optimizers step, and their momenta, in FP32."""
+    found: dict[str, Tensor] = {}
+    for o, optimizer in enumerate(optimizers):
+        for p, parameter in enumerate(amp.master_params(optimizer)):
+            found[f'optimizer {o} parameter {p}'] = parameter.detach().float().clone()
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[f'optimizer {o} parameter {p} {key}'] = value.detach().float().clone()
+    for n, net in enumerate(nets):
+        for name, parameter in net.named_parameters():
+            found[f'net {n} {name}'] = parameter.detach().float().clone()
+    return found
+
+
+def check_rounded(nets: Sequence[nn.Module], level: str) -> None:
+    """Weights are their masters, rounded."""
+    for net in nets:
+        for name, value in net.state_dict().items():
+            weight = dict(net.named_parameters()).get(name)
+            if weight is not None:
+                assert value.dtype is torch.float32 and torch.equal(weight, value.to(weight.dtype)), name
+        if isinstance(net, Net):
+            assert net.fc.weight.dtype is HALF.get(level, torch.float32)
+            assert net.bn.weight.dtype is (torch.float16 if level == 'O3' else torch.float32)
+
+
+def gradients(optimizers: Sequence[Optimizer]) -> list[Tensor | None]:
+    found = [p.grad for optimizer in optimizers for p in amp.master_params(optimizer)]
+    return [None if grad is None else grad.detach().to_dense().float().clone() for grad in found]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Two nested structures of tensors are equal bit for bit (but for the sign of zero)."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype is b.dtype and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """The names whose values differ."""
+    return sorted((a.keys() ^ b.keys()) | {key for key in a.keys() & b.keys() if not torch.equal(a[key], b[key])})
+
+
+def poison(parameter: Tensor, value: float = math.inf) -> None:
+    """A non-finite element in the gradient that has just arrived."""
+    assert parameter.grad is not None
+    parameter.grad.view(-1)[0] = value
+
+
+def backward(
+    loss: Tensor,
+    optimizers: Any,
+    loss_id: int = 0,
+    poisoned: Tensor | None = None,
+    spoil: Callable[[], None] | None = None,
+    retain_graph: bool = False,
+    **kwargs: Any,
+) -> None:
+    """One pass, and a non-finite element in it where asked for."""
+    with amp.scale_loss(loss, optimizers, loss_id, **kwargs) as scaled:
+        scaled.backward(retain_graph=retain_graph)
+        if poisoned is not None:
+            poison(poisoned)
+
+
+@contextmanager
+def logged(level: int = logging.INFO) -> Iterator[list[str]]:
+    """Lines of the package's logger, whether or not it propagates."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger('amp_wrapper')
+    before = logger.level
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def quick_collections() -> Iterator[None]:
+    """Each session looks for dead ones before it, among what is new since here alone: what is imported is never garbage."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,0 +1,502 @@
+"""The pages are true: snippets run, tables agree with the code, links and paths exist, docstring examples pass."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.registry import HOOKS
+from torch import nn
+
+import amp_wrapper
+import amp_wrapper.ops
+from amp_wrapper import AmpConfigError, AmpOptimWrapper, policy
+from amp_wrapper.policy import LEVELS, dtype_name, fp32_linalg, fp32_registry, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+LINKED = [*PAGES, ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', ROOT / 'csrc/README.md']
+FENCE = re.compile(
+    r'^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```', re.MULTILINE | re.DOTALL
+)
+#: A snippet of nothing but assignments and imports, one of them to a name of these, is a config.
+CONFIG_NAMES = frozenset({'optim_wrapper', 'custom_hooks', 'custom_imports', 'load_from'})
+
+
+def names_of(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+def snippets(text: str, language: str) -> list[tuple[int, str]]:
+    """(line of the first character, code) of every fenced block in ``language``."""
+    return [
+        (text.count('\n', 0, match.start('code')) + 1, textwrap.dedent(match['code']))
+        for match in FENCE.finditer(text)
+        if match['language'] == language
+    ]
+
+
+def is_config(code: str) -> bool:
+    body = ast.parse(code).body
+    assigned = {t.id for node in body if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
+    return bool(assigned & CONFIG_NAMES) and all(isinstance(n, (ast.Assign, ast.Import, ast.ImportFrom)) for n in body)
+
+
+class TinyDetector(nn.Module):
+    """Has a module for every name that the pages use in ``keep_fp32``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.ModuleDict({'conv1': nn.Conv2d(3, 4, 3), 'norm1': nn.BatchNorm2d(4)})
+        self.bbox_head = nn.ModuleDict({'fc': nn.Linear(4, 4), 'norm': nn.LayerNorm(4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.backbone['norm1'](self.backbone['conv1'](x)).mean((2, 3))
+        return self.bbox_head['norm'](self.bbox_head['fc'](x))
+
+
+def foreign_bases() -> set[str]:
+    """What the configs of this repository inherit from other projects; make test-downstream reads them all."""
+    texts = [path.read_text() for path in (ROOT / 'configs').glob('mm*/*.py')]
+    return {base for text in texts for base in re.findall(r"^_base_ = '(.+)'$", text, re.MULTILINE)}
+
+
+def run_config(code: str) -> None:
+    """Parse as mmengine does, build what can be built, and train one step."""
+    bases = re.findall(r"^_base_ = '(.+::.+)'$", code, re.MULTILINE)
+    assert set(bases) <= foreign_bases(), f'no config of this repository inherits from {bases}'
+    cfg = Config.fromstring(re.sub(r"^_base_ = '.+::.+'$", '', code, flags=re.MULTILINE), '.py')
+    if bases and 'optim_wrapper' in cfg:
+        # the project's own config, which is not installed here, brings the optimizer
+        cfg.optim_wrapper.setdefault('optimizer', dict(type='SGD', lr=0.01))
+    for hook in cfg.get('custom_hooks', ()):
+        HOOKS.build(dict(hook))
+    if 'optim_wrapper' not in cfg:
+        return
+    model = TinyDetector()
+    wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
+    assert isinstance(wrapper, AmpOptimWrapper)
+    with wrapper.optim_context(model):
+        loss = model(torch.randn(2, 3, 6, 6)).square().mean()
+    wrapper.update_params(loss)
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+
+
+def run_code(code: str, namespace: dict, where: str) -> None:
+    """Execute; ``print(x)  # text`` must print the text."""
+    printed: list[str] = []
+    namespace['print'] = lambda *values: printed.append(' '.join(map(str, values)))
+    expected = re.findall(r'^ *print\(.*\)  # (.+)$', code, re.MULTILINE)
+    calls = sum(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print'
+        for node in ast.walk(ast.parse(code))
+    )
+    assert len(expected) == calls, f'{where}: each print() needs a comment with what it prints'
+    # the page's line numbers in tracebacks
+    exec(compile('\n' * (int(where.rsplit(':', 1)[1]) - 1) + code, where.rsplit(':', 1)[0], 'exec'), namespace)
+    assert printed == expected, where
+
+
+def run_page(text: str, name: str) -> int:
+    namespace: dict = {'__name__': 'page'}
+    blocks = snippets(text, 'python')
+    for line, code in blocks:
+        if is_config(code):
+            run_config(code)
+        else:
+            run_code(code, namespace, f'{name}:{line}')
+    return len(blocks)
+
+
+@pytest.fixture(autouse=True)
+def _logger_of_this_process() -> None:
+    # made before doctest replaces sys.stdout, to which it would be bound
+    MMLogger.get_current_instance()
+
+
+@pytest.mark.parametrize('name', names_of(PAGES))
+def test_python_snippets_run(name: str) -> None:
+    run_page((ROOT / name).read_text(), name)
+
+
+def test_there_are_snippets_to_run() -> None:
+    """A fence that the pattern above misses would be a snippet that nobody runs."""
+    for page in PAGES:
+        text = page.read_text()
+        assert len(snippets(text, 'python')) == len(re.findall(r'^ *```python', text, re.MULTILINE)), page
+        assert text.count('```') % 2 == 0, page
+    counts = {page.stem: len(snippets(page.read_text(), 'python')) for page in PAGES}
+    assert all(
+        counts[stem] > 0 for stem in ('README', 'index', 'functional', 'opt_levels', 'migrating', 'checkpoints', 'nan')
+    ), counts
+
+
+@pytest.mark.parametrize(
+    'text, error',
+    [
+        ('```python\nprint(1 + 1)  # 3\n```\n', AssertionError),
+        ('```python\nprint(1 + 1)\n```\n', AssertionError),
+        ('```python\nimport amp_wrapper\namp_wrapper.amp.initialise()\n```\n', AttributeError),
+        (
+            "```python\noptim_wrapper = dict(type='AmpOptimWrapper', opt_level='O1', master_weights=True, "
+            "optimizer=dict(type='SGD', lr=0.1))\n```\n",
+            AmpConfigError,
+        ),
+        ('1. in a list\n\n    ```python\n    assert False\n    ```\n', AssertionError),
+    ],
+    ids=['wrong output', 'silent print', 'no such name', 'conflict', 'indented'],
+)
+def test_a_wrong_snippet_fails(text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run_page(text, 'page.md')
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def table(text: str, header: str) -> list[list[str]]:
+    """The rows of the Markdown table whose header line begins with ``header``, the header first."""
+    lines = text.splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith(f'| {header} |')]
+    assert len(starts) == 1, f'{len(starts)} tables with a first column {header!r}'
+    rows = []
+    for line in lines[starts[0] :]:
+        if not line.startswith('|'):
+            break
+        rows.append([cell.strip() for cell in line.strip('|').split('|')])
+    del rows[1]
+    return rows
+
+
+def levels_from_policy() -> list[list[str]]:
+    rows = []
+    for level in LEVELS:
+        p = resolve(level)
+        weights = 'float32' if p.cast_model_type is None else dtype_name(p.cast_model_type)
+        norm = 'float32' if p.keep_batchnorm_fp32 else weights
+        autocast = 'off' if p.autocast_dtype is None else dtype_name(p.autocast_dtype)
+        scale = 'dynamic' if p.loss_scale.dynamic else f'{p.loss_scale.init_scale:g}'
+        rows.append([level, weights, norm, autocast, 'yes' if p.master_weights else 'no', scale])
+    return rows
+
+
+def test_levels_of_the_readme_are_those_of_the_policy() -> None:
+    rows = table((ROOT / 'README.md').read_text(), 'level')
+    assert rows[0][1:6] == ['weights', 'BatchNorm', 'autocast', 'masters', 'loss scale']
+    assert [row[:6] for row in rows[1:]] == levels_from_policy()
+    assert all(row[6] for row in rows[1:]), 'each level says when to choose it'
+
+
+@pytest.mark.parametrize('source', ['docs/opt_levels.md', 'the docstring of amp_wrapper.policy'])
+def test_properties_are_those_of_the_policy(source: str) -> None:
+    """The table of properties, in the page and in the docstring, which has another syntax."""
+    if source.endswith('.md'):
+        rows = [[cell.strip('`') for cell in row] for row in table((ROOT / source).read_text(), 'property')]
+    else:
+        lines = (policy.__doc__ or '').splitlines()
+        rows = [[cell.strip('`') for cell in line.split()] for line in lines if line.startswith(('property', '``'))]
+    assert rows[0] == ['property', *LEVELS]
+    found = {row[0]: dict(zip(LEVELS, row[1:])) for row in rows[1:]}
+    for level in LEVELS:
+        p = resolve(level)
+        assert found['cast_model_type'][level] == (
+            'None' if p.cast_model_type is None else dtype_name(p.cast_model_type)
+        )
+        assert found['patch_torch_functions'][level] == str(p.patch_torch_functions)
+        for name in ('keep_batchnorm_fp32', 'master_weights'):
+            # None is "does not apply", and resolves to False
+            assert found[name][level].replace('None', 'False') == str(getattr(p, name))
+        scale = p.loss_scale
+        assert found['loss_scale'][level] == ('dynamic' if scale.dynamic else str(scale.init_scale))
+
+
+def test_overrides_of_the_readme_are_those_of_the_policy() -> None:
+    rows = table((ROOT / 'README.md').read_text(), 'override')
+    assert len(rows) > 5
+    for override, *cells in rows[1:]:
+        words = ast.parse(f'f({override.strip("`")})', mode='eval').body
+        assert isinstance(words, ast.Call)
+        keywords = {word.arg: ast.literal_eval(word.value) for word in words.keywords}
+        for levels, cell in zip(rows[0][1:], cells):
+            for level in levels.split(', '):
+                try:
+                    resolve(level, **keywords)
+                    verdict = 'ok'
+                except AmpConfigError:
+                    verdict = 'error'
+                assert cell == verdict, f'{override} at {level} is {verdict}'
+
+
+def test_defaults_of_the_arguments() -> None:
+    """The second table of the page on levels names real arguments and their defaults."""
+    rows = table((ROOT / 'docs/opt_levels.md').read_text(), 'argument')
+    words = inspect.signature(AmpOptimWrapper).parameters
+    defaults = {name: word.default for name, word in words.items()} | resolve.__kwdefaults__
+    for names, values, _ in rows[1:]:
+        stated = values.replace('2^24', str(2.0**24)).split(', ')
+        for name, value in zip(re.findall(r'`(\w+)`', names), stated, strict=True):
+            assert repr(defaults[name]) == value, name
+
+
+def test_the_registry_is_documented() -> None:
+    """Every member, the types it avoids, its rule and its reason, grouped as the table of the code is."""
+
+    def types(avoided: frozenset[torch.dtype]) -> str:
+        return ' and '.join(sorted(dtype_name(dtype) for dtype in avoided)) or 'none'
+
+    rules = {
+        'caller': "the caller's type",
+        'float32': 'float32',
+        'model': "the caller's type; float32 under autocast",
+    }
+    # versions of torch differ in what they have of these
+    algebra = set(fp32_linalg.functions())
+    expected = {
+        name: [types(op.cpu), types(op.cuda), rules[op.output], op.reason]
+        for name, op in fp32_registry.FP32_OPS.items()
+        if name not in algebra
+    }
+    others = {name.rpartition('.')[2] for name in algebra if not name.startswith('torch.linalg.')}
+    for name in others | fp32_linalg.IN_16_BIT:
+        assert f'`{name}`' in (ROOT / 'docs/fp32_ops.md').read_text(), name
+    found = {
+        name: cells
+        for members, *cells in table((ROOT / 'docs/fp32_ops.md').read_text(), 'members')[1:]
+        for name in re.findall(r'`([\w.]+)`', members)
+    }
+    assert found == expected
+    for name in fp32_registry.FP32_METHODS:
+        assert f'`{name}`' in (ROOT / 'docs/fp32_ops.md').read_text()
+
+
+def call_of_op(name: str, dtype: torch.dtype, function: Any) -> None:
+    """One call of an op, with tensors of a type in the role that its row of the table speaks of."""
+    x, y = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
+    one, flag = torch.ones(()), torch.zeros(())
+    count, left = (torch.zeros((), dtype=torch.int32) for _ in range(2))
+    decision, rows, moment = torch.zeros(8), torch.zeros(1, 12), torch.zeros(3)
+    hyper, group = torch.zeros(1, 7, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    # float64 goes with rows of its own
+    wide = rows.double() if dtype is torch.float64 else rows
+    arguments = {
+        'multi_tensor_scale': ([x], [y], one, flag),
+        'multi_tensor_axpby': ([x], [x.clone()], [y], one, one, flag),
+        'multi_tensor_copy': ([x], [y]),
+        'multi_tensor_isnonfinite': ([x], flag),
+        'multi_tensor_l2norm': ([x], one, flag),
+        'multi_tensor_maxnorm': ([x], one, flag),
+        'multi_tensor_scale_l2norm': ([x], [y], one, flag),
+        'multi_tensor_refresh': ([x], [torch.zeros(3)]),
+        'update_scale': (torch.ones((), dtype=dtype), count, left, flag, 2.0, 0.5, 2000, 1),
+        'step_prologue': (decision, rows.to(dtype), [flag], hyper, group, 0, [], []),
+        'fused_adam': ([x], [y], [moment], [moment.clone()], [], [], wide, decision),
+        'fused_sgd': ([x], [y], [], [], wide, decision),
+    }
+    function(*arguments[name])
+
+
+def verdict_of_op(name: str, dtype: torch.dtype) -> str:
+    """What the table has to say: read from the front, the kernel for the CPU, and the registrations of the CUDA kernels."""
+    try:
+        call_of_op(name, dtype, getattr(amp_wrapper.ops, name))
+    except (ValueError, RuntimeError):
+        return 'error'
+    devices = []
+    if amp_wrapper.ops.loader.library().module is not None:
+        try:
+            call_of_op(name, dtype, getattr(torch.ops.amp_wrapper, name))
+            devices.append('CPU')
+        except NotImplementedError:
+            pass
+    elif dtype in amp_wrapper.ops.COMPILED_DTYPES:
+        devices.append('CPU')
+    # both kinds of kernel take their types from csrc/common/lists.cpp
+    if devices and name in registered('cuda'):
+        devices.append('CUDA')
+    return ', '.join(devices) or 'reference'
+
+
+def registered(kind: str) -> set[str]:
+    """Names of the ops with a kernel for a kind of device, in the sources."""
+    text = ''.join(path.read_text() for path in sorted((ROOT / 'csrc' / kind).glob('*ops.cpp')))
+    blocks = re.findall(
+        rf'TORCH_LIBRARY_IMPL\(amp_wrapper, {kind.upper()}, library\) {{(.*?)^}}', text, re.MULTILINE | re.DOTALL
+    )
+    return {name for block in blocks for name in re.findall(r'library\.impl\("(\w+)"', block)}
+
+
+def test_ops_of_the_page_are_those_of_the_kernels() -> None:
+    text = (ROOT / 'docs/ops.md').read_text()
+    # the first table says what each op computes
+    head, _, rest = text.partition('<!-- ops:')
+    meanings = table(head, 'op')
+    rows = table(rest, 'op')
+    names = [f'`{name}`' for name in amp_wrapper.ops.schemas.SCHEMAS]
+    assert [row[0] for row in rows[1:]] == [row[0] for row in meanings[1:]] == names
+    assert registered('cpu') == set(amp_wrapper.ops.schemas.SCHEMAS)
+    for name, *cells in rows[1:]:
+        found = [verdict_of_op(name.strip('`'), getattr(torch, dtype)) for dtype in rows[0][1:]]
+        assert cells == found, name
+
+
+def test_reasons_of_a_missing_library_are_those_of_the_code() -> None:
+    """Every reason that the build or the loader can give is in the table, and no other."""
+    listed = [row[0].strip('`') for row in table((ROOT / 'docs/ops.md').read_text(), 'reason')[1:]]
+    code = (ROOT / 'setup.py').read_text() + (ROOT / 'amp_wrapper/ops/loader.py').read_text()
+    code = code.replace('{record["python"]}', sys.implementation.name)
+    assert [reason for reason in listed if reason not in code] == []
+    given = re.findall(
+        r"(?:_missing\(|return |reason=|without_cuda = )f?'(th[^'{]+|no [^'{]+|a build[^'{]+|AMP[^'{]+|nvcc [^'{]+)",
+        code,
+    )
+    assert len(given) > 10
+    assert [reason for reason in given if not any(reason.startswith(known) for known in listed)] == []
+
+
+def test_build_variables_of_the_page_are_those_of_the_build() -> None:
+    """Those of the page are told in setup.py, and the other way round."""
+    names = {
+        name
+        for row in table((ROOT / 'docs/ops.md').read_text(), 'variable')[1:]
+        for name in re.findall(r'`([A-Z_]+)', row[0])
+    }
+    docstring = ast.get_docstring(ast.parse((ROOT / 'setup.py').read_text())) or ''
+    assert names == set(re.findall(r'``([A-Z_]+)', docstring))
+
+
+# -- links, paths, commands -------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    text = FENCE.sub('', page.read_text())
+    titles = re.findall(r'^#+ (.+)$', text, re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', title.lower()).strip().replace(' ', '-') for title in titles}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    bad = []
+    for target in re.findall(r'\]\(([^)\s]+)\)', FENCE.sub('', text)):
+        if re.match(r'[a-z]+:', target):
+            continue
+        file, _, anchor = target.partition('#')
+        path = (page.parent / file).resolve() if file else page
+        if not path.is_file() or (anchor and anchor not in anchors(path)):
+            bad.append(target)
+    return bad
+
+
+@pytest.mark.parametrize('name', names_of(LINKED))
+def test_relative_links_point_to_files(name: str) -> None:
+    page = ROOT / name
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_a_broken_link_is_found() -> None:
+    page = ROOT / 'README.md'
+    assert broken_links(page, '[a](docs/none.md) [b](LICENSE) [c](docs/nan.md#nowhere) [d](https://a.org)') == [
+        'docs/none.md',
+        'docs/nan.md#nowhere',
+    ]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = yaml.safe_load((ROOT / 'mkdocs.yml').read_text())['nav']
+    listed = {path for entry in nav for path in entry.values()}
+    assert listed == {page.name for page in PAGES if page.parent.name == 'docs'}
+
+
+def commands() -> list[list[str]]:
+    """Every shell line of the pages, as words."""
+    lines = [line for page in PAGES for _, code in snippets(page.read_text(), 'bash') for line in code.splitlines()]
+    return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
+
+
+def test_commands_name_what_exists() -> None:
+    """Make targets, tools, configs and their options."""
+    targets = set(re.findall(r'^([\w-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
+    seen = set()
+    for words in commands():
+        if words[0] == 'make':
+            assert words[1] in targets, words
+        if words[0] == 'python':
+            words = words[1:]
+        for word in words:
+            if word.startswith(('tools/', 'configs/', 'examples/')):
+                assert (ROOT / word).is_file(), word
+                seen.add(word)
+    assert {'tools/train.py', 'tools/test.py', 'configs/digits/cnn_o2.py'} <= seen
+    for page in (*PAGES, ROOT / 'CONTRIBUTING.md', ROOT / 'csrc/README.md'):
+        for path in re.findall(
+            r'`((?:tools|configs|examples|tests|amp_wrapper|docs|requirements|csrc)/[\w./]+\.\w+)`', page.read_text()
+        ):
+            assert (ROOT / path).is_file(), f'{page.name}: {path}'
+
+
+@pytest.mark.parametrize(
+    'tool', ['tools/train.py', 'tools/test.py', 'tools/convert_checkpoint.py', 'tools/migrate_from_apex.py']
+)
+def test_commands_use_options_that_exist(tool: str) -> None:
+    used = {word for words in commands() if tool in words for word in words if word.startswith('--')}
+    text = '\n'.join(page.read_text() for page in PAGES)
+    used |= set(re.findall(rf'`{tool} (--[\w-]+)', text))
+    assert used
+    done = subprocess.run([sys.executable, tool, '--help'], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert used <= set(re.findall(r'--[\w-]+', done.stdout))
+
+
+# -- docstrings -------------------------------------------------------------------------------------------------------
+
+MODULES = ['amp_wrapper', *(m.name for m in pkgutil.walk_packages(amp_wrapper.__path__, 'amp_wrapper.'))]
+
+
+def examples_of(module: str) -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    return [test for test in finder.find(importlib.import_module(module)) if test.examples]
+
+
+@pytest.mark.parametrize('module', [name for name in MODULES if examples_of(name)])
+def test_docstring_examples(module: str) -> None:
+    for test in examples_of(module):
+        report: list[str] = []
+        result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)
+        assert result.failed == 0, ''.join(report)
+
+
+def test_the_main_class_has_an_example() -> None:
+    names = {test.name for test in examples_of('amp_wrapper.openmmlab.optim_wrapper')}
+    assert 'amp_wrapper.openmmlab.optim_wrapper.AmpOptimWrapper' in names
+
+
+def test_api_page_names_every_public_name() -> None:
+    """What ``from amp_wrapper import ...`` offers is on the page, and what is on the page exists."""
+    listed = re.findall(r'^::: ([\w.]+)$', (ROOT / 'docs/api.md').read_text(), re.MULTILINE)
+    objects = []
+    for path in listed:
+        module, _, name = path.rpartition('.')
+        if path in MODULES:
+            objects += [v for v in vars(importlib.import_module(path)).values() if getattr(v, '__module__', '') == path]
+        else:
+            objects.append(getattr(importlib.import_module(module), name))
+    # mmengine's own class is documented by mmengine, and amp by its functions
+    own = [getattr(amp_wrapper, name) for name in amp_wrapper.__all__ if name not in ('TorchAmpOptimWrapper', 'amp')]
+    own += [getattr(amp_wrapper.amp, name) for name in amp_wrapper.amp.__all__]
+    assert [item for item in own if item not in objects] == []
+    assert issubclass(AmpOptimWrapper, OptimWrapper)
