@@ -16,7 +16,7 @@ from torch import nn
 from ..autocast import state as passes
 from ..casting import fp32_values as twins
 from ..casting.cast_hooks import AmpHook, untraced
-from ..casting.masters import MasterWeights
+from ..casting.masters import Fp32Masters
 from . import averages
 
 
@@ -28,7 +28,7 @@ class FollowMasters(AmpHook):
     """
 
     def __init__(self) -> None:
-        self.followed: list[ReferenceType[MasterWeights]] = []
+        self.followed: list[ReferenceType[Fp32Masters]] = []
 
     @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -65,7 +65,7 @@ class FollowOwn(AmpHook):
             twins.synchronise(module.parameters())
 
 
-def watch(roots: Iterable[nn.Module], masters: MasterWeights) -> None:
+def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
     """Let the weights of models follow masters at the entry of every forward pass.
 
     Args:

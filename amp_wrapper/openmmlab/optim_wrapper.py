@@ -24,9 +24,9 @@ from ..checkpoint.validate import check_settings
 from ..engine import AmpEngine, Stage, held_optimizers
 from ..engine.ddp import reducers as model_wrappers
 from ..engine.gradients.cross_optimizer import OtherOptimizer
-from ..engine.gradients.unscale import GradientClip
+from ..engine.clipping import GradientClip
 from ..engine.loss_scale import LossScaler
-from ..engine.step_result import COLUMNS, StepResult
+from ..engine.overflow import COLUMNS, StepResult
 from ..errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
 from ..policy import policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
@@ -213,16 +213,16 @@ class AmpOptimWrapper(OptimWrapper):
         Gradients that only a loss of another member of an ``OptimWrapperDict`` brought do not count: where it is never frozen,
         they are always there.
         """
-        return self._engine.stage is Stage.ACCUMULATING and self._engine.in_own_window
+        return self._engine.stage is Stage.ACCUMULATING and self._engine.has_own_gradients
 
     @property
     def member_name(self) -> str:
         """Its name in an ``OptimWrapperDict``, which stands in front of what it logs; '' for a wrapper on its own."""
-        return self._engine.label
+        return self._engine.parts.label
 
     @member_name.setter
     def member_name(self, name: str) -> None:
-        self._engine.label = name
+        self._engine.parts.label = name
 
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own.
@@ -406,7 +406,7 @@ class AmpOptimWrapper(OptimWrapper):
             clip = dataclasses.replace(clip, arguments=self.clip_grad_kwargs)
         result = self._engine.step(clip, **kwargs)
         self._last = self._untold = result
-        if result.decision is not None:
+        if result.info is not None:
             front = f'train/{self.member_name}_' if self.member_name else 'train/'
             words = {
                 'grad_norm': getattr(self, 'grad_name', 'grad_norm'),
@@ -414,7 +414,7 @@ class AmpOptimWrapper(OptimWrapper):
                 'skips': 'amp_skipped',
             }
             shown = {f'{front}{words[name]}': COLUMNS[name] for name in result.shows}
-            self._deferred.update(result.decision, shown, result.skipped is None)
+            self._deferred.update(result.info, shown, result.skipped is None)
 
     def _review(self, rows: list[list[float]]) -> None:
         # the log values have come to the host: what else they say

@@ -649,7 +649,7 @@ def test_large_constants_are_not_kept_twice(device: torch.device) -> None:
     model = Around(nn.Sequential(Table(), Probe())).to(device)
     run = Scripted('wrapper', 'O1', model)
     run.train(batch((4, 3), device))
-    snapshots = run.wrapper._engine._buffers
+    snapshots = run.wrapper._engine.parts.buffers
     assert snapshots is not None
     kept = {snapshots._names[place] for place, copy_ in snapshots._large.items() if copy_ is not None}
     assert kept == {'part.1.large'}
@@ -1110,6 +1110,6 @@ def test_a_run_of_mmengine(level: str, tmp_path: Any, device: torch.device) -> N
     runner = toy.run(
         tmp_path, dict(type='AmpOptimWrapper', opt_level=level, skip_nonfinite=True, optimizer=dict(type='SGD', lr=0.1))
     )
-    snapshots = runner.optim_wrapper._engine._buffers
+    snapshots = runner.optim_wrapper._engine.parts.buffers
     assert snapshots is not None
     assert not any(name.startswith('data_preprocessor') for name in snapshots._names)

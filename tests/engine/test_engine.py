@@ -21,7 +21,7 @@ from amp_wrapper.autocast import patching as fp32_ops
 from amp_wrapper.casting import cast_hooks as forward_hooks
 from amp_wrapper.casting.roots import unwrap
 from amp_wrapper.engine import AmpEngine, Stage
-from amp_wrapper.engine.gradients.unscale import GradientClip
+from amp_wrapper.engine.clipping import GradientClip
 from amp_wrapper.errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpUsageError, OverflowStreakError
 from amp_wrapper.policy import LEVELS, resolve
 
