@@ -99,7 +99,7 @@ class Fp32Masters(ParamPairs):
     @property
     def has_unfrozen(self) -> bool:
         """Whether a weight without a master, for it was 16-bit and frozen, is trained now: :meth:`adopt` makes one."""
-        return any(weight.requires_grad for weight in self._frozen)
+        return bool(self._frozen) and any(weight.requires_grad for weight in self._frozen)
 
     def _make(self, wanted: Callable[[nn.Parameter], bool]) -> None:
         assert self.optimizer is not None
@@ -200,9 +200,10 @@ class Fp32Masters(ParamPairs):
             for weight, master in zip(self._weights, self._masters)
             if weight.grad is None and master.grad is None and weight not in busy
         ]
-        pairs = [(weight, record) for weight, record in self._with_records(idle) if not record.moved()]
-        if pairs:
-            twins.take_weights(pairs)
+        if idle:
+            pairs = [(weight, record) for weight, record in self._with_records(idle) if not record.moved()]
+            if pairs:
+                twins.take_weights(pairs)
 
     def edited(self) -> list[nn.Parameter]:
         """The weights that were written to since both sides agreed, as torch's version counters tell.

@@ -166,4 +166,3 @@ class ParamPairs:
 
     def release(self) -> None:
         """Put the model's own parameters back into the optimizer. The caller gives them their FP32 values."""
-

@@ -103,9 +103,7 @@ class SplitMasters(ParamPairs):
 
         Edits through ``.data`` do not count there, and nothing else tells of them.
         """
-        return [
-            weight for weight, held in self._held.values() if held.is_stale(weight) and weight.dtype in HALF_TYPES
-        ]
+        return [weight for weight, held in self._held.values() if held.is_stale(weight) and weight.dtype in HALF_TYPES]
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
         """Somebody says that weights were edited, through ``.data`` perhaps: their remainders become zero.

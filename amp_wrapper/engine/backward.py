@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import operator
+from collections.abc import Callable, Container, Sequence
+from contextlib import ExitStack
+from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -11,10 +13,13 @@ from torch import Tensor
 from .. import torch_internals
 from ..autocast import patching
 from ..errors import AmpUsageError
+from .buffers import snapshots
 from .buffers import users as buffer_users
 from .gradients.cross_optimizer import OtherOptimizer, Rescaling, Share
 from .gradients.per_backward import UnscaledGradients
 from .parts import EngineParts, Stage
+
+_in_backward: Callable[[EngineParts], bool] = operator.attrgetter('gradients.in_backward')
 
 
 class BackwardPass:
@@ -42,55 +47,65 @@ class BackwardPass:
         # what the pass may bring to parameters of others
         self._shares: list[tuple[EngineParts | OtherOptimizer, Share]] = []
         self._flags: list[Tensor | None] = []
+        self._rescaling: Rescaling | None = None
 
-    @contextmanager
-    def run(self) -> Iterator[Callable[[], None]]:
-        """Around the backward pass.
+    def __enter__(self) -> Callable[[], None]:
+        """The backward pass is about to begin.
 
-        Yields:
+        Returns:
             What to call where the pass begins inside, if passes for other optimizers may be under way by then.
 
         Raises:
             AmpUsageError: A pass inside another one of the same engine; several losses under ``no_sync``. All gradients are as
                 before, and so they are after any exception inside, where gradients are unscaled at each backward pass.
         """
-        self._check_not_inside()
+        if any(map(_in_backward, self.engines)):
+            raise AmpUsageError(
+                'a backward pass inside another one that is meant for the same optimizer: leave the first '
+                '"with amp.scale_loss(...)" block before the second begins, or add the losses up.'
+            )
         with ExitStack() as stack:
-            for engine in (*self.engines, *self._other_engines):
-                if engine.gradients.unscaled:
-                    stack.callback(engine.gradients.put_back, engine.params)
-            averaged = [self._prepare(engine) for engine in self.engines]
-            rescaling = self._rescale_elsewhere(stack) if self.others else None
-            self._flags = [engine.overflow.new() if engine.scales.check else None for engine in self.engines]
-            if self.first.op_set is not None:
-                # checkpointed segments are recomputed in there
-                stack.enter_context(patching.in_backward(self.first.op_set, self.first.seen_ops))
-            self._unscale_on_exit(stack, averaged)
-            told = stack.enter_context(buffer_users.backward(self.engines))
+            self._begin(stack)
+            self._stack = stack.pop_all()
+        return self.begins
 
-            @torch.no_grad()
-            def begins() -> None:
-                self._check_alone()
-                told()
-                for engine in self.engines:
-                    engine.end_rescalings()
-                if rescaling is not None:
-                    self._take_up_rescaling(rescaling)
+    def _begin(self, stack: ExitStack) -> None:
+        for engine in (*self.engines, *self._other_engines):
+            if engine.gradients.unscaled:
+                stack.callback(engine.gradients.put_back, engine.params)
+        averaged = [self._prepare(engine) for engine in self.engines]
+        if self.others:
+            self._rescaling = self._rescale_elsewhere(stack)
+        self._flags = [engine.overflow.new() if engine.scales.check else None for engine in self.engines]
+        if self.first.op_set is not None:
+            # checkpointed segments are recomputed in there
+            stack.enter_context(patching.in_backward(self.first.op_set, self.first.seen_ops))
+        self._unscale_on_exit(stack, averaged)
+        self._tell_buffers = stack.enter_context(buffer_users.backward(self.engines))
 
-            yield begins
+    def begins(self) -> None:
+        """The pass begins; those of other losses may have come in between."""
+        with torch.no_grad():
+            self._check_alone()
+            self._tell_buffers()
+            for engine in self.engines:
+                engine.end_rescalings()
+            if self._rescaling is not None:
+                self._take_up_rescaling(self._rescaling)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
             for engine in self.engines:
                 # what passes that are still under way brought here is not to be unscaled by this one's scale
                 engine.end_rescalings()
         self._finish()
 
     # -- before ------------------------------------------------------------------------------------------------------
-
-    def _check_not_inside(self) -> None:
-        if any(engine.gradients.in_backward for engine in self.engines):
-            raise AmpUsageError(
-                'a backward pass inside another one that is meant for the same optimizer: leave the first '
-                '"with amp.scale_loss(...)" block before the second begins, or add the losses up.'
-            )
 
     def _prepare(self, engine: EngineParts) -> bool:
         """Returns whether the gradients of the pass are averaged over the ranks; True without several ranks."""
@@ -266,3 +281,59 @@ def _check_finished(engine: EngineParts) -> None:
             f'pass used, and DistributedDataParallel waits for the others before it averages: run the model once for '
             f'each loss, with find_unused_parameters=True, or add the losses up.'
         )
+
+
+class SimplePass:
+    """The backward pass of an engine that has one loss, no DDP and no other optimizer beside it: there is little to do.
+
+    Args:
+        engine: Whose loss it is.
+        loss_id: Which scale.
+    """
+
+    __slots__ = ('_context', '_engine')
+
+    def __init__(self, engine: EngineParts, loss_id: int) -> None:
+        engine.scales.of(loss_id)
+        self._engine = engine
+        # checkpointed segments are recomputed in there
+        self._context = None if engine.op_set is None else patching.in_backward(engine.op_set, engine.seen_ops)
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._context is not None:
+            self._context.__exit__(kind, error, trace)
+        if kind is None:
+            engine = self._engine
+            if engine.gradients.sums is not None:
+                engine.gradients.collect(engine.weights())
+            engine.overflow.used[0] = engine.overflow.named = True
+            engine.stage = Stage.ACCUMULATING
+            if engine.buffers is not None:
+                engine.buffers.used_by((engine,))
+
+
+def backward_pass(engine: EngineParts, loss_id: int) -> BackwardPass | SimplePass:
+    """What surrounds the backward pass of a loss that is meant for one engine.
+
+    Args:
+        engine: Whose loss it is.
+        loss_id: Which scale.
+
+    Raises:
+        AmpUsageError: No such loss.
+    """
+    simple = not (
+        engine.others
+        or engine.rescalings
+        or engine.gradients.unscaled
+        or engine.ddp.ddps
+        or engine.overflow.has_others
+        or snapshots.are_several()
+    )
+    return SimplePass(engine, loss_id) if simple else BackwardPass([engine], loss_id)

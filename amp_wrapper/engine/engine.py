@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import patching
-from ..casting import cast_hooks, roots
 from ..checkpoint.format import SavedAmp
-from ..errors import AmpError, AmpUsageError
+from ..errors import AmpUsageError
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy
 from ..policy.nested import EnterObject
-from . import attach, state
-from .backward import BackwardPass, scale_of
+from . import attach, forward, state
+from .backward import BackwardPass, backward_pass, scale_of
 from .clipping import GradientClip
 from .gradients.cross_optimizer import OtherOptimizer
 from .gradients.unscale import NO_GRAPH
@@ -35,15 +32,15 @@ class AmpEngine:
     The path of one update:
 
     1. :meth:`scale`: the loss times the loss scale, which does not move from here to 7;
-    2. :meth:`backward`: gradients arrive on the model weights, 16-bit where the weights are, and are averaged over the ranks;
+    2. :meth:`backward`: gradients arrive on the model weights, 16-bit where these are, and are averaged over the ranks;
     3. :meth:`step` looks for weights that somebody else changed (they win over their masters),
     4. finds out whether any gradient element is non-finite, and how long the gradient is,
     5. decides, the same on every rank,
     6. unscales, clips, steps the optimizer and brings masters to the model weights; or skips all of it,
     7. moves the loss scale.
 
-    With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one pass
-    over everything, and the host reads nothing (:class:`~amp_wrapper.engine.step.FusedStep`). With any other one, unscaling
+    With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one
+    pass over everything, and the host reads nothing (:class:`~amp_wrapper.engine.step.FusedStep`). With any other one, unscaling
     comes first, together with 4, and each of the rest is a pass of its own (:class:`~amp_wrapper.engine.step.EagerStep`).
     Gradients of several losses, and of engines that share their scales, are unscaled at the end of 2
     (:class:`~amp_wrapper.engine.gradients.per_backward.UnscaledGradients`).
@@ -287,7 +284,7 @@ class AmpEngine:
 
     def before_forward(self, model: nn.Module) -> None:
         """Weights follow masters that somebody wrote to, and the other way round. DDP modules take notice of parameters that
-        were frozen, unfrozen or added since the last forward pass.
+        were frozen, unfrozen or added since the last forward call.
 
         Every rank calls this, before it enters ``no_sync``.
 
@@ -299,70 +296,16 @@ class AmpEngine:
             AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
                 and its master that were both written to.
         """
-        parts = self.parts
-        if not parts.policy.enabled:
-            return
-        parts.params.synchronise()
-        for other in parts.others:
-            if isinstance(other, EngineParts):
-                other.params.synchronise()
-        if parts.policy.runs_16_bit and hasattr(model, '_orig_mod'):
-            roots.check_compiled(model)
-        if parts.ddp.joins() and not parts.is_plain:
-            raise AmpUsageError(
-                'DistributedDataParallel.join(): ranks that take more steps than others would move their loss scale and '
-                'masters alone. Give every rank the same number of iterations, or use O0.'
-            )
-        parts.ddp.follow(model, self._is_waiting)
+        if self.policy.enabled:
+            forward.prepare(self.parts, model)
 
-    def _is_waiting(self, ids: Iterable[int]) -> bool:
-        """Whether any of these parameters, by id, has a gradient that waits for the step."""
-        if not self.parts.is_accumulating:
-            return False
-        chosen = set(ids)
-        return self.parts.has_gradient(weight for weight in self.weights() if id(weight) in chosen)
-
-    @contextmanager
-    def forward_context(self, model: nn.Module) -> Iterator[None]:
-        """What surrounds a training forward pass: autocast at O1 and O4, nothing at the levels that cast.
+    def forward_context(self, model: nn.Module) -> AbstractContextManager[None]:
+        """What surrounds a training forward call: autocast at O1 and O4, nothing at the levels that cast.
 
         Args:
             model: Says on which device autocast works.
         """
-        parts = self.parts
-        dtype = parts.policy.autocast_dtype if parts.policy.enabled else None
-        context = cast_hooks.autocast_context(cast_hooks.module_device(model).type, dtype)
-        if torch.compiler.is_compiling():
-            with context:
-                yield
-            return
-        if not patching.in_forward():
-            # what an interrupted validation left open
-            cast_hooks.unwind()
-        before = cast_hooks.open_contexts()
-        try:
-            with patching.recording(parts.seen_ops), context:
-                if parts.op_set is not None:
-                    # for models whose train_step does not call them
-                    patching.enter(parts.op_set)
-                yield
-        except RuntimeError as error:
-            self._explain(error, model)
-            raise
-        finally:
-            cast_hooks.unwind(before)
-
-    def _explain(self, error: RuntimeError, model: nn.Module) -> None:
-        """A module list that changed behind torch's registration hooks shows as an error about types."""
-        if isinstance(error, AmpError) or not self.casts:
-            return
-        new = [name for name, p in roots.unwrap(model).named_parameters() if id(p) not in self.parts.names]
-        if new:
-            raise AmpUsageError(
-                f'the model has parameters that it did not have when it was cast ({", ".join(new[:5])}): they are in '
-                f'FP32, without masters, and the optimizer may not know them. Call optim_wrapper.detach(), change the '
-                f'model, give its parameters to the optimizer, and attach again.'
-            ) from error
+        return forward.surround(self.parts, model)
 
     def scale(self, loss: Tensor, loss_id: int = 0, together: Sequence[AmpEngine] = ()) -> Tensor:
         """``loss`` times the scale of ``loss_id``, in float32; ``loss`` itself where nothing is scaled.
@@ -378,7 +321,7 @@ class AmpEngine:
         scaler = self.parts.scales.of(loss_id)
         if scaler.is_one:
             return loss
-        return scaler.scale(loss, scale_of([self.parts, *(engine.parts for engine in together)], loss_id))
+        return scaler.scale(loss, scale_of([self.parts, *[engine.parts for engine in together]], loss_id))
 
     def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
         """Scale the loss and run its backward pass.
@@ -397,13 +340,12 @@ class AmpEngine:
             self.attach(None)
         if kwargs.get('create_graph') and (parts.params.have_fp32_values or not parts.scales.of(loss_id).is_one):
             raise AmpUsageError(NO_GRAPH)
-        with BackwardPass([parts], loss_id).run():
+        with backward_pass(parts, loss_id):
             scaled.backward(**kwargs)  # type: ignore[no-untyped-call]
 
-    @contextmanager
     def receiving(
         self, loss_id: int = 0, together: Sequence[AmpEngine] = (), beyond: Sequence[AmpEngine] = ()
-    ) -> Iterator[Callable[[], None]]:
+    ) -> AbstractContextManager[Callable[[], None]]:
         """Around one backward pass of a loss that :meth:`scale` has scaled, whoever runs it.
 
         Args:
@@ -412,16 +354,16 @@ class AmpEngine:
                 of any is non-finite, all skip their next step.
             beyond: Further engines that the pass may reach, as those told to :meth:`join`.
 
-        Yields:
-            What to call where the pass begins inside, if passes for other optimizers may be under way by then.
+        Returns:
+            A context; on entering, it gives what to call where the pass begins inside, if passes for other optimizers may be
+            under way by then.
 
         Raises:
             AmpUsageError: As :meth:`backward`; inside another pass of the same engine. All gradients are as before, and so they
                 are after any exception inside, where gradients are unscaled at each backward pass.
         """
         engines = [self.parts, *(engine.parts for engine in together)]
-        with BackwardPass(engines, loss_id, [engine.parts for engine in beyond]).run() as begins:
-            yield begins
+        return BackwardPass(engines, loss_id, [engine.parts for engine in beyond])
 
     def step(self, clip: GradientClip | None = None, **kwargs: Any) -> StepResult:
         """One optimizer step from the gradients at hand: taken, or skipped as a whole.
@@ -454,14 +396,14 @@ class AmpEngine:
             finish_gradients(parts)
         if kwargs.get('closure') is not None:
             return self._step_with_closure(clip, kwargs)
-        parts.lists()
+        lists = parts.lists()
         parts.params.synchronise()
         parts.params.follow_idle(parts.gradients.busy)
         gradients = None
         if parts.policy.enabled and isinstance(parts.optimizer, FusedOptimizer):
-            gradients = self._fused.gradients(clip)
+            gradients = self._fused.gradients(clip, lists)
         if gradients is not None:
-            result = self._fused.run(clip, gradients, kwargs)
+            result = self._fused.run(clip, gradients, lists.copies, kwargs)
         else:
             result = self._eager.run(clip, kwargs)
         parts.stage = Stage.READY

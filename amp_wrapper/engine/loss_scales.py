@@ -25,6 +25,7 @@ class LossScales:
 
     Attributes:
         scalers: One for each loss.
+        first: That of the first loss.
         are_shared: Whether other engines have the same.
         steps: Counts the steps of this engine, in its ``counts``.
         check: Whether gradients are checked for non-finite values.
@@ -35,17 +36,12 @@ class LossScales:
     def __init__(self, policy: Policy, shared: Sequence[LossScaler] | None = None) -> None:
         self.scalers = new_scalers(policy) if shared is None else list(shared)
         self.are_shared = shared is not None
-        first = self.scalers[0]
+        self.first = first = self.scalers[0]
         self.check, self.is_dynamic, self.is_one = first.checks, first.is_dynamic, first.is_one
         # scales of several engines do not count the steps of one
         self.steps = first if shared is None else LossScaler(LossScaleConfig(False, 1.0), first.checks)
         # the losses that the last update was for
         self._updated: tuple[int, ...] = ()
-
-    @property
-    def first(self) -> LossScaler:
-        """That of the first loss."""
-        return self.scalers[0]
 
     def of(self, loss_id: int) -> LossScaler:
         """The scale of a loss.

@@ -51,6 +51,7 @@ class Overflow:
         self.used = [False] * self._losses
         self._found: list[Tensor | None] = [None] * self._losses
         self._elsewhere: list[Tensor | None] = [None] * self._losses
+        self._has_elsewhere = False
         self.forget_others()
         self.named = False
 
@@ -88,6 +89,7 @@ class Overflow:
     def add_elsewhere(self, loss_id: int, found_inf: Tensor) -> None:
         """A loss of ours brought gradients to parameters of another optimizer."""
         self._elsewhere[loss_id] = self._larger(self._elsewhere[loss_id], found_inf)
+        self._has_elsewhere = True
 
     def add_of_others(self, found_inf: Tensor, locally: bool) -> None:
         """A loss of another optimizer brought gradients here, in a pass that was not averaged where ``locally``."""
@@ -123,6 +125,7 @@ class Overflow:
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
         *each, self._of_others = flags.unbind()
         self._found, self._elsewhere = list(each[: self._losses]), list(each[self._losses :])
+        self._has_elsewhere = True
 
     def _all(self) -> list[Tensor | None]:
         return [*self._found, *self._elsewhere, self._of_others]
@@ -137,7 +140,7 @@ class Overflow:
     @property
     def is_own(self) -> bool:
         """Whether only losses of this optimizer, and only at its own parameters, were checked."""
-        return self._of_others is None and all(flag is None for flag in self._elsewhere)
+        return self._of_others is None and not self._has_elsewhere
 
     def learned(self, loss_id: int) -> Tensor:
         """Whether the scale of a loss was too large."""
@@ -311,4 +314,15 @@ class OverflowMonitor:
             self._streak, self._unseen = known
 
 
-__all__ = ['COLUMNS', 'GRAD_NORM', 'LOSS_SCALE', 'SKIP', 'SKIPS', 'STREAK', 'Overflow', 'OverflowMonitor', 'StepResult', 'info_of']
+__all__ = [
+    'COLUMNS',
+    'GRAD_NORM',
+    'LOSS_SCALE',
+    'SKIP',
+    'SKIPS',
+    'STREAK',
+    'Overflow',
+    'OverflowMonitor',
+    'StepResult',
+    'info_of',
+]

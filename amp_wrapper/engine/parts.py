@@ -267,7 +267,8 @@ class EngineParts:
         Args:
             **kwargs: For ``Optimizer.zero_grad`` (``set_to_none``).
         """
-        self.drop()
+        if self.overflow.is_used or self.overflow.has_others or self.pass_watch is not None:
+            self.drop()
         self.gradients.clear(self.params)
         for rescaling, share in self.rescalings:
             rescaling.forget(share)

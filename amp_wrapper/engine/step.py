@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import repeat
 from typing import Any, NoReturn
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..casting import fp32_values
+from ..casting.param_pairs import StepLists
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError
 from ..optim.fused import FusedOptimizer, Update
 from .buffers import snapshots
@@ -20,6 +23,8 @@ from .gradients.unscale import nonfinite_names
 from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
 from .overflow import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, info_of
 from .parts import EngineParts, Stage
+
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 
 
 class FusedStep:
@@ -32,19 +37,25 @@ class FusedStep:
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
 
-    def run(self, clip: GradientClip | None, gradients: Sequence[Tensor | None], kwargs: dict[str, Any]) -> StepResult:
+    def run(
+        self,
+        clip: GradientClip | None,
+        gradients: Sequence[Tensor | None],
+        copies: Sequence[Tensor | None],
+        kwargs: dict[str, Any],
+    ) -> StepResult:
         """One pass for norm and flag, one for everything else, and a decision between them, all on the device.
 
         Args:
             clip: How to clip.
             gradients: As the optimizer takes them: scaled, or unscaled at each backward pass.
+            copies: What is written beside each parameter, or None.
             kwargs: For the optimizer's ``step``.
         """
         parts = self._parts
         optimizer = parts.optimizer
         assert isinstance(optimizer, FusedOptimizer)
         waits = parts.scales.check and parts.monitor.must_wait
-        copies = parts.lists().copies
         update = Update(gradients, copies, lambda found: self._decide(clip, found), parts.params.settle)
         with optimizer.updating(update):
             parts.own_step(kwargs)
@@ -93,8 +104,12 @@ class FusedStep:
             clip.refuse_nonfinite(words['norm'], words.get('found_inf'), scales.is_dynamic)
         return words
 
-    def gradients(self, clip: GradientClip | None) -> list[Tensor | None] | None:
+    def gradients(self, clip: GradientClip | None, lists: StepLists) -> list[Tensor | None] | None:
         """What the optimizer would step with; None where this way cannot do it all.
+
+        Args:
+            clip: How to clip.
+            lists: What is stepped.
 
         Raises:
             AmpConfigError: A clipping that split masters cannot have.
@@ -115,16 +130,19 @@ class FusedStep:
                 '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
                 'master_weights=True.'
             )
-        lists = parts.lists()
         if not split and (not fits or hooked or not lists.on_one_device):
             return None
         found = parts.gradients.to_step(lists)
-        frozen = clip is not None and any(
-            grad is not None and not weight.requires_grad for weight, grad in zip(lists.weights, found)
-        )
-        if not split and (frozen or all(grad is None for grad in found)):
+        if not split and (_clips_frozen(clip, lists.weights, found) or all(map(operator.is_, found, repeat(None)))):
             return None
         return found
+
+
+def _clips_frozen(clip: GradientClip | None, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+    """Whether a frozen weight has a gradient, which torch's clipping leaves out."""
+    if clip is None or all(map(_requires_grad, weights)):
+        return False
+    return any(grad is not None and not weight.requires_grad for weight, grad in zip(weights, gradients))
 
 
 class EagerStep:
@@ -278,7 +296,8 @@ def restore_buffers(parts: EngineParts, skip: Tensor | None) -> None:
 
 def agree(parts: EngineParts) -> None:
     """Where the ranks' gradients may differ, they exchange the flags. Collective."""
-    parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
+    if parts.ddp.ddps:
+        parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
 
 
 def result_of(

@@ -22,9 +22,9 @@ from ..casting import save_pretrained as hf_saving
 from ..checkpoint.format import amp_part
 from ..checkpoint.validate import check_settings
 from ..engine import AmpEngine, Stage, held_optimizers
+from ..engine.clipping import GradientClip
 from ..engine.ddp import reducers as model_wrappers
 from ..engine.gradients.cross_optimizer import OtherOptimizer
-from ..engine.clipping import GradientClip
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
 from ..errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest

@@ -230,7 +230,9 @@ def test_what_the_option_may_be() -> None:
     with pytest.raises(AmpConfigError, match='accumulate_in_fp32=True conflicts with num_losses=2'):
         AmpOptimWrapper(optimizer=optimizer, opt_level='O3', num_losses=2, **WIDE)
     # with masters, several losses meet in FP32 anyway
-    assert AmpOptimWrapper(optimizer=optimizer, opt_level='O2', num_losses=2, **WIDE)._engine.parts.gradients.sums is None
+    assert (
+        AmpOptimWrapper(optimizer=optimizer, opt_level='O2', num_losses=2, **WIDE)._engine.parts.gradients.sums is None
+    )
     assert 'sums in FP32' in AmpOptimWrapper(optimizer=optimizer, opt_level='O2', **WIDE).policy.describe()
 
 

@@ -656,6 +656,11 @@ def decided(user: User, flag: Tensor | None) -> None:
         snapshots.decide(user, flag)
 
 
+def are_several() -> bool:
+    """Whether several optimizers have buffers that their skipped steps give back."""
+    return len(_living) > 1
+
+
 def settle() -> None:
     """Somebody is about to save models: :meth:`BufferSnapshots.settle` for all."""
     for snapshots in list(_living):
@@ -684,4 +689,4 @@ def _on_new_module(parent: nn.Module, name: str, new: nn.Module | None) -> None:
         snapshots.look_again(parent)
 
 
-__all__ = ['LARGE', 'BufferSnapshots', 'averaging', 'decided', 'settle']
+__all__ = ['LARGE', 'BufferSnapshots', 'are_several', 'averaging', 'decided', 'settle']

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...errors import AmpUsageError
 
+
 def unscale_to_masters(
     pairs: Iterable[tuple[nn.Parameter, nn.Parameter]],
     own: Iterable[nn.Parameter],
