@@ -76,7 +76,8 @@ class Fp32Masters(ParamPairs):
 
     def weights(self) -> list[nn.Parameter]:
         """The weights behind masters, and parameters that are stepped themselves."""
-        return list(map(self.weight_of, self.parameters()))
+        weight_of = self._weight_of.get
+        return [weight_of(id(parameter), parameter) for parameter in self.parameters()]
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that stay FP32, and are stepped themselves."""

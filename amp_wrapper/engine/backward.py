@@ -127,8 +127,7 @@ class BackwardPass:
             if not isinstance(engine.gradients, UnscaledGradients):
                 engine.gradients.before_backward(engine.ddp.about_to_average())
                 continue
-            weights = engine.weights()
-            if not over_ranks and any(id(weight) in taken for weight in weights):
+            if not over_ranks and taken and any(id(weight) in taken for weight in engine.weights()):
                 raise AmpUsageError(
                     'a backward pass under no_sync that is meant for two optimizers of the same parameters: which of them '
                     'holds the gradients until they are averaged cannot be known. Leave no_sync out, or list one optimizer '
@@ -136,8 +135,8 @@ class BackwardPass:
                 )
             stack.enter_context(
                 engine.gradients.unscaling(
-                    [pair for pair in engine.params.pairs if id(pair[0]) not in taken],
-                    [parameter for parameter in engine.params.without_master() if id(parameter) not in taken],
+                    [pair for pair in engine.params.pairs if not taken or id(pair[0]) not in taken],
+                    [p for p in engine.params.without_master() if not taken or id(p) not in taken],
                     self.loss_id,
                     None if self.scale is None else self.scale.to(engine.device),
                     over_ranks,
@@ -146,7 +145,8 @@ class BackwardPass:
                     in_buckets=bool(engine.ddp.ddps),
                 )
             )
-            taken.update(map(id, weights))
+            if len(self.engines) > 1:
+                taken.update(map(id, engine.weights()))
 
     # -- parameters of others ----------------------------------------------------------------------------------------
 
@@ -219,7 +219,8 @@ class BackwardPass:
     def _finish(self) -> None:
         for engine in self.engines:
             engine.ddp.end_backward()
-        self.first.gradients.collect(self.first.weights())
+        if self.first.gradients.sums is not None:
+            self.first.gradients.collect(self.first.weights())
         if self.first.gradients.unscaled:
             self._tell_flags()
         self.first.overflow.used[self.loss_id] = True
@@ -241,8 +242,9 @@ class BackwardPass:
         device = self.first.device
         worst = found[0] if len(found) == 1 else torch.stack([flag.to(device) for flag in found]).max()
         self.first.overflow.add(self.loss_id, worst)
-        mine = {id(weight) for engine in self.engines for weight in engine.weights()}
-        sharing = [e for e in self._other_engines if e.gradients.unscaled and mine.intersection(map(id, e.weights()))]
+        others = [other for other in self._other_engines if other.gradients.unscaled]
+        mine = {id(weight) for engine in self.engines for weight in engine.weights()} if others else set()
+        sharing = [other for other in others if mine.intersection(map(id, other.weights()))]
         for engine in (*self.engines[1:], *sharing):
             engine.add_of_others(worst)
 
