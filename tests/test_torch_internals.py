@@ -18,6 +18,8 @@ import amp_wrapper
 from amp_wrapper import torch_internals
 
 ROOT = Path(__file__).resolve().parent.parent
+#: What compiles the frames of this thread; None where nothing does.
+frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def test_the_versions_that_were_tried() -> None:
@@ -114,10 +116,6 @@ def test_built_in_communication_hooks() -> None:
     assert 'FP16_COMPRESS' in torch_internals.builtin_comm_hooks()
 
 
-def frame_compiler() -> object:
-    return torch._C._dynamo.eval_frame.get_eval_frame_callback()
-
-
 class Watched:
     """Methods that are not traced, and what they see: whether they are, and whether what they call is compiled."""
 
@@ -196,8 +194,8 @@ def test_untraced_functions_are_not_compiled_where_others_would_be(decorate: Cal
 
     torch._dynamo.utils.counters.clear()
     compiled = torch.compile(lambda x: skipped(x), backend=backend)
-    assert [compiled(torch.ones(2)).tolist() for _ in range(2)] == [[2, 2]] * 2
-    assert seen == [(False, None)] * 40
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
+    assert seen == [(False, None)] * 20
     # the lambda, what follows its break, and the other function, which alone has a graph
     assert torch._dynamo.utils.counters['frames']['total'] == 3
     assert len(graphs) == 1
