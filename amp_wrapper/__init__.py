@@ -11,6 +11,7 @@ the optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there. Without
 mmengine, everything below the mmengine doors, and the functional interface, can be imported.
 """
 
+import sys as _sys
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 
 _DOORS = ('AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
 
-if _find_spec('mmengine') is not None:
+# python is about to run amp_wrapper.info, which reports what is there, and builds nothing from a config
+_reports = _sys.argv[:1] == ['-m'] and f'{__name__}.info' in _sys.orig_argv
+
+if _find_spec('mmengine') is not None and not _reports:
     from .openmmlab.hooks import AmpInferenceHook as _AmpInferenceHook  # noqa: F401
     from .openmmlab.optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
 

@@ -14,15 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from torch import Tensor
-
-import amp_wrapper
-from amp_wrapper.checkpoint import SavedAmp, convert
-from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.policy import resolve
-
-TARGETS = (*convert.WEIGHT_TYPES, 'stock', 'apex')
+#: Those of :mod:`amp_wrapper.checkpoint.convert`, which is imported after the options are read.
+WEIGHT_TYPES = ('fp32', 'fp16', 'bf16')
+WEIGHTS = ('average', 'trained')
+TARGETS = (*WEIGHT_TYPES, 'stock', 'apex')
 #: What wrote a file of each kind, and what resumes from it as it is.
 KINDS = {
     'own': (
@@ -60,7 +55,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         '--weights',
-        choices=convert.WEIGHTS,
+        choices=WEIGHTS,
         help='of a file with an EMA: the averaged weights (default), or the trained ones',
     )
     parser.add_argument(
@@ -76,7 +71,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if args.publish:
         args.to = args.to or 'fp32'
-        if args.to not in convert.WEIGHT_TYPES:
+        if args.to not in WEIGHT_TYPES:
             parser.error(f'--publish is for weights, not for --to {args.to}')
     if args.to not in ('stock', 'apex') and (args.epoch, args.iter) != (None, None):
         parser.error('--epoch and --iter are for --to stock and --to apex')
@@ -86,6 +81,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error('OUT is written with --to or --publish only')
     return args
 
+
+if __name__ == '__main__':
+    # --help and wrong words are answered before the imports below, which take seconds
+    parse_args()
+
+import torch
+from torch import Tensor
+
+import amp_wrapper
+from amp_wrapper.checkpoint import SavedAmp, convert
+from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.policy import resolve
 
 # -- inspecting -------------------------------------------------------------------------------------------------------
 

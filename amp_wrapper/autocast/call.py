@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import torch_internals
 from ..errors import AmpUsageError, BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
@@ -20,10 +21,9 @@ _MARK = '_amp_wrapper_fp32'
 _WRAPPED = '_amp_wrapper_backward'
 _FLOAT32 = frozenset({torch.float32})
 
-_Function = TypeVar('_Function', bound=Callable[..., Any])
 #: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
 #: between sees autocast and the stand-ins of the FP32 registry as they are.
-untraced: Callable[[_Function], _Function] = torch.compiler.disable
+untraced = torch_internals.untraced
 
 #: Tells whether, and how, a member is to run in FP32 at this moment.
 ActiveOp = Callable[[], 'Fp32Op | None']

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, loader, reference, schemas
+from .. import torch_internals
+from . import checks, loader, reference
 from . import optimizer_step as reference_step
+from . import schemas as schemas
 from .optimizer_step import ADAM, DECISION, HYPER, ROW, SGD
 from .reference import add_gradients
 
@@ -35,7 +37,7 @@ def compiled_devices() -> frozenset[str]:
     return loader.library().devices
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch_internals.constant_when_traced
 def _serves(kind: str) -> bool:
     # torch.compile knows what to do with a constant bool, and not with a set
     return kind in loader.library().devices

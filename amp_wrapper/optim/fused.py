@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .. import ops
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..policy.policy import parse_dtype
+from ..torch_internals import untraced
 from .tensor_lists import WIDE, Hyper, Part, Place, Plan, flat, misfit, same, uncountable, unfit
 
 _CPU = torch.device('cpu')
@@ -185,7 +186,7 @@ class FusedOptimizer(Optimizer):
             self._take_step(self._update)
         return loss
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    @untraced
     def _step_eagerly(self, closure: Callable[[], Any] | None) -> Any:
         return FusedOptimizer.step(self, closure)
 
@@ -609,7 +610,7 @@ class FusedOptimizer(Optimizer):
         self._plan = None
         self._hyper = None
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up a state dict of this class or of torch's own. It is copied, and left as it is.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
+from ..torch_internals import untraced
 from .fused import FusedOptimizer
 from .tensor_lists import Part
 
@@ -103,7 +104,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         state['step'] = torch.ones((), device=parameter.device) if step is None else step.clamp_(min=1)
         return state
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """As torch's own, without momentum that is not begun. Syncs where there is momentum."""
         # the first of all hooks: the others see what is saved
