@@ -6,7 +6,7 @@ kind        what wrote it
 own         this package's ``AmpOptimWrapper``, at any level
 stock       mmengine's own ``AmpOptimWrapper`` (key ``loss_scaler`` in the optimizer's state)
 plain       mmengine's ``OptimWrapper``, or a script without mixed precision
-apex        mmengine's own ``ApexOptimWrapper`` (key ``apex_amp`` in the optimizer's state), or :func:`to_apex`
+apex        mmengine's own ``ApexOptimWrapper`` (key ``apex_amp`` in the optimizer's state)
 raw_apex    a script on apex: ``{'model' or 'state_dict', 'optimizer', 'amp'}``
 weights     no optimizer: ``{'state_dict' or 'model'}``, or tensors by name and nothing else
 ==========  =========================================================================================================
@@ -40,8 +40,6 @@ _EMPTY_HUB: Mapping[str, Mapping[str, Any]] = {'log_scalars': {}, 'runtime_info'
 _POSITION_WORDS = {'epoch': ('epoch',), 'iter': ('iter', 'global_step', 'iteration')}
 # the part of a file that only this package reads
 _OWN_KEYS = {'exact_resume': 'the states of the random generators'}
-#: apex's first scale, and that of mmengine's class.
-_FIRST_SCALE = 2.0**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,51 +261,6 @@ def to_stock(
     return result, notes
 
 
-def to_apex(
-    file: Mapping[str, Any], epoch: int | None = None, iteration: int | None = None, weights: str | None = None
-) -> tuple[dict[str, Any], list[str]]:
-    """A file for apex: for mmengine's own ``ApexOptimWrapper``, and for scripts that read ``model`` and ``amp``.
-
-    Args:
-        file: Of any kind with an optimizer; not changed.
-        epoch: As in :func:`to_stock`.
-        iteration: As in :func:`to_stock`.
-        weights: As in :func:`to_stock`.
-
-    Returns:
-        ``meta``, ``state_dict``, ``model`` (the same tensors), ``message_hub``, ``optimizer`` with ``apex_amp`` inside,
-        ``amp``, and the file's other keys; and notes.
-
-    Raises:
-        AmpCheckpointError: As in :func:`to_stock`.
-    """
-    content = identify(file)
-    result, notes = _training_file(file, content, epoch, iteration, weights or 'average')
-    parts: dict[str, dict[str, Any]] = {}
-    for name, saved in content.optimizers.items():
-        said = _dropped(saved)
-        scalers = []
-        for index, scaler in enumerate(saved.loss_scalers):
-            label = f'loss {index}: ' if len(saved.loss_scalers) > 1 else ''
-            lines: list[str] = []
-            scalers.append(_apex_scaler(scaler, lines))
-            said += [label + line for line in lines]
-        if not scalers:
-            said.append(f"the file holds no loss scale: apex's first one, {_FIRST_SCALE:g}, is written")
-            scalers = [{'scale': _FIRST_SCALE, '_growth_tracker': 0}]
-        parts[name] = {**saved.optimizer, 'apex_amp': checkpoint_apex.write(scalers)}
-        notes += [f'{name}: {line}' if name else line for line in said]
-    result['model'] = result['state_dict']
-    result['optimizer'] = parts.get('', parts)
-    if '' in parts:
-        result['amp'] = parts['']['apex_amp']
-    else:
-        notes.append(
-            "apex keeps one 'amp' for all optimizers, which cannot be told from several: only 'apex_amp' is written"
-        )
-    return result, notes
-
-
 def _training_file(
     file: Mapping[str, Any], content: Content, epoch: int | None, iteration: int | None, weights: str
 ) -> tuple[dict[str, Any], list[str]]:
@@ -409,24 +362,3 @@ def _stock_scaler(scaler: Mapping[str, Any], notes: list[str]) -> dict[str, Any]
         notes.append(f'the growth tracker {state["_growth_tracker"]} counted steps of a static scale: it is 0 now')
         state['_growth_tracker'] = 0
     return state
-
-
-def _apex_scaler(scaler: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    if not scaler:
-        notes.append(f"the saved loss scaler was disabled: apex's first scale, {_FIRST_SCALE:g}, is written")
-        return {'scale': _FIRST_SCALE, '_growth_tracker': 0}
-    rule = {'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': checkpoint_apex.GROWTH_INTERVAL}
-    dynamic = scaler.get('dynamic', True)
-    changed = [f'{key} {scaler[key]!r} -> {value!r}' for key, value in rule.items() if scaler.get(key, value) != value]
-    if dynamic and changed:
-        notes.append(f"the rule of the loss scale becomes apex's: {', '.join(changed)}")
-    tracker = scaler['_growth_tracker']
-    # apex grows when the two are equal, as GradScaler does
-    if dynamic and tracker >= checkpoint_apex.GROWTH_INTERVAL:
-        notes.append(
-            f'the growth tracker {tracker} is past the interval of apex: it is {rule["growth_interval"] - 1} now'
-        )
-        tracker = checkpoint_apex.GROWTH_INTERVAL - 1
-    if dynamic and scaler['scale'] == 1.0:
-        notes.append('a moving loss scale of 1.0 cannot be told from a static one in an apex file')
-    return {'scale': scaler['scale'], '_growth_tracker': tracker}
