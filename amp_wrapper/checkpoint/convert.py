@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpCheckpointError, AmpUsageError
-from . import apex as checkpoint_apex
-from . import format as checkpoint
-from .format import SavedAmp
+from . import apex, schema
+from .format import SavedAmp, read
 
 WEIGHT_TYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 #: Where the weights of a file with averaged weights come from.
@@ -37,6 +36,17 @@ _CASTABLE = frozenset(WEIGHT_TYPES.values())
 _STATISTICS = ('running_mean', 'running_var')
 _STOCK_SCALER = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 _EMPTY_HUB: Mapping[str, Mapping[str, Any]] = {'log_scalars': {}, 'runtime_info': {}, 'resumed_keys': {}}
+_HUB = schema.Record(
+    dict.fromkeys(_EMPTY_HUB, schema.ANYTHING), missing='{path} has no key {lost}: the file is damaged.'
+)
+_WEIGHT = schema.Both(
+    schema.TensorOf(dense=False),
+    schema.Is(
+        '',
+        lambda value: value.layout is torch.strided and not value.is_meta,
+        '{path} is no plain tensor ({value.layout}, on {value.device}).',
+    ),
+)
 _POSITION_WORDS = {'epoch': ('epoch',), 'iter': ('iter', 'global_step', 'iteration')}
 # the part of a file that only this package reads
 _OWN_KEYS = {'exact_resume': 'the states of the random generators'}
@@ -59,7 +69,7 @@ class Content:
 
 
 def identify(file: Any) -> Content:
-    """Tell what kind of file this is, and judge it.
+    """Tell what kind of file this is, and validate it.
 
     Args:
         file: As it was read; not changed.
@@ -72,45 +82,39 @@ def identify(file: Any) -> Content:
     if state_dict is file or file.get('optimizer') is None:
         return Content('weights', state_dict, {})
     state = file['optimizer']
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(
-            f"'optimizer' must be the state dict of one optimizer, or of several by name, but is {type(state).__name__}."
-        )
+    schema.MapOf(expected='the state dict of one optimizer, or of several by name').check(state, "'optimizer'")
     named = bool(state) and all(isinstance(part, Mapping) and 'param_groups' in part for part in state.values())
     parts: dict[str, SavedAmp] = {}
     for name, part in state.items() if named else [('', state)]:
         try:
-            parts[str(name)] = checkpoint.read(part)
+            parts[str(name)] = read(part)
         except AmpCheckpointError as error:
             raise AmpCheckpointError(f"'optimizer'{f'[{name!r}]' if name else ''}: {error}") from None
     kinds = {_KIND_OF_PART[part.kind] for part in parts.values()}
     if 'amp' in file and kinds == {'plain'} and not named:
-        scalers = checkpoint_apex.read(file['amp'], 'amp')
+        scalers = apex.read(file['amp'], 'amp')
         return Content('raw_apex', state_dict, {'': dataclasses.replace(parts[''], kind='apex', loss_scalers=scalers)})
     return Content(next(kind for kind in _KIND_OF_PART.values() if kind in kinds), state_dict, parts)
 
 
 def _weights_in(file: Any) -> Mapping[str, Any]:
-    if not isinstance(file, Mapping):
-        raise AmpCheckpointError(f'a checkpoint must be a dict, but this is {type(file).__name__}.')
+    schema.MapOf().check(file, 'a checkpoint')
     if file and all(isinstance(value, Tensor) for value in file.values()):
-        return file
+        bare: Mapping[str, Any] = file
+        return bare
     key = next((key for key in ('state_dict', 'model') if key in file), None)
     if key is None:
         raise AmpCheckpointError(
             f"this holds neither 'state_dict' nor 'model' (found: {', '.join(map(str, file)) or 'nothing'}): put the model's "
             f'state dict under one of the two.'
         )
-    weights = file[key]
-    if not isinstance(weights, Mapping):
-        raise AmpCheckpointError(f'{key!r} must be a dict of tensors, but is {type(weights).__name__}.')
-    for name, value in weights.items():
-        if not isinstance(name, str):
-            raise AmpCheckpointError(f'{key!r} has the key {name!r}, which is no name: the file is damaged.')
-        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
-            raise AmpCheckpointError(f'{key!r}[{name!r}] is no plain tensor ({value.layout}, on {value.device}).')
-        if not isinstance(value, Tensor) and not str(name).endswith('_extra_state'):
-            raise AmpCheckpointError(f'{key!r}[{name!r}] must be a tensor, but is {type(value).__name__}.')
+    weights: Mapping[str, Any] = file[key]
+    schema.MapOf(expected='a dict of tensors', names=True).check(weights, repr(key))
+    # a module's extra state may be anything
+    tensors = [
+        name for name, value in weights.items() if isinstance(value, Tensor) or not name.endswith('_extra_state')
+    ]
+    schema.Record(dict.fromkeys(tensors, _WEIGHT)).check(weights, repr(key))
     return weights
 
 
@@ -197,8 +201,7 @@ def _choose_weights(
         if weights == 'trained':
             notes.append("no average is in the file: 'state_dict' holds the trained weights")
         return state
-    if not isinstance(average, Mapping):
-        raise AmpCheckpointError(f"'ema_state_dict' must be a dict of tensors, but is {type(average).__name__}.")
+    schema.MapOf(expected='a dict of tensors').check(average, "'ema_state_dict'")
     if weights == 'average':
         notes.append(
             "'state_dict' holds the average, which mmengine's EMAHook swaps in when it saves; weights='trained' "
@@ -272,12 +275,8 @@ def _training_file(
         )
     notes: list[str] = []
     meta, hub = file.get('meta', {}), file.get('message_hub', _EMPTY_HUB)
-    for key, value in (('meta', meta), ('message_hub', hub)):
-        if not isinstance(value, Mapping):
-            raise AmpCheckpointError(f'{key!r} must be a dict, but is {type(value).__name__}: the file is damaged.')
-    missing = [key for key in _EMPTY_HUB if key not in hub]
-    if missing:
-        raise AmpCheckpointError(f"'message_hub' has no key {missing[0]!r}: the file is damaged.")
+    schema.MapOf().check(meta, "'meta'")
+    _HUB.check(hub, "'message_hub'")
     if 'config' in meta:
         # mmcv 1 wrote it; mmengine would execute it while resuming
         meta = {key: value for key, value in meta.items() if key != 'config'}
@@ -350,7 +349,7 @@ def _dropped(saved: SavedAmp) -> list[str]:
 
 def _stock_scaler(scaler: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Exactly ``GradScaler``'s keys; it fails without any of them."""
-    defaults = {'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': checkpoint_apex.GROWTH_INTERVAL}
+    defaults = {'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': apex.GROWTH_INTERVAL}
     state = {key: scaler.get(key, defaults.get(key)) for key in _STOCK_SCALER}
     if not scaler.get('dynamic', True):
         notes.append(

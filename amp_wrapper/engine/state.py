@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
+from .. import checkpoint
 from ..casting.masters import keep_scalar_state
-from ..checkpoint import format as checkpoint
-from ..checkpoint import report as checkpoint_transfer
-from ..checkpoint import validate as checkpoint_judge
+from ..checkpoint import report
 from ..errors import AmpCheckpointError
 from .base import EngineBase, Stage
 from .gradients import saved_window as open_window
@@ -64,7 +63,7 @@ class Saving(EngineBase):
             logger.log(level, line)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
-        """Judge whether a state dict can be taken over, applying nothing.
+        """Whether a state dict can be taken over, applying nothing.
 
         Args:
             state: As for :meth:`load_state_dict`.
@@ -78,7 +77,6 @@ class Saving(EngineBase):
         if form is not None:
             return saved
         checkpoint.check_optimizer_state(saved, self.optimizer)
-        checkpoint_judge.check_optimizer(saved.optimizer, self.optimizer, checkpoint.PARAMETER_SHAPED)
         return saved
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -105,7 +103,7 @@ class Saving(EngineBase):
             ) from error
         if not self.policy.enabled:
             dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
-            return checkpoint_transfer.describe(saved, self.policy, [], dropped)
+            return report.describe(saved, self.policy, [], dropped)
         if 'param_groups' in saved.optimizer:
             keep_scalar_state(self.optimizer, saved.optimizer)
         self._pending = None
@@ -114,7 +112,7 @@ class Saving(EngineBase):
         scales, dropped = self._load_scalers(saved)
         self._watch.start(int(self.scalers[0].counts[2]))
         if saved.window is not None:
-            if not checkpoint_transfer.window_fits(saved, self.policy):
+            if not report.window_fits(saved, self.policy):
                 dropped.append('the gradients of the open accumulation window, which belong to another configuration')
             elif self.attached:
                 self._restore_window(saved)
@@ -122,7 +120,7 @@ class Saving(EngineBase):
                 # the window alone: a second copy of the optimizer state would wait in memory for nothing
                 self._pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
         new = [scaler.get_scale() for scaler in self.scalers[len(saved.loss_scalers) :] if scaler.is_dynamic]
-        return checkpoint_transfer.describe(saved, self.policy, scales, dropped, new)
+        return report.describe(saved, self.policy, scales, dropped, new)
 
     def _load_scalers(self, saved: checkpoint.SavedAmp) -> tuple[list[float], list[str]]:
         """Returns the scales that were taken over, and a phrase for each thing that was not."""
