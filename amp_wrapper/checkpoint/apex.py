@@ -24,7 +24,7 @@ _SCALER = Record(
     {'loss_scale': POSITIVE, 'unskipped': whole(bits=31)},
     # the words of ours beside apex's
     {'dynamic': SWITCH, 'hysteresis_tracker': whole(bits=31)},
-    missing='{path}[{lost}] is missing (found: {found}).',
+    missing='{path}[{first!r}] is missing (found: {found}).',
 )
 
 

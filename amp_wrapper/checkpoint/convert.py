@@ -37,7 +37,7 @@ _STATISTICS = ('running_mean', 'running_var')
 _STOCK_SCALER = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 _EMPTY_HUB: Mapping[str, Mapping[str, Any]] = {'log_scalars': {}, 'runtime_info': {}, 'resumed_keys': {}}
 _HUB = schema.Record(
-    dict.fromkeys(_EMPTY_HUB, schema.ANYTHING), missing='{path} has no key {lost}: the file is damaged.'
+    dict.fromkeys(_EMPTY_HUB, schema.ANYTHING), missing='{path} has no key {keys}: the file is damaged.'
 )
 _WEIGHT = schema.Both(
     schema.TensorOf(dense=False),

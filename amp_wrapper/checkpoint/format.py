@@ -23,6 +23,7 @@ from . import apex, schema
 
 FORMAT_VERSION = 1
 _DICT = schema.kind('a dict', Mapping)
+_GRADIENT = schema.Maybe(schema.kind('a tensor or None', Tensor))
 _TENSORS = schema.MapOf(schema.TENSOR, names=True)
 #: Of our scaler and of ``GradScaler``
 _SCALER = schema.Record(
@@ -33,7 +34,7 @@ _SCALER = schema.Record(
         'hysteresis_tracker': schema.whole(bits=31),
         **dict.fromkeys(('steps', 'skips', 'consecutive_skips'), schema.whole()),
     },
-    missing='{path} has no key {lost} (found: {found}).',
+    missing='{path} has no key {keys} (found: {found}).',
 )
 _AMP = schema.Record(
     {
@@ -125,20 +126,9 @@ def write(
         'loss_scalers': [dict(state) for state in loss_scalers],
     }
     if window is not None:
-        amp['window'] = {
-            'gradients': list(window.gradients),
-            'unscaled': window.unscaled,
-            'used': list(window.used),
-            'found_inf': list(window.found_inf),
-        }
-        if window.foreign_found_inf is not None:
-            amp['window']['foreign_found_inf'] = window.foreign_found_inf
-        if window.buffers:
-            amp['window']['buffers'] = dict(window.buffers)
-        if window.averages:
-            amp['window']['averages'] = [
-                {key: dict(values) for key, values in entry.items()} for entry in window.averages
-            ]
+        always = ('gradients', 'unscaled', 'used', 'found_inf')
+        told = {key: value for key, value in vars(window).items() if key in always or value not in (None, {}, (), [])}
+        amp['window'] = told
     result = dict(optimizer)
     result['loss_scaler'] = dict(loss_scalers[0])
     if stock_shaped:
@@ -255,7 +245,7 @@ def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
     losses = f'a list of {num_losses}, one per loss'
     return schema.Record(
         {
-            'gradients': schema.ListOf(schema.Maybe(schema.TENSOR), f'a list of {count}, one per parameter', count),
+            'gradients': schema.ListOf(_GRADIENT, f'a list of {count}, one per parameter', count),
             'unscaled': schema.SWITCH,
             'used': schema.named(f'{losses}, of True and False only', schema.ListOf(schema.SWITCH, length=num_losses)),
             'found_inf': schema.named(f'{losses}, of 0 and 1 only', schema.ListOf(schema.FLAG, length=num_losses)),

@@ -151,9 +151,9 @@ class Record(Schema):
     Attributes:
         required: What lies under the keys that must be there. One that is not there counts as None.
         optional: Likewise, of those that need not be there.
-        missing: In place of that, the message where required keys are missing, with ``{path}``, ``{lost}`` for the missing
-            keys and ``{found}`` for those in it.
-        unknown: The message for keys that are neither, with ``{path}`` and ``{extra}`` in it; without it, they may be there.
+        missing: In place of that, the message where required keys are missing, with ``{path}``, ``{keys}`` for
+            them, ``{first}`` for the first of them, and ``{found}`` for those in it.
+        unknown: The message for keys that are neither, likewise; without it, they may be there.
     """
 
     required: Mapping[str, Schema] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Record(Schema):
         for keys, text in ((lost, self.missing), (extra, self.unknown)):
             if keys and text:
                 found = some(value, str, 16) or 'nothing'
-                raise AmpCheckpointError(text.format(path=path, lost=some(lost), extra=some(extra), found=found))
+                raise AmpCheckpointError(text.format(path=path, keys=some(keys), first=keys[0], found=found))
         for key, schema in {**self.required, **self.optional}.items():
             if key in value or key in self.required:
                 schema.check(value.get(key), _inside(path, key), show)
@@ -312,7 +312,7 @@ POSITIVE = Is(
     'a positive finite number that float32 can hold',
     lambda value: is_number(value) and torch.finfo(torch.float32).tiny <= value <= torch.finfo(torch.float32).max,
 )
-FINITE = Is('a number', lambda value: is_number(value) and -math.inf < value < math.inf)
+FINITE = Is('a number', lambda value: is_number(value) and abs(value) <= torch.finfo(torch.float64).max)
 FLAG = Is('0 or 1', lambda value: is_number(value) and value in (0, 1))
 SWITCH = kind('True or False', bool)
 #: A switch that may be left to the optimizer.

@@ -48,7 +48,7 @@ def check_parts(file: Any, resume_optimizer: bool = True) -> None:
             'with tools/convert_checkpoint.py --to stock.'
         )
     parts = ('state_dict', 'meta', 'message_hub', *(['optimizer'] if resume_optimizer else []))
-    missing = f'it has no key {{lost}} (found: {{found}}), which a training goes on from: {WEIGHTS_ONLY}.'
+    missing = f'it has no key {{keys}} (found: {{found}}), which a training goes on from: {WEIGHTS_ONLY}.'
     Record(dict.fromkeys(parts, ANYTHING), missing=missing).check(file, '')
 
 
@@ -149,7 +149,7 @@ def check_average(saved: Any, model: nn.Module, average: nn.Module | None) -> No
     if average is not None:
         own = {key: _same_form(value) for key, value in average.state_dict().items() if not key.startswith('module.')}
         other = ': it is damaged, or another average.'
-        form = Record(own, missing='{path} lacks {lost}' + other, unknown='{path} has an unknown {extra}' + other)
+        form = Record(own, missing='{path} lacks {keys}' + other, unknown='{path} has an unknown {keys}' + other)
         form.check({key: value for key, value in saved.items() if key not in names}, name)
 
 

@@ -124,7 +124,7 @@ def check_settings(group: Any, optimizer: Optimizer, label: str) -> None:
         # it chooses its own
         settings.pop('lr')
     other = f'it was saved by another optimizer than {type(optimizer).__name__}, or is damaged.'
-    missing = '{path} lacks {lost} (found: {found}): ' + other
+    missing = '{path} lacks {keys} (found: {found}): ' + other
     schema.Record(dict.fromkeys(needed, schema.ANYTHING), settings, missing=missing).check(group, label)
 
 
@@ -143,7 +143,7 @@ def _check_states(saved: Mapping[str, Any], uniform: bool, parameters: Mapping[i
             if state:
                 needed = dict.fromkeys(sorted(names, key=str), schema.ANYTHING)
                 form = {name: _state_schema(name, value, parameters[key]) for name, value in state.items()}
-                schema.Record(needed, form, missing='{path} lacks {lost}: the file is damaged.').check(
+                schema.Record(needed, form, missing='{path} lacks {keys}: the file is damaged.').check(
                     state, f"'state'[{key}]"
                 )
 
@@ -208,10 +208,10 @@ def _scheduler_schema(state: Any, scheduler: Any) -> schema.Schema:
     saved = state if isinstance(state, Mapping) else {}
     forms = {key: _entry_schema(key, saved.get(key), here) for key, here in mine.items()}
     required = {key: forms.pop(key) for key in (*_COUNTERS, *_RANGE, *_PER_GROUP, *_SAME) if key in mine}
-    missing = '{path} lacks {lost}: ' + other
+    missing = '{path} lacks {keys}: ' + other
     if type(scheduler).__module__.startswith('mmengine.'):
         # an older mmengine may not have known them all
-        return schema.Record(required, forms, missing, '{path} has an unknown {extra}: ' + other)
+        return schema.Record(required, forms, missing, '{path} has an unknown {keys}: ' + other)
     return schema.Record(required, missing=missing)
 
 
