@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpCheckpointError, AmpUsageError
-from . import apex, schema
+from . import apex, resume_record, schema
 from .format import SavedAmp, read
 
 WEIGHT_TYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
@@ -48,8 +48,6 @@ _WEIGHT = schema.Both(
     ),
 )
 _POSITION_WORDS = {'epoch': ('epoch',), 'iter': ('iter', 'global_step', 'iteration')}
-# the part of a file that only this package reads
-_OWN_KEYS = {'exact_resume': 'the states of the random generators'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +289,8 @@ def _training_file(
         'message_hub': hub if 'message_hub' in file else {key: {} for key in _EMPTY_HUB},
     }
     # raw scripts keep more beside; whoever reads the new file finds it where it was
-    result.update({key: value for key, value in file.items() if key not in (*result, 'model', 'amp', *_OWN_KEYS)})
+    left_out = (*result, 'model', 'amp', resume_record.KEY)
+    result.update({key: value for key, value in file.items() if key not in left_out})
     if weights == 'trained':
         result.pop('ema_state_dict', None)
     elif 'ema_state_dict' in file:
@@ -304,7 +303,8 @@ def _training_file(
         notes.append('the log of a mmengine run is not in the file: it starts empty')
     if 'param_schedulers' not in file:
         notes.append("the file has no 'param_schedulers': mmengine's schedules start at their beginning")
-    notes += [f'left out: {what} ({key!r})' for key, what in _OWN_KEYS.items() if key in file]
+    if resume_record.KEY in file:
+        notes.append(f'left out: the states of the random generators ({resume_record.KEY!r})')
     return result, notes
 
 

@@ -165,8 +165,7 @@ def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> Saved
     Raises:
         AmpCheckpointError: Damage, or a format from the future; names key and expectation.
     """
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state).__name__}.')
+    schema.MapOf().check(state, 'an optimizer state')
     rest = dict(state)
     for key in sorted(form) if form is not None else ('state', 'param_groups'):
         if key not in rest:

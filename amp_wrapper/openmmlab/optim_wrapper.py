@@ -27,7 +27,7 @@ from ..engine.gradients.cross_optimizer import OtherOptimizer
 from ..engine.gradients.unscale import GradientClip
 from ..engine.loss_scale import LossScaler
 from ..engine.step_result import COLUMNS, StepResult
-from ..errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
+from ..errors import AmpAttachError, AmpConfigError, nearest
 from ..policy import policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..registry import OPTIM_WRAPPERS
@@ -469,8 +469,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, int]:
         """The engine's state, mmengine's base settings and the number of iterations."""
-        if not isinstance(state_dict, Mapping):
-            raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state_dict).__name__}.')
+        schema.MapOf().check(state_dict, 'an optimizer state')
         state = dict(state_dict)
         base = state.pop('base_param_settings', None)
         if base is not None:
