@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..policy.loss_scale import LossScaleConfig, check_scaler_state
+from ..checkpoint.format import check_scaler_state
+from ..policy.loss_scale import LossScaleConfig
 
 #: The floor of a scale that has none: the smallest normal number.
 _TINY = torch.finfo(torch.float32).tiny

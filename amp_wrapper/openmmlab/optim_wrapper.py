@@ -19,15 +19,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import ops
 from ..casting import save_pretrained as hf_saving
-from ..checkpoint.format import amp_part
-from ..checkpoint.validate import check_settings
+from ..checkpoint import amp_part, schema
+from ..checkpoint.validate_optimizer import check_settings
 from ..engine import AmpEngine, Stage, held_optimizers
 from ..engine.clipping import GradientClip
 from ..engine.ddp import reducers as model_wrappers
 from ..engine.gradients.cross_optimizer import OtherOptimizer
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
-from ..errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
+from ..errors import AmpAttachError, AmpConfigError, nearest
 from ..policy import policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..registry import OPTIM_WRAPPERS
@@ -457,7 +457,7 @@ class AmpOptimWrapper(OptimWrapper):
         return state
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Judge whether :meth:`load_state_dict` would take a state dict, and apply nothing.
+        """Whether :meth:`load_state_dict` would take a state dict; nothing is applied.
 
         Args:
             state_dict: Not changed.
@@ -469,17 +469,13 @@ class AmpOptimWrapper(OptimWrapper):
 
     def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, int]:
         """The engine's state, mmengine's base settings and the number of iterations."""
-        if not isinstance(state_dict, Mapping):
-            raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state_dict).__name__}.')
+        schema.MapOf().check(state_dict, 'an optimizer state')
         state = dict(state_dict)
         base = state.pop('base_param_settings', None)
-        if base is not None and not isinstance(base, Mapping):
-            raise AmpCheckpointError(f"'base_param_settings' must be a dict, but is {type(base).__name__}.")
         if base is not None:
             check_settings(base, self.optimizer, "'base_param_settings'")
         count: Any = amp_part(state).get('inner_count', self.inner_count)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")
+        schema.whole(bits=None).check(count, "amp['inner_count']")
         return state, base, count
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a loss scale starts and moves: the record, the forms a configuration can give it in, and its saved state."""
+"""How a loss scale starts and moves: the record, and the forms a configuration can give it in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import AmpCheckpointError, nearest
+from ..errors import nearest
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -172,41 +172,3 @@ def _resolve_scaler_dict(
                 f'loss_scale[{key!r}]={checked[key]!r} contradicts {outer_name}={outer!r}: write only one of the two.'
             )
     return dataclasses.replace(config, **checked)
-
-
-def check_scaler_state(state: Any) -> None:
-    """Judge the saved state of a loss scaler without applying it.
-
-    Args:
-        state: Of our scaler or of ``GradScaler``; empty for a disabled one.
-
-    Raises:
-        AmpCheckpointError: Names the key, the value and what was expected.
-    """
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(f'loss_scaler must be a dict, but is {type(state).__name__}: the file is damaged.')
-    if not state:
-        return
-    for key in ('scale', '_growth_tracker'):
-        if key not in state:
-            raise AmpCheckpointError(f'loss_scaler has no key {key!r} (found: {", ".join(map(str, state))}).')
-    scale = state['scale']
-    if not is_number(scale) or not _SMALLEST_SCALE <= scale <= _LARGEST_SCALE:
-        raise AmpCheckpointError(
-            f"loss_scaler['scale']={scale!r} must be a positive finite number that float32 can hold."
-        )
-    if not isinstance(state.get('dynamic', True), bool):
-        raise AmpCheckpointError(f"loss_scaler['dynamic']={state['dynamic']!r} must be True or False.")
-    for key in ('growth_factor', 'backoff_factor', 'growth_interval'):
-        if not is_number(state.get(key, 1)) or not math.isfinite(state.get(key, 1)):
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be a number.')
-    for key in ('_growth_tracker', 'hysteresis_tracker', 'steps', 'skips', 'consecutive_skips'):
-        value = state.get(key, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={value!r} must be a whole number of at least 0.')
-    for key in ('_growth_tracker', 'hysteresis_tracker'):
-        if state.get(key, 0) >= 2**31:
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be below 2**31.')
-    for key in ('steps', 'skips', 'consecutive_skips'):
-        if state.get(key, 0) >= 2**63:
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be below 2**63.')

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_wrapper import AmpCheckpointError, AmpOptimWrapper
-from amp_wrapper.checkpoint import validate as checkpoint_judge
+from amp_wrapper.checkpoint import validate
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     'SGD': lambda p: torch.optim.SGD(p, lr=0.1),
@@ -164,11 +164,11 @@ def test_models_may_differ_in_what_torch_converts() -> None:
     state = dict(model.state_dict(), prototypes=torch.ones(2), number=torch.ones(1))
     state['index'] = state['index'].int()
     del state['0.num_batches_tracked']
-    checkpoint_judge.check_model(state, model)
-    checkpoint_judge.check_model({f'module.{key}': value for key, value in state.items()}, model)
+    validate.check_model(state, model)
+    validate.check_model({f'module.{key}': value for key, value in state.items()}, model)
     for odd in (torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device='meta'), torch.ones(1).expand(2, 2)):
         with pytest.raises(AmpCheckpointError, match='is no plain tensor'):
-            checkpoint_judge.check_model({**state, '1.weight': odd}, model)
+            validate.check_model({**state, '1.weight': odd}, model)
 
 
 @pytest.mark.parametrize('train_with', [toy.run, toy.run_flexible])

@@ -1,8 +1,8 @@
-"""Resuming through mmengine: from the newest complete file, judged as a whole before any of it is applied.
+"""Resuming through mmengine: from the newest complete file, validated as a whole before any of it is applied.
 
 * ``load_or_resume``: mmengine takes what ``last_checkpoint`` names, complete or not, there or not.
 * ``resume``: mmengine applies the weights, then the counters, the optimizer and the schedulers, and fails somewhere in
-  between; unknown and missing weights are a line in the log. Here the whole file is judged first.
+  between; unknown and missing weights are a line in the log. Here the whole file is validated first.
 * ``load_checkpoint``, of runners and of the single-device strategy: checksums are compared, nothing in the file is executed,
   whatever the environment allows, names that begin like a wrapper's ("module_list") stay whole, and wrappers inside the model
   (one DDP for each child) make no difference.
@@ -32,9 +32,8 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, FlexibleRunner, Runner
 
 from ...checkpoint import file as checkpoint_file
-from ...checkpoint import names as model_names
-from ...checkpoint import validate as checkpoint_judge
-from ...checkpoint import validate_schedules as checkpoint_schedules
+from ...checkpoint import schema, validate, validate_optimizer
+from ...checkpoint.names import reader
 from ...errors import AmpCheckpointError
 from ..resume import data_order
 from .saving import WAITING, is_local, wrappers_of
@@ -114,8 +113,10 @@ def _is_local_file(filename: Any) -> bool:
     return isinstance(filename, str) and '://' not in filename and is_local(filename)
 
 
-def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True) -> None:
-    """Judge every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
+def validate_file(
+    runner: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True
+) -> None:
+    """Validate every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
 
     Args:
         runner: Whose model, wrappers, schedulers and hooks are built.
@@ -130,13 +131,13 @@ def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_para
     file = checkpoint_file.load(filename, check=False, mmap=True)
     _warn_of_mid_epoch(runner, file)
     with _naming(filename):
-        _judge_parts(runner, file, resume_optimizer, resume_param_scheduler)
+        _validate_parts(runner, file, resume_optimizer, resume_param_scheduler)
 
 
 def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
     part = file.get('exact_resume') if isinstance(file, Mapping) else None
     batches = part.get('batches') if isinstance(part, Mapping) else None
-    # without the hook, nobody judges it
+    # without the hook, nobody looks at it
     inside = isinstance(batches, int) and batches > 0
     if inside and not any(hasattr(hook, 'collect_states') for hook in runner.hooks):
         runner.logger.warning(
@@ -145,66 +146,64 @@ def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
         )
 
 
-def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
-    checkpoint_judge.check_parts(file, resume_optimizer)
-    checkpoint_judge.check_meta(file['meta'])
+def _validate_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
+    validate.check_parts(file, resume_optimizer)
+    validate.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    own = model_names.plain_names(model)
     state = file['state_dict']
-    read = model_names.reader(
-        model, [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
-    )
-    checkpoint_judge.check_model(state, model, plain=own, read=read)
+    validate.check_model(state, model)
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
-            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), own, read)
+            validate.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None))
             # the hook swaps the two by name
             for key in file['ema_state_dict']:
-                if key.startswith('module.') and key[len('module.') :] not in file['state_dict']:
+                if key.startswith('module.') and key[len('module.') :] not in state:
                     raise AmpCheckpointError(
                         f'state_dict lacks {key[len("module.") :]!r}, which ema_state_dict has: it is damaged.'
                     )
-    _judge_message_hub(file['message_hub'])
+    _MESSAGE_HUB.check(file['message_hub'], 'message_hub')
     if resume_optimizer:
-        _judge_optimizer(runner, file['optimizer'])
+        _validate_optimizer(runner, file['optimizer'])
     schedulers = getattr(runner, 'param_schedulers', None)
     if resume_param_scheduler and 'param_schedulers' in file and isinstance(schedulers, (list, dict)):
         built = schedulers if isinstance(schedulers, dict) else {'': schedulers}
         if all(hasattr(scheduler, 'state_dict') for items in built.values() for scheduler in items):
-            checkpoint_schedules.check_schedulers(file['param_schedulers'], schedulers)
+            validate_optimizer.check_schedulers(file['param_schedulers'], schedulers)
     for hook in runner.hooks:
         check = getattr(hook, 'check_states', None)
         if check is not None:
             check(file)
 
 
-def _judge_message_hub(hub: Any) -> None:
-    if not isinstance(hub, Mapping):
-        raise AmpCheckpointError(f'message_hub must be a dict, but is {type(hub).__name__}: the file is damaged.')
-    for key in ('log_scalars', 'runtime_info', 'resumed_keys'):
-        if not isinstance(hub.get(key), Mapping):
-            raise AmpCheckpointError(f'message_hub[{key!r}] must be a dict: the file is damaged.')
-    for name, kept in hub['resumed_keys'].items():
-        if not isinstance(kept, bool):
-            raise AmpCheckpointError(f"message_hub['resumed_keys'][{name!r}]={kept!r} must be True or False.")
-    for name, buffer in hub['log_scalars'].items():
-        values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
-        if values is not None and (counts is None or getattr(values, 'shape', 0) != getattr(counts, 'shape', 1)):
-            raise AmpCheckpointError(
-                f"message_hub['log_scalars'][{name!r}] is damaged: values and counts do not match."
-            )
-    for key, value in hub['runtime_info'].items():
-        label = f"message_hub['runtime_info'][{key!r}]={value!r}"
-        if key == 'best_score' and not (hasattr(value, '__float__') and not isinstance(value, str)):
-            raise AmpCheckpointError(f'{label} must be a number.')
-        if key in ('best_ckpt', 'last_ckpt') and not isinstance(value, (str, type(None))):
-            raise AmpCheckpointError(f'{label} must be a path.')
-        kind = {'keep_ckpt_ids': Integral, WAITING: str, checkpoint_file.SAVES: str}.get(key)
-        if kind and not (isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)):
-            raise AmpCheckpointError(f'{label} must be a list of {kind.__name__}.')
+def _are_whole(buffer: Any) -> bool:
+    values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
+    return values is None or (counts is not None and getattr(values, 'shape', 0) == getattr(counts, 'shape', 1))
 
 
-def _judge_optimizer(runner: Any, state: Any) -> None:
+def _list_of(name: str, kind: type) -> schema.Is:
+    return schema.named(f'a list of {name}', schema.ListOf(schema.kind(name, kind)))
+
+
+_PATH = schema.Maybe(schema.kind('a path', str))
+_MESSAGE_HUB = schema.Record(
+    {
+        'log_scalars': schema.MapOf(schema.Is('', _are_whole, '{path} is damaged: values and counts do not match.')),
+        'runtime_info': schema.Record(
+            optional={
+                'best_score': schema.Is('a number', lambda v: hasattr(v, '__float__') and not isinstance(v, str)),
+                'best_ckpt': _PATH,
+                'last_ckpt': _PATH,
+                'keep_ckpt_ids': _list_of('whole numbers', Integral),
+                WAITING: _list_of('names', str),
+                checkpoint_file.SAVES: _list_of('names', str),
+            }
+        ),
+        'resumed_keys': schema.MapOf(schema.SWITCH),
+    }
+)
+
+
+def _validate_optimizer(runner: Any, state: Any) -> None:
     wrappers = wrappers_of(runner)
     if not isinstance(runner.optim_wrapper, OptimWrapperDict):
         for wrapper in wrappers.values():
@@ -246,7 +245,7 @@ def _patch_runner(cls: Any) -> None:
     ) -> None:
         length = None
         if wrappers_of(self) and _is_local_file(filename):
-            judge(self, filename, resume_optimizer, resume_param_scheduler)
+            validate_file(self, filename, resume_optimizer, resume_param_scheduler)
             length = _epoch_length(filename)
         with _loaded_for(self), _naming(filename):
             original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
@@ -341,7 +340,7 @@ def _patch_names() -> None:
         state = checkpoint.get('state_dict') if _ours.get() else None
         if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
             names = [key for key in state if isinstance(key, str)]
-            read = model_names.reader(model.module if is_model_wrapper(model) else model, names)
+            read = reader(model.module if is_model_wrapper(model) else model, names)
             plain = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
             checkpoint = {**checkpoint, 'state_dict': plain}
         return original(model, checkpoint, *args, **kwargs)

@@ -254,7 +254,7 @@ class ExactResumeHook(Hook):
         }
 
     def check_states(self, checkpoint: Mapping[str, Any]) -> None:
-        """Judge the part of this hook in a file that is about to be resumed from.
+        """Validate the part of this hook in a file that is about to be resumed from.
 
         Args:
             checkpoint: The whole file.
