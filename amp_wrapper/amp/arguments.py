@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 
 from ..casting.cast_hooks import holds_casts
 from ..errors import AmpAttachError, AmpConfigError
-from ..policy import policy as policies
-from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
-from ..policy.policy import Policy
+from ..policy import OPTIONS, Policy, SharedOptions, dtype_name, resolve
 from . import known_models
 from .session import Session
 
@@ -32,6 +30,35 @@ _OF_MODELS = (
 
 #: Overrides that are printed, where they are given.
 _TOLD = (*_OF_MODELS[:4], 'loss_scale', *_OF_MODELS[5:])
+
+
+class InitializeOptions(SharedOptions, total=False):
+    """What :func:`amp_wrapper.amp.initialize` takes beside models and optimizers."""
+
+    opt_level: str
+    master_weights: bool | None
+
+
+def policy_of(opt_level: str, given: Mapping[str, Any]) -> Policy:
+    """The configuration.
+
+    Args:
+        opt_level: 'O0' to 'O5'.
+        given: The other options.
+
+    Raises:
+        AmpConfigError: Every conflict of the configuration in one message.
+    """
+    masters = given['master_weights']
+    if masters is not None and not isinstance(masters, bool):
+        raise AmpConfigError(
+            [
+                f"master_weights={masters!r} must be True, False or None (the level's own); 'split' needs gradients "
+                'that are unscaled by the step, as AmpOptimWrapper has them.'
+            ]
+        )
+    options: Any = dict(given)
+    return resolve(opt_level, **options)
 
 
 def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
@@ -103,9 +130,9 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
             ]
         )
     scale = models.loss_scale
-    words = ('loss_scale', 'min_loss_scale', 'max_loss_scale')
-    if any(given[name] is not None for name in words[:2]) or given['max_loss_scale'] != DEFAULT_MAX_LOSS_SCALE:
-        scale = policies.resolve(models.opt_level, **{name: given[name] for name in words}).loss_scale
+    scaling: Any = {name: given[name] for name in ('loss_scale', 'min_loss_scale', 'max_loss_scale')}
+    if any(value != OPTIONS[name].default for name, value in scaling.items()):
+        scale = resolve(models.opt_level, **scaling).loss_scale
     losses = policy.num_losses if policy.num_losses > 1 else models.num_losses
     return dataclasses.replace(models, loss_scale=scale, num_losses=losses, verbosity=policy.verbosity)
 
@@ -141,7 +168,7 @@ def say(policy: Policy, told: Mapping[str, Any], session: Session) -> None:
     options = {
         'enabled': policy.enabled,
         'opt_level': policy.opt_level,
-        'cast_model_type': None if policy.cast_model_type is None else policies.dtype_name(policy.cast_model_type),
+        'cast_model_type': None if policy.cast_model_type is None else dtype_name(policy.cast_model_type),
         'patch_torch_functions': policy.patch_torch_functions,
         'keep_batchnorm_fp32': policy.keep_batchnorm_fp32,
         'master_weights': policy.master_weights,
@@ -151,4 +178,4 @@ def say(policy: Policy, told: Mapping[str, Any], session: Session) -> None:
         print(f'    {name:<22}: {value}')
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in session.casts.parameters:
-            print(f'amp: {name} is {policies.dtype_name(policy.cast_model_type)} now')
+            print(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')

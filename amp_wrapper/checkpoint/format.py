@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import AmpCheckpointError
-from ..policy.loss_scale import check_scaler_state, is_number
+from ..policy.loss_scale import check_scaler_state
+from ..policy.options import is_number
 from . import apex as checkpoint_apex
 
 FORMAT_VERSION = 1

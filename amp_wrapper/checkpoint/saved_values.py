@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..policy.loss_scale import is_number
+from ..policy.options import is_number
 
 #: What to do with a file that training cannot go on from.
 WEIGHTS_ONLY = 'load the weights alone (load_from, resume=False)'

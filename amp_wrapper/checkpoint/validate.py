@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import AmpCheckpointError
-from ..policy.loss_scale import is_number
+from ..policy.options import is_number
 from .saved_values import WEIGHTS_ONLY, is_setting, is_switch, plain, some
 
 

@@ -12,7 +12,7 @@ from numbers import Integral
 from typing import Any
 
 from ..errors import AmpCheckpointError
-from ..policy.loss_scale import is_number
+from ..policy.options import is_number
 from .saved_values import WEIGHTS_ONLY, is_real, is_setting, is_switch, is_whole, plain, some
 
 # what every scheduler of mmengine has; the rest is a matter of its kind and version. The counters begin at -1, and the first
