@@ -143,7 +143,7 @@ def initialize(  # type: ignore[misc]
             # one voice for all ranks
             policy = dataclasses.replace(policy, verbosity=0)
         session = Session(policy, model_list, optimizer_list)
-        amp_arguments.say(policy, given, session)
+        amp_arguments.print_options(policy, given, session)
     else:
         amp_session.disable(optimizer_list)
     result = models if isinstance(models, nn.Module) else amp_arguments.like(models, model_list)
@@ -175,7 +175,7 @@ def scale_loss(
 
     Args:
         loss: Floating tensor of any shape, mostly a scalar.
-        optimizers: Every optimizer for which the pass makes gradients that it will step. What arrives at others is put in order
+        optimizers: Every optimizer for which the pass makes gradients that it will step. What arrives at others is unscaled
             too.
         loss_id: Which of the ``num_losses`` scales, from 0. That of the first optimizer's ``amp.initialize`` holds.
         model: Not used, as in apex.
@@ -263,7 +263,7 @@ def init(
         enabled: False gives a handle that does nothing.
         loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
         enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
-        verbose: Accepted, and told by the handle.
+        verbose: Accepted; an attribute of the handle.
         allow_banned: Whether 16-bit inputs of ``binary_cross_entropy`` are cast to FP32 in place of an error.
 
     Returns:

@@ -30,7 +30,7 @@ WIDEST, REFUSED = 'widest', 'refused'
 
 @dataclasses.dataclass(frozen=True)
 class Fp32Op:
-    """One member of the registry.
+    """One entry of the registry.
 
     Attributes:
         name: Dotted name of a function, a method, a :class:`torch.autograd.Function` or an ``nn.Module`` class.

@@ -22,7 +22,7 @@ DEFAULT_MAX_LOSS_SCALE = 2.0**24
 
 @dataclasses.dataclass(frozen=True)
 class LossScaleConfig:
-    """How one loss scale starts and changes. The rule itself is told in :mod:`amp_wrapper.engine.loss_scale`.
+    """How one loss scale starts and changes. The rule itself is in :mod:`amp_wrapper.engine.loss_scale`.
 
     Attributes:
         dynamic: Whether the scale follows overflows; a static one keeps ``init_scale``.

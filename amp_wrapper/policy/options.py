@@ -49,7 +49,7 @@ class Option:
     Attributes:
         default: Its value where none is given.
         test: Whether a value means something, at some level.
-        expected: What stands in an error after ``name=value``.
+        expected: What an error says after ``name=value``.
         convert: Gives the form that the code works with; called with values that passed.
         per_op: Why O1 and O4, which cast per operation, refuse any value but None; '' where they do not.
     """
