@@ -35,11 +35,8 @@ from ..policy.fp32_registry import (
     MODEL,
     REFUSED,
     Fp32Op,
-    find,
-    is_function_class,
-    is_module_class,
-    owner,
 )
+from ..policy.lookup import find, is_function_class, is_module_class, parent_of
 from . import recompute as segments
 from . import rule_call
 from . import state as passes
@@ -347,7 +344,7 @@ class _Members:
             self._function_class(value).ops[key] = op
             return
         known = self._originals.get(id(value))
-        holder, name = owner(op.name)
+        holder, name = parent_of(op.name)
         if known is None:
             site = self._sites.get((id(holder), name)) or self._add_site(_Member(), holder, name)
             site.member.ops[key] = op
@@ -399,7 +396,7 @@ class OpSet:
 
     Args:
         extra: Members beyond the registry, or their dotted names; checked by
-            :func:`amp_wrapper.policy.fp32_registry.problems_of` before.
+            :func:`amp_wrapper.policy.lookup.problems_of` before.
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``PASS_METHODS`` begin a pass.
         casts: Whether the tables of O1 and O4 act in its passes, and what the user registered.
         allow_banned: Whether these run in FP32 what they refuse otherwise.
@@ -513,11 +510,10 @@ def global_casts_begin(token: object, ops: OpSet) -> None:
     passes.global_casts_begin(token, ops.keys)
 
 
-def global_casts_end(token: object) -> object | None:
-    """The counterpart of :func:`global_casts_begin`; returns the newest of those that are left, or None."""
-    left = passes.global_casts_end(token)
+def global_casts_end(token: object) -> None:
+    """The counterpart of :func:`global_casts_begin`."""
+    passes.global_casts_end(token)
     _members.release()
-    return left
 
 
 def refuses_bce() -> bool:

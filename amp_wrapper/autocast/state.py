@@ -272,14 +272,9 @@ def global_casts_begin(token: object, keys: frozenset[str]) -> None:
     _thread.global_casts[token] = keys
 
 
-def global_casts_end(token: object) -> object | None:
-    """The counterpart of :func:`global_casts_begin`.
-
-    Returns:
-        The newest of those that are left, or None.
-    """
+def global_casts_end(token: object) -> None:
+    """The counterpart of :func:`global_casts_begin`."""
     del _thread.global_casts[token]
-    return next(reversed(_thread.global_casts), None)
 
 
 def global_casts_open() -> bool:

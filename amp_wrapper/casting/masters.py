@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpUsageError
-from ..policy.loss_scale import is_number
 from ..policy.nested import HALF_TYPES, is_frozen_16bit
+from ..policy.options import is_number
 from ..policy.policy import dtype_name
 from . import fp32_values as twins
 from .fp32_values import Master

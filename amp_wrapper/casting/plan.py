@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..autocast import patching as fp32_ops
 from ..errors import AmpAttachError, AmpConfigError, nearest
-from ..policy import fp32_registry
+from ..policy import lookup
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..policy.policy import Policy
 from . import computed_weights, given_weights, quiet_hooks
@@ -256,8 +256,8 @@ class CastPlan:
         """A module class that the configuration names and the model does not have is a mistake."""
         problems = []
         for op in self.policy.fp32_ops:
-            cls = fp32_registry.find(op.name, load=False)
-            if fp32_registry.is_module_class(cls) and not any(isinstance(module, cls) for module in self._modules()):
+            cls = lookup.find(op.name, load=False)
+            if lookup.is_module_class(cls) and not any(isinstance(module, cls) for module in self._modules()):
                 known = sorted({type(module).__name__ for module in self._modules()})
                 problems.append(
                     f'fp32_ops={op.name!r} matches no module{nearest(op.name.rpartition(".")[2], known)}. '

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from .. import ops
 from ..errors import AmpConfigError, nearest
-from ..policy.loss_scale import is_number
+from ..policy.options import is_number
 
 _CLIP_KEYS = {
     'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'),

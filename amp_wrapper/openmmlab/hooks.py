@@ -12,7 +12,7 @@ from ..casting import plan as casting
 from ..casting.nonfinite import NonfiniteWatch
 from ..engine import AmpEngine
 from ..errors import NonfiniteError
-from ..policy import policy
+from ..policy import resolve
 from ..registry import HOOKS
 from .patches.members import cast_data_element
 
@@ -35,7 +35,7 @@ class AmpInferenceHook(Hook):
     priority = 'VERY_HIGH'
 
     def __init__(self, opt_level: str = 'O2', **overrides: Any) -> None:
-        self.policy = policy.resolve(opt_level, **overrides)
+        self.policy = resolve(opt_level, **overrides)
         self._engine: AmpEngine | None = None
 
     def before_test(self, runner: Any) -> None:

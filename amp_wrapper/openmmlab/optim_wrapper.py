@@ -28,8 +28,9 @@ from ..engine.gradients.cross_optimizer import OtherOptimizer
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
 from ..errors import AmpAttachError, AmpConfigError, nearest
-from ..policy import policy
+from ..policy import OPTIONS, Policy, resolve
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
+from ..policy.resolve import Fp32Names
 from ..registry import OPTIM_WRAPPERS
 from .device_log import DeferredLog
 from .patches import members as mmengine_patches
@@ -116,7 +117,7 @@ class AmpOptimWrapper(OptimWrapper):
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
         keep_fp32: str | type | list[str | type] | tuple[str | type, ...] | None = None,
-        fp32_ops: policy.Fp32Names | None = None,
+        fp32_ops: Fp32Names | None = None,
         skip_nonfinite: bool | None = None,
         max_consecutive_skips: int | None = 50,
         accumulate_in_fp32: bool = False,
@@ -125,31 +126,11 @@ class AmpOptimWrapper(OptimWrapper):
         from_16bit: bool = False,
         **kwargs: Any,
     ) -> None:
+        options: Any = {name: value for name, value in locals().items() if name in OPTIONS}
         problems: list[str] = []
         resolved = None
         try:
-            resolved = policy.resolve(
-                opt_level,
-                enabled=enabled,
-                dtype=dtype,
-                cast_model_type=cast_model_type,
-                patch_torch_functions=patch_torch_functions,
-                keep_batchnorm_fp32=keep_batchnorm_fp32,
-                master_weights=master_weights,
-                loss_scale=loss_scale,
-                cast_model_outputs=cast_model_outputs,
-                keep_fp32=keep_fp32,
-                fp32_ops=fp32_ops,
-                num_losses=num_losses,
-                verbosity=verbosity,
-                min_loss_scale=min_loss_scale,
-                max_loss_scale=max_loss_scale,
-                skip_nonfinite=skip_nonfinite,
-                max_consecutive_skips=max_consecutive_skips,
-                accumulate_in_fp32=accumulate_in_fp32,
-                from_16bit=from_16bit,
-                restore_buffers_on_skip=restore_buffers_on_skip,
-            )
+            resolved = resolve(opt_level, **options)
         except AmpConfigError as error:
             problems += error.problems
         clip = None
@@ -182,7 +163,7 @@ class AmpOptimWrapper(OptimWrapper):
     # -- what it is --------------------------------------------------------------------------------------------------
 
     @property
-    def policy(self) -> policy.Policy:
+    def policy(self) -> Policy:
         """The resolved configuration."""
         return self._engine.policy
 
@@ -568,21 +549,8 @@ class ApexOptimWrapper(AmpOptimWrapper):
         max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
         **kwargs: Any,
     ) -> None:
-        super().__init__(
-            loss_scale=loss_scale,
-            opt_level=opt_level,
-            enabled=enabled,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            cast_model_outputs=cast_model_outputs,
-            num_losses=num_losses,
-            verbosity=verbosity,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            **kwargs,
-        )
+        options: Any = {name: value for name, value in locals().items() if name in OPTIONS}
+        super().__init__(opt_level=opt_level, **options, **kwargs)
 
 
 # The stock names are taken over at the root, where every default_scope looks in the end: downstream --amp flags accept
