@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 
 from ..casting import plan as casting
 from ..casting.nonfinite import NonfiniteWatch
@@ -16,6 +15,7 @@ from ..policy import policy
 from ..registry import HOOKS
 from . import attaching
 from .data_elements import cast_data_element
+from .wrappers import inner_model
 
 
 @HOOKS.register_module()
@@ -44,7 +44,7 @@ class AmpInferenceHook(Hook):
         if self._engine is not None:
             return
         self._engine = AmpEngine(self.policy, None)
-        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        model = inner_model(runner.model)
         attaching.attach(self._engine, model)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
@@ -69,7 +69,7 @@ class NonfiniteHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Begin to watch."""
-        self._watch = NonfiniteWatch(runner.model.module if is_model_wrapper(runner.model) else runner.model)
+        self._watch = NonfiniteWatch(inner_model(runner.model))
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Report what this iteration showed."""

@@ -1,10 +1,12 @@
-"""Which optimizer wrappers are of this package."""
+"""What is inside of mmengine's wrappers: our optimizer wrappers among others, and the model in its wrapper."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
+from torch import nn
 
 from ..policy.policy import Policy
 
@@ -26,3 +28,13 @@ def wrappers_of(runner: Any) -> dict[str, Any]:
         runner: Whose wrapper is built or not.
     """
     return amp_wrappers(getattr(runner, 'optim_wrapper', None))
+
+
+def inner_model(model: Any) -> nn.Module:
+    """The model without the wrapper around it, such as DDP.
+
+    Args:
+        model: Wrapped or not.
+    """
+    inner: nn.Module = model.module if is_model_wrapper(model) else model
+    return inner

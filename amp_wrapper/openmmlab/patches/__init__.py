@@ -73,7 +73,7 @@ PATCHES: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
     # published files are written whole, too
     ((CheckpointHook,), '_publish_model', saving.publish_model),
     # takes what last_checkpoint names, complete or not, there or not
-    (_RUNNERS, 'load_or_resume', resuming.load_or_resume),
+    (_RUNNERS, 'load_or_resume', runner_hook.load_or_resume),
     # applies the parts one after the other, and fails somewhere in between
     (_RUNNERS, 'resume', resuming.resume),
     # compares no checksums; takes "module_" from "module_list"

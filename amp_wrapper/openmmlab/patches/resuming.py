@@ -16,7 +16,6 @@ from typing import Any
 
 from mmengine.dist import broadcast_object_list, get_rank
 from mmengine.hooks import CheckpointHook, EMAHook
-from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
 
@@ -26,7 +25,7 @@ from ...checkpoint import validate as checkpoint_judge
 from ...checkpoint import validate_schedules as checkpoint_schedules
 from ...errors import AmpCheckpointError
 from ..resume import data_order
-from ..wrappers import wrappers_of
+from ..wrappers import inner_model, wrappers_of
 from .saving import WAITING, is_local
 
 # whether the runner that is loading trains with a wrapper of ours
@@ -142,7 +141,7 @@ def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
 def _check_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
     checkpoint_judge.check_parts(file, resume_optimizer)
     checkpoint_judge.check_meta(file['meta'])
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = inner_model(runner.model)
     own = model_names.plain_names(model)
     state = file['state_dict']
     read = _reader(model, state)
@@ -216,17 +215,27 @@ def _check_optimizer(runner: Any, state: Any) -> None:
             raise AmpCheckpointError(f'optimizer[{name!r}]: {error}') from error
 
 
-def load_or_resume(original: Callable[..., None], runner: Any) -> None:
-    """For ``load_or_resume`` of runners."""
+def choose_file(runner: Any) -> bool:
+    """Choose what a runner that is told to resume without a path loads.
+
+    Args:
+        runner: Whose ``load_or_resume`` is called.
+
+    Returns:
+        Whether mmengine may go on.
+
+    Raises:
+        AmpCheckpointError: There are checkpoints, and none is complete.
+    """
     auto = runner._resume is True and runner._load_from is None and not runner._has_loaded
     if auto and wrappers_of(runner) and is_local(runner.work_dir) and not _points_away(runner.work_dir):
         path = choose_newest(runner.work_dir, runner.logger.warning, _out_dirs(runner))
         if path is None:
             runner.logger.info(f'amp: nothing to resume from in {runner.work_dir} yet: the training starts anew')
-            return
+            return False
         runner.logger.info(f'amp: resuming from {path}, the newest complete checkpoint')
         runner._load_from = path
-    original(runner)
+    return True
 
 
 def resume(
@@ -286,8 +295,7 @@ def _follow_epochs(runner: Any, length: int, batches: int) -> None:
 
 def _revise_keys(model: Any) -> list[tuple[str, str]]:
     """mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"."""
-    inner = model.module if is_model_wrapper(model) else model
-    return [] if hasattr(inner, 'module') else [(r'^module\.', '')]
+    return [] if hasattr(inner_model(model), 'module') else [(r'^module\.', '')]
 
 
 def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
@@ -334,4 +342,4 @@ def name_plainly(runner: Any, checkpoint: dict[str, Any]) -> None:
 
 def _reader(model: Any, state: Any) -> Callable[[str], str]:
     names = [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
-    return model_names.reader(model.module if is_model_wrapper(model) else model, names)
+    return model_names.reader(inner_model(model), names)

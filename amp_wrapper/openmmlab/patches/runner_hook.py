@@ -38,4 +38,21 @@ class AmpRunnerHook(Hook):
 def register_hooks(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
     """For ``register_hooks`` of runners."""
     original(runner, *args, **kwargs)
-    runner.register_hook(AmpRunnerHook())
+    give_hook(runner)
+
+
+def load_or_resume(original: Callable[..., None], runner: Any) -> None:
+    """For ``load_or_resume`` of runners."""
+    give_hook(runner)
+    if resuming.choose_file(runner):
+        original(runner)
+
+
+def give_hook(runner: Any) -> None:
+    """Register the hook, once; a runner may be older than our patches, which come with the scope of a type in its config.
+
+    Args:
+        runner: Calls no hook at the moment.
+    """
+    if not any(isinstance(hook, AmpRunnerHook) for hook in runner.hooks):
+        runner.register_hook(AmpRunnerHook())

@@ -23,7 +23,7 @@ from ...checkpoint import names as model_names
 from ...engine.buffers import snapshots as buffer_snapshots
 from ...errors import AmpCheckpointError
 from ..log import warn
-from ..wrappers import wrappers_of
+from ..wrappers import inner_model, wrappers_of
 
 #: The checkpoint of a run that was told to stop; the next regular one takes its place.
 PREEMPTED = 'preempted.pth'
@@ -79,7 +79,7 @@ def make_readable(runner: Any, checkpoint: dict[str, Any]) -> None:
         checkpoint['param_schedulers'] = {key: [_numbers(state) for state in part] for key, part in schedulers.items()}
     elif isinstance(schedulers, list):
         checkpoint['param_schedulers'] = [_numbers(state) for state in schedulers]
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = inner_model(runner.model)
     if not any(is_model_wrapper(module) for module in model.modules()):
         return
     # mmengine does not find the "module." of wrappers inside the model again

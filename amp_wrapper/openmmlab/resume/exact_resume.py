@@ -62,18 +62,18 @@ class ExactResumeHook(Hook):
     # -- the course of a training ------------------------------------------------------------------------------------
 
     def before_run(self, runner: Any) -> None:
-        """Take the last place among the hooks, too."""
+        """Be the only one."""
         # a config may have one, and a tool add another: two would undo each other
         others = [hook for hook in runner._hooks if isinstance(hook, ExactResumeHook) and hook is not self]
         for hook in others:
             runner._hooks.remove(hook)
+
+    def before_train(self, runner: Any) -> None:
+        """Take the last place, too; say what cannot be exact, and put back what belongs to no particular moment."""
         if self._last is None:
             # this hook is called first: appending behind the running iteration is safe
             self._last = _LastWord(self)
             runner.register_hook(self._last, priority='LOWEST')
-
-    def before_train(self, runner: Any) -> None:
-        """Say what cannot be exact, and put back what belongs to no particular moment."""
         early_stopping.put_first(runner)
         if self._resumed is not None:
             data_order.follow_seeds(runner.train_loop, self._own('seeds'))

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from mmengine.dist import all_gather_object, get_rank, get_world_size
-from mmengine.model import is_model_wrapper
 
 from ...checkpoint import random_state
 from ..log import warn
+from ..wrappers import inner_model
 from . import data_order
 
 
@@ -98,7 +98,6 @@ def _generators(runner: Any) -> list[torch.Generator]:
 
 def _statistics(runner: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The running statistics of BatchNorm and its kin, by qualified name."""
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    for name, buffer in model.named_buffers():
+    for name, buffer in inner_model(runner.model).named_buffers():
         if name.rpartition('.')[2] in ('running_mean', 'running_var', 'num_batches_tracked'):
             yield name, buffer
