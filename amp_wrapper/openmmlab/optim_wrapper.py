@@ -315,7 +315,7 @@ class AmpOptimWrapper(OptimWrapper):
         result = self._engine.step(self._clip, **kwargs)
         self._last = self._unreported = result
         if result.decision is not None:
-            front = f'train/{self._engine.label}_' if self._engine.label else 'train/'
+            front = f'train/{self.member_name}_' if self.member_name else 'train/'
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
             shown = {front + words[name]: COLUMNS[name] for name in result.shows}
             self._log.update(result.decision, shown, result.skipped is None)

@@ -158,8 +158,9 @@ def publish_model(original: Callable[..., None], hook: Any, runner: Any, ckpt_pa
 @contextmanager
 def _removals_after(hook: Any, runner: Any) -> Iterator[None]:
     """Inside, what the hook deletes is only remembered; it goes when everything was written."""
-    backend = hook.file_backend
-    if not wrappers_of(runner) or not isinstance(backend, LocalBackend) or 'remove' in vars(backend):
+    backend = hook.file_backend if wrappers_of(runner) else None
+    # where one method calls the other, the outer one is waited for
+    if not isinstance(backend, LocalBackend) or 'remove' in vars(backend):
         yield
         return
     waiting: list[str] = []
