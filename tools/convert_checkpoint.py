@@ -62,9 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action='store_true',
         help='weights alone (fp32 unless --to says otherwise), with the first 8 digits of its SHA-256 in the file name',
     )
-    parser.add_argument(
-        '--epoch', type=int, metavar='N', help='with stock: finished epochs, if SRC does not tell'
-    )
+    parser.add_argument('--epoch', type=int, metavar='N', help='with stock: finished epochs, if SRC does not tell')
     parser.add_argument('--iter', type=int, metavar='N', help='with stock: finished iterations, likewise')
     # OUT may stand behind the options
     args = parser.parse_intermixed_args(argv)
