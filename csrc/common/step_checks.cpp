@@ -1,4 +1,4 @@
-#include "step.h"
+#include "step_checks.h"
 
 #include <c10/util/Exception.h>
 
