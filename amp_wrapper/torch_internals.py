@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import checkpoint
+
+_F = TypeVar('_F', bound=Callable[..., Any])
 
 #: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
@@ -78,3 +80,16 @@ def builtin_comm_hooks() -> dict[str, Any]:
     In every version since 1.9 that has ``torch.distributed``.
     """
     return dict(torch._C._distributed_c10d.BuiltinCommHookType.__members__)
+
+
+def constant_when_compiled(function: _F) -> _F:
+    """Mark a function whose result torch.compile takes as a constant, without a look inside.
+
+    ``torch.compiler.assume_constant_result`` does the same, and imports all of ``torch._dynamo`` for it. In every version since
+    2.1.
+
+    Args:
+        function: Of constants.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -100,7 +100,11 @@ FAULTS = {
     ),
     'a misaligned vector': (
         ADDRESS,
-        ('elementwise_kernels.cuh', ALIGNED, ALIGNED.replace('is_aligned(source) && is_aligned(target)', 'is_aligned(target)')),
+        (
+            'elementwise_kernels.cuh',
+            ALIGNED,
+            ALIGNED.replace('is_aligned(source) && is_aligned(target)', 'is_aligned(target)'),
+        ),
         'misaligned address',
     ),
 }
