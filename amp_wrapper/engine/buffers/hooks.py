@@ -63,12 +63,8 @@ class Listener(Protocol):
         """Somebody is about to read the buffers."""
 
 
-def _nobody() -> None:
-    """Stands for the listener of a copied or unpickled hook."""
-
-
 class BufferHook:
-    """Tells a listener of calls. Copies of a model, in memory or in a file, tell nobody.
+    """Tells a listener. Copies of a model, in memory or in a file, tell nobody.
 
     Args:
         listener: Whom to tell; not kept alive.
@@ -84,24 +80,17 @@ class BufferHook:
         return type(self), ()
 
 
-class EnterModel(BufferHook):
-    """Forward pre-hook of a model: where torch.compile traces it, the graph breaks here."""
+def _nobody() -> None:
+    """Stands for the listener of a copied or unpickled hook."""
 
-    @untraced
-    def __call__(self, module: nn.Module, args: Any) -> None:
+
+class BeforeStateDict(BufferHook):
+    """Hook of a model, called before its state dict is made."""
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         listener = self._listener()
         if listener is not None:
-            listener.enter(module)
-
-
-class LeaveModel(BufferHook):
-    """Forward hook, called after exceptions too: the counterpart of :class:`EnterModel`."""
-
-    @untraced
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        listener = self._listener()
-        if listener is not None:
-            listener.leave(module, output)
+            listener.settle()
 
 
 class EnterPart(BufferHook):
@@ -122,7 +111,7 @@ class EnterPart(BufferHook):
 
 
 class LeavePart(BufferHook):
-    """The counterpart of :class:`EnterPart`."""
+    """Forward hook, called after exceptions too: the counterpart of :class:`EnterPart`."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         listener = None if torch.compiler.is_compiling() else self._listener()
@@ -130,13 +119,16 @@ class LeavePart(BufferHook):
             listener.leave(module, output)
 
 
-class BeforeStateDict(BufferHook):
-    """Hook of a model, called before its state dict is made."""
+class EnterModel(EnterPart):
+    """:class:`EnterPart` of a model: where torch.compile traces it, the graph breaks here."""
 
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        listener = self._listener()
-        if listener is not None:
-            listener.settle()
+    __call__ = untraced(EnterPart.__call__)
+
+
+class LeaveModel(LeavePart):
+    """The counterpart of :class:`EnterModel`."""
+
+    __call__ = untraced(LeavePart.__call__)
 
 
 class HookedModules:

@@ -56,7 +56,6 @@ class BufferSnapshots:
         leave: tuple[type, ...] = (),
         owner: User | None = None,
     ) -> None:
-        self._owner = (lambda: None) if owner is None else ref(owner)
         self._deciders = Deciders(owner)
         self._averaged: AveragedBuffers | None = None
         self._roots = list(roots)
@@ -321,8 +320,7 @@ class BufferSnapshots:
         self._take()
         self._tracked.load(copies)
         self._averaged = AveragedBuffers(averages)
-        owner = self._owner()
-        self._deciders.used_by([] if owner is None else [owner])
+        self._deciders.has_own_loss = True
         self.expects_graph, self._loaded = False, True
 
 

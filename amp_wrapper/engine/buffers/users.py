@@ -108,8 +108,9 @@ class Deciders:
         self.step = 0
         #: Outputs that no loss has made use of yet.
         self.unused: set[ReferenceType[_Output]] = set()
-        # whether a loss of the owner has come since; others whose losses have made use of outputs
-        self._own = False
+        #: Whether a loss of the owner has come since the last step.
+        self.has_own_loss = False
+        # others whose losses have made use of outputs
         self._users: set[ReferenceType[User]] = set()
         # up where the step of another optimizer was skipped before any loss went through the calls
         self._doubt: Tensor | None = None
@@ -129,7 +130,7 @@ class Deciders:
     def _owner_has_gradients(self) -> bool:
         # of its own losses, and not thrown away since
         owner = self._owner()
-        return self._own and owner is not None and owner.is_accumulating
+        return self.has_own_loss and owner is not None and owner.is_accumulating
 
     def _others_have_gradients(self) -> bool:
         # one whose gradients were thrown away decides nothing
@@ -158,7 +159,7 @@ class Deciders:
         self._doubt = None
         for user in users:
             if user is self._owner():
-                self._own = True
+                self.has_own_loss = True
             else:
                 self._users.add(ref(user, self._users.discard))
 
@@ -196,7 +197,7 @@ class Deciders:
     def forget(self) -> None:
         """All is decided: the next forward call begins anew."""
         self.step += 1
-        self._own = self._others_stepped = False
+        self.has_own_loss = self._others_stepped = False
         self._doubt = None
         self._users.clear()
         self.unused.clear()
