@@ -125,14 +125,14 @@ class BufferSnapshots:
         if not has_graph and not module.training:
             self.settle()
             return
+        if torch_internals.in_function_transform():
+            # nothing of this belongs into a graph, and buffers may be replaced for the time of the call
+            return
         is_hooked = module in self._hooked
         if self._stale and not self._live and not self._active:
             self._collect()
             if is_hooked and module not in self._hooked:
                 return
-        if torch_internals.in_function_transform():
-            # nothing of this belongs into a graph, and buffers may be replaced for the time of the call
-            return
         # what is written without a graph between the calls of a step is its author's, update_bn's for one
         counts = has_graph or not self._live or self.expects_graph
         if counts:
