@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable
 from types import CodeType, FrameType
 from typing import Any, Protocol
 from weakref import ref
@@ -27,14 +27,12 @@ class Call:
     Attributes:
         module: What was called.
         covers: The ids of the modules below, whose calls are parts of this one; None for all.
-        places: Those of their buffers; None for all.
         counts: Whether what it writes is given back by a skipped step.
         depth: How often the module has called itself.
     """
 
     module: nn.Module
     covers: Container[int] | None
-    places: Sequence[int] | None
     counts: bool
     depth: int = 0
 

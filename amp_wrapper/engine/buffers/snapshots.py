@@ -134,7 +134,7 @@ class BufferSnapshots:
             if is_hooked and module not in self._hooked:
                 return
         # what is written without a graph between the calls of a step is its author's, update_bn's for one
-        counts = has_graph or not self._live or self.expects_graph
+        counts = has_graph or not self._live or self.expects_graph or self._active > 0
         if counts:
             with self._lock:
                 self._active += 1
@@ -142,11 +142,9 @@ class BufferSnapshots:
                     self._begin(has_graph)
         else:
             self.settle()
-        call = Call(module, None, None, counts)
-        if is_hooked and all(module is not root for _, root in self._roots):
-            call.covers = frozenset(map(id, module.modules()))
-            call.places = self._tracked.places_in(module.modules())
-        calls.append(call)
+        # a model, or a replica of one, covers all
+        is_part = is_hooked and all(module is not root for _, root in self._roots)
+        calls.append(Call(module, frozenset(map(id, module.modules())) if is_part else None, counts))
         self._hooked.hook_end(module)
 
     def leave(self, module: nn.Module, output: Any = None) -> None:
@@ -166,10 +164,10 @@ class BufferSnapshots:
         self._looked = False
         with self._lock:
             if not call.counts:
-                self._tracked.accept(call.places)
+                self._tracked.accept()
                 return
             self._active = max(self._active - 1, 0)
-            self._tracked.note(call.places)
+            self._tracked.note()
         # a single optimizer decides alone
         if len(_living) > 1 and self._live:
             self._deciders.watch(output)

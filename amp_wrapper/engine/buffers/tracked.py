@@ -89,40 +89,35 @@ class TrackedBuffers:
                 [-1 if tensor is None else tensor._version for tensor in kept],
             )
 
-    def _written(self, places: Iterable[int] | None, notes: bool = True) -> list[tuple[int, Tensor | None, bool]]:
+    def _written(self, notes: bool = True) -> list[tuple[int, Tensor | None, bool]]:
         """The places that were written since they were last noted, the tensors of now, and whether they are others."""
         now, memory, versions = self._look()
         if memory == self._memory and versions == self._versions:
             return []
-        found = []
-        for place in range(len(now)) if places is None else places:
-            moved = memory[place] != self._memory[place]
-            if moved or versions[place] != self._versions[place]:
-                found.append((place, now[place], moved))
-                if notes:
-                    self.tensors[place], self._memory[place] = now[place], memory[place]
-                    self._versions[place] = versions[place]
+        known = zip(now, memory, versions, self._memory, self._versions)
+        found = [
+            (place, tensor, where != before)
+            for place, (tensor, where, version, before, last) in enumerate(known)
+            if (where, version) != (before, last)
+        ]
+        if notes:
+            self.tensors, self._memory, self._versions = now, memory, versions
         return found
 
-    def note(self, places: Iterable[int] | None = None) -> None:
-        """Whatever was written was written by a forward call.
-
-        Args:
-            places: What it may have written to; None for all.
-        """
-        for place, tensor, moved in self._written(places):
+    def note(self) -> None:
+        """Whatever was written was written by a forward call."""
+        for place, tensor, moved in self._written():
             if moved and place not in self._left_alone:
                 self._bind(place, tensor)
 
-    def accept(self, places: Iterable[int] | None = None, keeps_nan: bool = False) -> None:
+    def accept(self, keeps_nan: bool = False) -> None:
         """What somebody else has written since the last forward call is theirs: a skipped step gives that back.
 
         Args:
-            places: What is looked at; None for all.
             keeps_nan: Whether new NaN stays, too. Nothing is noted then: a call without gradients may go on where somebody
                 has written.
         """
-        for place, tensor, _ in self._written(places, notes=not keeps_nan):
+        for place, tensor, _ in self._written(notes=not keeps_nan):
             self._bind(place, tensor)
             part, index = self._copies[place]
             if place not in self._left_alone and not part.accept(index, keeps_nan):
@@ -176,7 +171,7 @@ class TrackedBuffers:
 
     def state(self) -> dict[str, Tensor]:
         """The copies of buffers that forward calls have changed, by qualified name. Syncs."""
-        others = self._left_alone.union(place for place, _, _ in self._written(None, notes=False))
+        others = self._left_alone.union(place for place, _, _ in self._written(notes=False))
         found = {
             place: part.copies[index] for place, (part, index) in sorted(self._copies.items()) if place not in others
         }

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...policy.nested import map_tensors
 
 # whose losses are being run backward, on any thread: autograd has some of its own. The last one is the one that runs
-_under_way: list[tuple[User, ...]] = []
+_under_way: dict[object, tuple[User, ...]] = {}
 # whether anybody has ever waited for a backward pass to come by
 _watched = False
 
@@ -48,7 +48,8 @@ class _Output:
         deciders = self._deciders()
         if deciders is not None and deciders.step == self._step:
             deciders.unused.discard(ref(self))
-            deciders.used_by(_under_way[-1] if _under_way else ())
+            running = list(_under_way.values())
+            deciders.used_by(running[-1] if running else ())
 
 
 def _nothing() -> None:
@@ -72,23 +73,16 @@ def backward(users: Sequence[User]) -> AbstractContextManager[Callable[[], None]
 
 @contextmanager
 def _naming(users: tuple[User, ...]) -> Iterator[Callable[[], None]]:
-    _under_way.append(users)
+    name = object()
+    _under_way[name] = users
 
     def begins() -> None:
-        _remove(users)
-        _under_way.append(users)
+        _under_way[name] = _under_way.pop(name)
 
     try:
         yield begins
     finally:
-        _remove(users)
-
-
-def _remove(users: tuple[User, ...]) -> None:
-    for index, other in enumerate(_under_way):
-        if other is users:
-            del _under_way[index]
-            return
+        del _under_way[name]
 
 
 class Deciders:
