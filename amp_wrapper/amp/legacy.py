@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..autocast import state as passes
+from ..autocast import state as autocast_state
 from ..autocast.global_autocast import GlobalCasts
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import policy as policies
@@ -60,7 +60,7 @@ class AmpHandle:
 
     def is_active(self) -> bool:
         """Whether casts are on and losses are scaled."""
-        return self._active and not passes.is_suspended()
+        return self._active and not autocast_state.is_suspended()
 
     def _deactivate(self) -> None:
         """Turn the casts off for good; losses of wrapped optimizers are not scaled any more. May be called again."""
@@ -69,7 +69,7 @@ class AmpHandle:
 
     def _disable_casts(self) -> AbstractContextManager[None]:
         """As ``amp.disable_casts()``."""
-        return passes.suspended()
+        return autocast_state.suspended()
 
     @property
     def has_cache(self) -> bool:

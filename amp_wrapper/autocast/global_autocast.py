@@ -7,9 +7,8 @@ import threading
 import torch
 
 from ..errors import AmpUsageError
-from . import kernels as op_casts
-from . import patching as fp32_ops
-from . import state as passes
+from . import kernels, regions, state
+from .op_set import OpSet
 
 
 class _Autocast(threading.local):
@@ -65,9 +64,9 @@ class GlobalCasts:
         if self.is_on:
             return
         for device in self.device_types:
-            op_casts.install(device)
-        first = not passes.global_casts_open()
-        fp32_ops.global_casts_begin(self, fp32_ops.OpSet(casts=True, allow_banned=self.allow_banned))
+            kernels.install(device)
+        first = not state.thread.global_casts
+        regions.global_casts_begin(self, OpSet(casts=True, allow_banned=self.allow_banned).keys)
         self._thread = threading.get_ident()
         if first:
             _autocast.before = []
@@ -85,14 +84,14 @@ class GlobalCasts:
         if self._thread != threading.get_ident():
             raise AmpUsageError('casts stop on the thread that started them: call stop() there.')
         self._thread = None
-        newest = fp32_ops.global_casts_end(self)
+        newest = regions.global_casts_end(self)
         if isinstance(newest, GlobalCasts):
             newest._apply()
         else:
             for device, enabled, dtype in _autocast.before:
                 # where it is off by now, a block around the start has ended, and has put back what it found
-                if passes.autocast_enabled(device):
-                    passes.set_autocast_enabled(device, enabled)
+                if state.autocast_enabled(device):
+                    state.set_autocast_enabled(device, enabled)
                     torch.set_autocast_dtype(device, dtype)
             torch.set_autocast_cache_enabled(_autocast.cache)
             _autocast.before = []
@@ -102,11 +101,11 @@ class GlobalCasts:
         known = {device for device, _, _ in _autocast.before}
         for device in self.device_types:
             if device not in known:
-                state = (device, passes.autocast_enabled(device), torch.get_autocast_dtype(device))
-                _autocast.before.append(state)
+                found = (device, state.autocast_enabled(device), torch.get_autocast_dtype(device))
+                _autocast.before.append(found)
         for device, enabled, dtype in _autocast.before:
             ours = device in self.device_types
             torch.set_autocast_dtype(device, self.dtype if ours else dtype)
-            passes.set_autocast_enabled(device, ours or enabled)
+            state.set_autocast_enabled(device, ours or enabled)
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()

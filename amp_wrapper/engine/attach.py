@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import patching as fp32_ops
-from ..casting import cast_hooks as forward_hooks
+from ..autocast import regions
 from ..casting import fp32_values as twins
 from ..casting import given_weights, ownership
 from ..casting import plan as casting
 from ..casting import roots as scope
+from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import MasterWeights, cast_state_to_parameters, warn_of_lost_eps
+from ..casting.modules import module_device
+from ..casting.region_hooks import autocast_context
 from ..casting.split_masters import SplitWeights
 from ..errors import AmpAttachError, AmpError, AmpUsageError
 from ..optim.fused import FusedOptimizer
@@ -102,7 +104,7 @@ class Attaching(Saving):
             reducers.rebuild([*plan.parameters.values(), *plan.raised])
             reducers.record()
             if self.optimizer is not None and self.policy.casts_model:
-                casting.copies_are_fp32([root for _, root in plan.roots])
+                copies_are_fp32([root for _, root in plan.roots])
             if self.policy.verbosity >= 2 and self.policy.casts_model:
                 log_casts(plan)
         self._begin(self._gradient_device(model))
@@ -210,7 +212,7 @@ class Attaching(Saving):
         if self.optimizer is not None:
             for parameter in self._parameters():
                 return parameter.device
-        return torch.device('cpu') if model is None else forward_hooks.module_device(model)
+        return torch.device('cpu') if model is None else module_device(model)
 
     def detach(self) -> None:
         """Take the hooks off, give the model FP32 weights (the masters) and the optimizer its own parameters back.
@@ -226,8 +228,8 @@ class Attaching(Saving):
             raise AmpUsageError(
                 'detach() in the middle of an accumulation window would lose its gradients: step() first.'
             )
-        if not fp32_ops.in_forward():
-            forward_hooks.unwind()
+        # what an interrupted forward pass left open
+        regions.unwind_stale()
         if self._masters is not None:
             self._masters.synchronise()
             self._masters.refresh()
@@ -290,26 +292,24 @@ class Attaching(Saving):
             model: Says on which device autocast works.
         """
         dtype = self.policy.autocast_dtype if self.policy.enabled else None
-        context = forward_hooks.autocast_context(forward_hooks.module_device(model).type, dtype)
+        context = autocast_context(module_device(model).type, dtype)
         if torch.compiler.is_compiling():
-            with context:
+            with context or nullcontext():
                 yield
             return
-        if not fp32_ops.in_forward():
-            # what an interrupted validation left open
-            forward_hooks.unwind()
-        before = forward_hooks.open_contexts()
+        # what an interrupted validation left open
+        regions.unwind_stale()
+        before = regions.count()
         try:
-            with fp32_ops.recording(self._seen_ops), context:
-                if self._ops is not None:
-                    # for models whose train_step does not call them
-                    fp32_ops.enter(self._ops)
-                yield
+            if self._ops is not None or context is not None:
+                # for models whose train_step does not call them
+                regions.enter(None if self._ops is None else self._ops.keys, autocast=context)
+            yield
         except RuntimeError as error:
             self._explain(error, model)
             raise
         finally:
-            forward_hooks.unwind(before)
+            regions.unwind(before)
 
     def _explain(self, error: RuntimeError, model: nn.Module) -> None:
         """A module list that changed behind torch's registration hooks shows as an error about types."""
@@ -375,7 +375,7 @@ def attach_together(engines: Sequence[Attaching], models: Sequence[nn.Module], p
         engine._reducers.watch(models)
         engine._begin(engine._gradient_device(models[0] if models else None))
     if engines and policy.casts_model:
-        casting.copies_are_fp32(models)
+        copies_are_fp32(models)
     return handle
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops, torch_internals
-from ..autocast import patching as fp32_ops
+from ..autocast import regions
 from ..errors import AmpUsageError
 from .attach import Attaching, named_roots
 from .base import EngineBase, Stage
@@ -97,7 +97,7 @@ class Receiving(Attaching):
             lending = self._lend(shares, scale, averaged_ones, loss_id, stack)
             if self._ops is not None:
                 # checkpointed segments are recomputed in there
-                stack.enter_context(fp32_ops.in_backward(self._ops, self._seen_ops))
+                stack.enter_context(regions.in_backward(self._ops.keys))
             taken: set[int] = set()
             for engine, over_ranks, flag in zip(engines, averaged, flags):
                 if engine._on_arrival:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import patching as fp32_ops
+from ..autocast.op_set import OpSet
 from ..casting import plan as casting
 from ..casting import roots as scope
 from ..casting import split_masters as split_weights
@@ -105,8 +105,7 @@ class EngineBase:
         # while its own step runs
         self._steps = False
         self._handle: casting.CastHandle | None = None
-        self._ops: fp32_ops.OpSet | None = None
-        self._seen_ops: set[frozenset[str]] = set()
+        self._ops: OpSet | None = None
         self._masters: MasterWeights | SplitWeights | None = None
         self._names: dict[int, str] = {}
         self._reducers = Reducers(None, self.weights)

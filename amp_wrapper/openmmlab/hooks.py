@@ -8,8 +8,8 @@ import torch
 from mmengine.hooks import Hook
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 
-from ..casting import plan as casting
 from ..casting.nonfinite import NonfiniteWatch
+from ..casting.region_hooks import autocast_forward
 from ..engine import AmpEngine
 from ..errors import NonfiniteError
 from ..policy import policy
@@ -47,7 +47,7 @@ class AmpInferenceHook(Hook):
         self._engine.attach(model, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), enter=cast_data_element)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
-            casting.autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
+            autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
         runner.logger.info(f'amp: testing at {self.policy.describe()}')
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from ... import torch_internals
-from ...casting.cast_hooks import untraced
+from ...autocast.call import untraced
 
 _CHECKPOINT_FILE = checkpoint.__file__
 

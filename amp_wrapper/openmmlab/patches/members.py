@@ -45,8 +45,9 @@ from mmengine.utils import digit_version
 from torch import Tensor, nn
 
 from ...casting import fp32_values as twins
-from ...casting import plan as casting
 from ...casting import roots as scope
+from ...casting.find_hooks import is_cast
+from ...casting.state_dict_hooks import restore_fp32_copy
 from ...checkpoint import names as model_names
 from ...engine import averages
 from ...engine.buffers import snapshots as buffer_snapshots
@@ -68,14 +69,14 @@ def _patch_averaged_model() -> None:
     @functools.wraps(original_init)
     def init(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         original_init(self, model, *args, **kwargs)
-        if casting.restore_fp32_copy(self.module, model) and self.update_buffers:
+        if restore_fp32_copy(self.module, model) and self.update_buffers:
             # these were live references into the copy before it became FP32
             self.avg_parameters = self.module.state_dict()
 
     @functools.wraps(original_update)
     def update_parameters(self: Any, model: nn.Module) -> None:
         with buffer_snapshots.averaging(self.module, model):
-            original_update(self, averages.Fp32View(model) if casting.is_cast(model) else model)
+            original_update(self, averages.Fp32View(model) if is_cast(model) else model)
 
     BaseAveragedModel.__init__ = init
     BaseAveragedModel.update_parameters = update_parameters
@@ -86,7 +87,7 @@ def _patch_ema_swap() -> None:
 
     @functools.wraps(original)
     def swap(self: Any) -> None:
-        if casting.is_cast(self.src_model):
+        if is_cast(self.src_model):
             _swap_with_masters(self)
         else:
             original(self)
