@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..casting.cast_hooks import holds_casts
+from ..casting.find_hooks import holds_casts
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy import OPTIONS, Policy, SharedOptions, resolve
 from . import known_models

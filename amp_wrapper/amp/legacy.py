@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..autocast import state as passes
+from ..autocast import state as autocast_state
 from ..autocast.global_autocast import GlobalCasts
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import resolve
@@ -111,14 +111,14 @@ class AmpHandle(NoOpHandle):
         self._casts.start()
 
     def is_active(self) -> bool:
-        return self._active and not passes.is_suspended()
+        return self._active and not autocast_state.is_suspended()
 
     def _deactivate(self) -> None:
         self._active = False
         self._casts.stop()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        return passes.suspended()
+        return autocast_state.suspended()
 
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         if not is_count(num_loss):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..casting import cast_hooks as forward_hooks
+from ..autocast import regions
 from ..engine import AmpEngine
 from ..errors import AmpUsageError
 
@@ -36,7 +36,7 @@ def scaled(
         kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
         raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
     # what an interrupted forward pass left open
-    forward_hooks.unwind_stale()
+    regions.unwind_stale()
     if not engines:
         yield loss
         return

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import state as passes
+from ..autocast import state as autocast_state
 from ..casting import ownership
 from ..casting import save_pretrained as hf_saving
 from ..engine import AmpEngine, inner_optimizers, new_scalers
@@ -34,7 +34,7 @@ from . import known_models
 _sessions: list[ReferenceType[Session]] = []
 _session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
 # model at O1 or O4 -> what says so to decorated functions
-_casting: WeakKeyDictionary[nn.Module, passes.CastSession] = WeakKeyDictionary()
+_casting: WeakKeyDictionary[nn.Module, autocast_state.CastSession] = WeakKeyDictionary()
 #: Optimizers that were initialised with ``enabled=False``.
 _disabled: WeakSet[Optimizer] = WeakSet()
 _NEVER = (
@@ -93,7 +93,7 @@ class Session:
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:
             for model in models:
-                _casting[model] = passes.session_opened()
+                _casting[model] = autocast_state.session_opened()
         for optimizer, engine in zip(optimizers, self.engines):
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
@@ -175,7 +175,7 @@ class Session:
                 result.append(value)
 
         # optimizers compute in FP32: what is cast for models is not cast here
-        casts = nullcontext() if self.policy.autocast_dtype is None else passes.suspended()
+        casts = nullcontext() if self.policy.autocast_dtype is None else autocast_state.suspended()
         with casts, engine.behind(step=bare_step):
             outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

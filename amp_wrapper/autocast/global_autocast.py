@@ -7,9 +7,8 @@ import threading
 import torch
 
 from ..errors import AmpUsageError
-from . import kernels as op_casts
-from . import patching as fp32_ops
-from . import state as passes
+from . import kernels, regions, state
+from .op_set import OpSet
 
 
 class _Started(threading.local):
@@ -66,16 +65,16 @@ class GlobalCasts:
         if self.is_on:
             return
         for device in self.device_types:
-            op_casts.install(device)
-        fp32_ops.global_casts_begin(self, fp32_ops.OpSet(casts=True, allow_banned=self.allow_banned))
+            kernels.install(device)
+        regions.global_casts_begin(self, OpSet(casts=True, allow_banned=self.allow_banned).keys)
         self._thread = threading.get_ident()
         self._before = [
-            (device, passes.autocast_enabled(device), torch.get_autocast_dtype(device)) for device in self.device_types
+            (device, state.autocast_enabled(device), torch.get_autocast_dtype(device)) for device in self.device_types
         ]
         self._cache = torch.is_autocast_cache_enabled()
         for device in self.device_types:
             torch.set_autocast_dtype(device, self.dtype)
-            passes.set_autocast_enabled(device, True)
+            state.set_autocast_enabled(device, True)
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()
         _started.casts.append(self)
@@ -91,7 +90,7 @@ class GlobalCasts:
         if self._thread != threading.get_ident():
             raise AmpUsageError('casts stop on the thread that started them: call stop() there.')
         self._thread = None
-        fp32_ops.global_casts_end(self)
+        regions.global_casts_end(self)
         while _started.casts and not _started.casts[-1].is_on:
             _started.casts.pop()._put_back()
         torch.clear_autocast_cache()
@@ -99,7 +98,7 @@ class GlobalCasts:
     def _put_back(self) -> None:
         for device, enabled, dtype in self._before:
             # where it is off by now, a block around the start has ended, and has put back what it found
-            if passes.autocast_enabled(device):
-                passes.set_autocast_enabled(device, enabled)
+            if state.autocast_enabled(device):
+                state.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
         torch.set_autocast_cache_enabled(self._cache)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..autocast import patching
-from ..casting import cast_hooks, given_weights, ownership, roots
+from ..autocast import regions
+from ..casting import given_weights, ownership, roots
+from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
-from ..casting.plan import CastHandle, CastPlan, copies_are_fp32
+from ..casting.modules import module_device
+from ..casting.plan import CastHandle, CastPlan
 from ..casting.split_masters import SplitMasters
 from ..errors import AmpAttachError, AmpUsageError
 from ..optim.fused import FusedOptimizer
@@ -137,8 +139,8 @@ def detach_model(parts: EngineParts) -> None:
     """Take the hooks off and give back FP32 weights; see :meth:`AmpEngine.detach`."""
     if parts.is_accumulating and parts.policy.enabled:
         raise AmpUsageError('detach() in the middle of an accumulation window would lose its gradients: step() first.')
-    if not patching.in_forward():
-        cast_hooks.unwind()
+    # what an interrupted forward call left open
+    regions.unwind_stale()
     params = parts.params
     casts = parts.casts is not None and parts.casts.casts
     params.synchronise()
@@ -163,7 +165,7 @@ def begin(parts: EngineParts, model: nn.Module | None) -> None:
     """
     device = next((parameter.device for parameter in parts.params.parameters()), None)
     if device is None:
-        device = torch.device('cpu') if model is None else cast_hooks.module_device(model)
+        device = torch.device('cpu') if model is None else module_device(model)
     parts.device = device
     parts.overflow.to(device)
     parts.scales.to(device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..casting import fp32_values as twins
-from ..casting import plan as casting
+from ..casting.find_hooks import is_cast
 from ..errors import AmpUsageError
 from ..policy.nested import HALF_TYPES
 from .buffers import snapshots as buffer_snapshots
@@ -82,7 +82,7 @@ def _reads_a_model(method: Callable[..., Any], attribute: str) -> Callable[..., 
 
     @functools.wraps(method)
     def call(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        cast = isinstance(model, nn.Module) and casting.is_cast(model)
+        cast = isinstance(model, nn.Module) and is_cast(model)
         average = getattr(self, attribute)
         known = isinstance(model, nn.Module) and isinstance(average, nn.Module)
         with buffer_snapshots.averaging(average, model) if known else nullcontext():

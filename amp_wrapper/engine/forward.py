@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
-from ..autocast import patching
-from ..casting import cast_hooks, roots
+from ..autocast import regions
+from ..casting import roots
+from ..casting.modules import module_device
+from ..casting.region_hooks import autocast_context
 from ..errors import AmpError, AmpUsageError
 from .parts import EngineParts
 
@@ -39,26 +41,24 @@ def prepare(parts: EngineParts, model: nn.Module) -> None:
 def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
     """Around a forward call; see :meth:`AmpEngine.forward_context`."""
     dtype = parts.policy.autocast_dtype if parts.policy.enabled else None
-    context = cast_hooks.autocast_context(cast_hooks.module_device(model).type, dtype)
+    context = autocast_context(module_device(model).type, dtype)
     if torch.compiler.is_compiling():
-        with context:
+        with context or nullcontext():
             yield
         return
-    if not patching.in_forward():
-        # what an interrupted validation left open
-        cast_hooks.unwind()
-    before = cast_hooks.open_contexts()
+    # what an interrupted validation left open
+    regions.unwind_stale()
+    before = regions.count()
     try:
-        with patching.recording(parts.seen_ops), context:
-            if parts.op_set is not None:
-                # for models whose train_step does not call them
-                patching.enter(parts.op_set)
-            yield
+        if parts.op_set is not None or context is not None:
+            # for models whose train_step does not call them
+            regions.enter(None if parts.op_set is None else parts.op_set.keys, autocast=context)
+        yield
     except RuntimeError as error:
         _explain(parts, error, model)
         raise
     finally:
-        cast_hooks.unwind(before)
+        regions.unwind(before)
 
 
 def _explain(parts: EngineParts, error: RuntimeError, model: nn.Module) -> None:

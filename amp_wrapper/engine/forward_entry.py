@@ -13,9 +13,10 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from ..autocast import state as passes
+from ..autocast import state
+from ..autocast.call import untraced
 from ..casting import fp32_values as twins
-from ..casting.cast_hooks import AmpHook, untraced
+from ..casting.cast_hooks import AmpHook
 from ..casting.masters import Fp32Masters
 from . import averages
 
@@ -60,7 +61,10 @@ class FollowOwn(AmpHook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         # what torch.compile traces is inside of a call of the model, or compiled apart from it
-        if not torch.compiler.is_compiling() and not passes.depth():
+        if torch.compiler.is_compiling():
+            return
+        regions = state.thread.regions
+        if not regions or not regions[-1].depth:
             # with those below, which some modules use without calling them
             twins.synchronise(module.parameters())
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..autocast import patching
+from ..autocast.op_set import OpSet
 from ..casting import plan, roots, split_masters
 from ..casting.param_pairs import ParamPairs, StepLists
 from ..checkpoint.format import SavedAmp
@@ -81,8 +81,7 @@ class EngineParts:
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
         self.casts: plan.CastHandle | None = None
-        self.op_set: patching.OpSet | None = None
-        self.seen_ops: set[frozenset[str]] = set()
+        self.op_set: OpSet | None = None
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None
         #: Backward passes of other optimizers' losses that are under way, and what they may bring here.

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from mmengine.hooks import Hook
 
-from ..casting import plan as casting
 from ..casting.nonfinite import NonfiniteWatch
+from ..casting.region_hooks import autocast_forward
 from ..engine import AmpEngine
 from ..errors import NonfiniteError
 from ..policy import resolve
@@ -48,7 +48,7 @@ class AmpInferenceHook(Hook):
         attaching.attach(self._engine, model)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
-            casting.autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
+            autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
         runner.logger.info(f'amp: testing at {self.policy.describe()}')
 
 

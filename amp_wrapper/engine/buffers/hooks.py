@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...casting.cast_hooks import untraced
+from ...autocast.call import untraced
 
 
 @dataclasses.dataclass(slots=True)

@@ -12,7 +12,8 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
 from ...casting import fp32_values as twins
-from ...casting import plan as casting
+from ...casting.find_hooks import is_cast
+from ...casting.state_dict_hooks import restore_fp32_copy
 from ...checkpoint import names as model_names
 from ...engine import averages
 from ...engine.buffers import snapshots as buffer_snapshots
@@ -23,7 +24,7 @@ from ..wrappers import wrappers_of
 def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """For ``BaseAveragedModel.__init__``."""
     original(average, model, *args, **kwargs)
-    if casting.restore_fp32_copy(average.module, model) and average.update_buffers:
+    if restore_fp32_copy(average.module, model) and average.update_buffers:
         # these were live references into the copy before it became FP32
         average.avg_parameters = average.module.state_dict()
 
@@ -31,14 +32,14 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
     """For ``BaseAveragedModel.update_parameters``."""
     with buffer_snapshots.averaging(average.module, model):
-        original(average, averages.Fp32View(model) if casting.is_cast(model) else model)
+        original(average, averages.Fp32View(model) if is_cast(model) else model)
 
 
 @torch.no_grad()
 def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     """For ``EMAHook._swap_ema_parameters``."""
     average, source = hook.ema_model.module, hook.src_model
-    if not casting.is_cast(source):
+    if not is_cast(source):
         original(hook)
         return
     with_buffers = hook.ema_model.update_buffers
