@@ -86,7 +86,15 @@ class Remainder:
 
 # weight -> its master, or its remainder. The only table of the package that outlives a call.
 _twins: MutableMapping[Tensor, Master | Remainder] = WeakTensorKeyDictionary()
-_pairs_made = 0
+
+
+class _Pairs:
+    """How many pairs were made so far: where it has not changed, no weight has got an FP32 value."""
+
+    made = 0
+
+
+pairs = _Pairs()
 
 
 def pair(weight: Tensor, twin: Master | Remainder) -> None:
@@ -96,14 +104,8 @@ def pair(weight: Tensor, twin: Master | Remainder) -> None:
         weight: A parameter, 16-bit or about to be.
         twin: Its master or its remainder.
     """
-    global _pairs_made
-    _pairs_made += 1
+    pairs.made += 1
     _twins[weight] = twin
-
-
-def pairs_made() -> int:
-    """How many pairs were made so far: where it has not changed, no weight has got a twin."""
-    return _pairs_made
 
 
 def unpair(weight: Tensor) -> None:

@@ -187,8 +187,17 @@ class Fp32Masters(ParamPairs):
             if weight.dtype in HALF_TYPES
         ]
 
+    def before_step(self, busy: Container[Tensor] = ()) -> None:
+        """As :meth:`synchronise`, and masters of weights without a gradient follow edits of the weights through ``.data``.
+
+        Args:
+            busy: Weights whose gradient lies elsewhere.
+        """
+        self.synchronise()
+        self.follow_idle(busy)
+
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
-        """Before a step: masters of weights without a gradient take up what was done to the weights through ``.data``.
+        """Masters of weights without a gradient take up what was done to the weights through ``.data``.
 
         Nothing else tells of such edits, and nobody announces them: a key encoder, say, that is moved after each iteration.
         Only pairs without a gradient are compared, on the device; a master that somebody wrote to stands.

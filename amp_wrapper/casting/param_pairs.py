@@ -119,8 +119,8 @@ class ParamPairs:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
 
-    def follow_idle(self, busy: Container[Tensor] = ()) -> None:
-        """Before a step: masters of weights without a gradient follow edits of the weights through ``.data``.
+    def before_step(self, busy: Container[Tensor] = ()) -> None:
+        """As :meth:`synchronise`, and masters of weights without a gradient follow edits of the weights through ``.data``.
 
         Args:
             busy: Weights whose gradient lies elsewhere.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,14 @@ class SplitMasters(ParamPairs):
             refuses: Without a meaning here: there is one side alone.
         """
         self._drop(self.edited())
+
+    def before_step(self, busy: Container[Tensor] = ()) -> None:
+        """As :meth:`synchronise`: an edit through ``.data`` cannot be told from a weight that was always so.
+
+        Args:
+            busy: Weights whose gradient lies elsewhere.
+        """
+        self.synchronise()
 
     def refresh(self) -> list[str]:
         """As :meth:`synchronise`.

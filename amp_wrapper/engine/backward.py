@@ -223,7 +223,7 @@ class BackwardPass:
             self.first.gradients.collect(self.first.weights())
         if self.first.gradients.unscaled:
             self._tell_flags()
-        self.first.overflow.used[self.loss_id] = True
+        self.first.overflow.use(self.loss_id)
         for engine in self.engines:
             engine.overflow.named = True
             engine.stage = Stage.ACCUMULATING
@@ -290,13 +290,11 @@ class SimplePass:
 
     Args:
         engine: Whose loss it is.
-        loss_id: Which scale.
     """
 
     __slots__ = ('_context', '_engine')
 
-    def __init__(self, engine: EngineParts, loss_id: int) -> None:
-        engine.scales.of(loss_id)
+    def __init__(self, engine: EngineParts) -> None:
         self._engine = engine
         # checkpointed segments are recomputed in there
         self._context = None if engine.op_set is None else regions.in_backward(engine.op_set.keys)
@@ -314,7 +312,8 @@ class SimplePass:
             engine = self._engine
             if engine.gradients.sums is not None:
                 engine.gradients.collect(engine.weights())
-            engine.overflow.used[0] = engine.overflow.named = True
+            engine.overflow.use(0)
+            engine.overflow.named = True
             engine.stage = Stage.ACCUMULATING
             if engine.buffers is not None:
                 engine.buffers.used_by((engine,))
@@ -338,4 +337,4 @@ def backward_pass(engine: EngineParts, loss_id: int) -> BackwardPass | SimplePas
         or engine.overflow.has_others
         or snapshots.are_several()
     )
-    return SimplePass(engine, loss_id) if simple else BackwardPass([engine], loss_id)
+    return SimplePass(engine) if simple else BackwardPass([engine], loss_id)

@@ -17,13 +17,14 @@ from ..policy import Policy
 from ..policy.nested import EnterObject
 from . import attach, forward, state
 from .backward import BackwardPass, backward_pass, scale_of
+from .buffers import snapshots
 from .clipping import GradientClip
 from .gradients.cross_optimizer import OtherOptimizer
 from .gradients.unscale import NO_GRAPH
 from .loss_scale import LossScaler
 from .overflow import StepResult
 from .parts import EngineParts, Stage
-from .step import EagerStep, FusedStep, LateMasters, check_step, finish_gradients, restore_buffers, result_of
+from .step import EagerStep, FusedStep, StepChecks, finish_gradients, result_of
 
 
 class AmpEngine:
@@ -64,7 +65,7 @@ class AmpEngine:
         self.parts = EngineParts(policy, optimizer, scalers)
         self._fused = FusedStep(self.parts)
         self._eager = EagerStep(self.parts)
-        self._late_masters = LateMasters(self.parts)
+        self._checks = StepChecks(self.parts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpEngine:
         if self.attached and self.policy.enabled:
@@ -135,12 +136,7 @@ class AmpEngine:
 
         False while the optimizer's own ``step`` runs for it. No device read.
         """
-        parts = self.parts
-        if parts.steps or not parts.policy.enabled:
-            return False
-        if parts.is_accumulating and not parts.scales.is_one:
-            return True
-        return any(master.grad is None and weight.grad is not None for weight, master in parts.params.pairs)
+        return self.parts.awaits_step
 
     @property
     def in_own_step(self) -> bool:
@@ -319,9 +315,9 @@ class AmpEngine:
             AmpUsageError: No such loss.
         """
         scaler = self.parts.scales.of(loss_id)
-        if scaler.is_one:
-            return loss
-        return scaler.scale(loss, scale_of([self.parts, *[engine.parts for engine in together]], loss_id))
+        if not self.parts.gradients.unscaled:
+            return scaler.scale(loss)
+        return scaler.scale(loss, scale_of([self.parts, *(engine.parts for engine in together)], loss_id))
 
     def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
         """Scale the loss and run its backward pass.
@@ -336,7 +332,7 @@ class AmpEngine:
         """
         parts = self.parts
         scaled = self.scale(loss, loss_id)
-        if not parts.attached:
+        if parts.stage is Stage.DETACHED:
             self.attach(None)
         if kwargs.get('create_graph') and (parts.params.have_fp32_values or not parts.scales.of(loss_id).is_one):
             raise AmpUsageError(NO_GRAPH)
@@ -390,15 +386,13 @@ class AmpEngine:
         """
         parts = self.parts
         assert parts.optimizer is not None
-        self._late_masters.check()
-        check_step(parts, kwargs)
+        self._checks.run(kwargs)
         if parts.gradients.unscaled:
             finish_gradients(parts)
         if kwargs.get('closure') is not None:
             return self._step_with_closure(clip, kwargs)
-        lists = parts.lists()
-        parts.params.synchronise()
-        parts.params.follow_idle(parts.gradients.busy)
+        lists = parts.params.lists(parts.device)
+        parts.params.before_step(parts.gradients.busy)
         gradients = None
         if parts.policy.enabled and isinstance(parts.optimizer, FusedOptimizer):
             gradients = self._fused.gradients(clip, lists)
@@ -415,7 +409,7 @@ class AmpEngine:
         """The closure's backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
         parts = self.parts
         norm = None if clip is None else clip.apply(parts.params.parameters())
-        restore_buffers(parts, None)
+        snapshots.settle_step(parts, parts.buffers, None)
         parts.own_step(kwargs)
         parts.stage = Stage.READY
         return result_of(parts, False, None, norm)

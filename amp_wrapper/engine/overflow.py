@@ -31,7 +31,10 @@ class Overflow:
         per_backward: Whether the gradients of each backward pass are checked alone, before they are added up.
 
     Attributes:
-        used: Whether each loss has had a backward pass since the last step.
+        used: Whether each loss has had a backward pass since the last step; set by :meth:`use`.
+        is_clear: Whether nothing has come since the last step.
+        is_own: Whether only losses of this optimizer, and only at its own parameters, were checked.
+        has_others: Whether losses of other optimizers brought anything, finite or not.
         others_are_local: Whether losses of others brought something in a pass that was not averaged over the ranks.
         named: Whether a backward pass that was meant for this optimizer has come since the last step, whosever scale it used.
         reached_by_others: Whether a backward pass that was meant for other optimizers alone has brought something.
@@ -48,16 +51,18 @@ class Overflow:
 
     def clear(self) -> None:
         """After a step, and when gradients are cleared."""
+        self.is_clear = True
         self.used = [False] * self._losses
         self._found: list[Tensor | None] = [None] * self._losses
         self._elsewhere: list[Tensor | None] = [None] * self._losses
-        self._has_elsewhere = False
-        self.forget_others()
+        self.is_own = True
         self.named = False
+        self.forget_others()
 
     def forget_others(self) -> None:
         """What losses of others brought here has been cleared."""
         self._of_others: Tensor | None = None
+        self.has_others = False
         self.others_are_local = self.checked_before = self.reached_by_others = False
 
     def to(self, device: torch.device) -> None:
@@ -89,11 +94,12 @@ class Overflow:
     def add_elsewhere(self, loss_id: int, found_inf: Tensor) -> None:
         """A loss of ours brought gradients to parameters of another optimizer."""
         self._elsewhere[loss_id] = self._larger(self._elsewhere[loss_id], found_inf)
-        self._has_elsewhere = True
+        self.is_own = self.is_clear = False
 
     def add_of_others(self, found_inf: Tensor, locally: bool) -> None:
         """A loss of another optimizer brought gradients here, in a pass that was not averaged where ``locally``."""
         self._of_others = self._larger(self._of_others, found_inf)
+        self.has_others, self.is_own, self.is_clear = True, False, False
         self.others_are_local = self.others_are_local or locally
 
     def _larger(self, before: Tensor | None, found_inf: Tensor) -> Tensor:
@@ -104,11 +110,6 @@ class Overflow:
     def is_used(self) -> bool:
         """Whether a loss of this optimizer has had a backward pass since the last step."""
         return any(self.used)
-
-    @property
-    def has_others(self) -> bool:
-        """Whether losses of other optimizers brought anything, finite or not."""
-        return self._of_others is not None
 
     def agree(self, groups: Iterable[ProcessGroup]) -> None:
         """A flag that is up on one rank is up on every rank of the groups. Collective.
@@ -125,7 +126,7 @@ class Overflow:
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
         *each, self._of_others = flags.unbind()
         self._found, self._elsewhere = list(each[: self._losses]), list(each[self._losses :])
-        self._has_elsewhere = True
+        self.has_others, self.is_own, self.is_clear = True, False, False
 
     def _all(self) -> list[Tensor | None]:
         return [*self._found, *self._elsewhere, self._of_others]
@@ -137,10 +138,10 @@ class Overflow:
             return flags[0] if flags else None
         return torch.stack(flags).max()
 
-    @property
-    def is_own(self) -> bool:
-        """Whether only losses of this optimizer, and only at its own parameters, were checked."""
-        return self._of_others is None and not self._has_elsewhere
+    def use(self, loss_id: int) -> None:
+        """A loss of this optimizer has had a backward pass."""
+        self.used[loss_id] = True
+        self.is_clear = False
 
     def learned(self, loss_id: int) -> Tensor:
         """Whether the scale of a loss was too large."""
@@ -159,11 +160,12 @@ class Overflow:
         """Put back what :meth:`state` told."""
         self.clear()
         self.used = list(used)
+        self.is_clear = False
         for index, value in enumerate(found):
             if self.used[index]:
                 self.found(index).fill_(value)
         if of_others is not None:
-            self._of_others = torch.full((), of_others, device=self._device)
+            self.add_of_others(torch.full((), of_others, device=self._device), False)
 
 
 @dataclasses.dataclass(frozen=True)

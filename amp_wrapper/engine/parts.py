@@ -118,6 +118,15 @@ class EngineParts:
         return self.stage is Stage.ACCUMULATING
 
     @property
+    def awaits_step(self) -> bool:
+        """Whether there are gradients that only ``step`` of the engine puts right: scaled ones, and such as masters lack."""
+        if self.steps or not self.policy.enabled:
+            return False
+        if self.stage is Stage.ACCUMULATING and not self.scales.is_one:
+            return True
+        return any(master.grad is None and weight.grad is not None for weight, master in self.params.pairs)
+
+    @property
     def is_plain(self) -> bool:
         """Whether gradients go from backward to the optimizer untouched and unchecked."""
         return not self.policy.enabled or (self.scales.is_one and not self.scales.check and not self.policy.casts_model)
@@ -266,9 +275,10 @@ class EngineParts:
         Args:
             **kwargs: For ``Optimizer.zero_grad`` (``set_to_none``).
         """
-        if self.overflow.is_used or self.overflow.has_others or self.pass_watch is not None:
+        if not self.overflow.is_clear or self.pass_watch is not None:
             self.drop()
-        self.gradients.clear(self.params)
+        if self.gradients.unscaled or self.gradients.sums is not None:
+            self.gradients.clear(self.params)
         for rescaling, share in self.rescalings:
             rescaling.forget(share)
         self.own('zero_grad')(**kwargs)

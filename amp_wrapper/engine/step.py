@@ -67,7 +67,8 @@ class FusedStep:
             parts.scales.update(parts.overflow, parts.device)
             result = result_of(parts, None, None, norm, skip)
         else:
-            parts.gradients.clear(parts.params)
+            if parts.gradients.sums is not None:
+                parts.gradients.clear(parts.params)
             parts.overflow.clear()
             result = result_of(parts, None, info, norm)
         if not parts.scales.check:
@@ -97,7 +98,7 @@ class FusedStep:
         if scales.check:
             agree(parts)
             words['found_inf'] = overflow.skipped()
-            restore_buffers(parts, words['found_inf'])
+            snapshots.settle_step(parts, parts.buffers, words['found_inf'])
             if not done and not overflow.is_own:
                 words['learned'] = overflow.learned(0)
         if clip is not None and clip.raises_on_nonfinite and 'norm' in words:
@@ -175,7 +176,7 @@ class EagerStep:
         if scales.check:
             agree(parts)
             skip = parts.overflow.skipped()
-        restore_buffers(parts, skip)
+        snapshots.settle_step(parts, parts.buffers, skip)
         by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
         late = None
         if skip is not None and not by_flag:
@@ -217,36 +218,8 @@ class EagerStep:
         return parts.gradients.unscale(parts.params, parts.scales.first.inverse_scale(), flag, norm)
 
 
-def check_step(parts: EngineParts, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a step whose gradients are not in order.
-
-    Raises:
-        AmpUsageError: Inside of a backward pass; no backward pass since the last step; a closure under a loss scale; weights
-            that another optimizer has given masters since.
-    """
-    if parts.gradients.in_backward:
-        raise AmpUsageError(
-            'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '
-            'Step after the block.'
-        )
-    scales, params = parts.scales, parts.params
-    if kwargs.get('closure') is not None:
-        if scales.is_one and not params.have_fp32_values:
-            return
-        raise AmpUsageError(
-            f'step(closure=...) at {parts.policy.opt_level}: a closure would run backward passes that nobody unscales. '
-            f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
-        )
-    plain = scales.are_shared or (scales.is_one and not scales.check and not params.have_fp32_values)
-    if parts.stage is not Stage.ACCUMULATING and not plain:
-        raise AmpUsageError(
-            'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
-            'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
-        )
-
-
-class LateMasters:
-    """Finds weights that got FP32 values from another optimizer after this one was attached without any.
+class StepChecks:
+    """Refuses steps whose gradients are not in order.
 
     Args:
         parts: Of the engine.
@@ -257,22 +230,47 @@ class LateMasters:
         # how many pairs there were when this was last looked for
         self._known = -1
 
-    def check(self) -> None:
-        """Refuse a step that would round what the other optimizer does.
+    def run(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse a step.
+
+        Args:
+            kwargs: Of the step.
 
         Raises:
-            AmpUsageError: There are such weights.
+            AmpUsageError: Inside of a backward pass; no backward pass since the last step; a closure under a loss scale; weights
+                that another optimizer has given FP32 values after this one was attached without any.
         """
-        made = fp32_values.pairs_made()
-        if made == self._known or self._parts.params.have_fp32_values:
-            return
+        parts = self._parts
+        scales, params = parts.scales, parts.params
+        if parts.gradients.in_backward:
+            raise AmpUsageError(
+                'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '
+                'Step after the block.'
+            )
+        if fp32_values.pairs.made != self._known and not params.have_fp32_values:
+            self._check_late_masters()
+        if kwargs.get('closure') is not None:
+            if scales.is_one and not params.have_fp32_values:
+                return
+            raise AmpUsageError(
+                f'step(closure=...) at {parts.policy.opt_level}: a closure would run backward passes that nobody unscales. '
+                f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
+            )
+        plain = scales.are_shared or (scales.is_one and not scales.check and not params.have_fp32_values)
+        if parts.stage is not Stage.ACCUMULATING and not plain:
+            raise AmpUsageError(
+                'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
+                'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
+            )
+
+    def _check_late_masters(self) -> None:
         if any(fp32_values.has_twin(parameter) for parameter in self._parts.params.parameters()):
             raise AmpUsageError(
                 f'step() at {self._parts.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another '
                 f'optimizer steps, since the model was initialised again at another level. This one would round what it does '
                 f'to them. Step the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
             )
-        self._known = made
+        self._known = fp32_values.pairs.made
 
 
 def finish_gradients(parts: EngineParts) -> None:
@@ -285,13 +283,6 @@ def finish_gradients(parts: EngineParts) -> None:
     if parts.pass_watch is not None:
         parts.pass_watch.see_step(parts.params.parameters(), overflow.named, overflow.reached_by_others)
     parts.check_rest()
-
-
-def restore_buffers(parts: EngineParts, skip: Tensor | None) -> None:
-    """What forward calls did to buffers since the last step is undone where the flag is up."""
-    if parts.buffers is not None:
-        parts.buffers.restore(skip)
-    snapshots.decided(parts, skip)
 
 
 def agree(parts: EngineParts) -> None:

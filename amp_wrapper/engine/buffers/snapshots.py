@@ -380,6 +380,20 @@ def decided(user: User, flag: Tensor | None) -> None:
         snapshots.decide(user, flag)
 
 
+def settle_step(user: User, own: BufferSnapshots | None, flag: Tensor | None) -> None:
+    """An optimizer takes a step or skips it: :meth:`BufferSnapshots.restore` for its own, and :func:`decided` for the others.
+
+    Args:
+        user: Whose step it is.
+        own: Its snapshots, if it has some.
+        flag: As for :meth:`BufferSnapshots.restore`.
+    """
+    if own is not None:
+        own.restore(flag)
+    if len(_living) > (own is not None):
+        decided(user, flag)
+
+
 def are_several() -> bool:
     """Whether several optimizers have buffers that their skipped steps give back."""
     return len(_living) > 1
@@ -391,4 +405,4 @@ def settle() -> None:
         snapshots.settle()
 
 
-__all__ = ['LARGE', 'BufferSnapshots', 'are_several', 'averaging', 'decided', 'settle']
+__all__ = ['LARGE', 'BufferSnapshots', 'are_several', 'averaging', 'decided', 'settle', 'settle_step']

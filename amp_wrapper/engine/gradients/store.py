@@ -47,17 +47,14 @@ class ScaledGradients:
 
     def __init__(self, sums: Fp32Sums | None = None) -> None:
         self.sums = sums
+        #: Weights whose gradient lies elsewhere than in ``.grad``.
+        self.busy: Container[Tensor] = () if sums is None else sums
 
     def share(self, other: ScaledGradients) -> None:
         """What is left on the weights is known to both; nothing is."""
 
     def take_over(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Masters may have gradients of an optimizer that nobody has any more; only what is unscaled there counts."""
-
-    @property
-    def busy(self) -> Container[Tensor]:
-        """Weights whose gradient lies elsewhere than in ``.grad``."""
-        return () if self.sums is None else self.sums
 
     def before_backward(self, averaged: Container[int]) -> None:
         """A backward pass begins.
