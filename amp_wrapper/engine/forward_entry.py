@@ -13,8 +13,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 
-from ..autocast import state as passes
-from ..casting import fp32_values as twins
+from ..autocast import state
+from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, untraced
 from ..casting.masters import MasterWeights
 from . import averages
@@ -60,9 +60,9 @@ class FollowOwn(AmpHook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         # what torch.compile traces is inside of a call of the model, or compiled apart from it
-        if not torch.compiler.is_compiling() and not passes.depth():
+        if not torch.compiler.is_compiling() and not state.depth():
             # with those below, which some modules use without calling them
-            twins.synchronise(module.parameters())
+            fp32_values.synchronise(module.parameters())
 
 
 def watch(roots: Iterable[nn.Module], masters: MasterWeights) -> None:
@@ -82,5 +82,5 @@ def watch(roots: Iterable[nn.Module], masters: MasterWeights) -> None:
         for module in root.modules():
             own = module.parameters(recurse=False)
             known = any(isinstance(hook, FollowOwn) for hook in module._forward_pre_hooks.values())
-            if not known and any(twins.master_of(weight) is not None for weight in own):
+            if not known and any(fp32_values.master_of(weight) is not None for weight in own):
                 module.register_forward_pre_hook(FollowOwn(), prepend=True)
