@@ -16,11 +16,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ..casting import fp32_values as twins
+from ..casting import fp32_values
 from ..casting.find_hooks import is_cast
 from ..errors import AmpUsageError
 from ..policy.nested import HALF_TYPES
-from .buffers import snapshots as buffer_snapshots
+from .buffers.snapshots import averaging
 
 
 class Fp32View:
@@ -72,8 +72,8 @@ def fp32(tensor: Tensor) -> Tensor:
     if tensor.dtype not in HALF_TYPES:
         return tensor
     # an edit that no step has seen yet belongs to the average too
-    twins.agree(tensor)
-    exact = twins.fp32_value(tensor)
+    fp32_values.agree(tensor)
+    exact = fp32_values.fp32_value(tensor)
     return tensor.detach().float() if exact is None else exact
 
 
@@ -85,7 +85,7 @@ def _reads_a_model(method: Callable[..., Any], attribute: str) -> Callable[..., 
         cast = isinstance(model, nn.Module) and is_cast(model)
         average = getattr(self, attribute)
         known = isinstance(model, nn.Module) and isinstance(average, nn.Module)
-        with buffer_snapshots.averaging(average, model) if known else nullcontext():
+        with averaging(average, model) if known else nullcontext():
             return method(self, Fp32View(model) if cast else model, *args, **kwargs)
 
     return call
@@ -100,7 +100,7 @@ def _patch_parameter_lists(cls: Any) -> None:
         given = list(parameters)
         original_init(self, given, *args, **kwargs)
         for index, parameter in enumerate(given):
-            if twins.has_twin(parameter):
+            if fp32_values.has_twin(parameter):
                 self.shadow_params[index] = fp32(parameter).clone()
 
     @functools.wraps(original_load)
@@ -110,7 +110,7 @@ def _patch_parameter_lists(cls: Any) -> None:
         for index, parameter in enumerate(_given(self, None)):
             for name in ('shadow_params', 'collected_params'):
                 values = state_dict.get(name)
-                if values is not None and parameter is not None and twins.has_twin(parameter):
+                if values is not None and parameter is not None and fp32_values.has_twin(parameter):
                     getattr(self, name)[index] = values[index].detach().to(parameter.device, torch.float32, copy=True)
 
     cls.__init__ = init
@@ -132,7 +132,7 @@ def _on_fp32_values(method: Callable[..., Any], writes: bool) -> Callable[..., A
         if any(parameter is None for parameter in given) or len(given) != len(self.shadow_params):
             # its own error
             return method(self, parameters if parameters is None else given)
-        paired = [twins.has_twin(parameter) for parameter in given]
+        paired = [fp32_values.has_twin(parameter) for parameter in given]
         if any(pair and mean.dtype in HALF_TYPES for pair, mean in zip(paired, self.shadow_params)):
             raise AmpUsageError(
                 f'{type(self).__name__} was made from the 16-bit weights of a model: such an average hardly moves. Make it '
@@ -143,7 +143,7 @@ def _on_fp32_values(method: Callable[..., Any], writes: bool) -> Callable[..., A
         if writes:
             for parameter, pair, value in zip(given, paired, values):
                 if pair:
-                    twins.write_fp32(parameter, value)
+                    fp32_values.write_fp32(parameter, value)
                 elif not parameter.is_inference():
                     # .data leaves no trace, and this may be a master
                     torch.autograd.graph.increment_version(parameter)

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..autocast import state
 from ..autocast.call import untraced
-from ..casting import fp32_values as twins
+from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook
 from ..casting.masters import Fp32Masters
 from . import averages
@@ -66,7 +66,7 @@ class FollowOwn(AmpHook):
         regions = state.thread.regions
         if not regions or not regions[-1].depth:
             # with those below, which some modules use without calling them
-            twins.synchronise(module.parameters())
+            fp32_values.synchronise(module.parameters())
 
 
 def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
@@ -86,5 +86,5 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
         for module in root.modules():
             own = module.parameters(recurse=False)
             known = any(isinstance(hook, FollowOwn) for hook in module._forward_pre_hooks.values())
-            if not known and any(twins.master_of(weight) is not None for weight in own):
+            if not known and any(fp32_values.master_of(weight) is not None for weight in own):
                 module.register_forward_pre_hook(FollowOwn(), prepend=True)

@@ -146,6 +146,8 @@ APIS = ['wrapper', 'one session', 'two sessions']
     ),
 )
 @example(level='O1', api='wrapper', kind='written', acts=[('g', False), ('quiet', True), ('G', False)])
+# the first call of all is one of the other model
+@example(level='O1', api='one session', kind='plain', acts=[('d', False), ('g', True), ('D', False)])
 def test_no_nan_is_left_after_a_step(
     level: str, api: str, kind: str, acts: list[tuple[str, bool]], device: torch.device
 ) -> None:

@@ -490,6 +490,57 @@ def run_inside(model: Around, x: Tensor) -> Tensor:
         model.forward = original  # type: ignore[method-assign]
 
 
+class Twice(nn.Module):
+    """Calls itself once, and writes after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer('count', torch.tensor(0))
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        result = self(x, again=False) * math.inf if again else x * self.scale.float()
+        self.count += 1
+        return result
+
+
+def test_a_part_that_calls_itself(device: torch.device) -> None:
+    """The call ends with the outermost: what is written after an inner one belongs to it, too."""
+    model = nn.Sequential(nn.Sequential(Twice())).to(device)
+    run = Scripted('wrapper', 'O1', model)
+    before = snapshot(model)
+    run.train(batch((4, 3), device), call=model[0][0])
+    assert changed(before, model) == []
+    # nothing is open that would hide a write of somebody else
+    run.backward(run.forward(batch((4, 3), device), model[0][0]).sum())
+    model[0][0].count.fill_(5)
+    run.step()
+    assert model[0][0].count == 5
+
+
+def test_gradients_inside_of_a_call_without(device: torch.device) -> None:
+    """As where a part is trained through a model that runs under no_grad: the step gives back what it did."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Around(Counter())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return self.part(x)
+
+    model = Outer().to(device)
+    run = Scripted('wrapper', 'O1', model)
+    for bad in (False, True, False):
+        with torch.no_grad():
+            loss = run.forward(batch((4, 3), device, bad))
+        run.backward(loss)
+        before = int(model.part.part.count) - 1
+        run.step()
+        assert model.part.part.count == before + (not bad)
+
+
 class Interrupted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

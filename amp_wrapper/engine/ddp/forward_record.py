@@ -1,4 +1,4 @@
-"""What is known of a DDP: above all, what its last forward pass has decided about the gradients of the next backward pass."""
+"""What is known of a DDP: above all, what its last forward call has decided about the gradients of the next backward pass."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
 class ForwardRecord:
     """Forward hook of a DDP, shared by all optimizers that train parts of its module.
 
-    Keeps what a forward pass has decided, since mmengine leaves ``no_sync`` before it calls backward.
+    Keeps what a forward call has decided, since mmengine leaves ``no_sync`` before it calls backward.
 
     Attributes:
-        state: 'unknown' before any forward pass with gradients; 'averaged' after one that synchronises; 'local' under
-            ``no_sync``; 'spent' once a backward pass has used it up: DDP averages once for each forward pass; 'void' where
-            the reducer was built anew between the forward pass and its backward pass.
+        state: 'unknown' before any forward call with gradients; 'averaged' after one that synchronises; 'local' under
+            ``no_sync``; 'spent' once a backward pass has used it up: DDP averages once for each forward call; 'void' where
+            the reducer was built anew between the forward call and its backward pass.
         parameters: Those that the reducer would listen to, were they trainable.
         reduced: Those that it listens to, by id.
         flags: Which of ``parameters`` were trainable when it was last looked at.
@@ -45,7 +45,7 @@ class ForwardRecord:
         return type(self), ()
 
     def watch(self, ddp: DistributedDataParallel) -> bool:
-        """Be called after forward passes from now on. Whether that is new."""
+        """Be called after forward calls from now on. Whether that is new."""
         is_new = self not in ddp._forward_hooks.values()
         if is_new:
             ddp.register_forward_hook(self)
@@ -94,7 +94,7 @@ class NoticeDdp(AmpHook):
             self.ddp = ref(ddp)
             record = record_of(ddp)
             if record.watch(ddp):
-                # torch may have looked for hooks before this forward pass began
+                # torch may have looked for hooks before this forward call began
                 record(ddp)
 
     def __getstate__(self) -> dict[str, Any]:

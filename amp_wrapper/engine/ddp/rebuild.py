@@ -107,7 +107,7 @@ def _listens_to(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) ->
     try:
         buckets = ddp.reducer._get_zeros_like_grad_buckets()
     except RuntimeError:
-        # sparse gradients have no bucket before the first backward pass: build it anew at the first forward pass
+        # sparse gradients have no bucket before the first backward pass: build it anew at the first forward call
         return frozenset()
     return frozenset(id(parameter) for bucket in buckets for parameter in bucket.parameters())
 

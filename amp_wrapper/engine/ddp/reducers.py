@@ -101,7 +101,7 @@ class Reducers:
                 rebuild(ddp)
 
     def record(self) -> None:
-        """Watch the forward passes of the DDP modules. Idempotent."""
+        """Watch the forward calls of the DDP modules. Idempotent."""
         for ddp in self.ddps:
             record_of(ddp).watch(ddp)
 
@@ -118,10 +118,10 @@ class Reducers:
             if not known:
                 model.register_forward_pre_hook(self._notices[-1], prepend=True)
 
-    # -- before a forward pass ---------------------------------------------------------------------------------------
+    # -- before a forward call ---------------------------------------------------------------------------------------
 
     def follow(self, model: nn.Module, waiting: Callable[[Iterable[int]], bool]) -> None:
-        """Let every DDP listen to the parameters that are trainable now. Each rank calls it, before a forward pass.
+        """Let every DDP listen to the parameters that are trainable now. Each rank calls it, before a forward call.
 
         Parameters and buffers that DDP has never seen start from the values of rank 0, as in its constructor.
 
@@ -217,8 +217,8 @@ class Reducers:
             True without DDP.
 
         Raises:
-            AmpUsageError: A second backward pass through one forward pass, which DDP does not average, or one whose DDP was
-                built anew since the forward pass.
+            AmpUsageError: A second backward pass through one forward call, which DDP does not average, or one whose DDP was
+                built anew since the forward call.
         """
         noticed = [notice.ddp() for notice in self._notices if notice.ddp is not None] if self._notices else []
         if noticed:
@@ -240,7 +240,7 @@ class Reducers:
         """A backward pass is through: what DDP averaged is averaged.
 
         Raises:
-            AmpUsageError: Gradients arrived at a DDP that had averaged for this forward pass already. They are there.
+            AmpUsageError: Gradients arrived at a DDP that had averaged for this forward call already. They are there.
         """
         if not self._mine:
             return
@@ -277,7 +277,7 @@ class Reducers:
         )
 
     def is_local(self) -> bool:
-        """Whether the last forward pass of any of the DDP modules was under ``no_sync``."""
+        """Whether the last forward call of any of the DDP modules was under ``no_sync``."""
         return bool(self._mine) and bool(self._that_are('local'))
 
     def joins(self) -> bool:
