@@ -116,7 +116,7 @@ def _is_local_file(filename: Any) -> bool:
 def validate_file(
     runner: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True
 ) -> None:
-    """Validate every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
+    """Check every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
 
     Args:
         runner: Whose model, wrappers, schedulers and hooks are built.
@@ -131,13 +131,13 @@ def validate_file(
     file = checkpoint_file.load(filename, check=False, mmap=True)
     _warn_of_mid_epoch(runner, file)
     with _naming(filename):
-        _validate_parts(runner, file, resume_optimizer, resume_param_scheduler)
+        _check_parts(runner, file, resume_optimizer, resume_param_scheduler)
 
 
 def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
     part = file.get('exact_resume') if isinstance(file, Mapping) else None
     batches = part.get('batches') if isinstance(part, Mapping) else None
-    # without the hook, nobody looks at it
+    # without the hook, nobody has checked it
     inside = isinstance(batches, int) and batches > 0
     if inside and not any(hasattr(hook, 'collect_states') for hook in runner.hooks):
         runner.logger.warning(
@@ -146,7 +146,7 @@ def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
         )
 
 
-def _validate_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
+def _check_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
     validate.check_parts(file, resume_optimizer)
     validate.check_meta(file['meta'])
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
@@ -163,7 +163,7 @@ def _validate_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param
                     )
     _MESSAGE_HUB.check(file['message_hub'], 'message_hub')
     if resume_optimizer:
-        _validate_optimizer(runner, file['optimizer'])
+        _check_optimizer(runner, file['optimizer'])
     schedulers = getattr(runner, 'param_schedulers', None)
     if resume_param_scheduler and 'param_schedulers' in file and isinstance(schedulers, (list, dict)):
         built = schedulers if isinstance(schedulers, dict) else {'': schedulers}
@@ -203,7 +203,7 @@ _MESSAGE_HUB = schema.Record(
 )
 
 
-def _validate_optimizer(runner: Any, state: Any) -> None:
+def _check_optimizer(runner: Any, state: Any) -> None:
     wrappers = wrappers_of(runner)
     if not isinstance(runner.optim_wrapper, OptimWrapperDict):
         for wrapper in wrappers.values():
