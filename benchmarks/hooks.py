@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from amp_wrapper import amp
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.casting import plan as casting
+from amp_wrapper.autocast import regions
+from amp_wrapper.autocast.op_set import OpSet
+from amp_wrapper.casting.cast_hooks import CastInputs
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.policy import resolve
 
@@ -125,7 +126,7 @@ def measure() -> list[tuple[str, float, str]]:
     """Rows of (what, microseconds, note)."""
     torch.set_num_threads(1)
     half = torch.ones(4, dtype=torch.bfloat16)
-    hook = casting.CastInputs(torch.bfloat16)
+    hook = CastInputs(torch.bfloat16)
     bare, empty, ours = Nothing(), Nothing(), Nothing()
     empty.register_forward_pre_hook(ignore, with_kwargs=True)
     ours.register_forward_pre_hook(hook, with_kwargs=True)
@@ -151,24 +152,24 @@ def measure() -> list[tuple[str, float, str]]:
     wide = x.bfloat16()
     rows.append(('300 modules, bfloat16, no package', microseconds(lambda: half_model(wide), 20), ''))
 
-    members = fp32_ops.OpSet()
+    members = OpSet()
 
     def whole_pass() -> None:
-        fp32_ops.enter(members)
-        fp32_ops.leave()
+        regions.enter(members.keys)
+        regions.leave()
 
     whole_pass()
     loss = torch.nn.functional.mse_loss
     rows.append(('FP32 registry: begin and end a forward pass', microseconds(whole_pass), 'once a forward pass'))
     rows.append(('mse_loss in FP32, no pass under way', microseconds(lambda: loss(x, x)), 'nothing of ours is called'))
-    fp32_ops.enter(members)
+    regions.enter(members.keys)
     inside = torch.nn.functional.mse_loss
     rows.append(('mse_loss in FP32 inside a pass', microseconds(lambda: inside(x, x)), 'a member'))
     rows.append(
         ('mse_loss of bfloat16 inside a pass', microseconds(lambda: inside(wide, wide)), 'a member, with casts')
     )
     rows.append(('relu inside a pass', microseconds(lambda: torch.relu(x)), 'no member: not touched'))
-    fp32_ops.leave()
+    regions.leave()
     rows.append(('relu', microseconds(lambda: torch.relu(x)), ''))
     return rows + forwards()
 

@@ -20,10 +20,8 @@ import torch
 import torch._dynamo
 from missing import SkipsWhatLacksAPackage, missing
 
-from amp_wrapper.autocast import interrupts
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
-from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.autocast import regions, state
+from amp_wrapper.autocast.patching import patches
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,31 +59,29 @@ def _same_start() -> None:
 def _left_behind() -> list[str]:
     """What is open on this thread, or in this process, that no test may leave open."""
     left = {
-        'regions': forward_hooks.open_contexts() != forward_hooks.CLOSED,
-        'passes': passes.depth() > 0,
-        'suspended casts': passes.is_suspended(),
-        'an overruled registry': passes._thread.overruled > 0,
-        'a resumed segment': passes.is_resumed(),
-        'global casts': passes.global_casts_open(),
-        'a recorder': passes.in_forward(),
-        'backward passes': bool(passes._backward_passes),
-        'stand-ins': fp32_ops.is_installed(),
+        'regions': regions.count() > 0,
+        'forward passes': state.depth() > 0,
+        'suspended casts': state.is_suspended(),
+        'an overruled registry': state.thread.overruled > 0,
+        'a resumed segment': state.is_resumed(),
+        'global casts': bool(state.thread.global_casts),
+        'backward passes': bool(state.backward_passes),
+        'patched functions': patches.in_place,
         'autocast': torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda'),
-        'cover against interrupts': interrupts.is_covered(),
+        'cover against interrupts': regions._covered > 0,
         'no gradients': not torch.is_grad_enabled(),
     }
     return [name for name, is_left in left.items() if is_left]
 
 
 def _close_everything() -> None:
-    forward_hooks.unwind()
-    vars(passes._thread).clear()
-    passes._thread.__init__()  # type: ignore[misc]
-    passes._backward_passes.clear()
-    while fp32_ops.is_installed():
-        fp32_ops._members.release()
-    while interrupts.is_covered():
-        interrupts.end()
+    regions.unwind()
+    vars(state.thread).clear()
+    state.thread.__init__()  # type: ignore[misc]
+    state.backward_passes.clear()
+    while patches.in_place:
+        patches.release()
+    regions._cover_interrupts(-regions._covered)
     for device in ('cpu', 'cuda'):
         torch.set_autocast_enabled(device, False)
     torch.clear_autocast_cache()

@@ -14,15 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from torch import Tensor
-
-import amp_wrapper
-from amp_wrapper.checkpoint import SavedAmp, convert
-from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.policy import resolve
-
-TARGETS = (*convert.WEIGHT_TYPES, 'stock')
+#: Those of :mod:`amp_wrapper.checkpoint.convert`, which is imported after the options are read.
+WEIGHT_TYPES = ('fp32', 'fp16', 'bf16')
+WEIGHTS = ('average', 'trained')
+TARGETS = (*WEIGHT_TYPES, 'stock')
 #: What wrote a file of each kind, and what resumes from it as it is.
 KINDS = {
     'own': (
@@ -59,7 +54,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         '--weights',
-        choices=convert.WEIGHTS,
+        choices=WEIGHTS,
         help='of a file with an EMA: the averaged weights (default), or the trained ones',
     )
     parser.add_argument(
@@ -67,15 +62,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action='store_true',
         help='weights alone (fp32 unless --to says otherwise), with the first 8 digits of its SHA-256 in the file name',
     )
-    parser.add_argument(
-        '--epoch', type=int, metavar='N', help='with stock: finished epochs, if SRC does not tell'
-    )
+    parser.add_argument('--epoch', type=int, metavar='N', help='with stock: finished epochs, if SRC does not tell')
     parser.add_argument('--iter', type=int, metavar='N', help='with stock: finished iterations, likewise')
     # OUT may stand behind the options
     args = parser.parse_intermixed_args(argv)
     if args.publish:
         args.to = args.to or 'fp32'
-        if args.to not in convert.WEIGHT_TYPES:
+        if args.to not in WEIGHT_TYPES:
             parser.error(f'--publish is for weights, not for --to {args.to}')
     if args.to != 'stock' and (args.epoch, args.iter) != (None, None):
         parser.error('--epoch and --iter are for --to stock')
@@ -85,6 +78,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error('OUT is written with --to or --publish only')
     return args
 
+
+if __name__ == '__main__':
+    # --help and wrong words are answered before the imports below, which take seconds
+    parse_args()
+
+import torch
+from torch import Tensor
+
+import amp_wrapper
+from amp_wrapper.checkpoint import SavedAmp, convert
+from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.policy import resolve
 
 # -- inspecting -------------------------------------------------------------------------------------------------------
 

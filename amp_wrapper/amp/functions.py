@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..autocast import kernels as op_casts
-from ..autocast import patching as fp32_ops
-from ..autocast import rule_call
-from ..autocast import state as passes
-from ..autocast.rule_call import CallRule
+from ..autocast import kernels, regions, state
+from ..autocast.call import CallRule, call_by_rule, devices_of, rule_applies, tensors_in
+from ..autocast.op_set import OpSet
+from ..autocast.patching import patches
 from ..errors import AmpConfigError, nearest
-from ..policy import fp32_registry
+from ..policy import lookup
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
@@ -103,14 +102,14 @@ def disable_casts() -> Iterator[None]:
 
     Nests, and ends with exceptions too. Losses that get 16-bit tensors still compute in FP32.
     """
-    with passes.suspended():
+    with state.suspended():
         yield
 
 
 @functools.cache
-def _script_ops() -> fp32_ops.OpSet:
+def _script_ops() -> OpSet:
     """What a decorated function opens around itself where no model does."""
-    return fp32_ops.OpSet(casts=True)
+    return OpSet(casts=True)
 
 
 def _decorated(function: _Function, rule: CallRule) -> _Function:
@@ -125,22 +124,19 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
 
     @functools.wraps(function)
     def by_rule(*args: Any, **kwargs: Any) -> Any:
-        outside = passes.casts_alive()
-        if not outside and not passes.casts_on():
+        outside = state.casts_alive()
+        if not outside and not state.casts_on():
             return function(*args, **kwargs)
         held = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
-        seen = rule_call.look(args[held:], kwargs)
-        if rule_call.applies(seen):
-            return rule_call.run(rule, function, seen, args, kwargs, held)
+        tensors = tensors_in(args[held:], kwargs)
+        if rule_applies(tensors):
+            return call_by_rule(rule, function, tensors, args, kwargs, held)
         if not outside:
             return function(*args, **kwargs)
-        for device in seen.devices:
-            op_casts.install(device)
-        token = fp32_ops.enter(_script_ops())
-        try:
-            return rule_call.run(rule, function, seen, args, kwargs, held)
-        finally:
-            fp32_ops.leave(token)
+        for device in devices_of(tensors):
+            kernels.install(device)
+        with regions.opened(_script_ops().keys):
+            return call_by_rule(rule, function, tensors, args, kwargs, held)
 
     return by_rule  # type: ignore[return-value]
 
@@ -164,9 +160,9 @@ def _register(module: Any, name: str, rule: CallRule) -> None:
     if isinstance(value, type) or not callable(value):
         kind = 'a class: name one of its methods' if isinstance(value, type) else f'a {type(value).__name__}'
         raise AmpConfigError([f'{label} is no function, but {kind}.'])
-    if not fp32_registry.can_be_replaced(module, name):
+    if not lookup.can_be_replaced(module, name):
         raise AmpConfigError([f'{label} cannot be replaced: decorate or register the function that calls it.'])
-    fp32_ops.add_rule(module, name, rule)
+    patches.add_rule(module, name, rule)
 
 
 def _name_of(module: Any) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..casting import cast_hooks as forward_hooks
+from ..autocast import regions
 from ..engine import AmpEngine
 from ..errors import AmpUsageError
 
@@ -36,7 +36,7 @@ def scaled(
         kind = str(loss.dtype) if isinstance(loss, Tensor) else type(loss).__name__
         raise AmpUsageError(f'loss must be a floating tensor, but is {kind}: hand over what the criterion returned.')
     # what an interrupted forward pass left open
-    forward_hooks.unwind_stale()
+    regions.unwind_stale()
     if not engines:
         yield loss
         return
@@ -67,8 +67,8 @@ def scaled(
                 hook.remove()
         if not ran and result is not loss and not waits:
             for engine in engines:
-                if engine.pass_watch is not None:
-                    engine.pass_watch.see_block(engine.weights())
+                if engine.parts.pass_watch is not None:
+                    engine.parts.pass_watch.see_block(engine.weights())
 
 
 __all__ = ['scaled']

@@ -1,32 +1,61 @@
-"""One call in FP32: inputs are cast up, autocast is off, results go back, and what was written in place is kept."""
+"""One call by a rule, of the FP32 registry or of the user: inputs are cast, autocast is set, in-place results are kept."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import AmpUsageError, BannedOpError
+from .. import torch_internals
+from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
-from . import state as passes
+from . import state
+from .state import AutocastOff, autocast_is_on
 
-_MARK = '_amp_wrapper_fp32'
-_WRAPPED = '_amp_wrapper_backward'
 _FLOAT32 = frozenset({torch.float32})
+# x.add_(y), x += y
+_WRITES = re.compile(r'(?:.*[^_]_|__i(?:add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__)')
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 #: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
-#: between sees autocast and the stand-ins of the FP32 registry as they are.
-untraced: Callable[[_Function], _Function] = torch.compiler.disable
+#: between sees autocast and the patched functions of the FP32 registry as they are.
+untraced = torch_internals.untraced
 
-#: Tells whether, and how, a member is to run in FP32 at this moment.
-ActiveOp = Callable[[], 'Fp32Op | None']
+
+@dataclasses.dataclass(frozen=True)
+class CallRule:
+    """What becomes of the floating arguments of a call, as the user chose.
+
+    Attributes:
+        dtype: float16, bfloat16 or float32; None for the widest type among them.
+    """
+
+    dtype: torch.dtype | None
+
+
+def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, in any nesting, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            map_tensors(note, value)
+    return found
 
 
 class Copies:
@@ -73,75 +102,29 @@ class Copies:
         return map_tensors(lambda t: among[id(t)][0] if id(t) in among else t, result)
 
 
-class _Inputs(Copies):
-    """What the tensors of one call are like; widens them."""
-
-    def __init__(self, op: Fp32Op) -> None:
-        super().__init__(torch.float32, HALF_TYPES)
-        self._op = op
-        self.first: torch.dtype | None = None
-        self.devices: list[str] = []
-        self.narrow = False
-        self._has_float32 = False
-
-    def look(self, tensor: Tensor) -> Tensor:
-        device = tensor.device.type
-        if device not in self.devices:
-            self.devices.append(device)
-        if tensor.dtype in CASTABLE:
-            self.first = self.first or tensor.dtype
-            self.narrow = self.narrow or tensor.dtype in self._op.avoids(device)
-            self._has_float32 = self._has_float32 or tensor.dtype is torch.float32
-        return tensor
-
-    def narrowed(self, result: Any) -> Any:
-        """``result`` in the type that the rule of the member asks for."""
-        output = self._op.output
-        keeps = output in (FLOAT32, REFUSED) or (output == WIDEST and self._has_float32)
-        if output == MODEL:
-            keeps = any(autocast_is_on(device) for device in self.devices)
-        if keeps or self.first not in HALF_TYPES:
-            return result
-        assert self.first is not None
-        return cast_tensors(result, self.first, _FLOAT32)
-
-
 def _version(tensor: Tensor) -> int | None:
     # dynamo and inference tensors keep no count
     return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
 
 
-def look(op: Fp32Op, args: Any, kwargs: Any) -> _Inputs:
-    """What the tensors among the arguments are like."""
-    seen = _Inputs(op)
-    map_tensors(seen.look, args)
-    if kwargs:
-        map_tensors(seen.look, kwargs)
-    return seen
+def _cast_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: int,
+    target: torch.dtype,
+    sources: frozenset[torch.dtype],
+) -> Any:
+    """Call ``function`` with copies of its arguments, but for the first ``held``."""
+    copies = Copies(target, sources)
+    result = function(*args[:held], *map_tensors(copies.cast, args[held:]), **map_tensors(copies.cast, kwargs))
+    return copies.write_back(result)
 
 
-def autocast_is_on(device: str) -> bool:
-    """Whether autocast is on for a device type; False for types that have none, such as 'meta'."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+# -- by the FP32 registry ----------------------------------------------------------------------------------------------
 
 
-def _without_autocast(op: Fp32Op, devices: list[str]) -> ExitStack:
-    """Switches autocast off where it is on, with a type that ``op`` avoids."""
-    stack = ExitStack()
-    for device in devices:
-        if autocast_is_on(device) and torch.get_autocast_dtype(device) in op.avoids(device):
-            stack.enter_context(torch.autocast(device, enabled=False))
-    return stack
-
-
-def _wide_types(values: Any, avoided: frozenset[torch.dtype]) -> Any:
-    """dtype arguments ask for tensors of that type: they widen like the tensors."""
-    if isinstance(values, dict):
-        return {k: torch.float32 if isinstance(v, torch.dtype) and v in avoided else v for k, v in values.items()}
-    return tuple(torch.float32 if isinstance(v, torch.dtype) and v in avoided else v for v in values)
-
-
-def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], held: int = 0) -> Any:
     """Call ``function`` in FP32.
 
     Args:
@@ -149,122 +132,161 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
         function: The original.
         args: Any nesting of tensors in them is cast; differentiable. Iterators pass as they are.
         kwargs: The same.
+        held: How many of the first arguments are handed on as they are: 1 for the ``self`` of a method.
 
     Returns:
         The result, floating tensors in the type that ``op.output`` asks for.
     """
     # torch.compile runs it as it is: a break of its graph in the middle would leave autocast off where its compiler fails
-    return (_untraced if torch.compiler.is_compiling() else _call)(op, function, args, kwargs)
+    return (_untraced_call if torch.compiler.is_compiling() else _call)(op, function, args, kwargs, held)
 
 
-def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    seen = look(op, args, kwargs)
-    if op.output == REFUSED and seen.narrow and not passes.is_suspended():
+def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], held: int) -> Any:
+    tensors = tensors_in(args[held:], kwargs)
+    narrow = is_narrow(op, tensors)
+    if op.output == REFUSED and narrow and not state.is_suspended():
         raise BannedOpError(function.__name__, op.reason)
     # a method that is handed its module finds its tensors there
-    devices = seen.devices or [
-        t.device.type for m in args if isinstance(m, nn.Module) for t in islice(m.parameters(), 1)
+    devices = devices_of(tensors) or [
+        t.device.type for m in args[held:] if isinstance(m, nn.Module) for t in islice(m.parameters(), 1)
     ]
-    with _without_autocast(op, devices):
-        avoided = op.avoids(devices[0] if devices else 'cpu')
-        args, kwargs = _wide_types(args, avoided), _wide_types(kwargs, avoided)
-        if not seen.narrow:
+    with autocast_off(op, devices):
+        args, kwargs = _wide_types(op, devices, args, kwargs)
+        if not narrow:
             return function(*args, **kwargs)
-        result = function(*map_tensors(seen.cast, args), **map_tensors(seen.cast, kwargs))
-    return seen.narrowed(seen.write_back(result))
+        result = _cast_call(function, args, kwargs, held, torch.float32, HALF_TYPES)
+    return narrowed(op, tensors, result)
 
 
-_untraced = untraced(_call)
+_untraced_call = untraced(_call)
 
 
-def call_method(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """:func:`call` for a method whose ``self`` is no tensor, and must not be replaced by a copy."""
-    return call(op, functools.partial(function, args[0]), args[1:], kwargs)
+def devices_of(tensors: Iterable[Tensor]) -> list[str]:
+    """The types of the devices of tensors, in order."""
+    return list(dict.fromkeys([tensor.device.type for tensor in tensors]))
 
 
-# -- autograd Functions ------------------------------------------------------------------------------------------------
+def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
+    """Whether any of the tensors has a type that ``op`` avoids."""
+    return any(tensor.dtype in op.avoids(tensor.device.type) for tensor in tensors if tensor.dtype in HALF_TYPES)
 
 
-def forward_stand_in(active: ActiveOp, forward: Callable[..., Any], with_context: bool) -> Callable[..., Any]:
-    """For ``Function.forward``, inside which autograd records nothing: results are cast without a trace.
+def autocast_off(op: Fp32Op, devices: list[str]) -> AutocastOff:
+    """Switches autocast off where it is on, with a type that ``op`` avoids."""
+    return AutocastOff([d for d in devices if autocast_is_on(d) and torch.get_autocast_dtype(d) in op.avoids(d)])
+
+
+def _wide_types(
+    op: Fp32Op, devices: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """dtype arguments ask for tensors of that type: they widen like the tensors."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.dtype) and value in op.avoids(devices[0] if devices else 'cpu'):
+            args = tuple(torch.float32 if v is value else v for v in args)
+            kwargs = {key: torch.float32 if v is value else v for key, v in kwargs.items()}
+    return args, kwargs
+
+
+def narrowed(op: Fp32Op, tensors: list[Tensor], result: Any) -> Any:
+    """``result`` in the type that the rule of the registry asks for.
 
     Args:
-        active: The rule, or None while the member is at rest.
-        forward: The original.
-        with_context: Whether its first argument is ``ctx``.
+        op: The rule.
+        tensors: Those that the call was handed.
+        result: Its result in FP32.
     """
-
-    @functools.wraps(forward)
-    def in_fp32(*args: Any, **kwargs: Any) -> Any:
-        op = active()
-        if op is None:
-            return forward(*args, **kwargs)
-        seen = look(op, args, kwargs)
-        with _without_autocast(op, seen.devices):
-            if not seen.narrow:
-                return forward(*args, **kwargs)
-            wide = map_tensors(seen.cast, args)
-            result = forward(*wide, **map_tensors(seen.cast, kwargs))
-        narrowed = seen.narrowed(seen.write_back(result))
-        if with_context:
-            context = args[0]
-            setattr(context, _MARK, True)
-            wrap_backward(type(context)._forward_cls)
-            if context.dirty_tensors:
-                context.mark_dirty(*seen.originals(tuple(context.dirty_tensors)))
-            _mark_again(context, result, narrowed)
-        return narrowed
-
-    return in_fp32
+    types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
+    stays = op.output in (FLOAT32, REFUSED) or (op.output == WIDEST and torch.float32 in types)
+    if op.output == MODEL:
+        stays = any(autocast_is_on(device) for device in devices_of(tensors))
+    return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
 
 
-def setup_stand_in(active: ActiveOp, setup: Callable[..., Any]) -> Callable[..., Any]:
-    """For ``Function.setup_context``, the second half of a forward that takes no ``ctx``."""
-
-    @functools.wraps(setup)
-    def in_fp32(ctx: Any, inputs: Any, output: Any) -> Any:
-        op = active()
-        if op is None or not look(op, inputs, {}).narrow:
-            return setup(ctx, inputs, output)
-        setattr(ctx, _MARK, True)
-        wrap_backward(type(ctx)._forward_cls)
-        wide = cast_tensors(output, torch.float32, HALF_TYPES)
-        result = setup(ctx, cast_tensors(inputs, torch.float32, HALF_TYPES), wide)
-        _mark_again(ctx, wide, output)
-        return result
-
-    return in_fp32
+# -- by a rule of the user ---------------------------------------------------------------------------------------------
 
 
-def _mark_again(context: Any, before: Any, after: Any) -> None:
-    """``mark_non_differentiable`` was told of tensors that a cast has replaced since."""
-    marked = {id(tensor) for tensor in context.non_differentiable or ()}
-    if marked and before is not after:
-        pairs = zip(before, after) if isinstance(before, tuple) else [(before, after)]
-        context.mark_non_differentiable(*(new for old, new in pairs if id(old) in marked))
+def rule_applies(tensors: list[Tensor]) -> bool:
+    """Whether casts are on for these tensors: not in FP32 regions, where autocast is off."""
+    return state.casts_on() and any(autocast_is_on(device) for device in devices_of(tensors))
 
 
-def wrap_backward(cls: Any) -> None:
-    """Let gradients meet FP32 in the graphs that :func:`forward_stand_in` made; once and for all.
+def call_by_rule(
+    rule: CallRule,
+    function: Callable[..., Any],
+    tensors: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: int = 0,
+) -> Any:
+    """Call ``function`` by the rule of the user.
 
-    A graph may outlive every pass, so this stays. It does nothing in other graphs.
+    A function of torch is the op that the rule is about: autocast and the FP32 registry have no say in it. Other
+    functions of Python may use weights, too: inside one with a 16-bit rule autocast has that type, inside one with the
+    FP32 rule it is off, and the promote rule leaves it as it is.
+
+    Args:
+        rule: The type.
+        function: The original.
+        tensors: Those among its arguments, from :func:`tensors_in`.
+        args: Floating tensors in any nesting are cast; differentiable. float64 is left alone.
+        kwargs: The same.
+        held: As in :func:`call`.
+
+    Returns:
+        The result as it comes. What the function wrote into its arguments reaches the caller's tensors.
     """
-    backward = cls.backward
-    if getattr(backward, _WRAPPED, False):
-        return
+    run = _untraced_call_by_rule if torch.compiler.is_compiling() else _call_by_rule
+    return run(rule, function, tensors, args, kwargs, held)
 
-    @functools.wraps(backward)
-    def in_fp32(ctx: Any, *gradients: Any) -> Any:
-        if getattr(ctx, _MARK, False):
-            if torch.is_grad_enabled():
-                raise AmpUsageError(
-                    f'backward(create_graph=True) through {cls.__module__}.{cls.__qualname__}, which runs in FP32 with '
-                    f'copies of its 16-bit inputs: its second derivative would be lost. Cast its inputs with .float() '
-                    f'before calling it, or keep the module that calls it in FP32 (keep_fp32=[...]).'
-                )
-            gradients = cast_tensors(gradients, torch.float32, HALF_TYPES)
-        # autograd casts what comes back to the types of the inputs
-        return backward(ctx, *gradients)
 
-    setattr(in_fp32, _WRAPPED, True)
-    cls.backward = staticmethod(in_fp32)
+def _call_by_rule(
+    rule: CallRule,
+    function: Callable[..., Any],
+    tensors: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: int,
+) -> Any:
+    target, is_op, devices = _target(rule, function, tensors, kwargs), _is_op(function), devices_of(tensors)
+    with ExitStack() as stack:
+        if is_op:
+            stack.enter_context(state.overruling())
+        if is_op or rule.dtype is torch.float32:
+            stack.enter_context(AutocastOff([device for device in devices if autocast_is_on(device)]))
+        elif rule.dtype is not None:
+            for device in filter(state.has_autocast, devices):
+                stack.enter_context(torch.autocast(device, dtype=rule.dtype))
+        if target is None:
+            return function(*args, **kwargs)
+        return _cast_call(function, args, kwargs, held, target, CASTABLE)
+
+
+_untraced_call_by_rule = untraced(_call_by_rule)
+
+
+def _target(
+    rule: CallRule, function: Callable[..., Any], tensors: list[Tensor], kwargs: dict[str, Any]
+) -> torch.dtype | None:
+    """The type to cast to; None where there is nothing to cast."""
+    if rule.dtype is not None:
+        return rule.dtype
+    written = kwargs.get('out')
+    if written is None and tensors and _WRITES.fullmatch(getattr(function, '__name__', '')):
+        written = tensors[0]
+    if isinstance(written, Tensor):
+        # what is written to keeps its type, and the others follow it
+        return written.dtype if written.dtype in CASTABLE else None
+    types = {tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE}
+    return torch.float32 if len(types) > 1 else next(iter(types), None)
+
+
+def _is_op(function: Any) -> bool:
+    """Whether a callable is one op: compiled, or a function of torch. What is written in Python may use weights."""
+    while isinstance(function, (functools.partial, MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    if isinstance(function, nn.Module):
+        return False
+    kind = type(function)
+    if kind is not FunctionType:
+        return kind.__module__ == 'builtins' or kind.__module__.partition('.')[0] == 'torch'
+    return (function.__module__ or '').partition('.')[0] == 'torch'

@@ -1,8 +1,8 @@
 """Generators that a forward returned: whenever one runs, what was open when its forward was called is open again.
 
 A generator's body runs after its module's hooks have closed everything, piece by piece, in whatever order others ask for the
-pieces. So each piece gets its own: the passes, and autocast as the body last had it. What the caller has is kept from it, and
-is back at every ``yield``, at the end, and after an exception; a generator that is never finished leaves nothing open.
+pieces. So each piece gets its own: what was active, and autocast as the body last had it. What the caller has is kept from it,
+and is back at every ``yield``, at the end, and after an exception; a generator that is never finished leaves nothing open.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any
 
 import torch
 
-from . import patching as fp32_ops
-from . import state as passes
+from . import regions, state
 
 _Autocast = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
 
 
 def _autocast_now() -> _Autocast:
-    devices = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in passes.AUTOCAST_DEVICES)
+    devices = ((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in state.AUTOCAST_DEVICES)
     return torch.is_autocast_cache_enabled(), tuple(devices)
 
 
-def _set_autocast(state: _Autocast) -> None:
-    cache, devices = state
+def _set_autocast(autocast: _Autocast) -> None:
+    cache, devices = autocast
     torch.set_autocast_cache_enabled(cache)
     for device, enabled, dtype in devices:
         torch.set_autocast_enabled(device, enabled)
@@ -38,7 +37,7 @@ class _Surroundings:
     """What a generator's body finds around it."""
 
     def __init__(self) -> None:
-        self._passes = passes.snapshot()
+        self._active = state.snapshot()
         self._autocast = _autocast_now()
 
     @contextmanager
@@ -50,7 +49,7 @@ class _Surroundings:
         torch.autocast_increment_nesting()
         try:
             _set_autocast(self._autocast)
-            with fp32_ops.held(), passes.resumed(self._passes):
+            with regions.resumed(self._active):
                 yield
         finally:
             # a block that is open at a yield is the body's own affair

@@ -1,11 +1,11 @@
-"""The op table of O1 and O4 at work: kernels below the autocast key of a device, which act only in our passes.
+"""The op table of O1 and O4 at work: kernels below the autocast key of a device, which act only in our regions.
 
 torch's dispatcher asks the autocast key of a device first, while autocast is on. Where a device's own list says nothing
-about an op, a kernel from here stands there: it casts in a pass of the functional API
-(:func:`amp_wrapper.autocast.state.casts_on`) and hands on everywhere else. So an op is found under each of its names: ``x ** 2``, ``x.pow(2)``, ``torch.pow(x, 2)``, and
-from inside functions of Python and C++.
+about an op, a kernel from here stands there: it casts in a region of the functional API
+(:func:`amp_wrapper.autocast.state.casts_on`) and hands on everywhere else. So an op is found under each of its names:
+``x ** 2``, ``x.pow(2)``, ``torch.pow(x, 2)``, and from inside functions of Python and C++.
 
-The kernels come when the first pass asks for them and stay. With autocast off the dispatcher does not see them.
+The kernels come when the first region asks for them and stay. With autocast off the dispatcher does not see them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.library import Library
 from .. import torch_internals
 from ..policy.autocast_lists import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from ..policy.nested import CASTABLE
-from . import state as passes
+from . import state
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
 
@@ -67,15 +67,20 @@ def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., 
     below = torch_internals.keys_below(key)
     name = rule.op.partition('.')[0]
     writes = rule.rule == WRITE
+    fixed = torch.float32 if rule.rule in (FLOAT32, WRITE) else None
     run = _without_schema(op)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if not passes.casts_on() or _has_own_type(kwargs):
+        # a call may say by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys
+        if not state.casts_on() or kwargs.get('dtype') is not None:
             return op.redispatch(keyset & below, *args, **kwargs)
-        target = _target(rule, device_type, args, kwargs)
-        cast_args: list[Any] = [_cast(value, target, device_type) for value in args]
-        if kwargs:
-            kwargs = {word: _cast(value, target, device_type) for word, value in kwargs.items()}
+        target = fixed or _target(rule, device_type, args, kwargs)
+        cast_args = list(args)
+        for place, value in enumerate(args):
+            if isinstance(value, (list, tuple)) or (isinstance(value, Tensor) and value.dtype is not target):
+                cast_args[place] = _cast(value, target, device_type)
+        for word, value in kwargs.items():
+            kwargs[word] = _cast(value, target, device_type)
         # composite ops call others, which have to see what the outer one was given
         torch.set_autocast_enabled(device_type, False)
         try:
@@ -99,23 +104,16 @@ def _without_schema(op: Any) -> Callable[..., Any]:
     return op if found is None else found
 
 
-def _has_own_type(kwargs: dict[str, Any]) -> bool:
-    """Whether a call says by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys."""
-    return kwargs.get('dtype') is not None
-
-
 def _target(rule: OpRule, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
     if rule.rule == HALF:
         return torch.get_autocast_dtype(device_type)
     if rule.rule == PROMOTE:
         values = (*args, *kwargs.values())
-        types = {tensor.dtype for tensor in _tensors(values) if _is_ours(tensor, device_type)}
+        types = {t.dtype for t in _tensors(values) if t.dtype in CASTABLE and t.device.type == device_type}
         return types.pop() if len(types) == 1 else torch.float32
-    if rule.rule == FOLLOW:
-        written: torch.dtype = args[0].dtype
-        return written
-    assert rule.rule in (FLOAT32, WRITE)
-    return torch.float32
+    assert rule.rule == FOLLOW
+    written: torch.dtype = args[0].dtype
+    return written
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -128,14 +126,12 @@ def _tensors(values: Any) -> list[Tensor]:
     return found
 
 
-def _is_ours(tensor: Tensor, device_type: str) -> bool:
-    return tensor.dtype in CASTABLE and tensor.device.type == device_type
-
-
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.dtype is not dtype and _is_ours(value, device_type) else value
-    # lists of tensors: the weights of an RNN, the operands of einsum
-    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-        return [_cast(item, dtype, device_type) for item in value]
+        return value.to(dtype) if value.dtype in CASTABLE and value.device.type == device_type else value
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            # lists of tensors: the weights of an RNN, the operands of einsum
+            if isinstance(item, Tensor):
+                return [_cast(item, dtype, device_type) for item in value]
     return value

@@ -16,7 +16,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
@@ -24,63 +23,56 @@ import torch
 from torch.utils import checkpoint
 
 from .. import torch_internals
-from . import state as passes
-
-_Held = Callable[[], AbstractContextManager[None]]
+from . import regions, state
 
 _lock = threading.Lock()
 _installed = False
 
 
 class Segment:
-    """A function that opens, wherever it is called, the passes that were open at its first call.
+    """A function that finds active, wherever it is called, what was active at its first call.
 
     The first call is that of the forward pass, inside of the contexts that the script asked for.
 
     Args:
         function: The segment.
-        held: Makes a context in which the stand-ins of the registry are in place.
     """
 
-    def __init__(self, function: Callable[..., Any], held: _Held) -> None:
-        self._function, self._held = function, held
-        self._state: passes.State | None = None
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._before: state.Snapshot | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = passes.snapshot()
-        if self._state is None:
-            self._state = now
-        if now == self._state:
+        now = state.snapshot()
+        if self._before is None:
+            self._before = now
+        if now == self._before:
             return self._function(*args, **kwargs)
-        with self._held(), passes.resumed(self._state):
+        with regions.resumed(self._before):
             return self._function(*args, **kwargs)
 
 
-def install(held: _Held) -> None:
+def _segment(function: Any) -> Any:
+    return Segment(function) if callable(function) and not isinstance(function, Segment) else function
+
+
+def install() -> None:
     """Put the entries into torch, once in a process.
 
     Where somebody has put a function of their own in the place of torch's, that one is left alone.
-
-    Args:
-        held: As in :class:`Segment`.
     """
     global _installed
     if _installed:
         return
     with _lock:
-        if _installed:
-            return
-
-        def wrapped(function: Any) -> Any:
-            return Segment(function, held) if callable(function) and not isinstance(function, Segment) else function
-
-        _enter_function(wrapped)
-        _enter_reentrant(wrapped)
-        _enter_decorated(wrapped)
-        _installed = True
+        if not _installed:
+            _enter_function()
+            _enter_reentrant()
+            _enter_decorated()
+            _installed = True
 
 
-def _enter_function(wrapped: Callable[[Any], Any]) -> None:
+def _enter_function() -> None:
     """Into :func:`torch.utils.checkpoint.checkpoint`, below the decorators that torch has around it."""
     function = inspect.unwrap(checkpoint.checkpoint)
     if not isinstance(function, FunctionType) or function.__module__ != checkpoint.__name__ or function.__closure__:
@@ -90,9 +82,9 @@ def _enter_function(wrapped: Callable[[Any], Any]) -> None:
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            args = (wrapped(args[0]), *args[1:])
+            args = (_segment(args[0]), *args[1:])
         elif 'function' in kwargs:
-            kwargs = {**kwargs, 'function': wrapped(kwargs['function'])}
+            kwargs = {**kwargs, 'function': _segment(kwargs['function'])}
         return original(*args, **kwargs)
 
     def entry(*args: Any, _amp_wrapper_run: Any, **kwargs: Any) -> Any:
@@ -105,7 +97,7 @@ def _enter_function(wrapped: Callable[[Any], Any]) -> None:
     function.__signature__ = signature  # type: ignore[attr-defined]
 
 
-def _enter_reentrant(wrapped: Callable[[Any], Any]) -> None:
+def _enter_reentrant() -> None:
     """Into ``CheckpointFunction.forward``, which some apply directly."""
     cls: Any = checkpoint.CheckpointFunction
     forward = cls.forward
@@ -113,12 +105,12 @@ def _enter_reentrant(wrapped: Callable[[Any], Any]) -> None:
 
     @functools.wraps(forward)
     def entry(*args: Any) -> Any:
-        return forward(*args[:place], wrapped(args[place]), *args[place + 1 :])
+        return forward(*args[:place], _segment(args[place]), *args[place + 1 :])
 
     cls.forward = staticmethod(entry)
 
 
-def _enter_decorated(wrapped: Callable[[Any], Any]) -> None:
+def _enter_decorated() -> None:
     """Into what ``checkpoint(use_reentrant=False)`` makes of a function as a decorator, where torch has that."""
     cls = torch_internals.checkpointed_function()
     if cls is None:
@@ -129,7 +121,7 @@ def _enter_decorated(wrapped: Callable[[Any], Any]) -> None:
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             self = copy.copy(self)
-            self.function = wrapped(self.function)
+            self.function = _segment(self.function)
         return call(self, *args, **kwargs)
 
     cls.__call__ = entry

@@ -1,34 +1,73 @@
-"""What is at work on this thread: forward passes, the casts of O1 and O4, and what suspends them.
+"""What is open on this thread: the regions of forward passes, casts outside of any model, and what suspends them.
 
-The passes themselves are begun and ended by :mod:`amp_wrapper.autocast.patching`. This is the one place that answers "does a
-cast apply here, now?", and it holds nothing but what is open.
+Regions are opened and closed by :mod:`.regions`. This is the one place that answers "does a cast apply here, now?", and it
+holds nothing but what is open.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from .. import torch_internals
-from . import interrupts
 
 #: The device types that are asked whether autocast is on.
 AUTOCAST_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')
-#: Active in a pass of a model whose forwards the functional API casts op by op.
+#: Active in a region of a model whose forwards the functional API casts op by op.
 CASTS = '@casts'
+
+
+class Region:
+    """What one forward, or one block, has opened on a thread.
+
+    Attributes:
+        owner: The module, or any object, by which it is closed.
+        keys: What it makes active of the FP32 registry; None where it leaves that to the regions around it.
+        active: What is active inside: its own keys, and those of the regions around it.
+        depth: The number of regions with keys, up to this one.
+        casts: Whether the tables of O1 and O4 and the registered functions act inside.
+        autocast: Left when the region is closed.
+        frame: The call that opened it; None where its end is certain.
+        cover: The innermost region, up to this one, that keeps casts of other models out; None where there is none.
+        around: Of a region that is its own ``cover``: the one around it.
+        dtype: Of a region that is its own ``cover``: the type of its autocast, None where that is off.
+        grad: Of the same: whether gradients were enabled when weights were last cast in it.
+        caller: Of an FP32 region: the 16-bit type that the caller came with.
+        patched: Whether the functions of the registry are patched for it or for a region around it.
+        acquired: Whether for itself.
+    """
+
+    def __init__(self, owner: Any, keys: frozenset[str] | None, outer: Region | None) -> None:
+        self.owner, self.keys = owner, keys
+        self.active: frozenset[str] = frozenset() if outer is None else outer.active
+        self.depth: int = 0 if outer is None else outer.depth
+        self.casts: bool = outer is not None and outer.casts
+        if keys is not None:
+            self.active = keys if outer is None else self.active | keys
+            self.depth += 1
+            self.casts = CASTS in keys
+        self.cover: Region | None = None if outer is None else outer.cover
+        self.around: Region | None = self.cover
+        self.autocast: AbstractContextManager[Any] | None = None
+        self.frame: FrameType | None = None
+        self.dtype: torch.dtype | None = None
+        self.grad = True
+        self.caller: torch.dtype | None = None
+        self.patched: bool = outer is not None and outer.patched
+        self.acquired = False
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # the passes that are open, in order, with the keys of the members that are active in them
-        self.passes: dict[object, frozenset[str]] = {}
-        # what a backward pass will need to know: the keys of every pass inside the present forward context
-        self.recorders: list[set[frozenset[str]]] = []
+        self.regions: list[Region] = []
         # the casts that a handle turned on outside of any model; the newest counts
         self.global_casts: dict[object, frozenset[str]] = {}
         # open disable_casts()
@@ -41,8 +80,9 @@ class _Thread(threading.local):
         self.resumed = 0
 
 
-_thread = _Thread()
-_backward_passes: list[frozenset[str]] = []
+thread = _Thread()
+#: What is active, on every thread, in the backward passes that run: forwards may be recomputed in them.
+backward_passes: list[frozenset[str]] = []
 
 
 class CastSession:
@@ -52,96 +92,38 @@ class CastSession:
 _sessions: WeakSet[CastSession] = WeakSet()
 
 
-def begin(token: object, keys: frozenset[str]) -> object:
-    """Note a pass.
-
-    Args:
-        token: Names it for :func:`end`; anything hashable.
-        keys: What is active in it; nothing, in a pass that only keeps the casts of others out.
-
-    Returns:
-        The token, wrapped where a pass of that name is open already: a model that calls itself.
-    """
-    while token in _thread.passes:
-        token = (token,)
-    interrupts.begin()
-    _thread.passes[token] = keys
-    for recorder in _thread.recorders:
-        recorder.add(keys)
-    return token
-
-
-def end(token: object | None) -> frozenset[str]:
-    """Forget the innermost pass.
-
-    Args:
-        token: Its name; None for whichever it is.
-
-    Returns:
-        What was active in it; nothing where the innermost is another one, or there is none.
-    """
-    if not _thread.passes:
-        return frozenset()
-    last = next(reversed(_thread.passes))
-    innermost = last
-    while token is not None and innermost != token and isinstance(innermost, tuple) and len(innermost) == 1:
-        (innermost,) = innermost
-    if token is not None and innermost != token:
-        return frozenset()
-    keys = _thread.passes.pop(last)
-    interrupts.end()
-    return keys
+def innermost() -> Region | None:
+    """The region that was opened last on this thread."""
+    regions = thread.regions
+    return regions[-1] if regions else None
 
 
 def depth() -> int:
-    """The number of passes under way on this thread."""
-    return len(_thread.passes)
+    """The number of forward passes under way on this thread."""
+    regions = thread.regions
+    return regions[-1].depth if regions else 0
 
 
 def is_active(key: str) -> bool:
-    """Whether a member of the FP32 registry is active on this thread."""
-    if _thread.overruled:
+    """Whether an entry of the FP32 registry is active on this thread."""
+    if thread.overruled:
         return False
+    regions = thread.regions
     return (
-        any(key in keys for keys in _thread.passes.values())
-        or any(key in keys for keys in _thread.global_casts.values())
-        or any(key in keys for keys in _backward_passes)
+        (bool(regions) and key in regions[-1].active)
+        or any(key in keys for keys in thread.global_casts.values())
+        or any(key in keys for keys in backward_passes)
     )
 
 
 @contextmanager
-def recording(seen: set[frozenset[str]]) -> Iterator[None]:
-    """Note in ``seen`` what the passes inside make active, for the backward pass that follows."""
-    _thread.recorders.append(seen)
-    try:
-        yield
-    finally:
-        _thread.recorders.pop()
-
-
-def in_forward() -> bool:
-    """Whether a forward context is open on this thread."""
-    return bool(_thread.recorders)
-
-
-def backward_begins(keys: frozenset[str]) -> None:
-    """Note a backward pass, whose recomputed segments may run on any thread."""
-    _backward_passes.append(keys)
-
-
-def backward_ends(keys: frozenset[str]) -> None:
-    """The counterpart of :func:`backward_begins`."""
-    _backward_passes.remove(keys)
-
-
-@contextmanager
 def overruling() -> Iterator[None]:
-    """Inside, no member of the FP32 registry is active on this thread."""
-    _thread.overruled += 1
+    """Inside, nothing of the FP32 registry is active on this thread."""
+    thread.overruled += 1
     try:
         yield
     finally:
-        _thread.overruled -= 1
+        thread.overruled -= 1
 
 
 # -- the casts of O1 and O4 --------------------------------------------------------------------------------------------
@@ -165,123 +147,122 @@ def session_closed(session: CastSession) -> None:
 
 def casts_on() -> bool:
     """Whether the tables of O1 and O4 and the registered functions act on this thread, where autocast is on."""
-    thread = _thread
     if thread.suspended:
         return False
-    if thread.passes:
-        return CASTS in thread.passes[next(reversed(thread.passes))]
+    regions = thread.regions
+    if regions and regions[-1].depth:
+        return regions[-1].casts
     if thread.global_casts:
         return True
     # a backward pass may use threads of autograd's own; other threads are no business of it
-    return in_graph_task() and any(CASTS in keys for keys in _backward_passes)
+    return (
+        bool(backward_passes)
+        and torch_internals.graph_task_id() != -1
+        and any(CASTS in keys for keys in backward_passes)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class State:
-    """What is open on a thread, in order, and whether casts are suspended. See :func:`snapshot`."""
+class Snapshot:
+    """What a thread casts: see :func:`snapshot`.
 
-    keys: tuple[frozenset[str], ...]
+    Attributes:
+        keys: What is active of the FP32 registry, and of the casts of ops; None where nothing is open.
+        suspended: Whether casts are suspended.
+    """
+
+    keys: frozenset[str] | None
     suspended: bool
 
 
-def snapshot() -> State:
+def snapshot() -> Snapshot:
     """What a segment that runs again has to find as it is now."""
-    return State((*_thread.global_casts.values(), *_thread.passes.values()), _thread.suspended > 0)
-
-
-@contextmanager
-def resumed(state: State) -> Iterator[None]:
-    """Inside, the passes of a snapshot are open on this thread, on top of what is. The stand-ins are the caller's."""
-    tokens = [object() for _ in state.keys]
-    before = _thread.suspended
-    # where nothing was open, a module that is called directly opens what it needs, as it did then
-    resumes = bool(tokens)
-    _thread.resumed += resumes
-    try:
-        for token, keys in zip(tokens, state.keys):
-            begin(token, keys)
-        # autocast is as the caller has it
-        _thread.suspended = int(state.suspended)
-        yield
-    finally:
-        _thread.suspended = before
-        for token in reversed(tokens):
-            end(token)
-        _thread.resumed -= resumes
+    top = innermost()
+    keys = frozenset[str]().union(*thread.global_casts.values()) if thread.global_casts else None
+    if top is not None and top.depth:
+        # the casts of ops are those of the innermost
+        keys = ((keys or frozenset()) | top.active) - {CASTS} | ({CASTS} if top.casts else frozenset())
+    return Snapshot(keys, thread.suspended > 0)
 
 
 def is_resumed() -> bool:
     """Whether a segment runs again on this thread."""
-    return _thread.resumed > 0
-
-
-def in_graph_task() -> bool:
-    """Whether autograd runs a backward pass on this thread right now."""
-    return torch_internals.graph_task_id() != -1
+    return thread.resumed > 0
 
 
 def casts_alive() -> bool:
-    """Whether decorated functions act outside of any pass of this thread."""
-    return not _thread.suspended and not _thread.passes and bool(_thread.global_casts or _sessions)
+    """Whether decorated functions act outside of any forward pass of this thread."""
+    return not thread.suspended and not depth() and bool(thread.global_casts or _sessions)
 
 
 def is_suspended() -> bool:
     """Whether :func:`suspended` is open on this thread."""
-    return _thread.suspended > 0
+    return thread.suspended > 0
 
 
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, on this thread, nothing that O1 and O4 cast is cast: neither autocast's lists nor ours. Nests."""
     devices = {device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)}
-    outermost = _thread.switched_off is None
+    outermost = thread.switched_off is None
     if outermost:
-        _thread.switched_off = devices
-    _thread.suspended += 1
+        thread.switched_off = devices
+    thread.suspended += 1
     try:
-        for device in devices:
-            torch.set_autocast_enabled(device, False)
-        yield
+        with AutocastOff(devices):
+            yield
     finally:
-        for device in devices:
-            torch.set_autocast_enabled(device, True)
         if outermost:
-            _thread.switched_off = None
-        _thread.suspended -= 1
+            thread.switched_off = None
+        thread.suspended -= 1
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+
+class AutocastOff:
+    """A context in which autocast is off for some device types, for which it is on around it.
+
+    Cheaper than :class:`torch.autocast`: the cache of cast weights, which belongs to the block that turned autocast on, stays.
+
+    Args:
+        devices: Types for which autocast is on.
+    """
+
+    __slots__ = ('_devices',)
+
+    def __init__(self, devices: Iterable[str]) -> None:
+        self._devices = devices
+
+    def __enter__(self) -> None:
+        for device in self._devices:
+            torch.set_autocast_enabled(device, False)
+
+    def __exit__(self, *_: object) -> None:
+        for device in self._devices:
+            torch.set_autocast_enabled(device, True)
+
+
+has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
+def autocast_is_on(device: str) -> bool:
+    """Whether autocast is on for a device type; False for types that have none, such as 'meta'."""
+    return has_autocast(device) and torch.is_autocast_enabled(device)
 
 
 def autocast_enabled(device_type: str) -> bool:
     """Whether autocast is on for a device type on this thread, or will be when :func:`suspended` ends."""
-    off = _thread.switched_off
+    off = thread.switched_off
     return torch.is_autocast_enabled(device_type) if off is None else device_type in off
 
 
 def set_autocast_enabled(device_type: str, enabled: bool) -> None:
     """Turn autocast on or off for a device type on this thread; inside of :func:`suspended`, from its end on."""
-    off = _thread.switched_off
+    off = thread.switched_off
     if off is None:
         torch.set_autocast_enabled(device_type, enabled)
     elif enabled:
         off.add(device_type)
     else:
         off.discard(device_type)
-
-
-def global_casts_begin(token: object, keys: frozenset[str]) -> None:
-    """Turn the casts of this thread on outside of any model."""
-    _thread.global_casts[token] = keys
-
-
-def global_casts_end(token: object) -> object | None:
-    """The counterpart of :func:`global_casts_begin`.
-
-    Returns:
-        The newest of those that are left, or None.
-    """
-    del _thread.global_casts[token]
-    return next(reversed(_thread.global_casts), None)
-
-
-def global_casts_open() -> bool:
-    """Whether any are on, on this thread."""
-    return bool(_thread.global_casts)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import AmpAttachError
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import Policy, dtype_name
-from .late_modules import some
+from .modules import some
 
 logger = logging.getLogger('amp_wrapper')
 

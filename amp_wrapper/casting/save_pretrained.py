@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..policy.policy import dtype_name
-from .cast_hooks import has_hook
-from .plan import Fp32StateDict
+from .find_hooks import has_hook
+from .state_dict_hooks import Fp32StateDict
 
 _wrapped: set[type] = set()
 # in this order: the attribute of transformers 4.56 and later, and the one before

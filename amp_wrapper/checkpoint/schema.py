@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpCheckpointError
-from ..policy.loss_scale import is_number
+from ..policy.options import is_number
 
 #: Longer values are not shown in messages.
 _SHOWN = 500

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import AmpCheckpointError
-from ..policy.loss_scale import is_number
+from ..policy.options import is_number
 from . import schema
 from .format import SavedAmp
 from .validate import WEIGHTS_ONLY

@@ -43,9 +43,8 @@ from torch.optim import LBFGS, SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 from amp_wrapper import FusedSGD, amp
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
-from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.autocast import regions
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.errors import AmpAttachError, AmpConfigError, AmpUsageError, OverflowStreakError
 
 F16, F32 = torch.float16, torch.float32
@@ -438,8 +437,8 @@ def test_exceptions_within_the_block(level: str, place: str, error: type[BaseExc
         assert same(before, after)
         assert [scaler.state_dict() for scaler in amp.amp_session.session_of(optimizer).scalers] == state
         assert not torch.is_autocast_enabled() and not torch.is_autocast_enabled('cpu')
-        assert forward_hooks.open_contexts() == forward_hooks.CLOSED and not fp32_ops.is_installed()
-        assert passes.depth() == 0 and torch.is_grad_enabled()
+        assert regions.count() == 0 and not patches.in_place
+        assert torch.is_grad_enabled()
         if index == 1:
             # clear by the model what was left after the exception, and begin again
             for model, _ in (ours, theirs):
@@ -792,7 +791,7 @@ def test_a_row_of_skips_ends(level: str, fused: bool, device: torch.device) -> N
         optimizer.zero_grad()
         set_scales(optimizer, torch.finfo(F32).tiny)
         backward(net(data(0, device)), optimizer, poisoned=net.fc.weight)
-        with mock.patch.object(amp.amp_session.session_of(optimizer).engine(optimizer)._watch, '_limit', None):
+        with mock.patch.object(amp.amp_session.session_of(optimizer).engine(optimizer).parts.monitor, '_limit', None):
             optimizer.step()
         assert scales(optimizer) == [torch.finfo(F32).tiny]
 

@@ -17,13 +17,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from amp_wrapper import AmpAttachError, AmpUsageError
 from amp_wrapper.amp.functions import disable_casts
-from amp_wrapper.autocast import interrupts
-from amp_wrapper.autocast import kernels as op_casts
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
+from amp_wrapper.autocast import kernels, op_set, regions, state
 from amp_wrapper.autocast.global_autocast import GlobalCasts
-from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.autocast.patching import Patches, patches
 from amp_wrapper.casting import plan as casting
+from amp_wrapper.casting.region_hooks import PLAIN, EnterRegion, LeaveRegion, put_region
 from amp_wrapper.errors import BannedOpError
 from amp_wrapper.policy import resolve
 from amp_wrapper.policy.autocast_lists import OP_RULES
@@ -36,14 +34,14 @@ HALVES = list(TYPES.values())
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
     yield
-    left = forward_hooks.open_contexts()
+    left = regions.count()
     autocast = torch.is_autocast_enabled('cpu')
-    forward_hooks.unwind()
+    regions.unwind()
     torch.set_autocast_enabled('cpu', False)
-    assert left == forward_hooks.CLOSED
+    assert left == 0
     assert not autocast
-    assert not fp32_ops.is_installed()
-    assert not passes.global_casts_open()
+    assert not patches.in_place
+    assert not bool(state.thread.global_casts)
 
 
 @pytest.fixture(params=HALVES, ids=lambda dtype: str(dtype)[6:])
@@ -246,16 +244,16 @@ def test_the_table_is_the_list_for_cuda_less_what_only_a_gpu_has() -> None:
 
 def test_cuda_gets_what_writes_and_what_mixes() -> None:
     """torch's list stands where it has an entry; what is missing in this version is taken from the table."""
-    rules = {rule.rule for rule in op_casts.missing('cuda') if f'aten::{rule.op}' not in LATER}
+    rules = {rule.rule for rule in kernels.missing('cuda') if f'aten::{rule.op}' not in LATER}
     assert rules == {'write', 'follow', 'promote'}
 
 
 def test_ops_that_torch_casts_itself_are_left_to_it() -> None:
     # asked of a process in which nobody has installed anything would be the same: what is there is never replaced
-    names = {rule.op for rule in op_casts.missing('cpu')}
+    names = {rule.op for rule in kernels.missing('cpu')}
     assert not names & {'mse_loss', 'prod', 'cdist', 'grid_sampler', 'kl_div'}
-    op_casts.install('cpu')
-    assert op_casts.missing('cpu') == []
+    kernels.install('cpu')
+    assert kernels.missing('cpu') == []
 
 
 # -- layers and functions outside of models ----------------------------------------------------------------------------
@@ -396,7 +394,7 @@ def test_bce_inside_a_model(level: str, functional: bool) -> None:
     attach(model, level)
     with pytest.raises(BannedOpError):
         model(x, target, functional, wide=False)
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    assert regions.count() == 0
     model(x, target, functional, wide=True).backward()
     assert model.fc.weight.grad is not None
 
@@ -520,7 +518,9 @@ def test_a_block_of_autocast_that_ends_before_the_casts() -> None:
 @pytest.mark.parametrize('dtype', HALVES)
 def test_functions_keep_their_identity(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # without what other tests have registered, for the life of the process
-    monkeypatch.setattr(fp32_ops, '_members', fp32_ops._Members())
+    fresh = Patches()
+    monkeypatch.setattr(regions, 'patches', fresh)
+    monkeypatch.setattr(op_set, 'patches', fresh)
     # of ops that torch's dispatcher casts
     sites = [(torch, 'softmax'), (torch, 'sum'), (torch, 'mm'), (torch.Tensor, 'sum'), (F, 'softmax'), (F, 'linear')]
     before = [vars(holder).get(name) for holder, name in sites]
@@ -664,7 +664,7 @@ def test_casts_of_another_model_end_at_the_door(level: str) -> None:
     outer.dec = nn.Sequential(inner)
     inside: list[Any] = []
     inner.dec.register_forward_hook(
-        lambda *_: inside.append((torch.is_autocast_enabled('cpu'), passes.casts_on())), prepend=True
+        lambda *_: inside.append((torch.is_autocast_enabled('cpu'), state.casts_on())), prepend=True
     )
     outer(torch.randn(2, 4))
     assert inside == [(False, False)]
@@ -701,7 +701,7 @@ def test_exceptions_leave_nothing_open(part: str, error: type[BaseException]) ->
         with pytest.raises(error):
             model.dec(x)
         hook.remove()
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    assert regions.count() == 0
     assert not torch.is_autocast_enabled('cpu')
     assert model(x).dtype is torch.float32
 
@@ -710,15 +710,15 @@ def test_a_pass_that_cannot_begin_leaves_nothing_open(monkeypatch: pytest.Monkey
     model = Net()
     attach(model)
 
-    def fail(ops: fp32_ops.OpSet) -> None:
+    def fail() -> None:
         raise KeyError
 
     with monkeypatch.context() as patch:
-        patch.setattr(fp32_ops, 'enter', fail)
+        patch.setattr(patches, 'acquire', fail)
         for call in (model, model.dec):
             with pytest.raises(KeyError):
                 call(torch.randn(2, 4))
-            assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+            assert regions.count() == 0
             assert not torch.is_autocast_enabled('cpu')
     assert model(torch.randn(2, 4)).dtype is torch.float32
 
@@ -744,23 +744,22 @@ def test_the_next_forward_cleans_up_after_an_interrupt_of_our_hooks(monkeypatch:
     attach(model)
     model.fail = KeyboardInterrupt
     with monkeypatch.context() as patch:
-        patch.setattr(interrupts, 'begin', lambda: None)
-        patch.setattr(interrupts, 'end', lambda: None)
+        patch.setattr(regions, '_cover_interrupts', lambda change: None)
         with pytest.raises(KeyboardInterrupt):
             model(torch.randn(2, 4))
-        assert forward_hooks.open_contexts()[3] == 1
-    interrupts.begin()
+        assert regions.count() == 1
+    regions._cover_interrupts(1)
     model.fail = None
     assert torch.is_autocast_enabled('cpu')
     assert model(torch.randn(2, 4)).dtype is torch.float32
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    assert regions.count() == 0
     assert not torch.is_autocast_enabled('cpu')
 
 
 def test_what_is_under_way_is_not_stale() -> None:
     model = Net()
     attach(model)
-    model.dec.register_forward_pre_hook(lambda *_: forward_hooks.unwind_stale())
+    model.dec.register_forward_pre_hook(lambda *_: regions.unwind_stale())
     seen: list[torch.dtype] = []
     model.dec.register_forward_hook(lambda module, args, output: seen.append(output.dtype), prepend=True)
     model(torch.randn(2, 4))
@@ -783,7 +782,7 @@ def test_an_interrupt_that_a_model_survives(level: str) -> None:
                 inner(x)
             inner.fail = None
             assert inner(x).dtype is torch.float32
-            assert forward_hooks.open_contexts()[3] == 1
+            assert regions.count() == 1
             return self.fc(x).softmax(-1) + self.fc(x)
 
     model, inner = Patient(Net()), Net()
@@ -828,8 +827,8 @@ def test_a_module_that_calls_itself_under_a_plan_that_does_not_cover_forwards(le
     tree = Tree()
     casting.CastPlan([('', tree)], resolve(opt_level=level)).apply()
     tree(torch.randn(1, 2), 2)
-    assert fp32_ops.depth() == 0
-    assert not fp32_ops.is_installed()
+    assert state.depth() == 0
+    assert not patches.in_place
 
 
 def test_hooks_survive_copies_and_pickle() -> None:
@@ -886,8 +885,7 @@ def test_no_copy_of_a_weight_reaches_a_region_of_another_type(level: str) -> Non
         attach(inner, level)
     else:
         # at the levels without casts by op a region is plain
-        inner.register_forward_pre_hook(forward_hooks.EnterPlain(), prepend=True)
-        inner.register_forward_hook(forward_hooks.LeavePlain(), always_call=True)
+        put_region(inner, EnterRegion(PLAIN), LeaveRegion(PLAIN))
     inner[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
     outer(torch.randn(2, 4)).sum().backward()
     assert outer.types == [torch.float16] * 2
@@ -941,19 +939,19 @@ def test_checkpointed_segments_see_the_same_types(reentrant: bool, noted: bool, 
     model = Checkpointed()
     plan = casting.CastPlan([('', model)], resolve(opt_level=level), covers_forward=True)
     plan.apply()
-    session = passes.session_opened()
+    session = state.session_opened()
     x = torch.randn(2, 4, requires_grad=True)
     with set_checkpoint_early_stop(False):
         out = model(x)
     assert plan.ops is not None
     if noted:
-        with fp32_ops.in_backward(plan.ops):
+        with regions.in_backward(plan.ops.keys):
             out.square().sum().backward()
     else:
         out.square().sum().backward()
     assert model.types == [(TYPES[level], torch.float32, torch.float32)] * 2
     assert model.fc.weight.grad is not None
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 @pytest.mark.parametrize('level', LEVELS)
@@ -994,20 +992,20 @@ def test_gradient_penalty(level: str) -> None:
 def test_a_session_counts_while_somebody_holds_it() -> None:
     # models of other tests
     gc.collect()
-    assert not passes.casts_alive()
-    session = passes.session_opened()
-    assert passes.casts_alive()
+    assert not state.casts_alive()
+    session = state.session_opened()
+    assert state.casts_alive()
     del session
     gc.collect()
-    assert not passes.casts_alive()
-    session = passes.session_opened()
-    passes.session_closed(session)
-    passes.session_closed(session)
-    assert not passes.casts_alive()
+    assert not state.casts_alive()
+    session = state.session_opened()
+    state.session_closed(session)
+    state.session_closed(session)
+    assert not state.casts_alive()
 
 
 def test_autocast_of_somebody_else_is_left_alone() -> None:
-    op_casts.install('cpu')
+    kernels.install('cpu')
     x = torch.ones(2, dtype=torch.bfloat16)
     with torch.autocast('cpu', torch.bfloat16):
         assert x.sum().dtype is x.softmax(0).dtype is (x**2).dtype is torch.bfloat16

@@ -28,10 +28,9 @@ from amp_wrapper.amp.functions import (
     register_half_function,
     register_promote_function,
 )
-from amp_wrapper.autocast import kernels as op_casts
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
+from amp_wrapper.autocast import kernels, state
 from amp_wrapper.autocast.global_autocast import GlobalCasts
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.casting import plan as casting
 from amp_wrapper.errors import AmpConfigError
 from amp_wrapper.policy import resolve
@@ -49,10 +48,10 @@ REGISTER = {
 def registry_as_it_was() -> Iterator[None]:
     """Rules stay for the life of a process; here each test has its own."""
     yield
-    for site in fp32_ops._members._sites.values():
-        site.member.rule = None
-    assert fp32_ops.depth() == 0
-    assert not fp32_ops.is_installed()
+    for site in patches.targets.values():
+        site.patched.rule = None
+    assert state.depth() == 0
+    assert not patches.in_place
     assert not torch.is_autocast_enabled('cpu')
 
 
@@ -65,10 +64,10 @@ def casts() -> Iterator[GlobalCasts]:
 
 
 @pytest.fixture
-def alive() -> Iterator[passes.CastSession]:
-    session = passes.session_opened()
+def alive() -> Iterator[state.CastSession]:
+    session = state.session_opened()
     yield session
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 def library() -> Any:
@@ -288,7 +287,7 @@ def attach(model: nn.Module, level: str, covers: bool = True, **words: Any) -> A
 
 @pytest.mark.parametrize('decorated', [True, False])
 @pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O3', 'O4', 'O5'])
-def test_levels(level: str, decorated: bool, alive: passes.CastSession) -> None:
+def test_levels(level: str, decorated: bool, alive: state.CastSession) -> None:
     module = library()
     if decorated:
         module.double = bfloat16_function(module.double)
@@ -302,7 +301,7 @@ def test_levels(level: str, decorated: bool, alive: passes.CastSession) -> None:
     assert module.seen == [[model.seen[0]]]
 
 
-def test_a_plan_that_does_not_cover_forwards_knows_no_registrations(alive: passes.CastSession) -> None:
+def test_a_plan_that_does_not_cover_forwards_knows_no_registrations(alive: state.CastSession) -> None:
     module = library()
     register_bfloat16_function(module, 'double')
     module.total = half_function(module.total)
@@ -367,19 +366,19 @@ def test_decorated_functions_act_while_a_session_is_alive(rule: torch.dtype) -> 
 
     assert (project.__name__, project.__doc__) == ('project', 'Words.')
     assert call() is S
-    session = passes.session_opened()
+    session = state.session_opened()
     assert call() is rule
     with disable_casts():
         assert call() is S
-    passes.session_closed(session)
+    state.session_closed(session)
     assert call() is S
     assert not torch.is_autocast_enabled('cpu')
 
 
-def test_decorated_functions_bring_the_tables(alive: passes.CastSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decorated_functions_bring_the_tables(alive: state.CastSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any model has run."""
     asked: list[str] = []
-    monkeypatch.setattr(op_casts, 'install', asked.append)
+    monkeypatch.setattr(kernels, 'install', asked.append)
 
     @bfloat16_function
     def weights(x: Tensor) -> Tensor:
@@ -389,7 +388,7 @@ def test_decorated_functions_bring_the_tables(alive: passes.CastSession, monkeyp
     assert asked == ['cpu']
 
 
-def test_decorated_promote(alive: passes.CastSession) -> None:
+def test_decorated_promote(alive: state.CastSession) -> None:
     @promote_function
     def both(x: Tensor, y: Tensor) -> tuple[torch.dtype, torch.dtype]:
         return x.dtype, y.dtype
@@ -399,7 +398,7 @@ def test_decorated_promote(alive: passes.CastSession) -> None:
     assert both(ones(H), ones(D)) == (H, D)
 
 
-def test_decorated_methods(alive: passes.CastSession) -> None:
+def test_decorated_methods(alive: state.CastSession) -> None:
     @dataclasses.dataclass
     class Scaler:
         factor: Tensor
@@ -417,7 +416,7 @@ def test_decorated_methods(alive: passes.CastSession) -> None:
     assert Scaler.static(ones(S)) is H
 
 
-def test_decorated_callables_of_python_may_use_weights(alive: passes.CastSession) -> None:
+def test_decorated_callables_of_python_may_use_weights(alive: state.CastSession) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -461,12 +460,12 @@ def at_module_level(x: Tensor) -> Tensor:
     return x
 
 
-def test_decorated_functions_can_be_pickled_and_wrapped(alive: passes.CastSession) -> None:
+def test_decorated_functions_can_be_pickled_and_wrapped(alive: state.CastSession) -> None:
     assert pickle.loads(pickle.dumps(at_module_level)) is at_module_level
     assert functools.partial(at_module_level)(ones(S)).dtype is H
 
 
-def test_an_exception_inside_leaves_nothing_open(alive: passes.CastSession) -> None:
+def test_an_exception_inside_leaves_nothing_open(alive: state.CastSession) -> None:
     @half_function
     def fails(x: Tensor) -> Tensor:
         assert x.dtype is H
@@ -474,7 +473,7 @@ def test_an_exception_inside_leaves_nothing_open(alive: passes.CastSession) -> N
 
     with pytest.raises(KeyError):
         fails(ones(S))
-    assert fp32_ops.depth() == 0
+    assert state.depth() == 0
     module = library()
     module.fails = fails
     register_float_function(torch, 'mm')

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from amp_wrapper.autocast import patching as fp32_ops
 from amp_wrapper.autocast.global_autocast import GlobalCasts
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.casting import plan as casting
 from amp_wrapper.policy import resolve
 
@@ -32,7 +32,7 @@ def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     casts.start()
     yield request.param
     casts.stop()
-    assert not fp32_ops.is_installed()
+    assert not patches.in_place
 
 
 def _build(kind: type[nn.Module], **words: Any) -> nn.Module:

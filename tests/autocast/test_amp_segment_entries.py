@@ -34,9 +34,8 @@ from torch.utils.checkpoint import (
 )
 
 from amp_wrapper import AmpOptimWrapper, amp, torch_internals
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
-from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.autocast import regions, state
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.policy import LEVELS
 
 AUTOCAST = ('O1', 'O4')
@@ -197,9 +196,9 @@ def _compared(make: Callable[[bool], tuple[Net, Callable[[Tensor], None]]], devi
         assert all(run == first[0] for run in again)
     assert len(expected) == len(got) == 8
     assert all(torch.equal(a, b) for a, b in zip(expected, got))
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
-    assert not passes.is_resumed()
-    assert not fp32_ops.is_installed()
+    assert regions.count() == 0
+    assert not state.is_resumed()
+    assert not patches.in_place
 
 
 @pytest.mark.parametrize('scaled', [True, False], ids=['scaled', 'bare'])

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from amp_wrapper import amp
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
+from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.global_autocast import GlobalCasts
-from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.casting import plan as casting
 from amp_wrapper.policy import resolve
 
@@ -29,10 +28,10 @@ kept = functools.partial(checkpoint, determinism_check='default')
 def everything_runs_again_and_ends() -> Iterator[None]:
     with set_checkpoint_early_stop(False):
         yield
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
-    assert not fp32_ops.is_installed()
-    assert not passes.is_resumed()
-    assert not passes.is_suspended()
+    assert regions.count() == 0
+    assert not patches.in_place
+    assert not state.is_resumed()
+    assert not state.is_suspended()
     assert not torch.is_autocast_enabled('cpu')
 
 
@@ -66,9 +65,9 @@ class Net(nn.Module):
             return self.run(self.segment, hidden.float())
 
 
-def attach(model: nn.Module, level: str = 'O1') -> passes.CastSession:
+def attach(model: nn.Module, level: str = 'O1') -> state.CastSession:
     casting.CastPlan([('', model)], resolve(opt_level=level), covers_forward=True).apply()
-    return passes.session_opened()
+    return state.session_opened()
 
 
 @pytest.mark.parametrize('level', ['O1', 'O4'])
@@ -79,7 +78,7 @@ def test_in_a_backward_pass_of_the_script_itself(run: Callable[..., Any], level:
     half = torch.float16 if level == 'O1' else torch.bfloat16
     assert model.types == [(half, torch.float32, torch.float32, torch.float32)] * 2
     assert model.b.weight.grad is not None
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 def test_by_a_reference_that_was_kept() -> None:
@@ -88,7 +87,7 @@ def test_by_a_reference_that_was_kept() -> None:
     model(torch.randn(2, 4)).sum().backward()
     assert model.types[0] == model.types[1]
     assert model.types[0][1] is torch.float32
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 def test_in_a_gradient_that_is_taken_before_the_loss() -> None:
@@ -99,7 +98,7 @@ def test_in_a_gradient_that_is_taken_before_the_loss() -> None:
     slope.square().sum().backward()
     assert len(set(model.types)) == 1
     assert model.b.weight.grad is not None
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 @pytest.mark.parametrize('scaled', [True, False])
@@ -124,9 +123,9 @@ def test_a_backward_pass_inside_disable_casts(run: Callable[..., Any]) -> None:
     loss = model(torch.randn(2, 4)).sum()
     with amp.disable_casts():
         loss.backward()
-        assert passes.is_suspended()
+        assert state.is_suspended()
     assert model.types[0] == model.types[1]
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 def test_a_registered_function(run: Callable[..., Any]) -> None:
@@ -144,9 +143,9 @@ def test_a_registered_function(run: Callable[..., Any]) -> None:
     try:
         model(torch.randn(2, 4)).sum().backward()
     finally:
-        fp32_ops._members._sites[id(torch), 'sigmoid'].member.rule = None
+        patches.targets[id(torch), 'sigmoid'].patched.rule = None
     assert types == [torch.float32] * 2
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 def test_on_another_thread_than_the_forward_pass(run: Callable[..., Any]) -> None:
@@ -172,7 +171,7 @@ def test_segments_of_somebody_else(run: Callable[..., Any]) -> None:
     loss.backward()
     assert theirs.types[0][1] is torch.bfloat16
     assert theirs.types[0] == theirs.types[1]
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 def test_autocast_of_another_thread_during_a_backward_pass() -> None:
@@ -195,7 +194,7 @@ def test_autocast_of_another_thread_during_a_backward_pass() -> None:
         thread.join()
 
     out.register_hook(look)
-    with fp32_ops.in_backward(plan.ops):
+    with regions.in_backward(plan.ops.keys):
         theirs()
         out.sum().backward()
     assert found == [torch.bfloat16] * 2
@@ -214,7 +213,7 @@ def test_an_error_in_a_segment_leaves_nothing_open() -> None:
     loss = model(torch.randn(2, 4)).sum()
     with pytest.raises(KeyError):
         loss.backward()
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 @pytest.mark.parametrize('around', [None, functools.partial(torch.autocast, 'cpu', torch.bfloat16)])
@@ -229,7 +228,7 @@ def test_a_part_that_the_script_checkpoints(run: Callable[..., Any], around: Cal
     loss.backward()
     assert types == [torch.float32] * 2
     assert x.grad is not None
-    passes.session_closed(session)
+    state.session_closed(session)
 
 
 class Written(torch.autograd.Function):
@@ -259,4 +258,4 @@ def test_checkpointing_by_hand() -> None:
     model(torch.randn(2, 4)).sum().backward()
     assert values[0].float().equal(values[1].float())
     assert model.b.weight.grad is not None
-    passes.session_closed(session)
+    state.session_closed(session)

@@ -15,22 +15,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper, amp
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
-from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.autocast import regions, state
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.policy import LEVELS, resolve
 
 HALF = {'O1': torch.float16, 'O2': torch.float16, 'O3': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}
 ERRORS = [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError]
 
 
-def state() -> tuple[Any, ...]:
+def left_open() -> tuple[Any, ...]:
     """What a forward may change for whoever comes after it."""
-    devices = passes.AUTOCAST_DEVICES
+    devices = state.AUTOCAST_DEVICES
     return (
-        forward_hooks.open_contexts(),
-        passes.snapshot(),
-        fp32_ops.is_installed(),
+        regions.count(),
+        state.snapshot(),
+        patches.in_place,
         tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices),
         torch.is_autocast_cache_enabled(),
         (F.mse_loss, torch.linalg.inv, torch.Tensor.numpy, 'numpy' in vars(torch.Tensor)),
@@ -87,12 +86,12 @@ def wrapped(level: str, device: torch.device) -> tuple[Any, Callable[[Tensor], A
 def test_a_generator_has_the_casts_of_its_level(level: str, api: Any, device: torch.device) -> None:
     model, call = api(level, device)
     x = torch.ones(1, 4, device=device)
-    before = state()
+    before = left_open()
     generator = call(x)
-    assert state() == before
+    assert left_open() == before
     given = []
     for value in generator:
-        assert state() == before
+        assert left_open() == before
         given.append(value)
     assert model.types == [HALF.get(level, torch.float32)] * 5
     assert set(model.losses) == {torch.float32}
@@ -106,19 +105,19 @@ def test_a_generator_has_the_casts_of_its_level(level: str, api: Any, device: to
 def test_generators_take_turns(level: str, device: torch.device) -> None:
     (first, call_first), (second, call_second) = functional(level, device), functional('O4', device)
     x = torch.ones(1, 4, device=device)
-    before = state()
+    before = left_open()
     one, other = call_first(x), call_second(x)
     next(one), next(other), next(one)
     with amp.disable_casts(), torch.autocast(device.type, torch.bfloat16):
-        inside = state()
+        inside = left_open()
         next(other)
         one.send(2 * x)
-        assert state() == inside
+        assert left_open() == inside
     with pytest.raises(KeyError):
         one.throw(KeyError)
     del other
     gc.collect()
-    assert state() == before
+    assert left_open() == before
     assert (first.closed, second.closed) == (1, 1)
     assert set(first.types) == {HALF.get(level, torch.float32)}
     assert set(second.types) == {torch.bfloat16}
@@ -137,10 +136,10 @@ def test_a_block_that_is_open_at_a_yield_stays_the_generators_own(device: torch.
             yield self.fc(x).dtype
 
     model = amp.initialize(Blocks().to(device), opt_level='O4', verbosity=0)
-    before = state()
+    before = left_open()
     found = []
     for dtype in model(torch.ones(1, 4, device=device)):
-        assert state() == before
+        assert left_open() == before
         found.append(dtype)
     assert found == [torch.float32, torch.float32, torch.bfloat16]
 
@@ -213,7 +212,7 @@ def test_nothing_is_left_of_any_forward(
 ) -> None:
     torch.manual_seed(0)
     x = torch.ones(1, 2)
-    before = state()
+    before = left_open()
     model = Part(plan)
     if through_wrapper:
         wrapper = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), 0.1), opt_level=levels[0])
@@ -233,17 +232,17 @@ def test_nothing_is_left_of_any_forward(
                 found = called(x)
         except BaseException:
             pass
-        assert state() == before
+        assert left_open() == before
         try:
             for _, _ in zip(range(taken), found if called.yields and found is not None else ()):
-                assert state() == before
+                assert left_open() == before
                 other(x)
         except BaseException:
             pass
-        assert state() == before
+        assert left_open() == before
         del found
         gc.collect()
-        assert state() == before
+        assert left_open() == before
 
 
 @pytest.mark.parametrize('error', ERRORS)
@@ -271,10 +270,10 @@ def test_interrupts(level: str, where: str, error: type[BaseException], device: 
         part.register_forward_pre_hook(fail)
     elif where != 'forward':
         part.register_forward_hook(fail)
-    before = state()
+    before = left_open()
     for called in (model, model.fc) if where != 'forward' else (model,):
         if called is model.fc and part is not called:
             continue
         with pytest.raises(error):
             called(torch.ones(1, 2, device=device))
-        assert state() == before
+        assert left_open() == before

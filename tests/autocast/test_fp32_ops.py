@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from torch.nn.functional import l1_loss as imported_by_name
 
 from amp_wrapper import AmpUsageError
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast import state as passes
-from amp_wrapper.autocast.patching import OpSet
+from amp_wrapper.autocast import op_set, regions, state
+from amp_wrapper.autocast.call import call
+from amp_wrapper.autocast.op_set import OpSet
+from amp_wrapper.autocast.patching import PatchedFunction, patches
 from amp_wrapper.policy.fp32_registry import FP32_OPS, Fp32Op
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -37,18 +38,18 @@ ME = __name__
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    assert fp32_ops.depth() == 0 and not fp32_ops.is_installed()
+    assert state.depth() == 0 and not patches.in_place
     yield
-    left = fp32_ops.depth()
-    fp32_ops.unwind(0)
-    assert left == 0 and not fp32_ops.is_installed()
+    left = state.depth()
+    regions.unwind(0)
+    assert left == 0 and not patches.in_place
 
 
 @pytest.fixture
 def inside() -> Iterator[None]:
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     yield
-    fp32_ops.leave()
+    regions.leave()
 
 
 # -- members that tests name -------------------------------------------------------------------------------------------
@@ -279,17 +280,17 @@ def test_however_it_was_imported(function: Any, device: torch.device) -> None:
 
 def test_modules_imported_later_are_seen(device: torch.device) -> None:
     with_ops = OpSet((f'{ME}.product',))
-    fp32_ops.enter(with_ops)
-    fp32_ops.leave()
+    regions.enter(with_ops.keys)
+    regions.leave()
     late = types.ModuleType('late_module_of_this_test')
     late.op = product  # type: ignore[attr-defined]
     sys.modules[late.__name__] = late
     try:
-        fp32_ops.enter(with_ops)
+        regions.enter(with_ops.keys)
         x = torch.ones(2, 2, device=device, dtype=torch.float16)
         late.op(x, x)
         assert seen.pop()[:2] == (torch.float32, torch.float32)
-        fp32_ops.leave()
+        regions.leave()
         late.op(x, x)
         assert seen.pop()[0] is torch.float16
     finally:
@@ -300,10 +301,10 @@ def test_outside_everything_is_the_original(device: torch.device) -> None:
     before = (F.mse_loss, torch.kl_div, imported_by_name, torch._C._nn.l1_loss)
     x = torch.ones(3, device=device, dtype=torch.float16)
     assert F.mse_loss(x, x).dtype is torch.float16
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     assert F.mse_loss is not before[0] and imported_by_name is not before[2]
     assert F.mse_loss.__name__ == 'mse_loss' and F.mse_loss.__doc__ == before[0].__doc__
-    fp32_ops.leave()
+    regions.leave()
     assert (F.mse_loss, torch.kl_div, imported_by_name, torch._C._nn.l1_loss) == before
     assert F.mse_loss(x, x).dtype is torch.float16
     assert pickle.loads(pickle.dumps(F.mse_loss)) is F.mse_loss
@@ -312,9 +313,9 @@ def test_outside_everything_is_the_original(device: torch.device) -> None:
 def test_what_somebody_else_put_there_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def theirs() -> None: ...
 
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     monkeypatch.setattr(F, 'hinge_embedding_loss', theirs)
-    fp32_ops.leave()
+    regions.leave()
     left = F.hinge_embedding_loss
     monkeypatch.undo()
     # monkeypatch gave the stand-in back, which is the original outside of a pass; put that in place again
@@ -335,11 +336,11 @@ def test_other_functions_and_types_are_left_alone(device: torch.device) -> None:
 
 def run(names: str | tuple[str, ...], function: Callable[[], Any]) -> Any:
     names = (names,) if isinstance(names, str) else names
-    fp32_ops.enter(OpSet(tuple(f'{ME}.{name}' for name in names)))
+    regions.enter(OpSet(tuple(f'{ME}.{name}' for name in names)).keys)
     try:
         return function()
     finally:
-        fp32_ops.leave()
+        regions.leave()
 
 
 @pytest.mark.parametrize('dtype', HALVES, ids=str)
@@ -360,9 +361,9 @@ def test_nested_inputs_and_dtype_arguments(device: torch.device) -> None:
     assert result['sum'].dtype is torch.float16 and result['labels'] is labels and result['text'] == 'as it is'
     widened: list[torch.dtype] = []
     op = Fp32Op('x')
-    fp32_ops.call(op, lambda t, dtype: widened.append(dtype), (x,), {'dtype': torch.float16})
-    fp32_ops.call(op, lambda t, dtype: widened.append(dtype), (x, torch.bfloat16), {})
-    fp32_ops.call(op, lambda t, dtype: widened.append(dtype), (x, torch.int64), {})
+    call(op, lambda t, dtype: widened.append(dtype), (x,), {'dtype': torch.float16})
+    call(op, lambda t, dtype: widened.append(dtype), (x, torch.bfloat16), {})
+    call(op, lambda t, dtype: widened.append(dtype), (x, torch.int64), {})
     assert widened == [torch.float32, torch.float32, torch.int64]
 
 
@@ -377,9 +378,9 @@ def test_methods(name: str, device: torch.device) -> None:
 
 def test_method_of_a_tensor(device: torch.device) -> None:
     x = torch.ones(2, device=device, dtype=torch.float16)
-    fp32_ops.enter(OpSet(('torch.Tensor.element_size',)))
+    regions.enter(OpSet(('torch.Tensor.element_size',)).keys)
     inside = x.element_size()
-    fp32_ops.leave()
+    regions.leave()
     assert (inside, x.element_size()) == (4, 2) and 'element_size' not in vars(torch.Tensor)
 
 
@@ -433,7 +434,7 @@ def test_types_are_apart(device: torch.device, monkeypatch: pytest.MonkeyPatch) 
         return x
 
     for dtype in HALVES:
-        assert fp32_ops.call(only, function, (torch.ones(1, device=device, dtype=dtype),), {}).dtype is dtype
+        assert call(only, function, (torch.ones(1, device=device, dtype=dtype),), {}).dtype is dtype
     assert ran == [torch.float16, torch.float32]
 
 
@@ -471,45 +472,45 @@ def test_exceptions_pass_and_leave_autocast_as_it_was(device: torch.device) -> N
 
 def test_nested_passes_see_the_union(device: torch.device) -> None:
     x = torch.ones(2, 2, device=device, dtype=torch.float16)
-    fp32_ops.enter(OpSet((f'{ME}.product',)))
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet((f'{ME}.product',)).keys)
+    regions.enter(OpSet().keys)
     product(x, x)
-    fp32_ops.leave()
+    regions.leave()
     product(x, x)
-    fp32_ops.leave()
-    fp32_ops.enter(OpSet())
+    regions.leave()
+    regions.enter(OpSet().keys)
     product(x, x)
-    fp32_ops.leave()
+    regions.leave()
     assert [types[0] for types in seen] == [torch.float32, torch.float32, torch.float16]
     seen.clear()
 
 
 def test_depth() -> None:
     for depth in (1, 2, 3):
-        fp32_ops.enter(OpSet())
-        assert fp32_ops.depth() == depth and fp32_ops.is_installed()
+        regions.enter(OpSet().keys)
+        assert state.depth() == depth and patches.in_place
     for depth in (2, 1, 0):
-        fp32_ops.leave()
-        assert fp32_ops.depth() == depth and fp32_ops.is_installed() == bool(depth)
+        regions.leave()
+        assert state.depth() == depth and patches.in_place == bool(depth)
 
 
 def test_leaving_once_too_often_is_harmless() -> None:
-    fp32_ops.leave()
-    assert fp32_ops.depth() == 0
-    fp32_ops.enter(OpSet())
-    assert fp32_ops.depth() == 1 and fp32_ops.is_installed()
-    fp32_ops.leave()
+    regions.leave()
+    assert state.depth() == 0
+    regions.enter(OpSet().keys)
+    assert state.depth() == 1 and patches.in_place
+    regions.leave()
 
 
 @pytest.mark.parametrize('to', [0, 1, 2])
 def test_unwind(to: int) -> None:
     for _ in range(3):
-        fp32_ops.enter(OpSet())
-    fp32_ops.unwind(to)
-    assert fp32_ops.depth() == to and fp32_ops.is_installed() == (to > 0)
-    fp32_ops.unwind(5)
-    assert fp32_ops.depth() == to
-    fp32_ops.unwind(0)
+        regions.enter(OpSet().keys)
+    regions.unwind(to)
+    assert state.depth() == to and patches.in_place == (to > 0)
+    regions.unwind(5)
+    assert state.depth() == to
+    regions.unwind(0)
 
 
 def other_thread(function: Callable[[], Any]) -> Any:
@@ -530,28 +531,28 @@ def test_other_threads_keep_the_original(device: torch.device) -> None:
 def test_two_threads_at_once(device: torch.device) -> None:
     """The first to leave must not take the stand-ins from the other."""
     x = torch.ones(3, device=device, dtype=torch.float16)
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
 
     def whole_pass() -> torch.dtype:
-        fp32_ops.enter(OpSet())
+        regions.enter(OpSet().keys)
         dtype = F.mse_loss(x, x).dtype
-        fp32_ops.leave()
+        regions.leave()
         return dtype
 
     assert other_thread(whole_pass) is torch.float32
     assert F.mse_loss(x, x).dtype is torch.float32
-    fp32_ops.leave()
+    regions.leave()
 
 
 def test_backward_pass_counts_on_every_thread(device: torch.device) -> None:
     x = torch.ones(3, device=device, dtype=torch.float16)
-    with fp32_ops.in_backward(OpSet()):
-        assert fp32_ops.depth() == 0 and F.mse_loss(x, x).dtype is torch.float32
+    with regions.in_backward(OpSet().keys):
+        assert state.depth() == 0 and F.mse_loss(x, x).dtype is torch.float32
         assert other_thread(lambda: F.mse_loss(x, x)).dtype is torch.float32
     assert F.mse_loss(x, x).dtype is torch.float16
 
     def interrupted() -> None:
-        with fp32_ops.in_backward(OpSet()):
+        with regions.in_backward(OpSet().keys):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -562,9 +563,9 @@ def test_backward_pass_counts_on_every_thread(device: torch.device) -> None:
 def test_op_sets_can_be_pickled(device: torch.device) -> None:
     again = pickle.loads(pickle.dumps(OpSet((f'{ME}.product',))))
     x = torch.ones(2, 2, device=device, dtype=torch.float16)
-    fp32_ops.enter(again)
+    regions.enter(again.keys)
     product(x, x)
-    fp32_ops.leave()
+    regions.leave()
     assert seen.pop()[0] is torch.float32
 
 
@@ -591,9 +592,9 @@ class SpecialHead(Head):
 def test_methods_by_convention(cls: type[Head], device: torch.device) -> None:
     head = cls()
     x = torch.full((70_000,), 1.0, device=device, dtype=torch.float16)
-    fp32_ops.enter(OpSet(classes=[cls]))
+    regions.enter(OpSet(classes=[cls]).keys)
     loss, points = head.loss_by_feat([x]), head.predict_by_feat([x])
-    fp32_ops.leave()
+    regions.leave()
     value = loss['loss'] if cls is Head else loss['double'] / 2
     assert value.dtype is torch.float32 and value.item() == 70_000
     assert points.tolist() == [2049.0, 2050.0]  # float16 has no 2049
@@ -614,9 +615,9 @@ def test_classes_without_a_dotted_name(device: torch.device) -> None:
         heads.append(Local())
     x = torch.ones(2, device=device, dtype=torch.float16)
     for head, expected in zip(heads, (2, 4)):
-        fp32_ops.enter(OpSet(classes=[type(head)]))
+        regions.enter(OpSet(classes=[type(head)]).keys)
         assert head.loss_by_feat(x).item() == expected
-        fp32_ops.leave()
+        regions.leave()
 
 
 # -- several names for one object --------------------------------------------------------------------------------------
@@ -630,11 +631,11 @@ def test_aliases_join(device: torch.device) -> None:
     x = torch.ones(2, 2, device=device, dtype=torch.float16)
     try:
         for names in ((f'{ME}.product', f'{ME}.Square'), (f'{alias.__name__}.product', f'{alias.__name__}.op')):
-            fp32_ops.enter(OpSet(names))
+            regions.enter(OpSet(names).keys)
             alias.product(x, x)
             product(x, x)
             assert alias.op(x)[0].dtype is torch.float16
-            fp32_ops.leave()
+            regions.leave()
             assert [types_[0] for types_ in seen] == [torch.float32] * 2
             seen.clear()
     finally:
@@ -645,17 +646,17 @@ def test_rules_of_one_member_do_not_mix() -> None:
     """A configuration widens a registry entry for its own model, and for no other."""
     only = frozenset({torch.bfloat16})
     narrow, wide = Fp32Op('a', 'float32', only, only), Fp32Op('a')
-    member = fp32_ops._Member()
+    member = PatchedFunction()
     member.ops = {'a': narrow, 'config:caller:a': wide}
     assert member.active() is None
     try:
-        passes._thread.passes[1] = frozenset({'a'})
+        regions.enter(frozenset({'a'}))
         assert member.active() is narrow
-        passes._thread.passes[2] = frozenset({'config:caller:a'})
+        regions.enter(frozenset({'config:caller:a'}))
         both = member.active()
         assert both is not None and both.avoids('cpu') == set(HALVES) and both.output == 'float32'
     finally:
-        passes._thread.passes.clear()
+        regions.unwind()
 
 
 # -- what is written in place ------------------------------------------------------------------------------------------
@@ -664,19 +665,19 @@ def test_rules_of_one_member_do_not_mix() -> None:
 def test_in_place_results_reach_the_caller(device: torch.device) -> None:
     x = torch.tensor([1.0, 2.0], device=device, dtype=torch.float16)
     buffer = torch.zeros(2, device=device, dtype=torch.float16)
-    fp32_ops.enter(OpSet(('torch.Tensor.add_', 'torch.softmax')))
+    regions.enter(OpSet(('torch.Tensor.add_', 'torch.softmax')).keys)
     same = x.add_(1)
     out = torch.softmax(x, 0, out=buffer)
-    fp32_ops.leave()
+    regions.leave()
     assert same is x and x.tolist() == [2.0, 3.0] and x.dtype is torch.float16
     assert out is buffer and buffer.sum().item() == pytest.approx(1, abs=1e-3)
 
 
 def test_in_place_with_a_gradient(device: torch.device) -> None:
     x = torch.tensor([1.0, 2.0], device=device, dtype=torch.bfloat16, requires_grad=True)
-    fp32_ops.enter(OpSet(('torch.Tensor.mul_',)))
+    regions.enter(OpSet(('torch.Tensor.mul_',)).keys)
     y = (x * 1).mul_(3)
-    fp32_ops.leave()
+    regions.leave()
     y.sum().backward()
     assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
 
@@ -704,7 +705,7 @@ def test_autograd_function_that_works_in_place(device: torch.device) -> None:
 
 def test_one_argument_twice_stays_one(device: torch.device) -> None:
     x = torch.ones(2, device=device, dtype=torch.float16)
-    assert fp32_ops.call(Fp32Op('x'), lambda a, b: a is b, (x, x), {}) is True
+    assert call(Fp32Op('x'), lambda a, b: a is b, (x, x), {}) is True
 
 
 @dataclasses.dataclass
@@ -778,13 +779,13 @@ def test_a_patch_that_is_there_when_a_pass_begins(device: torch.device) -> None:
     original = F.huber_loss
     for _ in range(2):
         with mock.patch.object(F, 'huber_loss', return_value=-1):
-            fp32_ops.enter(OpSet())
+            regions.enter(OpSet().keys)
             assert F.huber_loss(x, x) == -1
-            fp32_ops.leave()
+            regions.leave()
             assert F.huber_loss(x, x) == -1
-        fp32_ops.enter(OpSet())
+        regions.enter(OpSet().keys)
         assert F.huber_loss(x, x).dtype is torch.float32
-        fp32_ops.leave()
+        regions.leave()
         assert F.huber_loss is original
 
 
@@ -792,33 +793,33 @@ def test_a_patch_that_outlives_the_pass_it_began_in(device: torch.device) -> Non
     x = torch.ones(3, device=device, dtype=torch.float16)
     original = F.soft_margin_loss
     patch = mock.patch.object(F, 'soft_margin_loss', return_value=-1)
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     patch.start()
     assert F.soft_margin_loss(x, x) == -1
-    fp32_ops.leave()
+    regions.leave()
     assert F.soft_margin_loss(x, x) == -1
     patch.stop()
     # the patch gave our stand-in back, which rests; the next pass puts the original in its place
     assert F.soft_margin_loss(x, x).dtype is torch.float16
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     assert F.soft_margin_loss(x, x).dtype is torch.float32
-    fp32_ops.leave()
+    regions.leave()
     assert F.soft_margin_loss is original
 
 
 def test_modules_that_are_imported_in_a_pass_get_the_original(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / 'imported_in_a_pass.py').write_text('from torch.nn.functional import l1_loss\n')
     monkeypatch.syspath_prepend(str(tmp_path))
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     import imported_in_a_pass  # type: ignore[import-not-found]
 
     x = torch.ones(3, dtype=torch.float16)
     assert imported_in_a_pass.l1_loss(x, x).dtype is torch.float32
-    fp32_ops.leave()
+    regions.leave()
     assert imported_in_a_pass.l1_loss is F.l1_loss
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     assert imported_in_a_pass.l1_loss(x, x).dtype is torch.float32
-    fp32_ops.leave()
+    regions.leave()
     del sys.modules['imported_in_a_pass']
 
 
@@ -826,14 +827,14 @@ def test_a_module_that_comes_inside_a_nested_pass_is_seen(device: torch.device) 
     late = types.ModuleType('nested_module_of_this_test')
     x = torch.ones(3, device=device, dtype=torch.float16)
     original = F.l1_loss
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     late.loss = original  # type: ignore[attr-defined]
     sys.modules[late.__name__] = late
     try:
-        fp32_ops.enter(OpSet())
+        regions.enter(OpSet().keys)
         assert late.loss is not original and late.loss(x, x).dtype is torch.float32
-        fp32_ops.leave()
-        fp32_ops.leave()
+        regions.leave()
+        regions.leave()
         assert late.loss is original
     finally:
         del sys.modules[late.__name__]
@@ -841,24 +842,26 @@ def test_a_module_that_comes_inside_a_nested_pass_is_seen(device: torch.device) 
 
 def test_a_failed_begin_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = F.l1_loss
-    site = next(reversed(fp32_ops._members._sites.values()))
+    (holder, _), site = next(reversed(patches.targets.items()))
 
-    def fail() -> None:
+    def fail() -> bool:
         raise TypeError('cannot set')
 
-    monkeypatch.setattr(site, 'install', fail)
+    monkeypatch.setattr(site, 'prepare', fail)
+    # each one by itself, as where something else is found in their place
+    monkeypatch.setattr(patches._namespaces[holder], 'patches', {})
     with pytest.raises(TypeError, match='cannot set'):
-        fp32_ops.enter(OpSet())
-    assert F.l1_loss is before and fp32_ops.depth() == 0 and not fp32_ops.is_installed()
+        regions.enter(OpSet().keys)
+    assert F.l1_loss is before and state.depth() == 0 and not patches.in_place
 
 
 @pytest.mark.parametrize('dtype', HALVES, ids=str)
 def test_meta_tensors(dtype: torch.dtype) -> None:
     """Shapes and FLOPs are counted on the meta device, which has no autocast."""
     x = torch.ones(3, 3, device='meta', dtype=dtype)
-    fp32_ops.enter(OpSet(('torch.matmul',)))
+    regions.enter(OpSet(('torch.matmul',)).keys)
     assert torch.matmul(x, x).dtype is dtype and F.mse_loss(x, x).dtype is torch.float32
-    fp32_ops.leave()
+    regions.leave()
 
 
 def test_classes_are_not_kept_alive(device: torch.device) -> None:
@@ -869,14 +872,14 @@ def test_classes_are_not_kept_alive(device: torch.device) -> None:
 
         module = Local()
         ops = OpSet(classes=[Local])
-        fp32_ops.attach([module], ops)
+        op_set.attach([module], ops)
         assert module.loss_by_feat(torch.ones(1, device=device, dtype=torch.float16)).dtype is torch.float32
         return weakref.ref(Local)
 
-    sites = len(fp32_ops._members._sites)
+    sites = len(patches.targets)
     references = [attach() for _ in range(3)]
     gc.collect()
-    assert [reference() for reference in references] == [None] * 3 and len(fp32_ops._members._sites) == sites
+    assert [reference() for reference in references] == [None] * 3 and len(patches.targets) == sites
 
 
 def test_autocast_to_a_type_that_is_fine_stays_on(device: torch.device) -> None:
@@ -885,7 +888,7 @@ def test_autocast_to_a_type_that_is_fine_stays_on(device: torch.device) -> None:
     x = torch.ones(2, 2, device=device)
     for dtype, expected in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
         with torch.autocast(device.type, dtype):
-            assert fp32_ops.call(op, lambda a: a @ a, (x,), {}).dtype is expected
+            assert call(op, lambda a: a @ a, (x,), {}).dtype is expected
 
 
 # -- methods that begin a pass -----------------------------------------------------------------------------------------
@@ -902,14 +905,14 @@ class Verbs(nn.Module):
 def test_methods_of_attached_modules_begin_a_pass(device: torch.device) -> None:
     module, stranger = Verbs(), Verbs()
     ops = OpSet(classes=[Verbs])
-    fp32_ops.attach([module], ops)
+    op_set.attach([module], ops)
     x = torch.ones(3, device=device, dtype=torch.float16)
-    assert module.predict(x) is torch.float32 and fp32_ops.depth() == 0
+    assert module.predict(x) is torch.float32 and state.depth() == 0
     assert stranger.predict(x) is torch.float16 and module.other(x) is torch.float16
     with pytest.raises(AttributeError):
         module.predict(None)
-    assert fp32_ops.depth() == 0
-    fp32_ops.release([module])
+    assert state.depth() == 0
+    op_set.release([module])
     assert module.predict(x) is torch.float16
 
 
@@ -923,9 +926,9 @@ def test_a_name_that_comes_late_is_found_where_it_was_imported_before(device: to
     x = torch.ones(2, device=device, dtype=torch.float16)
     try:
         for names in ((), (f'{home.__name__}.op',)):
-            fp32_ops.enter(OpSet(names))
+            regions.enter(OpSet(names).keys)
             user.op(x)
-            fp32_ops.leave()
+            regions.leave()
     finally:
         del sys.modules[home.__name__], sys.modules[user.__name__]
     assert ran == [torch.float16, torch.float32]
@@ -936,15 +939,15 @@ def test_op_sets_bring_their_methods_to_another_process(tmp_path: Path) -> None:
         'from torch import nn\n\n\nclass Head(nn.Module):\n    def loss_by_feat(self, x):\n        return x\n'
     )
     dump = (
-        'import pickle, heads_of_this_test as h; from amp_wrapper.autocast.patching import OpSet;'
+        'import pickle, heads_of_this_test as h; from amp_wrapper.autocast.op_set import OpSet;'
         'pickle.dump(OpSet(classes=[h.Head]), open("set.pkl", "wb"))'
     )
     load = (
-        'import pickle, torch, heads_of_this_test as h; from amp_wrapper.autocast import patching as fp32_ops;'
-        'ops = pickle.load(open("set.pkl", "rb")); fp32_ops.enter(ops);'
+        'import pickle, torch, heads_of_this_test as h; from amp_wrapper.autocast import regions;'
+        'ops = pickle.load(open("set.pkl", "rb")); regions.enter(ops.keys);'
         'print(h.Head().loss_by_feat(torch.ones(1).half()).dtype)'
     )
-    root = str(Path(fp32_ops.__file__).parents[2])
+    root = str(Path(op_set.__file__).parents[2])
     for code in (dump, load):
         done = subprocess.run(
             [sys.executable, '-c', code],
@@ -963,25 +966,25 @@ def test_a_name_that_holds_something_else_by_now_is_left_alone(
     """A variable of a notebook: a loss first, and another function later."""
     here = sys.modules[__name__]
     monkeypatch.setattr(here, 'borrowed', F.smooth_l1_loss, raising=False)
-    monkeypatch.setattr(fp32_ops._members, '_scanned', set())
-    monkeypatch.setattr(fp32_ops._members, '_fingerprint', ())
+    monkeypatch.setattr(patches, '_scanned', set())
+    monkeypatch.setattr(patches, '_fingerprint', ())
     x = torch.ones(2, device=device, dtype=torch.bfloat16)
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     try:
         assert here.borrowed(x, x).dtype is torch.float32
     finally:
-        fp32_ops.leave()
+        regions.leave()
 
     def other(left: torch.Tensor, right: torch.Tensor) -> torch.dtype:
         return left.dtype
 
     for function in (other, functools.wraps(F.smooth_l1_loss)(lambda *args: F.smooth_l1_loss(*args))):
         here.borrowed = function
-        fp32_ops.enter(OpSet())
+        regions.enter(OpSet().keys)
         try:
             assert (here.borrowed is other) is (function is other)
             found = here.borrowed(x, x)
         finally:
-            fp32_ops.leave()
+            regions.leave()
         assert here.borrowed is function
         assert found is torch.bfloat16 or found.dtype is torch.float32

@@ -10,28 +10,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_wrapper.autocast.patching import OpSet
-from amp_wrapper.casting.cast_hooks import (
-    EnterForward,
-    EnterFp32,
-    LeaveForward,
-    LeaveFp32,
+from amp_wrapper.autocast import regions, state
+from amp_wrapper.autocast.op_set import OpSet
+from amp_wrapper.casting.modules import module_device
+from amp_wrapper.casting.region_hooks import (
+    FORWARD,
+    FP32,
+    EnterRegion,
+    LeaveRegion,
     autocast_context,
-    module_device,
-    open_contexts,
-    unwind,
+    put_region,
+    run_in_fp32,
 )
 
 HALVES = (torch.float16, torch.bfloat16)
-CLOSED = (0, 0, 0, 0)
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
     yield
-    left = open_contexts()
-    unwind(CLOSED)
-    assert left == CLOSED
+    left = regions.count()
+    regions.unwind()
+    assert left == 0
 
 
 class Sees(nn.Module):
@@ -49,8 +49,7 @@ class Sees(nn.Module):
 
 def region(gives_back: bool, device: torch.device) -> Sees:
     module = Sees().to(device)
-    module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
-    module.register_forward_hook(LeaveFp32(gives_back), always_call=True)
+    run_in_fp32(module, gives_back)
     return module
 
 
@@ -103,7 +102,7 @@ def test_exceptions_close_the_region(where: str, device: torch.device) -> None:
         with pytest.raises(RuntimeError, match='on purpose'):
             module(torch.ones(1, 2, device=device))
         assert torch.is_autocast_enabled(device.type)
-    assert open_contexts() == CLOSED
+    assert regions.count() == 0
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, GeneratorExit])
@@ -111,8 +110,7 @@ def test_an_interrupt_closes_the_region(error: type[BaseException], device: torc
     """torch runs hooks after an Exception only, where nothing of ours is open."""
     module = region(True, device)
     root = nn.Sequential(module)
-    root.register_forward_pre_hook(EnterForward(OpSet()), prepend=True)
-    root.register_forward_hook(LeaveForward(), always_call=True)
+    put_region(root, EnterRegion(FORWARD, OpSet()), LeaveRegion(FORWARD))
 
     def interrupt(*args: Any) -> None:
         raise error
@@ -122,7 +120,7 @@ def test_an_interrupt_closes_the_region(error: type[BaseException], device: torc
         for called in (root, module):
             with pytest.raises(error):
                 called(torch.ones(1, 2, device=device))
-            assert torch.is_autocast_enabled(device.type) and open_contexts() == CLOSED
+            assert torch.is_autocast_enabled(device.type) and regions.count() == 0
     assert not hasattr(nn.modules.module, 'Exception')
 
 
@@ -132,10 +130,8 @@ def test_a_pre_hook_of_somebody_else_that_fails_first(device: torch.device) -> N
     outer = nn.Sequential(nn.Identity()).to(device)
     seen: list[tuple[int, bool]] = []
     for module in (inner, outer):
-        module.register_forward_pre_hook(EnterForward(OpSet()), prepend=True)
-        module.register_forward_hook(LeaveForward(), always_call=True)
-        module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
-        module.register_forward_hook(LeaveFp32(True), always_call=True)
+        put_region(module, EnterRegion(FORWARD, OpSet()), LeaveRegion(FORWARD))
+        run_in_fp32(module, True)
 
     def fail(*args: Any) -> None:
         raise RuntimeError('on purpose')
@@ -145,12 +141,12 @@ def test_a_pre_hook_of_somebody_else_that_fails_first(device: torch.device) -> N
     def use_inner(*args: Any) -> None:
         with pytest.raises(RuntimeError, match='on purpose'):
             inner(torch.ones(1, 2, device=device))
-        seen.append((open_contexts()[0], torch.is_autocast_enabled(device.type)))
+        seen.append((state.depth(), torch.is_autocast_enabled(device.type)))
 
     outer[0].register_forward_hook(use_inner)
     with torch.autocast(device.type, torch.bfloat16):
         outer(torch.ones(1, 2, device=device))
-    assert seen == [(1, False)] and open_contexts() == CLOSED
+    assert seen == [(1, False)] and regions.count() == 0
 
 
 @pytest.mark.parametrize('hook', ['region', 'pass'])
@@ -163,37 +159,43 @@ def test_a_later_pre_hook_that_fails(hook: str, device: torch.device) -> None:
 
     module.register_forward_pre_hook(fail)
     if hook == 'region':
-        module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
-        module.register_forward_hook(LeaveFp32(True), always_call=True)
+        run_in_fp32(module, True)
     else:
-        module.register_forward_pre_hook(EnterForward(OpSet()), prepend=True)
-        module.register_forward_hook(LeaveForward(), always_call=True)
+        put_region(module, EnterRegion(FORWARD, OpSet()), LeaveRegion(FORWARD))
     with torch.autocast(device.type, torch.bfloat16):
         with pytest.raises(RuntimeError, match='on purpose'):
             module(torch.ones(1, 2, device=device))
-        assert open_contexts() == CLOSED and torch.is_autocast_enabled(device.type)
+        assert regions.count() == 0 and torch.is_autocast_enabled(device.type)
 
 
 def test_tensors_without_autocast(device: torch.device) -> None:
     """Shapes and FLOPs are counted on the meta device."""
     module = nn.Linear(2, 2, device='meta')
-    module.register_forward_pre_hook(EnterFp32(), prepend=True, with_kwargs=True)
-    module.register_forward_hook(LeaveFp32(True), always_call=True)
+    run_in_fp32(module, True)
     assert module(torch.ones(1, 2, device='meta', dtype=torch.float16)).dtype is torch.float16
 
 
 def test_hooks_can_be_pickled() -> None:
-    for hook in (EnterFp32(), LeaveFp32(True), EnterForward(OpSet(('torch.softmax',))), LeaveForward()):
+    for hook in (
+        EnterRegion(FP32),
+        LeaveRegion(FP32, gives_back=True),
+        EnterRegion(FORWARD, OpSet()),
+        LeaveRegion(FORWARD),
+    ):
         again = pickle.loads(pickle.dumps(hook))
         assert type(again) is type(hook)
-    assert pickle.loads(pickle.dumps(EnterForward(OpSet(('torch.softmax',))))).ops.extra[0].name == 'torch.softmax'
-    assert pickle.loads(pickle.dumps(LeaveFp32(True))).gives_back is True
+    assert (
+        pickle.loads(pickle.dumps(EnterRegion(FORWARD, OpSet(('torch.softmax',))))).ops.extra[0].name == 'torch.softmax'
+    )
+    assert pickle.loads(pickle.dumps(LeaveRegion(FP32, gives_back=True))).gives_back is True
 
 
 def test_autocast_context_of_nothing(device: torch.device) -> None:
-    with autocast_context(device.type, None):
-        assert not torch.is_autocast_enabled(device.type)
-    with autocast_context(device.type, torch.float16):
+    assert autocast_context(device.type, None) is None
+    assert autocast_context('meta', torch.float16) is None
+    context = autocast_context(device.type, torch.float16)
+    assert context is not None
+    with context:
         assert torch.get_autocast_dtype(device.type) is torch.float16 and torch.is_autocast_enabled(device.type)
 
 

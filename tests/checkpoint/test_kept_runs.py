@@ -196,12 +196,12 @@ def test_a_name_that_begins_like_a_wrappers_is_loaded(tmp_path: Path, train_with
 
 
 def test_a_file_that_cannot_be_read_back_is_told_when_it_is_saved(tmp_path: Path) -> None:
-    from amp_wrapper.openmmlab.patches import saving as mmengine_saving
+    from amp_wrapper.openmmlab.patches import saving
 
     class Secret:
         pass
 
-    mmengine_saving._warned = False
+    saving._warned = False
     wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
     toy.ToyData.METAINFO['secret'] = Path  # type: ignore[assignment]
     try:
@@ -209,6 +209,6 @@ def test_a_file_that_cannot_be_read_back_is_told_when_it_is_saved(tmp_path: Path
             toy.run(tmp_path, wrapper)
     finally:
         del toy.ToyData.METAINFO['secret']
-        mmengine_saving._warned = False
+        saving._warned = False
     said = [line for line in lines if 'cannot be resumed from' in line]
     assert len(said) == 1 and 'asks for code to run' in said[0]

@@ -14,9 +14,8 @@ from types_seen import narrow, tensors
 from zoo import BY_NAME, Case, build_model, make_batch
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.autocast import call as fp32_call
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.casting.cast_hooks import is_loss
+from amp_wrapper.autocast import autograd_functions, call, op_set, patching
+from amp_wrapper.casting.modules import is_loss
 from amp_wrapper.policy.nested import HALF_TYPES
 
 STEPS = 36
@@ -94,23 +93,26 @@ def warm_loss(case: Case, level: str, spoil: bool = False) -> float:
 def members(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Members of the FP32 registry that were at work."""
     used: set[str] = set()
-    look = fp32_call.look
+    is_narrow = call.is_narrow
 
-    def watch(op: Any, args: Any, kwargs: Any) -> Any:
-        seen = look(op, args, kwargs)
-        autocast = any(torch.is_autocast_enabled(device) for device in seen.devices)
-        if op.name != '*' and (seen.narrow or autocast):
+    def watch(op: Any, tensors: Any) -> Any:
+        narrow = is_narrow(op, tensors)
+        autocast = any(torch.is_autocast_enabled(device) for device in call.devices_of(tensors))
+        if op.name != '*' and (narrow or autocast):
             used.add(op.name)
-        return seen
+        return narrow
 
-    monkeypatch.setattr(fp32_call, 'look', watch)
-    call_method = fp32_ops.call_method
+    monkeypatch.setattr(call, 'is_narrow', watch)
+    monkeypatch.setattr(autograd_functions, 'is_narrow', watch)
+    call_in_fp32 = call.call
 
-    def watch_method(op: Any, function: Any, args: Any, kwargs: Any) -> Any:
-        used.add(f'{type(args[0]).__name__}.{function.__name__}')
-        return call_method(op, function, args, kwargs)
+    def watch_method(op: Any, function: Any, args: Any, kwargs: Any, held: int) -> Any:
+        if held:
+            used.add(f'{type(args[0]).__name__}.{function.__name__}')
+        return call_in_fp32(op, function, args, kwargs, held)
 
-    monkeypatch.setattr(fp32_ops, 'call_method', watch_method)
+    for module in (op_set, patching):
+        monkeypatch.setattr(module, 'call', watch_method)
     return used
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from zoo import register
 
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.autocast.patching import OpSet
-from amp_wrapper.policy.fp32_registry import FP32_OPS, find, problems_of
+from amp_wrapper.autocast import regions
+from amp_wrapper.autocast.op_set import OpSet
+from amp_wrapper.policy.fp32_registry import FP32_OPS
+from amp_wrapper.policy.lookup import find, problems_of
 
 ops = pytest.importorskip('mmcv.ops', reason='this mmcv has no compiled ops', exc_type=ImportError)
 DOCS = Path(__file__).resolve().parents[2] / 'docs'
@@ -40,9 +41,9 @@ def test_near_miss_of_a_real_name() -> None:
 
 @pytest.fixture
 def inside() -> Iterator[None]:
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     yield
-    fp32_ops.leave()
+    regions.leave()
 
 
 def boxes(dtype: torch.dtype) -> Tensor:
@@ -124,7 +125,7 @@ def test_op(name: str, dtype: torch.dtype) -> None:
 
 def test_large_boxes_overlap_themselves() -> None:
     """mmcv's own float16 kernel gives 0 for equal boxes of 300 pixels: their area is inf."""
-    fp32_ops.enter(OpSet())
+    regions.enter(OpSet().keys)
     overlap = ops.bbox_overlaps(boxes(torch.float16), boxes(torch.float16))
-    fp32_ops.leave()
+    regions.leave()
     assert overlap.diagonal().tolist() == [1.0, 1.0, 1.0]

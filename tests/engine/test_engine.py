@@ -17,11 +17,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import ops
-from amp_wrapper.autocast import patching as fp32_ops
-from amp_wrapper.casting import cast_hooks as forward_hooks
+from amp_wrapper.autocast import regions
+from amp_wrapper.autocast.op_set import OpSet
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.casting.roots import unwrap
 from amp_wrapper.engine import AmpEngine, Stage
-from amp_wrapper.engine.gradients.unscale import GradientClip
+from amp_wrapper.engine.clipping import GradientClip
 from amp_wrapper.errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpUsageError, OverflowStreakError
 from amp_wrapper.policy import LEVELS, resolve
 
@@ -137,9 +138,9 @@ def poisoned(parameter: Tensor, value: float = math.inf) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
     yield
-    left = forward_hooks.open_contexts()
-    forward_hooks.unwind()
-    assert left == forward_hooks.CLOSED and not fp32_ops.is_installed()
+    left = regions.count()
+    regions.unwind()
+    assert left == 0 and not patches.in_place
 
 
 @pytest.fixture
@@ -1059,9 +1060,9 @@ def test_forward_context(level: str, fails: bool, device: torch.device) -> None:
         with run.engine.forward_context(run.model):
             assert torch.is_autocast_enabled(device.type) == (wanted is not None)
             assert wanted is None or torch.get_autocast_dtype(device.type) is wanted
-            fp32_ops.enter(fp32_ops.OpSet())
+            regions.enter(OpSet().keys)
             if fails:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         assert fails
-    assert not torch.is_autocast_enabled(device.type) and fp32_ops.depth() == 0
+    assert not torch.is_autocast_enabled(device.type) and regions.count() == 0

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpOptimWrapper, AmpUsageError
+from amp_wrapper.autocast import regions
 
 LEVELS = ('O1', 'O2', 'O4', 'O5')
 TYPES = {'O1': torch.float16, 'O2': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}
@@ -450,7 +451,6 @@ def test_a_module_that_was_inserted_is_explained(device: torch.device) -> None:
 
 def test_an_interrupt_outside_of_training_is_forgotten(device: torch.device) -> None:
     """The next step must not inherit what a validation left open."""
-    from amp_wrapper.casting import cast_hooks as forward_hooks
 
     model = Detector(Head()).to(device)
     wrapper = AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
@@ -463,14 +463,14 @@ def test_an_interrupt_outside_of_training_is_forgotten(device: torch.device) -> 
     with pytest.raises(KeyboardInterrupt):
         model(images(device))
     handle.remove()
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    assert regions.count() == 0
     model.train_step(dict(inputs=images(device)), wrapper)
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    assert regions.count() == 0
     handle = model.bbox_head.cls.register_forward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(images(device))
     wrapper.detach()
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    assert regions.count() == 0
 
 
 class Recomputing(nn.Module):

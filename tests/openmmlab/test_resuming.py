@@ -155,7 +155,7 @@ def test_the_same_file_undamaged_is_taken(target: fuzz_checkpoints.Target) -> No
 
 
 def test_a_model_that_loads_in_its_own_way_is_left_to_itself(tmp_path: Path) -> None:
-    from amp_wrapper.checkpoint import validate
+    from amp_wrapper.checkpoint import validate as checkpoint_judge
 
     class Migrates(torch.nn.Linear):
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -165,10 +165,10 @@ def test_a_model_that_loads_in_its_own_way_is_left_to_itself(tmp_path: Path) -> 
     model = torch.nn.Sequential(Migrates(2, 2), torch.nn.Linear(2, 2))
     state = dict(model.state_dict())
     state['0.kernel'] = state.pop('0.weight')
-    validate.check_model(state, model)
+    checkpoint_judge.check_model(state, model)
     state['1.kernel'] = state.pop('1.weight')
     with pytest.raises(AmpCheckpointError, match=r"lacks '1\.weight'"):
-        validate.check_model(state, model)
+        checkpoint_judge.check_model(state, model)
 
 
 @pytest.mark.parametrize('runner_type', [Runner, FlexibleRunner])

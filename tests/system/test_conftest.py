@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from amp_wrapper import amp, forward_hooks, fp32_ops, passes
+from amp_wrapper import amp
+from amp_wrapper.autocast import regions, state
+from amp_wrapper.autocast.op_set import OpSet
+from amp_wrapper.autocast.patching import patches
 
 
 held = []
@@ -29,22 +32,22 @@ def test_a_compiler_that_fails():
 
 
 def test_the_next():
-    assert forward_hooks.open_contexts() == forward_hooks.CLOSED
+    assert regions.count() == 0
     assert not torch.is_autocast_enabled('cpu')
 
 
 def test_everything_at_once():
-    ops = fp32_ops.OpSet(casts=True)
-    for context in (passes.suspended(), passes.overruling(), fp32_ops.in_backward(ops), torch.autocast('cpu')):
+    ops = OpSet(casts=True)
+    for context in (state.suspended(), state.overruling(), regions.in_backward(ops.keys), torch.autocast('cpu')):
         context.__enter__()
         held.append(context)
-    fp32_ops.enter(ops)
+    regions.enter(ops.keys)
     torch.set_grad_enabled(False)
 
 
 def test_the_next_again():
     assert torch.nn.functional.mse_loss(torch.ones(1), torch.ones(1, requires_grad=True)).requires_grad
-    assert not passes.depth() and not passes.is_suspended() and not fp32_ops.is_installed()
+    assert not state.depth() and not state.is_suspended() and not patches.in_place
 """
 
 
@@ -80,4 +83,4 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     words = done.stdout
     assert 'FAILED' in words and 'test_a_compiler_that_fails' in words, words + done.stderr
     assert re.search(r'1 failed, 3 passed.* [12] error', words), words
-    assert 'passes, suspended casts, an overruled registry' in words, words
+    assert 'forward passes, suspended casts, an overruled registry' in words, words

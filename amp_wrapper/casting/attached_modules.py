@@ -1,0 +1,149 @@
+"""What happens when an attached model is changed: conversions are refused, and new losses are treated like the old ones.
+
+``half()``, ``float()``, ``to(dtype)`` and their like all go through ``nn.Module._apply``, for which torch has no hook: it is
+wrapped once, when the first model is attached, and hands on whatever concerns no attached model. A conversion would turn the
+weights without their masters, or the parts that have to stay FP32, so it is refused before anything moves. Moves to a device go
+on, and masters follow.
+
+Recipes switch losses in the middle of a training. A loss that joins a model that runs in 16-bit gets the hooks that it would
+have got.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ..errors import AmpUsageError
+from ..policy.nested import CASTABLE
+from ..policy.policy import Policy, dtype_name
+from . import fp32_values
+from .cast_hooks import CastInputs
+from .find_hooks import has_hook
+from .modules import is_loss
+from .region_hooks import FP32, region_on, run_in_fp32
+
+_attached: WeakKeyDictionary[nn.Module, Policy] = WeakKeyDictionary()
+# those among them that came later: their types are the script's affair
+_late: WeakSet[nn.Module] = WeakSet()
+_installed = False
+
+
+def watch(modules: Iterable[nn.Module], policy: Policy) -> None:
+    """Look after modules of an attached model from now on.
+
+    Args:
+        modules: All of them.
+        policy: The configuration of the model.
+    """
+    global _installed
+    if not _installed:
+        _installed = True
+        nn.Module._apply = _wrapped(nn.Module._apply)  # type: ignore[method-assign]
+        register_module_module_registration_hook(_treat_new_losses)
+    for module in modules:
+        _attached[module] = policy
+
+
+def release(modules: Iterable[nn.Module], roots: Iterable[nn.Module]) -> None:
+    """The counterpart of :func:`watch`.
+
+    Args:
+        modules: What was watched.
+        roots: Models; what came to them later goes, too.
+    """
+    late = [module for root in roots for module in root.modules() if module in _late]
+    for module in (*modules, *late):
+        _attached.pop(module, None)
+        _late.discard(module)
+
+
+# -- new losses --------------------------------------------------------------------------------------------------------
+
+
+def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> None:
+    """Called by torch before a module becomes a child of another."""
+    policy = _attached.get(parent)
+    if policy is None or not policy.runs_16_bit or new is None or new in _attached:
+        return
+    for module in new.modules():
+        if module in _attached:
+            continue
+        _attached[module] = policy
+        _late.add(module)
+        if not is_loss(module):
+            continue
+        if policy.casts_model:
+            if not has_hook(module, CastInputs):
+                module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
+        elif region_on(module, FP32) is None:
+            run_in_fp32(module, gives_back=False)
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+class _UnderWay(threading.local):
+    """Whether this thread converts a model, whose children come by again."""
+
+    inside = False
+
+
+_under_way = _UnderWay()
+
+
+def _wrapped(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    @functools.wraps(apply)
+    def checked_apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        if not _attached or _under_way.inside:
+            return apply(self, fn, *args, **kwargs)
+        found = [module for module in self.modules() if module in _attached and module not in _late]
+        if not found:
+            return apply(self, fn, *args, **kwargs)
+        _check(found, fn)
+        # children are converted by the same function: what it does to them is known
+        _under_way.inside = True
+        try:
+            result = apply(self, fn, *args, **kwargs)
+        finally:
+            _under_way.inside = False
+        for module in found:
+            for weight in module.parameters(recurse=False):
+                fp32_values.follow_device(weight)
+        return result
+
+    return checked_apply
+
+
+def _check(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
+    """What ``fn`` makes of an empty tensor of each kind tells what it would make of the model."""
+    seen: set[tuple[torch.dtype, torch.device]] = set()
+    for module in modules:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            kind = (tensor.dtype, tensor.device)
+            if tensor.dtype not in CASTABLE or kind in seen:
+                continue
+            seen.add(kind)
+            try:
+                with torch.no_grad():
+                    made = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+            except Exception:
+                # it says itself what it minds
+                return
+            if isinstance(made, Tensor) and made.dtype is not tensor.dtype:
+                level = _attached[module].opt_level
+                raise AmpUsageError(
+                    f'{type(module).__name__} is part of a model that mixed precision is attached to, at '
+                    f'{level}: half(), float(), bfloat16(), double(), type() and to(dtype) would turn its '
+                    f'{dtype_name(tensor.dtype)} tensors into {dtype_name(made.dtype)} behind the optimizer, its masters and '
+                    f'the casts. The level decides the types. For a model of another type load model.state_dict(), whose '
+                    f'values are FP32, into a new one; with AmpOptimWrapper, detach() gives the FP32 model back. Moves to a '
+                    f'device and memory formats go on.'
+                )

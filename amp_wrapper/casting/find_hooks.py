@@ -1,0 +1,85 @@
+"""Finds the hooks of this package on a model, and takes them off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from .cast_hooks import AmpHook, CastInputs, Fp32Inputs, StayedBehind
+
+
+def has_hook(module: nn.Module, kind: type) -> bool:
+    """Whether a hook of this kind is on ``module``."""
+    return any(isinstance(hook, kind) for hooks in _hook_dicts(module)[:3] for hook in hooks.values())
+
+
+def is_cast(module: nn.Module) -> bool:
+    """Whether any module below carries hooks of this package."""
+    return any(has_hook(child, AmpHook) for child in module.modules())
+
+
+def holds_casts(module: nn.Module) -> bool:
+    """Whether casts of a wrapper are on ``module`` or below. What O0, O1 and O4 put on is none, and makes way for others."""
+    return any(
+        isinstance(hook, CastInputs) and not isinstance(hook, Fp32Inputs)
+        for part in module.modules()
+        for hook in part._forward_pre_hooks.values()
+    )
+
+
+def strip_hooks(root: nn.Module) -> None:
+    """Take every hook of this package off ``root`` and its submodules; the tensors stay as they are."""
+    for module in root.modules():
+        drop_hooks(module, lambda hook: isinstance(hook, (AmpHook, StayedBehind)))
+
+
+def copies_are_fp32(roots: Iterable[nn.Module]) -> None:
+    """From now on, deep copies of cast models are plain FP32 models: with the values of the masters, where there are any.
+
+    Args:
+        roots: Cast models, with all their hooks on.
+    """
+    for root in roots:
+        for module in root.modules():
+            for _, _, hook in _hooks_of(module):
+                if isinstance(hook, AmpHook):
+                    hook.stays_behind = True
+
+
+def drop_hooks(module: nn.Module, is_meant: Callable[[Any], bool]) -> None:
+    """Take hooks off one module.
+
+    Args:
+        module: Where they are.
+        is_meant: Whether a hook is to go.
+    """
+    for hooks, key, hook in list(_hooks_of(module)):
+        if is_meant(hook):
+            del hooks[key]
+    for flags, hooks in (
+        (module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks),
+        (module._forward_hooks_always_called, module._forward_hooks),
+    ):
+        for key in [key for key in flags if key not in hooks]:
+            del flags[key]
+
+
+def _hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+
+
+def _hooks_of(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
+    """Where each hook is, its key, and itself: torch wraps load pre-hooks, and those of ours are bound methods."""
+    for hooks in _hook_dicts(module):
+        for key, hook in hooks.items():
+            inner = getattr(hook, 'hook', hook)
+            owner = getattr(inner, '__self__', None)
+            yield hooks, key, owner if isinstance(owner, (AmpHook, StayedBehind)) else inner

@@ -1,0 +1,82 @@
+"""Which modules of a model stay in FP32 by their name or class."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..errors import AmpConfigError, nearest
+from ..policy import fp32_registry, lookup
+from ..policy.policy import Policy
+from .modules import module_device, some
+
+#: (qualified name, module) pairs.
+Roots = Sequence[tuple[str, nn.Module]]
+
+
+def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) -> set[int]:
+    """The modules, by id, that ``keep_fp32`` names, under any of their names.
+
+    Args:
+        roots: Where to look.
+        policy: The configuration.
+        without_prefix: Whether patterns are also held against names without those of the roots.
+
+    Raises:
+        AmpConfigError: A pattern or class that matches nothing.
+    """
+    named: set[int] = set()
+    unmatched = set(policy.keep_fp32)
+    names: list[str] = []
+    classes: set[str] = set()
+    for prefix, root in roots:
+        for key, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+            names += [key] if key else []
+            classes.add(type(module).__name__)
+            for item in policy.keep_fp32:
+                if isinstance(item, type):
+                    hit = isinstance(module, item)
+                else:
+                    hit = (key != '' and fnmatch.fnmatchcase(key, item)) or type(module).__name__ == item
+                    # the user knows nothing of the names that several models get
+                    hit = hit or (without_prefix and fnmatch.fnmatchcase(key.removeprefix(f'{prefix}.'), item))
+                if hit:
+                    named.add(id(module))
+                    unmatched.discard(item)
+    problems = []
+    for item in sorted(unmatched, key=str):
+        label = item if isinstance(item, str) else item.__name__
+        problems.append(
+            f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. '
+            f'The model has {some(names or sorted(classes))}.'
+        )
+    if problems:
+        raise AmpConfigError(problems)
+    return named
+
+
+def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], ...]:
+    """The module classes of the FP32 registry and of the configuration that avoid the type of the model on its device.
+
+    Raises:
+        AmpConfigError: The configuration names a class that the model does not have.
+    """
+    modules = [module for _, root in roots for module in root.modules()]
+    problems = []
+    for op in policy.fp32_ops:
+        cls = lookup.find(op.name, load=False)
+        if lookup.is_module_class(cls) and not any(isinstance(module, cls) for module in modules):
+            known = sorted({type(module).__name__ for module in modules})
+            problems.append(
+                f'fp32_ops={op.name!r} matches no module{nearest(op.name.rpartition(".")[2], known)}. '
+                f'The model has {some(known)}.'
+            )
+    if problems:
+        raise AmpConfigError(problems)
+    dtype = policy.cast_model_type if policy.casts_model else policy.autocast_dtype
+    device = module_device(roots[0][1]).type if roots else 'cpu'
+    named = [op.name for op in fp32_registry.FP32_OPS.values() if dtype in op.avoids(device)]
+    found = (lookup.find(name, load=False) for name in (*named, *(op.name for op in policy.fp32_ops)))
+    return tuple(value for value in found if lookup.is_module_class(value))

@@ -1,0 +1,42 @@
+"""What a module is, and what it owns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.loss import _Loss
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of the module itself, by name; absent ones left out."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; the CPU for a module without any."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return tensor.device
+    return torch.device('cpu')
+
+
+def is_loss(module: nn.Module) -> bool:
+    """Whether ``module`` is a loss, by its class or by its name."""
+    return isinstance(module, _Loss) or type(module).__name__.endswith('Loss')
+
+
+def is_batchnorm(module: nn.Module) -> bool:
+    """Whether ``module`` normalises over batches."""
+    # mmcv's SyncBatchNorm is no subclass of torch's
+    return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names, for a message."""
+    shown = ', '.join(names[:5])
+    return f'{shown} and {len(names) - 5} more' if len(names) > 5 else shown

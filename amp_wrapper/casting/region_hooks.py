@@ -1,0 +1,286 @@
+"""The pair of forward hooks that opens and closes a region, whatever the region is for."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..autocast import generators, kernels, regions, state
+from ..autocast.call import tensors_in, untraced
+from ..autocast.op_set import OpSet, refuses_bce
+from ..autocast.state import AutocastOff, Region, autocast_is_on
+from ..errors import AmpAttachError, BannedOpError
+from ..policy.fp32_registry import BCE_REASON
+from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
+from .cast_hooks import AmpHook, CastOutputs
+from .find_hooks import drop_hooks
+from .modules import module_device
+
+#: What a region is for. The FP32 registry is at work in a model's forward.
+FORWARD = 'forward'
+#: As FORWARD, at the levels without casts of ops in the functional API: casts of other models end at its borders.
+PLAIN = 'plain'
+#: A forward of O1 and O4 in the functional API: autocast and the tables are on.
+CASTS = 'casts'
+#: A module that runs in FP32 inside autocast: inputs are cast up, and autocast is off.
+FP32 = 'fp32'
+#: torch.autocast around a forward, and nothing else.
+AUTOCAST = 'autocast'
+
+_FLOAT32 = frozenset({torch.float32})
+
+
+class EnterRegion(AmpHook):
+    """Forward pre-hook: opens a region. First of all, so that other people's pre-hooks run inside.
+
+    Args:
+        kind: What it is for.
+        ops: What is active in it of the FP32 registry and of the casts of ops.
+        dtype: The 16-bit type of autocast, for CASTS and AUTOCAST.
+    """
+
+    def __init__(self, kind: str, ops: OpSet | None = None, dtype: torch.dtype | None = None) -> None:
+        self.kind = kind
+        self.ops = ops
+        self.dtype = dtype
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.kind in (PLAIN, CASTS):
+            regions.unwind_stale()
+        if self.kind == FP32:
+            return self._open_fp32(module, args, kwargs)
+        self.open(module, args, kwargs)
+        return None
+
+    def open(self, module: nn.Module, args: Any, kwargs: Any, again: bool = False) -> None:
+        """Open the region of a call of ``module``.
+
+        Args:
+            module: What is called.
+            args: Its arguments.
+            kwargs: The same.
+            again: Whether the module calls itself: autocast is on then.
+        """
+        autocast: AbstractContextManager[Any] | None = None
+        if self.kind != FORWARD and not again:
+            device = _device_of_call(module, args, kwargs)
+            if self.kind == PLAIN:
+                autocast = AutocastOff([device]) if autocast_is_on(device) else None
+            # inside disable_casts() nothing is cast
+            elif self.kind == AUTOCAST or not state.is_suspended():
+                autocast = autocast_context(device, self.dtype)
+            if self.kind == CASTS:
+                kernels.install(device)
+        covers = self.kind in (PLAIN, CASTS)
+        keys = self.ops.keys if self.ops is not None else frozenset() if covers else None
+        regions.enter(keys, module, autocast, covers, self.dtype)
+
+    def _open_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        tensors = tensors_in(args, kwargs)
+        caller = next((tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES), None)
+        if caller is not None and isinstance(module, nn.BCELoss) and refuses_bce():
+            raise BannedOpError('nn.BCELoss', BCE_REASON)
+        devices = {tensor.device.type for tensor in tensors} or {module_device(module).type}
+        regions.enter(None, module, AutocastOff([d for d in devices if autocast_is_on(d)])).caller = caller
+        if caller is None:
+            return None
+        return cast_tensors(args, torch.float32, HALF_TYPES), cast_tensors(kwargs, torch.float32, HALF_TYPES)
+
+
+class LeaveRegion(AmpHook):
+    """Forward hook, called after every exception too: the counterpart of :class:`EnterRegion`.
+
+    Args:
+        kind: What the region is for.
+        dtype: For CASTS: the type of floating outputs.
+        enter: As in :class:`~amp_wrapper.casting.cast_hooks.CastOutputs`.
+        gives_back: For FP32: whether floating outputs return to the 16-bit type that the caller came with, if it did.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        dtype: torch.dtype | None = None,
+        enter: EnterObject | None = None,
+        gives_back: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self.enter = enter
+        self.gives_back = gives_back
+
+    @untraced
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.close(module, output)
+
+    def close(self, module: nn.Module, output: Any) -> Any:
+        """Close the region of a call of ``module``, and cast what it gives."""
+        # a pre-hook that failed before ours leaves nothing of this module open
+        if not regions.is_innermost(module):
+            return None
+        cast = self._cast_of(state.thread.regions[-1])
+        result = generators.resuming(output, cast)
+        regions.leave()
+        if result is output and cast is not None:
+            result = cast(output)
+        return None if result is output else result
+
+    def _cast_of(self, region: Region) -> Callable[[Any], Any] | None:
+        """What is done to outputs."""
+        if self.kind == CASTS:
+            return self.cast
+        caller = region.caller
+        if caller is None or not self.gives_back:
+            return None
+        return lambda value: cast_tensors(value, caller, _FLOAT32)
+
+    def cast(self, value: Any) -> Any:
+        """``value`` with floating tensors in the type of the outputs."""
+        assert self.dtype is not None
+        return cast_tensors(value, self.dtype, enter=self.enter)
+
+
+def put_region(module: nn.Module, enter: EnterRegion, leave: LeaveRegion) -> None:
+    """Put a pair on ``module``."""
+    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+def run_in_fp32(module: nn.Module, gives_back: bool) -> None:
+    """Put an FP32 region around ``module``, for autocast levels; ``gives_back`` as in :class:`LeaveRegion`."""
+    put_region(module, EnterRegion(FP32), LeaveRegion(FP32, gives_back=gives_back))
+
+
+def autocast_forward(
+    module: nn.Module,
+    dtype: torch.dtype,
+    outputs: torch.dtype = torch.float32,
+    enter: EnterObject | None = None,
+) -> None:
+    """Put :class:`torch.autocast` around every forward of ``module``; :func:`.strip_hooks` takes it off.
+
+    Args:
+        module: An FP32 model.
+        dtype: The 16-bit type.
+        outputs: The type of floating outputs.
+        enter: Casts tensors inside output objects of a framework's own kind.
+    """
+    put_region(module, EnterRegion(AUTOCAST, dtype=dtype), LeaveRegion(AUTOCAST))
+    module.register_forward_hook(CastOutputs(outputs, enter))
+
+
+def region_on(module: nn.Module, *kinds: str) -> EnterRegion | None:
+    """The hook that opens a region of one of these kinds on ``module``, if there is one."""
+    hooks = module._forward_pre_hooks.values()
+    return next((hook for hook in hooks if isinstance(hook, EnterRegion) and hook.kind in kinds), None)
+
+
+def drop_regions(module: nn.Module, kinds: Collection[str]) -> None:
+    """Take the pairs of these kinds off ``module``."""
+    drop_hooks(module, lambda hook: isinstance(hook, (EnterRegion, LeaveRegion)) and hook.kind in kinds)
+
+
+def _device_of_call(module: nn.Module, args: Any, kwargs: Any) -> str:
+    """Where a call works: at the module's first tensor, or at the first that it is handed."""
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return tensor.device.type
+    return next((tensor.device.type for tensor in tensors_in(args, kwargs)), 'cpu')
+
+
+def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any] | None:
+    """:class:`torch.autocast`; None without a type, and on devices without autocast, such as 'meta'.
+
+    Raises:
+        AmpAttachError: bfloat16 on a GPU that has none.
+    """
+    if dtype is None or not state.has_autocast(device_type):
+        return None
+    if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
+        raise AmpAttachError("this GPU has no bfloat16: write opt_level='O1' (float16) instead of 'O4'.")
+    return torch.autocast(device_type, dtype=dtype)
+
+
+# -- the modules below a model at O1 and O4 ----------------------------------------------------------------------------
+
+
+class EnterBelow(EnterRegion):
+    """Pre-hook of every module below a model with a region of kind CASTS: calling it directly is cast as calling the model.
+
+    Inside of a region that covers it, it costs a few tests.
+    """
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # what torch.compile traces is inside of a region, or compiled apart from the model
+        if torch.compiler.is_compiling():
+            return
+        top = state.innermost()
+        cover = None if top is None else top.cover
+        if cover is None:
+            # a checkpointed segment that runs again has what the region of its forward had, and no FP32 outputs inside
+            if not state.is_resumed():
+                self.open(module, args, kwargs)
+        elif cover.owner is module:
+            # a module that calls itself: so that each call finds its own end
+            self.open(module, args, kwargs, again=True)
+        elif cover.grad is not torch.is_grad_enabled():
+            # copies of weights that were made without gradients must not serve a forward that needs them
+            torch.clear_autocast_cache()
+            cover.grad = torch.is_grad_enabled()
+
+
+class LeaveBelow(LeaveRegion):
+    """The counterpart of :class:`EnterBelow`: the outermost call gives FP32 outputs."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if torch.compiler.is_compiling() else self.close(module, output)
+
+    def _cast_of(self, region: Region) -> Callable[[Any], Any] | None:
+        return self.cast if region.around is None else None
+
+
+class QuietHooks(OrderedDict[int, Callable[..., Any]]):
+    """The forward hooks, or pre-hooks, of one module: false, as an empty dict is, where only ours is in it and rests.
+
+    torch takes a slower way through each module that has hooks at all, and that is most of what they cost. Everything else sees
+    the hooks as they are.
+
+    Attributes:
+        ours: The key of the hook of ours; -1 before there is one.
+    """
+
+    ours = -1
+
+    def __bool__(self) -> bool:
+        if len(self) != 1 or self.ours not in self:
+            return len(self) > 0
+        open_regions = state.thread.regions
+        cover = open_regions[-1].cover if open_regions else None
+        return (
+            cover is None
+            # a module that is called by itself has to close what it opened, also where it calls itself
+            or cover.owner._forward_pre_hooks is self
+            or cover.owner._forward_hooks is self
+            # the hook has to see to copies of weights that were made in the other mode
+            or cover.grad is not torch.is_grad_enabled()
+        )
+
+
+def cover_below(module: nn.Module, enter: EnterBelow, leave: LeaveBelow) -> None:
+    """Put the pair on a module below a model."""
+    for name in ('_forward_pre_hooks', '_forward_hooks'):
+        hooks = vars(module)[name]
+        # the handles of hooks that somebody registered know the dict that these were in
+        if type(hooks) is OrderedDict and not hooks and not weakref.getweakrefcount(hooks):
+            vars(module)[name] = QuietHooks()
+    put_region(module, enter, leave)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        if isinstance(hooks, QuietHooks):
+            hooks.ours = next(key for key, hook in hooks.items() if hook in (enter, leave))
