@@ -38,7 +38,7 @@ def test_the_comparison_sees_what_differs(tmp_path: Path) -> None:
     """A test of the test: where random states are not put back, the harness reports differences."""
     script = (
         'import sys; sys.path.insert(0, sys.argv[1]); import crash_harness as c, pathlib\n'
-        'from amp_wrapper import random_state; random_state.restore = lambda *a: []\n'
+        'from amp_wrapper.checkpoint import random_state; random_state.restore = lambda *a: []\n'
         "tally = c.run(3, 1, pathlib.Path(sys.argv[2]), levels=('O5',), kinds=('epochs',))\n"
         'sys.exit(0 if tally.failures else 1)'
     )
