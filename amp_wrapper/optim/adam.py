@@ -49,18 +49,12 @@ class _Adam(Algorithm):
         first, second, largest = states['exp_avg'], states['exp_avg_sq'], states.get('max_exp_avg_sq', [])
         ops.fused_adam(gradients, bucket.params, first, second, largest, bucket.partners, bucket.rows, decision)
 
-    def _call_torch(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        columns: dict[str, list[Tensor]],
-        group: Mapping[str, Any],
-        skip: Tensor,
-    ) -> None:
+    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
+        columns = bucket.columns
         step = adamw.adamw if group['decoupled_weight_decay'] else adam.adam
         beta1, beta2 = map(float, group['betas'])
         step(
-            params,
+            bucket.params,
             grads,
             columns['exp_avg'],
             columns['exp_avg_sq'],

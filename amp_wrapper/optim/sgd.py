@@ -44,14 +44,8 @@ class _Sgd(Algorithm):
         buffers = bucket.columns.get('momentum_buffer', [])
         ops.fused_sgd(gradients, bucket.params, buffers, bucket.partners, bucket.rows, decision)
 
-    def _call_torch(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        columns: dict[str, list[Tensor]],
-        group: Mapping[str, Any],
-        skip: Tensor,
-    ) -> None:
+    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
+        params, columns = bucket.params, bucket.columns
         words: dict[str, Any] = {name: float(group[name]) for name in ('momentum', 'weight_decay')}
         words |= {
             'lr': group['lr'],

@@ -337,10 +337,19 @@ void step_prologue(const at::Tensor& decision, const at::Tensor& rows, at::Tenso
                                             scale, growth_tracker, hysteresis_tracker, counts, rule, max_norm, clip_value},
                                            c10::kCPU);
   const bool taken = !prologue.decide.skips();
+  // as after the last change of group or count: powers are not taken again
+  float before = 0.0f;
   for (std::size_t i = 0; i < prologue.steps.size(); ++i) {
     const std::int64_t group = prologue.groups[i];
-    fill_row(prologue.kind, prologue.hyper + group * kHyper, prologue.rates[group],
-             static_cast<float*>(prologue.steps.data(0, i)), taken, prologue.rows + i * kRow);
+    auto* steps = static_cast<float*>(prologue.steps.data(0, i));
+    float* row = prologue.rows + i * kRow;
+    if (i > 0 && group == prologue.groups[i - 1] && bits_of(*steps) == bits_of(before)) {
+      std::copy(row - kRow, row, row);
+      *steps = *static_cast<const float*>(prologue.steps.data(0, i - 1));
+      continue;
+    }
+    before = *steps;
+    fill_row(prologue.kind, prologue.hyper + group * kHyper, prologue.rates[group], steps, taken, row);
   }
   prologue.steps.finish();
   prologue.decide(prologue.decision);
