@@ -108,9 +108,10 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
     16-bit model weights.
 
     Args:
-        params: Parameters, or dicts of groups, of any real or complex floating type, on any device.
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones
+            are stepped by torch's own functions.
         lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
-            the CPU beside parameters elsewhere is read by the host. It is float32, for float64 parameters too.
+            the CPU beside parameters elsewhere is read by the host.
         betas: Decay of the two averages. Tensors are read by the host.
         eps: Added to the denominator.
         weight_decay: Added to the gradient as ``weight_decay * weight``.
