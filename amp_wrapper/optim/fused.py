@@ -191,9 +191,11 @@ class FusedOptimizer(Optimizer):
 
     def _has_names(self, lists: TensorLists, options: list[Any]) -> bool:
         """Whether the groups ask for the state that was gathered."""
-        lists.options = options
         groups = self.param_groups
-        return lists.names == list(map(self._algorithm.names, groups)) and not any(g['differentiable'] for g in groups)
+        if lists.names != list(map(self._algorithm.names, groups)) or any(g['differentiable'] for g in groups):
+            return False
+        lists.options = options
+        return True
 
     def _gather(
         self, gradients: Sequence[Tensor | None], partners: Sequence[Tensor | None] | None, options: list[Any]

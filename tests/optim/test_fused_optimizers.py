@@ -810,8 +810,9 @@ def test_refusals_come_before_anything_changes(
     before = snapshot(mine, optimizer)
     edit, words = WRONG[wrong]
     edit(optimizer, mine)
-    with pytest.raises(AmpUsageError, match=words):
-        optimizer.step()
+    for _ in range(2):
+        with pytest.raises(AmpUsageError, match=words):
+            optimizer.step()
     optimizer.param_groups[0].update(kept)
     assert equal(snapshot(mine, optimizer), before) and bool(optimizer.state) == (begun and bool(before[3:]))
     give(mine, 1)
