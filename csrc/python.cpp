@@ -272,6 +272,70 @@ AMP_OP(step_prologue, 6,
 AMP_OP(fused_adam, 8, void(Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
 AMP_OP(fused_sgd, 6, void(Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
 
+// -- amp_wrapper/ops/identity.py, where these are told in words
+
+class Items {
+ public:
+  explicit Items(PyObject* sequence) : held_(PySequence_Fast(sequence, "a sequence is expected.")) {
+    if (held_.get() == nullptr) throw python_error();
+  }
+  Py_ssize_t size() const { return PySequence_Fast_GET_SIZE(held_.get()); }
+  PyObject** data() const { return PySequence_Fast_ITEMS(held_.get()); }
+
+ private:
+  THPObjectPtr held_;
+};
+
+PyObject* same(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2, "same() takes 2 positional arguments, ", count, " were given.");
+  const Items one(args[0]);
+  const Items other(args[1]);
+  return PyBool_FromLong(one.size() == other.size() && std::equal(one.data(), one.data() + one.size(), other.data()));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* holds(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 3, "holds() takes 3 positional arguments, ", count, " were given.");
+  const Items states(args[0]);
+  const Items values(args[2]);
+  bool holds = states.size() == values.size();
+  for (Py_ssize_t i = 0; holds && i < states.size(); ++i) {
+    TORCH_CHECK_TYPE(PyDict_Check(states.data()[i]), "states[", i, "] must be a dict, not ", type_of(states.data()[i]), ".");
+    holds = PyDict_GetItemWithError(states.data()[i], args[1]) == values.data()[i];
+    if (PyErr_Occurred()) throw python_error();
+  }
+  return PyBool_FromLong(holds);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* fingerprint(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1, "fingerprint() takes 1 positional argument, ", count, " were given.");
+  const Items tensors(args[0]);
+  std::vector<std::int64_t> numbers;
+  numbers.reserve(4 * tensors.size());
+  for (Py_ssize_t i = 0; i < tensors.size(); ++i) {
+    if (tensors.data()[i] == Py_None) {
+      numbers.push_back(-1);
+      continue;
+    }
+    const at::Tensor& tensor = tensor_of("a tensor or None", tensors.data()[i]);
+    const bool is_plain = !tensor.unsafeGetTensorImpl()->is_python_dispatch() && !tensor.is_nested();
+    TORCH_CHECK_NOT_IMPLEMENTED(is_plain, "The shape of this tensor is told in Python.");
+    const c10::Device device = tensor.device();
+    // one byte each
+    numbers.push_back(static_cast<std::int64_t>(tensor.scalar_type()) | static_cast<std::int64_t>(tensor.layout()) << 8 |
+                      static_cast<std::int64_t>(device.type()) << 16 | static_cast<std::int64_t>(device.index() & 0xff) << 24 |
+                      tensor.dim() << 32);
+    numbers.insert(numbers.end(), tensor.sizes().begin(), tensor.sizes().end());
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers.data()),
+                                   static_cast<Py_ssize_t>(numbers.size() * sizeof(std::int64_t)));
+  END_HANDLE_TH_ERRORS
+}
+
 #define AMP_METHOD(name) \
   {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL | METH_KEYWORDS, nullptr}
 
@@ -288,6 +352,9 @@ PyMethodDef methods[] = {
     AMP_METHOD(step_prologue),
     AMP_METHOD(fused_adam),
     AMP_METHOD(fused_sgd),
+    AMP_METHOD(same),
+    AMP_METHOD(holds),
+    AMP_METHOD(fingerprint),
     {nullptr, nullptr, 0, nullptr},
 };
 

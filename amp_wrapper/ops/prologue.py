@@ -65,13 +65,6 @@ def _root(values: Tensor) -> Tensor:
     return torch.where(values < middle * middle, below, root)
 
 
-def _check_scalars(decision: Tensor, **scalars: tuple[Tensor | None, torch.dtype, bool]) -> None:
-    for name, (scalar, dtype, written) in scalars.items():
-        check_scalar(name, scalar, dtype, written)
-        if scalar is not None:
-            check_device(name, scalar, decision)
-
-
 def _check_groups(groups: Tensor, rated: Sequence[int], count: int) -> None:
     # what is traced has no values, and reading a tensor of the CPU is no read of the device
     traced = torch.compiler.is_compiling() or type(groups) is not Tensor
@@ -167,32 +160,31 @@ def step_prologue(
         if limit is not None and math.isnan(limit):
             raise ValueError(f'{name} is not a number.')
     check_lists([('steps', steps)], [('steps', steps)])
-    for name, scalars, written in (('steps', steps, True), ('rates', rates, False)):
-        for index, scalar in enumerate(scalars):
-            _check_scalars(decision, **{f'{name}[{index}]': (scalar, torch.float32, written)})
     moves = bool(rule)
-    _check_scalars(
-        decision,
-        found_inf=(found_inf, torch.float32, False),
-        learned=(learned, torch.float32, False),
-        norm=(norm, torch.float32, False),
-        scale=(scale, torch.float32, moves),
-        growth_tracker=(growth_tracker, torch.int32, moves),
-        hysteresis_tracker=(hysteresis_tracker, torch.int32, moves),
-    )
+    # tensor, type, and whether it is written
+    scalars: dict[str, tuple[Tensor | None, torch.dtype, bool]] = {
+        'scale': (scale, torch.float32, moves),
+        'growth_tracker': (growth_tracker, torch.int32, moves),
+        'hysteresis_tracker': (hysteresis_tracker, torch.int32, moves),
+        'found_inf': (found_inf, torch.float32, False),
+        'learned': (learned, torch.float32, False),
+        'norm': (norm, torch.float32, False),
+        **{f'rates[{index}]': (rate, torch.float32, False) for index, rate in enumerate(rates)},
+    }
+    counters = {f'steps[{index}]': (step, torch.float32, True) for index, step in enumerate(steps)}
+    for name, (scalar, dtype, written) in {**counters, **scalars}.items():
+        if scalar is not None:
+            check_scalar(name, scalar, dtype, written)
+            check_device(name, scalar, decision)
     if counts is not None:
         check_table('counts', counts, (3,), torch.int64)
         check_own('counts', counts, True)
         check_device('counts', counts, decision)
-    apart: dict[str, Tensor | None] = dict(scale=scale, growth_tracker=growth_tracker, counts=counts)
-    apart |= dict(hysteresis_tracker=hysteresis_tracker)
-    apart |= dict(found_inf=found_inf, learned=learned, norm=norm)
-    apart |= {f'rates[{index}]': rate for index, rate in enumerate(rates)}
+    apart = {name: scalar for name, (scalar, _, _) in scalars.items()} | {'counts': counts}
     changed: dict[str, Tensor | None] = {'decision': decision, 'rows': rows}
     check_apart([], [('decision', [decision]), ('rows', [rows]), ('steps', steps)], **apart)
     check_apart([], [('steps', steps)], **changed)
-    if moves:
-        changed |= {name: apart[name] for name in ('scale', 'growth_tracker', 'hysteresis_tracker')}
+    changed |= {name: scalar for name, (scalar, _, written) in scalars.items() if written}
     check_distinct(changed | {'counts': counts}, apart)
 
     one = torch.ones((), dtype=torch.float32, device=device)

@@ -49,18 +49,12 @@ class _Adam(Algorithm):
         first, second, largest = states['exp_avg'], states['exp_avg_sq'], states.get('max_exp_avg_sq', [])
         ops.fused_adam(gradients, bucket.params, first, second, largest, bucket.partners, bucket.rows, decision)
 
-    def _call_torch(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        columns: dict[str, list[Tensor]],
-        group: Mapping[str, Any],
-        skip: Tensor,
-    ) -> None:
+    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
+        columns = bucket.columns
         step = adamw.adamw if group['decoupled_weight_decay'] else adam.adam
         beta1, beta2 = map(float, group['betas'])
         step(
-            params,
+            bucket.params,
             grads,
             columns['exp_avg'],
             columns['exp_avg_sq'],
@@ -114,9 +108,10 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
     16-bit model weights.
 
     Args:
-        params: Parameters, or dicts of groups, of any real or complex floating type, on any device.
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones
+            are stepped by torch's own functions.
         lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
-            the CPU beside parameters elsewhere is read by the host. It is float32, for float64 parameters too.
+            the CPU beside parameters elsewhere is read by the host.
         betas: Decay of the two averages. Tensors are read by the host.
         eps: Added to the denominator.
         weight_decay: Added to the gradient as ``weight_decay * weight``.

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpUsageError
-from .tensor_lists import Bucket, same
+from ..ops.identity import same
+from .tensor_lists import Bucket
 
 _LR = operator.itemgetter('lr')
 
@@ -65,38 +66,30 @@ class Algorithm(abc.ABC):
             group: Of the parameters.
         """
         skip, inverse, coefficient, limit = decision[:4].unbind()
-        params = [_plain(parameter) for parameter in bucket.params]
+        columns = {name: column if name == 'step' else _plain(column) for name, column in bucket.columns.items()}
+        plain = dataclasses.replace(bucket, params=_plain(bucket.params), columns=columns)
         grads = [
-            (_plain(gradient).to(param.dtype) * inverse * coefficient).clamp(-limit, limit)
-            for gradient, param in zip(gradients, params)
+            (gradient.to(param.dtype) * inverse * coefficient).clamp(-limit, limit)
+            for gradient, param in zip(_plain(gradients), plain.params)
         ]
-        columns = {
-            name: tensors if name == 'step' else list(map(_plain, tensors)) for name, tensors in bucket.columns.items()
-        }
-        self._call_torch(params, grads, columns, group, skip)
-        for tensors, plain in [(bucket.params, params), *((bucket.columns[name], columns[name]) for name in columns)]:
-            for tensor, worked_on in zip(tensors, plain):
+        self._call_torch(plain, grads, group, skip)
+        for name, column in (('params', bucket.params), *bucket.columns.items()):
+            for tensor, worked_on in zip(column, plain.params if name == 'params' else columns[name]):
                 if tensor.data_ptr() != worked_on.data_ptr():
-                    torch.view_as_real(tensor).copy_(worked_on) if tensor.is_complex() else tensor.copy_(worked_on)
+                    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(worked_on)
         for partner, parameter in zip(bucket.partners, bucket.params):
             if partner is not parameter:
                 partner.copy_(parameter)
 
     @abc.abstractmethod
-    def _call_torch(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        columns: dict[str, list[Tensor]],
-        group: Mapping[str, Any],
-        skip: Tensor,
-    ) -> None:
-        """Step real tensors, and count the step, unless ``skip`` is 1 on the device."""
+    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
+        """Step contiguous real tensors, and count the step, unless ``skip`` is 1 on the device."""
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """A tensor as contiguous real numbers: itself or a view where it is that, a copy otherwise."""
-    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).contiguous()
+def _plain(tensors: list[Tensor]) -> list[Tensor]:
+    """Tensors as contiguous real numbers: themselves or views where they are that, copies otherwise."""
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
+    return [t.contiguous() for t in real]
 
 
 @dataclasses.dataclass(eq=False)

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from ..ops.checks import check_lists
 from ..policy.policy import parse_dtype
 from ..torch_internals import untraced
 from .algorithm import Algorithm, HyperParameters, hyper_parameters
@@ -28,10 +27,6 @@ from .gather import Buffers, Gatherer, count_of, misfit, moment_dtype, uncountab
 from .tensor_lists import Bucket, DeviceBucket, TensorLists, parameters_of
 
 _GRADIENT = operator.attrgetter('grad')
-
-
-def _nothing() -> None:
-    """For callers that have nothing to do after the writes."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,22 +39,16 @@ class Update:
             same tensors every time, where nothing changed.
         decide: Called once with all gradients, after everything was checked and before anything is written. Returns keyword
             arguments of :func:`amp_wrapper.ops.step_prologue`: ``found_inf``, ``norm``, ``scale``, ``clip_value`` and the like.
-        written: Called once everything is written, before the optimizer's post-hooks, which may write more.
+        written: Called once everything is written, before the optimizer's post-hooks, which may write more. None for
+            nothing.
         decision: Set by ``step()``: float32 (8,) on the device, as :func:`amp_wrapper.ops.step_prologue` describes it.
     """
 
     gradients: Sequence[Tensor | None]
     partners: Sequence[Tensor | None]
     decide: Callable[[list[Tensor]], Mapping[str, Any]]
-    written: Callable[[], None] = _nothing
+    written: Callable[[], None] | None = None
     decision: Tensor | None = None
-
-
-class _Saved:
-    """The state of a parameter in a state dict, which torch's loading passes on as it is, uncast."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
 
 
 class FusedOptimizer(Optimizer):
@@ -169,7 +158,6 @@ class FusedOptimizer(Optimizer):
                 f'{type(self).__name__} has {len(parameters)} parameters, and an Update {len(gradients)} gradients and '
                 f'{len(update.partners)} partners: give one of each, or None, for every parameter.'
             )
-        present = [gradient for gradient in gradients if gradient is not None]
         partners = None if update is None else update.partners
         options = list(map(operator.itemgetter(*self._algorithm.options), groups))
         lists = self._lists
@@ -178,7 +166,7 @@ class FusedOptimizer(Optimizer):
             options = lists.options
         if (
             lists is None
-            or not self._has_names(lists, options)
+            or not (lists.options is options or self._has_names(lists, options))
             or not lists.is_current(groups, parameters, self.state, gradients, partners)
         ):
             lists = self._gather(gradients, partners, options)
@@ -190,62 +178,51 @@ class FusedOptimizer(Optimizer):
             # all of them, before the first prologue counts a step
             inputs: list[Mapping[str, Any]] = [self._scaling(place.device) for place in lists.devices]
         else:
-            if lists is not self._lists:
-                self._rehearse(lists, present)
             inputs = [update.decide(present)]
         self._write(lists, hyper, present, inputs)
         if lists is not self._lists:
             self._begin(lists, parameters)
             lists.begun = []
-            lists.objects = lists.objects_of(parameters, self.state)
+            lists.keys, lists.values = list(self.state), list(self.state.values())
             self._lists = lists
         if update is not None:
             update.decision = lists.devices[0].decision
-            update.written()
+            if update.written is not None:
+                update.written()
 
     def _has_names(self, lists: TensorLists, options: list[Any]) -> bool:
         """Whether the groups ask for the state that was gathered."""
-        if lists.options is options:
-            return True
-        lists.options = options
         groups = self.param_groups
-        return lists.names == list(map(self._algorithm.names, groups)) and not any(g['differentiable'] for g in groups)
+        if lists.names != list(map(self._algorithm.names, groups)) or any(g['differentiable'] for g in groups):
+            return False
+        lists.options = options
+        return True
 
     def _gather(
         self, gradients: Sequence[Tensor | None], partners: Sequence[Tensor | None] | None, options: list[Any]
     ) -> TensorLists:
+        """New lists, which the ops take."""
         buffers: Buffers = self.__dict__.setdefault('_buffers', Buffers())
-        gatherer = Gatherer(self, self._algorithm, self.state_dtype, buffers)
-        return gatherer.gather(gradients, partners, options)
+        try:
+            lists = Gatherer(self, self._algorithm, self.state_dtype, buffers).gather(gradients, partners, options)
+            if partners is not None:
+                # a skipped step writes nothing: what the ops refuse, they refuse before a scale has moved
+                present = [gradient for gradient in gradients if gradient is not None]
+                for place in lists.devices:
+                    skipped = torch.ones_like(place.decision)
+                    for bucket in place.buckets:
+                        if bucket.group is None:
+                            self._algorithm.update(bucket, bucket.pick(present), skipped)
+        except ValueError as error:
+            raise self._explained(error) from error
+        return lists
 
-    def _rehearse(self, lists: TensorLists, gradients: list[Tensor]) -> None:
-        """The updates as a skipped step, which writes nothing: what they refuse, they refuse before a scale has moved."""
-        for place in lists.devices:
-            skipped = torch.ones_like(place.decision)
-            try:
-                self._check_by_torch(place, gradients)
-                for bucket in place.fused:
-                    self._algorithm.update(bucket, bucket.pick(gradients), skipped)
-            except ValueError as error:
-                raise self._explained(error) from error
-
-    def _explained(self, reason: BaseException) -> BaseException:
+    def _explained(self, reason: ValueError) -> AmpUsageError:
         """What an op says about lists, as an error of a step."""
-        if not isinstance(reason, ValueError):
-            return reason
         return AmpUsageError(
             f'{type(self).__name__} cannot take the step, and nothing was changed: {reason} (Numbers count the parameters that '
             'have a gradient.) Parameters, gradients and states need memory of their own: tie a parameter by using it twice.'
         )
-
-    def _check_by_torch(self, place: DeviceBucket, gradients: list[Tensor]) -> None:
-        """torch's functions do not look for memory that is shared."""
-        for bucket in place.by_torch:
-            written = [
-                ('params', bucket.params),
-                *((f'{name}s', bucket.columns[name]) for name in bucket.columns if name != 'step'),
-            ]
-            check_lists([('grads', bucket.pick(gradients))], written)
 
     def _write(
         self,
@@ -257,8 +234,6 @@ class FusedOptimizer(Optimizer):
         counted: list[DeviceBucket] = []
         updated: list[Bucket] = []
         try:
-            for place in lists.devices:
-                self._check_by_torch(place, gradients)
             for place, given in zip(lists.devices, inputs):
                 if lists.partners is not None:
                     # the owner keeps it
@@ -267,21 +242,25 @@ class FusedOptimizer(Optimizer):
                 ops.step_prologue(*table, *hyper.rates_on(place.device), **given)
                 counted.append(place)
             for place in lists.devices:
-                for bucket in place.fused:
-                    self._algorithm.update(bucket, bucket.pick(gradients), place.decision)
-                    updated.append(bucket)
-                for bucket in place.by_torch:
-                    assert bucket.group is not None
-                    group = self.param_groups[bucket.group]
-                    self._algorithm.update_by_torch(bucket, bucket.pick(gradients), place.decision, group)
+                for bucket in place.buckets:
+                    mine = bucket.pick(gradients)
+                    if bucket.group is None:
+                        self._algorithm.update(bucket, mine, place.decision)
+                    else:
+                        self._algorithm.update_by_torch(bucket, mine, place.decision, self.param_groups[bucket.group])
                     updated.append(bucket)
         except BaseException as error:
             # an op that refuses has written nothing: the steps that it should have taken are not counted
             for place in counted:
-                steps = [step for bucket in place.fused if bucket not in updated for step in bucket.steps]
+                steps = [
+                    step
+                    for bucket in place.buckets
+                    if bucket.group is None and bucket not in updated
+                    for step in bucket.steps
+                ]
                 if steps:
                     torch._foreach_add_(steps, [place.decision[0] - 1] * len(steps))
-            if not updated:
+            if not updated and isinstance(error, ValueError):
                 raise self._explained(error) from error
             self._begin(lists, [parameter for bucket in updated for parameter in bucket.params])
             raise
@@ -296,12 +275,11 @@ class FusedOptimizer(Optimizer):
 
     def _scaling(self, device: torch.device) -> dict[str, Tensor]:
         """What a GradScaler has set."""
-        given = {'scale': getattr(self, 'grad_scale', None), 'found_inf': getattr(self, 'found_inf', None)}
         scaling = {}
-        for name, value in given.items():
+        for name, attribute in (('scale', 'grad_scale'), ('found_inf', 'found_inf')):
+            value = getattr(self, attribute, None)
             if value is None:
                 continue
-            attribute = 'grad_scale' if name == 'scale' else name
             if not isinstance(value, (Tensor, int, float)) or (isinstance(value, Tensor) and value.numel() != 1):
                 raise AmpUsageError(
                     f'{type(self).__name__}.{attribute} is {value!r}: one number or None is expected, as GradScaler sets it.'
@@ -317,16 +295,10 @@ class FusedOptimizer(Optimizer):
         return {**super().__getstate__(), '_state_dtype': self._state_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        entries = state.get('state', {})
-        if any(isinstance(entry, _Saved) for entry in entries.values()):
-            # before torch takes up anything of it
-            order = {id(p): i for i, p in enumerate(p for group in state['param_groups'] for p in group['params'])}
-            adopted: defaultdict[Any, Any] = defaultdict(dict)
-            for key, entry in entries.items():
-                if isinstance(entry, _Saved) and isinstance(key, Tensor):
-                    entry = self._adopted(key, entry.state, f'state[{order[id(key)]}]')
-                adopted[key] = entry.state if isinstance(entry, _Saved) else entry
-            state = {**state, 'state': adopted}
+        loaded = self.__dict__.get('_loaded')
+        if loaded is not None:
+            # in place of what torch has cast to the types of the parameters
+            state = {**state, 'state': defaultdict(dict, {**state['state'], **loaded})}
         super().__setstate__(state)
         self._lists = None
         self._hyper = None
@@ -352,6 +324,7 @@ class FusedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
+            self.__dict__.pop('_loaded', None)
 
     def _held(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         for index, group in enumerate(state_dict['param_groups']):
@@ -361,8 +334,20 @@ class FusedOptimizer(Optimizer):
                     f'param_groups[{index}] of the state dict has no {missing[0]!r}: that of '
                     f'torch.optim.{self._algorithm.torch_name} or {type(self).__name__} is expected.'
                 )
-        held = {key: _Saved(entry) if isinstance(entry, dict) else entry for key, entry in state_dict['state'].items()}
-        return {**state_dict, 'state': held}
+        ids = [key for group in state_dict['param_groups'] for key in group['params']]
+        places = {
+            key: (index, parameter) for index, (key, parameter) in enumerate(zip(ids, parameters_of(self.param_groups)))
+        }
+        rest: dict[Any, Any] = {}
+        loaded: dict[Tensor, Any] = {}
+        for key, entry in state_dict['state'].items():
+            if key in places and isinstance(entry, dict):
+                index, parameter = places[key]
+                loaded[parameter] = self._adopted(parameter, entry, f'state[{index}]')
+            else:
+                rest[key] = entry
+        self.__dict__['_loaded'] = loaded
+        return {**state_dict, 'state': rest}
 
     def _adopted(self, parameter: Tensor, saved: Mapping[str, Any], label: str) -> dict[str, Any]:
         """A copy of what was saved for a parameter."""

@@ -13,14 +13,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import ops
 from ..errors import AmpUsageError
+from ..ops.checks import check_lists
+from ..ops.identity import fingerprints
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import dtype_name
 from .algorithm import Algorithm
-from .tensor_lists import Bucket, DeviceBucket, TensorLists, fingerprint, parameters_of
+from .tensor_lists import Bucket, DeviceBucket, TensorLists, parameters_of
 
 FUSED = (torch.float32, *HALF_TYPES)
 REAL = (torch.float32, torch.float64, *HALF_TYPES)
 COMPLEX = (torch.complex64, torch.complex128)
+#: The group of parameters that torch's own functions step, or -1; and the state that they need.
+Kind = tuple[int, tuple[str, ...]]
 
 
 class Buffers:
@@ -93,12 +97,13 @@ class Gatherer:
         chosen = [index for index, gradient in enumerate(gradients) if gradient is not None]
         for index in chosen:
             self._check(index, parameters[index], gradients[index], names[group_of[index]])
-        places: dict[torch.device, dict[tuple[Any, ...], list[int]]] = defaultdict(dict)
-        for position, index in enumerate(chosen):
-            parameter, number = parameters[index], group_of[index]
-            # torch's functions take the hyper-parameters of one group, and tensors of one type
-            kind = (names[number],) if parameter.dtype in FUSED else (names[number], number, parameter.dtype)
-            places[parameter.device].setdefault(kind, []).append(position)
+        # torch's own functions take the hyper-parameters of one group
+        kinds = [
+            (-1 if parameters[index].dtype in FUSED else group_of[index], names[group_of[index]]) for index in chosen
+        ]
+        places: dict[torch.device, dict[Kind, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for position, (index, kind) in enumerate(zip(chosen, kinds)):
+            places[parameters[index].device][kind].append(position)
         if partners is not None:
             if len(places) > 1:
                 raise AmpUsageError(
@@ -107,7 +112,7 @@ class Gatherer:
                 )
             if not places and parameters:
                 # nothing is stepped, but others may wait for the decision
-                places[parameters[0].device] = {}
+                places[parameters[0].device].clear()
         stepped = [parameters[index] for index in chosen]
         beside: list[Tensor | None] = (
             [None] * len(stepped) if partners is None else [partners[index] for index in chosen]
@@ -117,8 +122,8 @@ class Gatherer:
             lengths=[len(group['params']) for group in groups],
             names=names,
             options=options,
-            parameters=fingerprint(parameters),
-            gradients=fingerprint(gradients),
+            parameters=parameters,
+            fingerprints=fingerprints(parameters, gradients),
             partners=partners,
             devices=[self._place(device, kinds, stepped, beside, own_group) for device, kinds in places.items()],
             begun=self._begun,
@@ -127,42 +132,37 @@ class Gatherer:
     def _place(
         self,
         device: torch.device,
-        kinds: Mapping[tuple[Any, ...], list[int]],
+        kinds: Mapping[Kind, list[int]],
         stepped: list[Tensor],
         partners: list[Tensor | None],
         group_of: list[int],
     ) -> DeviceBucket:
-        fused = sorted((names, positions) for (names, *own), positions in kinds.items() if not own)
-        total = sum(len(positions) for _, positions in fused)
+        # those of the fused ops first
+        buckets = [self._bucket(kind, positions, stepped, partners) for kind, positions in sorted(kinds.items())]
+        fused = [bucket for bucket in buckets if bucket.group is None]
         count = sum(len(group['params']) for group in self._optimizer.param_groups)
+        total = sum(len(bucket.params) for bucket in fused)
         rows = self._buffers.rows('rows', device, total, ops.ROW, count)
-        buckets: list[Bucket] = []
-        for names, positions in fused:
-            begin = sum(len(bucket.params) for bucket in buckets)
-            bucket = self._bucket(names, positions, stepped, partners)
-            bucket.rows = rows[begin : begin + len(positions)]
-            if not names:
+        begin = 0
+        for bucket in fused:
+            bucket.rows = rows[begin : begin + len(bucket.params)]
+            begin += len(bucket.params)
+            if not bucket.columns:
                 # the prologue counts steps, and nobody asks for these
-                bucket.steps = list(self._buffers.rows('steps', device, len(positions), 1, count)[:, 0].unbind())
-            buckets.append(bucket)
-        by_torch = []
-        for (names, *own), positions in kinds.items():
-            if own:
-                by_torch.append(self._bucket(names, positions, stepped, partners))
-                by_torch[-1].group = own[0]
+                bucket.steps = list(self._buffers.rows('steps', device, len(bucket.params), 1, count)[:, 0].unbind())
         return DeviceBucket(
             device=device,
-            fused=buckets,
-            by_torch=by_torch,
+            buckets=buckets,
             rows=rows,
             steps=[step for bucket in buckets for step in bucket.steps],
-            groups=torch.tensor([group_of[i] for _, positions in fused for i in positions], dtype=torch.int64),
+            groups=torch.tensor(
+                [group_of[i] for bucket in fused for i in kinds[-1, tuple(bucket.columns)]], dtype=torch.int64
+            ),
             decision=self._buffers.rows('decision', device, 1, ops.DECISION)[0],
         )
 
-    def _bucket(
-        self, names: tuple[str, ...], positions: list[int], stepped: list[Tensor], partners: list[Tensor | None]
-    ) -> Bucket:
+    def _bucket(self, kind: Kind, positions: list[int], stepped: list[Tensor], partners: list[Tensor | None]) -> Bucket:
+        group, names = kind
         params = [stepped[position] for position in positions]
         states: list[dict[str, Any]] = []
         columns: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -178,13 +178,17 @@ class Gatherer:
                 columns[name].append(whole[name])
         beside = [partners[position] for position in positions]
         has_partners = any(partner is not None for partner in beside)
+        if group >= 0:
+            # torch's own functions do not look
+            moments = [(f'{name}s', column) for name, column in columns.items() if name != 'step']
+            check_lists([], [('params', params), *moments])
         return Bucket(
-            group=None,
-            indices=positions,
+            group=None if group < 0 else group,
+            indices=None if len(positions) == len(stepped) else positions,
             params=params,
             states=states,
             columns=columns,
-            steps=columns.get('step', []),
+            steps=columns.get('step', []) if group < 0 else [],
             partners=[p if b is None else b for p, b in zip(params, beside)] if has_partners else [],
             rows=torch.empty(0),
         )

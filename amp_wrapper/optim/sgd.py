@@ -45,14 +45,8 @@ class _Sgd(Algorithm):
         buffers = bucket.columns.get('momentum_buffer', [])
         ops.fused_sgd(gradients, bucket.params, buffers, bucket.partners, bucket.rows, decision)
 
-    def _call_torch(
-        self,
-        params: list[Tensor],
-        grads: list[Tensor],
-        columns: dict[str, list[Tensor]],
-        group: Mapping[str, Any],
-        skip: Tensor,
-    ) -> None:
+    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
+        params, columns = bucket.params, bucket.columns
         words: dict[str, Any] = {name: float(group[name]) for name in ('momentum', 'weight_decay')}
         words |= {
             'lr': group['lr'],
@@ -92,7 +86,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     16-bit model weights.
 
     Args:
-        params: Parameters, or dicts of groups, of any real or complex floating type, on any device.
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones
+            are stepped by torch's own functions.
         lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
             the CPU beside parameters elsewhere is read by the host.
         momentum: Of the running sum of gradients; 0 for none.

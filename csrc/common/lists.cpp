@@ -85,9 +85,34 @@ std::vector<Span> spans_of(const Operands& operands) {
   return spans;
 }
 
+c10::Device device_of(at::TensorList tensors, at::ArrayRef<Scalar> scalars) {
+  if (!tensors.empty()) return tensors[0].device();
+  c10::Device device = c10::kCPU;
+  for (const Scalar& scalar : scalars) {
+    if (scalar.tensor.has_value()) device = scalar.tensor->device();
+  }
+  return device;
+}
+
 }  // namespace
 
 void Flat::check_overlap(const List* lists) const {
+  if (std::none_of(lists, lists + operands_.size(), [](const List& list) { return list.written; })) return;
+  // most steps find their tensors where they were: what shared no memory then shares none now
+  constexpr std::size_t kWidths = 8;
+  thread_local std::vector<std::uintptr_t> apart[kWidths];
+  std::vector<std::uintptr_t> places;
+  places.reserve(operands_.size() * (2 * size() + 1));
+  for (std::size_t list = 0; list < operands_.size(); ++list) {
+    places.push_back(lists[list].written);
+    for (const Operand& operand : operands_[list]) {
+      places.push_back(reinterpret_cast<std::uintptr_t>(operand.data));
+      places.push_back(operand.dense ? static_cast<std::uintptr_t>(operand.bytes) : 0);
+    }
+  }
+  std::vector<std::uintptr_t>& known = apart[operands_.size() % kWidths];
+  if (places == known) return;
+  bool shares = false;
   std::vector<std::vector<Span>> spans;
   spans.reserve(operands_.size());
   for (const auto& operands : operands_) spans.push_back(spans_of(operands));
@@ -108,6 +133,7 @@ void Flat::check_overlap(const List* lists) const {
         while (target != targets.end() && target->end <= source.begin) ++target;
         for (auto hit = target; hit != targets.end() && hit->begin < source.end; ++hit) {
           // what is idle beside another list is not written
+          shares = true;
           const bool twice =
               lists[other].written && !operands_[other][source.index].idle && !operands_[written][hit->index].idle;
           const bool same = !twice && hit->index == source.index && hit->begin == source.begin && hit->end == source.end &&
@@ -119,6 +145,7 @@ void Flat::check_overlap(const List* lists) const {
       }
     }
   }
+  if (!shares) known = std::move(places);
 }
 
 // A scalar that lies in what is written would change while it is read, and a flag in what is read would be read.
@@ -138,7 +165,8 @@ void Flat::check_apart(const List* lists, const Scalar& scalar) const {
   }
 }
 
-Flat::Flat(const List* lists, std::size_t width, c10::DeviceType device_type, at::ArrayRef<Scalar> scalars) {
+Flat::Flat(const List* lists, std::size_t width, c10::DeviceType device_type, at::ArrayRef<Scalar> scalars)
+    : device_(device_of(lists[0].tensors, scalars)) {
   const List& first = lists[0];
   const std::size_t size = first.tensors.size();
   for (std::size_t which = 0; which < width; ++which) {
@@ -147,8 +175,7 @@ Flat::Flat(const List* lists, std::size_t width, c10::DeviceType device_type, at
                       list.tensors.size(), ": the lists must pair up.");
   }
   if (size == 0) return;
-  const c10::Device device = first.tensors[0].device();
-  TORCH_CHECK_NOT_IMPLEMENTED(device.type() == device_type, first.name, "[0] is on ", device,
+  TORCH_CHECK_NOT_IMPLEMENTED(device_.type() == device_type, first.name, "[0] is on ", device_,
                               ": one call of the compiled op serves one device.");
 
   // one pass over the tensors, which lie all over the memory
@@ -167,7 +194,7 @@ Flat::Flat(const List* lists, std::size_t width, c10::DeviceType device_type, at
       const at::Tensor& tensor = list.tensors[i];
       TORCH_CHECK_VALUE(which == 0 || tensor.sizes() == model.sizes(), first.name, "[", i, "] has shape ", shape_of(model),
                         " and ", list.name, "[", i, "] ", shape_of(tensor), ".");
-      const Type type = check_one(list, i, tensor, device);
+      const Type type = check_one(list, i, tensor, device_);
       const bool dense = tensor.is_non_overlapping_and_dense();
       TORCH_CHECK_VALUE(!list.written || is_writable(tensor), list.name, "[", i, "]", kNotWritable);
       TORCH_CHECK_VALUE(!list.written || dense || at::has_internal_overlap(tensor) != at::MemOverlap::Yes, list.name, "[", i,
@@ -230,16 +257,8 @@ void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device
   check_own(name, scalar, written);
 }
 
-void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device) {
-  if (scalar.has_value()) check_scalar(name, *scalar, device);
-}
-
-void check_flag(const char* name, const at::Tensor& flag, c10::Device device) {
-  check_scalar(name, flag, device, c10::ScalarType::Float, true);
-}
-
-void check_flag(const char* name, const std::optional<at::Tensor>& flag, c10::Device device) {
-  if (flag.has_value()) check_flag(name, *flag, device);
+void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device, bool written) {
+  if (scalar.has_value()) check_scalar(name, *scalar, device, c10::ScalarType::Float, written);
 }
 
 void bump_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
@@ -248,11 +267,14 @@ void bump_version(const std::optional<at::Tensor>& tensor) {
   if (tensor.has_value()) bump_version(*tensor);
 }
 
-c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise,
-                      const std::optional<at::Tensor>& or_else) {
-  if (!tensors.empty()) return tensors[0].device();
-  if (otherwise.has_value()) return otherwise->device();
-  return or_else.has_value() ? or_else->device() : c10::Device(c10::kCPU);
+Flat check_call(std::initializer_list<List> lists, c10::DeviceType device_type, std::initializer_list<Scalar> scalars) {
+  const c10::Device device = device_of(lists.begin()->tensors, scalars);
+  for (const Scalar& scalar : scalars) check_scalar(scalar.name, scalar.tensor, device, scalar.written);
+  Flat flat(lists, device_type, scalars);
+  for (const Scalar& scalar : scalars) {
+    if (scalar.written && flat.size() > 0) bump_version(scalar.tensor);
+  }
+  return flat;
 }
 
 std::tuple<at::Tensor, at::Tensor> new_norms(at::TensorList tensors, c10::Device device, bool per_tensor) {
@@ -293,7 +315,7 @@ void check_scale_state(const at::Tensor& scale, const at::Tensor& growth_tracker
     TORCH_CHECK_VALUE(tensor->device() == scale.device(), name, " is on ", tensor->device(), " and scale on ", scale.device(),
                       ": they belong on one device.");
   }
-  check_flag("scale", scale, scale.device());
+  check_scalar("scale", scale, scale.device(), at::kFloat, true);
   check_scalar("growth_tracker", growth_tracker, scale.device(), at::kInt, true);
   check_scalar("hysteresis_tracker", hysteresis_tracker, scale.device(), at::kInt, true);
   check_scalar("found_inf", found_inf, scale.device());

@@ -44,6 +44,8 @@ class Flat {
   Flat(const List* lists, std::size_t width, c10::DeviceType device, at::ArrayRef<Scalar> scalars = {});
 
   std::size_t size() const { return counts_.size(); }
+  // that of the tensors; without any, that of the last scalar there is, or the CPU
+  c10::Device device() const { return device_; }
   const std::vector<std::int64_t>& counts() const { return counts_; }
   void* data(std::size_t list, std::size_t index) const { return operands_[list][index].data; }
   Type type(std::size_t list, std::size_t index) const { return operands_[list][index].type; }
@@ -65,6 +67,7 @@ class Flat {
   void check_overlap(const List* lists) const;
   void check_apart(const List* lists, const Scalar& scalar) const;
 
+  c10::Device device_ = c10::kCPU;
   std::vector<std::vector<Operand>> operands_;
   std::vector<std::int64_t> counts_;
   std::vector<at::Tensor> temporaries_;
@@ -74,11 +77,11 @@ class Flat {
 // A scalar argument: one float32 element on `device`. The name goes into the error.
 void check_scalar(const char* name, const at::Tensor& scalar, c10::Device device, c10::ScalarType type = c10::ScalarType::Float,
                   bool written = false);
-void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device);
+void check_scalar(const char* name, const std::optional<at::Tensor>& scalar, c10::Device device, bool written = false);
 
-// A flag: a scalar that is written.
-void check_flag(const char* name, const at::Tensor& flag, c10::Device device);
-void check_flag(const char* name, const std::optional<at::Tensor>& flag, c10::Device device);
+// The lists of an op, with its scalars of one float32 element: checked, and the written ones counted as such where there are
+// tensors.
+Flat check_call(std::initializer_list<List> lists, c10::DeviceType device, std::initializer_list<Scalar> scalars);
 
 // Any argument: it has memory, and may be written where it is.
 void check_own(const char* name, const at::Tensor& tensor, bool written);
@@ -90,10 +93,6 @@ std::string name_of(c10::ScalarType type);
 // Autograd must learn of the write before it happens, so that a tensor that may not be written raises with nothing done.
 void bump_version(const at::Tensor& tensor);
 void bump_version(const std::optional<at::Tensor>& tensor);
-
-// Where the tensors are; where there are none, the device of the first scalar there is, or the CPU.
-c10::Device device_of(at::TensorList tensors, const std::optional<at::Tensor>& otherwise = std::nullopt,
-                      const std::optional<at::Tensor>& or_else = std::nullopt);
 
 // Room for the results of a norm: a float32 scalar, and one float32 element for each tensor, or none.
 std::tuple<at::Tensor, at::Tensor> new_norms(at::TensorList tensors, c10::Device device, bool per_tensor);

@@ -103,13 +103,9 @@ float tree_sum(float* values, std::int64_t count) {
 
 void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
                         const std::optional<at::Tensor>& found_inf) {
-  const c10::Device device = device_of(sources, found_inf, scale);
-  check_scalar("scale", scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU,
-                  {{"scale", scale}, {"found_inf", found_inf, true}});
+  const Flat flat = check_call({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU,
+                               {{"scale", scale}, {"found_inf", found_inf, true}});
   if (flat.size() == 0) return;
-  bump_version(found_inf);
   const float factor = value_of(scale);
   std::atomic<bool> found{false};
   const auto kernel = kernels().scale;
@@ -127,14 +123,9 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
 void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList targets, const std::optional<at::Tensor>& a,
                         const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& found_inf, bool check_x,
                         bool check_y) {
-  const c10::Device device = device_of(xs, found_inf, a);
-  check_scalar("a", a, device);
-  check_scalar("b", b, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCPU,
-                  {{"a", a}, {"b", b}, {"found_inf", found_inf, true}});
+  const Flat flat = check_call({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCPU,
+                               {{"a", a}, {"b", b}, {"found_inf", found_inf, true}});
   if (flat.size() == 0) return;
-  bump_version(found_inf);
   const Axpby function{value_of(a), value_of(b)};
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
   const bool checks = found_inf.has_value() && checked != 0;
@@ -163,11 +154,9 @@ void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
 }
 
 void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
-  check_flag("found_inf", found_inf, device_of(tensors, found_inf));
   const std::optional<at::Tensor> flag = found_inf;
-  const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", flag, true}});
+  const Flat flat = check_call({{"tensors", tensors}}, c10::kCPU, {{"found_inf", flag, true}});
   if (flat.size() == 0) return;
-  bump_version(found_inf);
   std::atomic<bool> found{false};
   const auto kernel = kernels().largest;
   for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
@@ -200,17 +189,14 @@ std::vector<float> sums_of(const Launch& launch, std::vector<float>& chunks, std
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
-  check_scalar("inverse_scale", inverse_scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", found_inf, true}});
-  bump_version(found_inf);
+  const Flat flat =
+      check_call({{"tensors", tensors}}, c10::kCPU, {{"inverse_scale", inverse_scale}, {"found_inf", found_inf, true}});
   const Launch launch = whole_plan(flat.counts());
   std::vector<float> chunks(launch.chunks());
   std::atomic<bool> found{false};
   sum_chunks(flat, launch, chunks.data(), &found);
   std::vector<float> sums = sums_of(launch, chunks, tensors.size());
-  auto result = new_norms(tensors, device, per_tensor);
+  auto result = new_norms(tensors, flat.device(), per_tensor);
   const float factor = value_of(inverse_scale);
   if (per_tensor) {
     auto* norms = static_cast<float*>(std::get<1>(result).mutable_data_ptr());
@@ -224,11 +210,8 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                         const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
-  check_scalar("inverse_scale", inverse_scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCPU, {{"found_inf", found_inf, true}});
-  bump_version(found_inf);
+  const Flat flat =
+      check_call({{"tensors", tensors}}, c10::kCPU, {{"inverse_scale", inverse_scale}, {"found_inf", found_inf, true}});
   const Launch launch = whole_plan(flat.counts());
   std::vector<std::int32_t> chunks(launch.chunks());
   const auto kernel = kernels().largest;
@@ -243,7 +226,7 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
     most[launch.entries[i].tensor] = value;
     all = std::max(all, value);
   }
-  auto result = new_norms(tensors, device, per_tensor);
+  auto result = new_norms(tensors, flat.device(), per_tensor);
   const float factor = value_of(inverse_scale);
   if (per_tensor) {
     auto* norms = static_cast<float*>(std::get<1>(result).mutable_data_ptr());
@@ -256,12 +239,8 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
 
 at::Tensor multi_tensor_scale_l2norm(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
                                      const std::optional<at::Tensor>& found_inf) {
-  const c10::Device device = device_of(sources, found_inf, scale);
-  check_scalar("scale", scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU,
-                  {{"scale", scale}, {"found_inf", found_inf, true}});
-  bump_version(found_inf);
+  const Flat flat = check_call({{"sources", sources}, {"targets", targets, true, false}}, c10::kCPU,
+                               {{"scale", scale}, {"found_inf", found_inf, true}});
   const float factor = value_of(scale);
   std::atomic<bool> found{false};
   const bool around = flat.size() > 0 && streams(flat, 1);
@@ -286,7 +265,7 @@ at::Tensor multi_tensor_scale_l2norm(at::TensorList sources, at::TensorList targ
     flat.finish();
   }
   std::vector<float> sums = sums_of(launch, chunks, sources.size());
-  at::Tensor norm = std::get<0>(new_norms(sources, device, false));
+  at::Tensor norm = std::get<0>(new_norms(sources, flat.device(), false));
   *static_cast<float*>(norm.mutable_data_ptr()) =
       std::sqrt(tree_sum(sums.data(), static_cast<std::int64_t>(sums.size()))) * factor;
   if (found_inf.has_value()) raise_flag(found_inf, found);
@@ -297,7 +276,7 @@ at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) 
   check_refresh_types(weights, masters);
   const Flat flat({{"weights", weights}, {"masters", masters, true, true}}, c10::kCPU);
   at::Tensor edited =
-      at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device_of(weights)));
+      at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(flat.device()));
   // one byte for each chunk, so that no two threads write to one place
   const Launch launch = whole_plan(flat.counts());
   std::vector<char> found(launch.chunks(), 0);
@@ -337,10 +316,19 @@ void step_prologue(const at::Tensor& decision, const at::Tensor& rows, at::Tenso
                                             scale, growth_tracker, hysteresis_tracker, counts, rule, max_norm, clip_value},
                                            c10::kCPU);
   const bool taken = !prologue.decide.skips();
+  // as after the last change of group or count: powers are not taken again
+  float before = 0.0f;
   for (std::size_t i = 0; i < prologue.steps.size(); ++i) {
     const std::int64_t group = prologue.groups[i];
-    fill_row(prologue.kind, prologue.hyper + group * kHyper, prologue.rates[group],
-             static_cast<float*>(prologue.steps.data(0, i)), taken, prologue.rows + i * kRow);
+    auto* steps = static_cast<float*>(prologue.steps.data(0, i));
+    float* row = prologue.rows + i * kRow;
+    if (i > 0 && group == prologue.groups[i - 1] && bits_of(*steps) == bits_of(before)) {
+      std::copy(row - kRow, row, row);
+      *steps = *static_cast<const float*>(prologue.steps.data(0, i - 1));
+      continue;
+    }
+    before = *steps;
+    fill_row(prologue.kind, prologue.hyper + group * kHyper, prologue.rates[group], steps, taken, row);
   }
   prologue.steps.finish();
   prologue.decide(prologue.decision);

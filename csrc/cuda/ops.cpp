@@ -18,13 +18,10 @@ float* flag_of(const std::optional<at::Tensor>& flag) {
 
 void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
                         const std::optional<at::Tensor>& found_inf) {
-  const c10::Device device = device_of(sources, found_inf, scale);
-  check_scalar("scale", scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA,
-                  {{"scale", scale}, {"found_inf", found_inf, true}});
+  const Flat flat = check_call({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA,
+                               {{"scale", scale}, {"found_inf", found_inf, true}});
   if (flat.size() == 0) return;
-  bump_version(found_inf);
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   launch_all<2>(flat, device, [&](const auto& work, auto) {
     return launch_scale(work, value_of(scale), flag_of(found_inf), stream_of(device));
@@ -35,14 +32,10 @@ void multi_tensor_scale(at::TensorList sources, at::TensorList targets, const st
 void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList targets, const std::optional<at::Tensor>& a,
                         const std::optional<at::Tensor>& b, const std::optional<at::Tensor>& found_inf, bool check_x,
                         bool check_y) {
-  const c10::Device device = device_of(xs, found_inf, a);
-  check_scalar("a", a, device);
-  check_scalar("b", b, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCUDA,
-                  {{"a", a}, {"b", b}, {"found_inf", found_inf, true}});
+  const Flat flat = check_call({{"xs", xs}, {"ys", ys}, {"targets", targets, true, false}}, c10::kCUDA,
+                               {{"a", a}, {"b", b}, {"found_inf", found_inf, true}});
   if (flat.size() == 0) return;
-  bump_version(found_inf);
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   const int checked = (check_x ? 1 : 0) | (check_y ? 2 : 0);
   launch_all<3>(flat, device, [&](const auto& work, auto) {
@@ -52,21 +45,19 @@ void multi_tensor_axpby(at::TensorList xs, at::TensorList ys, at::TensorList tar
 }
 
 void multi_tensor_copy(at::TensorList sources, at::TensorList targets) {
-  const c10::Device device = device_of(sources);
   const Flat flat({{"sources", sources}, {"targets", targets, true, false, &sources}}, c10::kCUDA);
   if (flat.size() == 0) return;
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   launch_all<2>(flat, device, [&](const auto& work, auto) { return launch_copy(work, stream_of(device)); });
   flat.finish();
 }
 
 void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_inf) {
-  const c10::Device device = device_of(tensors, found_inf);
-  check_flag("found_inf", found_inf, device);
   const std::optional<at::Tensor> flag = found_inf;
-  const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", flag, true}});
+  const Flat flat = check_call({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", flag, true}});
   if (flat.size() == 0) return;
-  bump_version(found_inf);
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   launch_all<1>(flat, device,
                 [&](const auto& work, auto) { return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device)); });
@@ -99,11 +90,9 @@ void launch_sums(const Flat& flat, c10::Device device, float* chunks, float* fou
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                        const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
-  check_scalar("inverse_scale", inverse_scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", found_inf, true}});
-  bump_version(found_inf);
+  const Flat flat =
+      check_call({{"tensors", tensors}}, c10::kCUDA, {{"inverse_scale", inverse_scale}, {"found_inf", found_inf, true}});
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   auto result = new_norms(tensors, device, per_tensor);
   const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, at::TensorOptions().dtype(at::kFloat).device(device));
@@ -115,12 +104,9 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_l2norm(at::TensorList tensors, c
 
 at::Tensor multi_tensor_scale_l2norm(at::TensorList sources, at::TensorList targets, const std::optional<at::Tensor>& scale,
                                      const std::optional<at::Tensor>& found_inf) {
-  const c10::Device device = device_of(sources, found_inf, scale);
-  check_scalar("scale", scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA,
-                  {{"scale", scale}, {"found_inf", found_inf, true}});
-  bump_version(found_inf);
+  const Flat flat = check_call({{"sources", sources}, {"targets", targets, true, false}}, c10::kCUDA,
+                               {{"scale", scale}, {"found_inf", found_inf, true}});
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   at::Tensor norm = std::get<0>(new_norms(sources, device, false));
   const at::Tensor chunks = at::empty({all_chunks(flat.counts())}, at::TensorOptions().dtype(at::kFloat).device(device));
@@ -143,11 +129,9 @@ at::Tensor multi_tensor_scale_l2norm(at::TensorList sources, at::TensorList targ
 
 std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, const std::optional<at::Tensor>& inverse_scale,
                                                         const std::optional<at::Tensor>& found_inf, bool per_tensor) {
-  const c10::Device device = device_of(tensors, found_inf, inverse_scale);
-  check_scalar("inverse_scale", inverse_scale, device);
-  check_flag("found_inf", found_inf, device);
-  const Flat flat({{"tensors", tensors}}, c10::kCUDA, {{"found_inf", found_inf, true}});
-  bump_version(found_inf);
+  const Flat flat =
+      check_call({{"tensors", tensors}}, c10::kCUDA, {{"inverse_scale", inverse_scale}, {"found_inf", found_inf, true}});
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   const cudaStream_t stream = stream_of(device);
   auto result = new_norms(tensors, device, per_tensor);
@@ -174,8 +158,8 @@ std::tuple<at::Tensor, at::Tensor> multi_tensor_maxnorm(at::TensorList tensors, 
 
 at::Tensor multi_tensor_refresh(at::TensorList weights, at::TensorList masters) {
   check_refresh_types(weights, masters);
-  const c10::Device device = device_of(weights);
   const Flat flat({{"weights", weights}, {"masters", masters, true, true}}, c10::kCUDA);
+  const c10::Device device = flat.device();
   const c10::cuda::CUDAGuard guard(device);
   at::Tensor edited =
       at::zeros({static_cast<std::int64_t>(weights.size())}, at::TensorOptions().dtype(at::kBool).device(device));

@@ -147,6 +147,55 @@ def test_wide_and_complex_parameters(
     assert all(moment.dtype is dtype for moment in moments)
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    ('cls', 'kwargs'), [*KINDS, (FusedSGD, dict(**MOMENTUM, dampening=0.5, nesterov=False, weight_decay=0.1))]
+)
+def test_wide_parameters_under_an_owner(
+    cls: type[FusedOptimizer], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """torch's own functions get unscaled, clipped gradients, skip as the others do, and work on any layout."""
+    start = weights(device, dtype)
+    mine = [
+        nn.Parameter(start[0].detach()),
+        nn.Parameter(start[1].detach().t()),
+        nn.Parameter(torch.ones(3, device=device)),
+    ]
+    copies = [mine[0].detach().clone(), None, None]
+    theirs = [nn.Parameter(p.detach().clone()) for p in mine]
+    ours, own = cls(mine, **kwargs), THEIRS[cls](theirs, foreach=False, **kwargs)
+    scale = torch.tensor(8.0, device=device)
+    for seed, kind in enumerate('xcxcc'):
+        give(theirs, seed)
+        gradients = [p.grad * 8 for p in theirs]
+        gradients[1] = gradients[1].t().contiguous().t()
+        kept = [g.clone() for g in gradients]
+        found = torch.tensor(float(kind == 'x'), device=device)
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g).float() for g in gradients]))
+        update = Update(gradients, copies, lambda _: dict(found_inf=found, scale=scale, norm=norm, max_norm=0.5))  # noqa: B023
+        before = snapshot(mine, ours)
+        with NoHostRead(), ours.updating(update):
+            ours.step()
+        assert all(map(torch.equal, gradients, kept)) and torch.equal(copies[0], mine[0].detach())
+        if kind == 'x':
+            assert equal([b for b in snapshot(mine, ours) if b.any()], [b for b in before if b.any()])
+        else:
+            nn.utils.clip_grad_norm_(theirs, 0.5)
+            own.step()
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_wide_parameters_that_share_memory_are_refused(device: torch.device) -> None:
+    storage = torch.ones(8, device=device, dtype=torch.float64)
+    mine = [nn.Parameter(torch.ones(4, device=device)), nn.Parameter(storage[:6]), nn.Parameter(storage[2:])]
+    optimizer = FusedAdam(mine)
+    give(mine, 0)
+    with pytest.raises(AmpUsageError, match='share memory'):
+        optimizer.step()
+    assert not optimizer.state and bool((storage == 1).all()) and torch.equal(mine[0], torch.ones_like(mine[0]))
+
+
 @options
 def test_one_optimizer_for_all_types_takes_the_steps_of_one_for_each(
     cls: type[FusedOptimizer], kwargs: dict[str, Any], device: torch.device
@@ -761,8 +810,9 @@ def test_refusals_come_before_anything_changes(
     before = snapshot(mine, optimizer)
     edit, words = WRONG[wrong]
     edit(optimizer, mine)
-    with pytest.raises(AmpUsageError, match=words):
-        optimizer.step()
+    for _ in range(2):
+        with pytest.raises(AmpUsageError, match=words):
+            optimizer.step()
     optimizer.param_groups[0].update(kept)
     assert equal(snapshot(mine, optimizer), before) and bool(optimizer.state) == (begun and bool(before[3:]))
     give(mine, 1)

@@ -295,8 +295,6 @@ def call_of_op(name: str, dtype: torch.dtype, function: Any) -> None:
     count, left = (torch.zeros((), dtype=torch.int32) for _ in range(2))
     decision, rows, moment = torch.zeros(8), torch.zeros(1, 12), torch.zeros(3)
     hyper, group = torch.zeros(1, 7, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    # float64 goes with rows of its own
-    wide = rows.double() if dtype is torch.float64 else rows
     arguments = {
         'multi_tensor_scale': ([x], [y], one, flag),
         'multi_tensor_axpby': ([x], [x.clone()], [y], one, one, flag),
@@ -308,8 +306,8 @@ def call_of_op(name: str, dtype: torch.dtype, function: Any) -> None:
         'multi_tensor_refresh': ([x], [torch.zeros(3)]),
         'update_scale': (torch.ones((), dtype=dtype), count, left, flag, 2.0, 0.5, 2000, 1),
         'step_prologue': (decision, rows.to(dtype), [flag], hyper, group, 0, [], []),
-        'fused_adam': ([x], [y], [moment], [moment.clone()], [], [], wide, decision),
-        'fused_sgd': ([x], [y], [], [], wide, decision),
+        'fused_adam': ([x], [y], [moment], [moment.clone()], [], [], rows, decision),
+        'fused_sgd': ([x], [y], [], [], rows, decision),
     }
     function(*arguments[name])
 

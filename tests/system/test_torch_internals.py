@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -232,3 +233,28 @@ def test_checkpoint_is_still_known_to_the_compiler(backend: str, device: torch.d
     layer.weight.grad = None
     torch.compile(step, backend=backend, fullgraph=True)(x).sum().backward()
     assert torch.equal(layer.weight.grad, expected)
+
+
+def test_constants_when_compiled() -> None:
+    """What torch.compile could not trace in one graph: a function of ctypes."""
+    asked: list[str] = []
+
+    @torch_internals.constant_when_compiled
+    def is_known(name: str) -> bool:
+        asked.append(str(ctypes.c_char_p(name.encode()).value))
+        return name == 'cpu'
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if is_known('cpu') else x
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(double, backend='eager', fullgraph=True)(x), x * 2)
+    assert asked
+    without: list[str] = []
+
+    def untold(name: str) -> bool:
+        without.append(str(ctypes.c_char_p(name.encode()).value))
+        return name == 'cpu'
+
+    with pytest.raises(Exception, match=r'ctypes|Unsupported|graph break'):
+        torch.compile(lambda y: y * 2 if untold('cpu') else y, backend='eager', fullgraph=True)(x)
