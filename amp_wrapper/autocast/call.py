@@ -149,8 +149,8 @@ def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwarg
     devices = devices_of(tensors) or [
         t.device.type for m in args[held:] if isinstance(m, nn.Module) for t in islice(m.parameters(), 1)
     ]
+    args, kwargs = _wide_types(op, devices, args, kwargs)
     with autocast_off(op, devices):
-        args, kwargs = _wide_types(op, devices, args, kwargs)
         if not narrow:
             return function(*args, **kwargs)
         result = _cast_call(function, args, kwargs, held, torch.float32, HALF_TYPES)
