@@ -27,6 +27,8 @@ FOREIGN_RESULTS ?= build/foreign
 KILLS ?= 200
 FILES ?= 10000
 SEED ?= 0
+# what became of each of the damaged files of seed 0, recorded
+VERDICTS ?= tests/data/fuzz_verdicts.json.xz
 
 # of gpu-check: one stage or all, the seconds for each, and DRY=1 to see the commands alone
 STAGE ?= all
@@ -142,7 +144,8 @@ crash-test: $(VENV)/.dev
 	$(BIN)/python tests/system/crash_harness.py --kills $(KILLS) --seed $(SEED) --report benchmarks/results/crash_test.md
 
 fuzz-test: $(VENV)/.dev
-	$(BIN)/python tests/system/fuzz_checkpoints.py --files $(FILES) --seed $(SEED) --report benchmarks/results/fuzz_test.md
+	$(BIN)/python tests/system/fuzz_checkpoints.py --files $(FILES) --seed $(SEED) --report benchmarks/results/fuzz_test.md \
+	$(if $(wildcard $(VERDICTS)),--compare $(VERDICTS))
 
 $(DOWNSTREAM)/.done-$(notdir $(MMCV)): requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/downstream.txt \
 		requirements/downstream-runtime.txt requirements/constraints.txt pyproject.toml setup.py

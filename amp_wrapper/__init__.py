@@ -8,9 +8,10 @@ Without mmengine: ``from amp_wrapper import amp``, the functional interface of `
 
 Importing the package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry, and registers
 the optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there. Without
-mmengine, everything below the mmengine doors, and the functional interface, can be imported.
+mmengine, everything below the mmengine integration, and the functional interface, can be imported.
 """
 
+import sys as _sys
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +32,22 @@ from .optim import FusedAdam, FusedAdamW, FusedSGD
 __version__ = '0.1.0'
 
 if TYPE_CHECKING:
-    from .openmmlab.optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
+    from .openmmlab.apex_optim_wrapper import ApexOptimWrapper
+    from .openmmlab.optim_wrapper import AmpOptimWrapper, TorchAmpOptimWrapper
 
-_DOORS = ('AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
+_INTEGRATIONS = ('AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
 
-if _find_spec('mmengine') is not None:
+# python is about to run amp_wrapper.info, which reports what is there, and builds nothing from a config
+_reports = _sys.argv[:1] == ['-m'] and f'{__name__}.info' in _sys.orig_argv
+
+if _find_spec('mmengine') is not None and not _reports:
+    from .openmmlab.apex_optim_wrapper import ApexOptimWrapper
     from .openmmlab.hooks import AmpInferenceHook as _AmpInferenceHook  # noqa: F401
-    from .openmmlab.optim_wrapper import AmpOptimWrapper, ApexOptimWrapper, TorchAmpOptimWrapper
+    from .openmmlab.optim_wrapper import AmpOptimWrapper, TorchAmpOptimWrapper
 
 
 def __getattr__(name: str) -> Any:
-    if name in _DOORS:
+    if name in _INTEGRATIONS:
         raise ImportError(
             f'amp_wrapper.{name} needs mmengine, which is not installed: pip install mmengine==0.10.7 (and mmcv-lite==2.1.0).'
         )

@@ -18,7 +18,7 @@ class AmpConfigError(AmpError, ValueError, TypeError, AssertionError, RuntimeErr
     """A configuration that cannot mean anything: raised when the wrapper is built, with every conflict at once.
 
     For a wrong argument, mmengine raises ``TypeError``, ``AssertionError`` or ``ValueError``, and apex ``RuntimeError`` too.
-    One error of ours may tell of several arguments, so it is all four: code that catches what those raise goes on working.
+    One error may name several arguments, so it is all four: code that catches what those raise goes on working.
 
     Args:
         problems: One sentence per conflict.

@@ -87,7 +87,7 @@ def build() -> dict[str, Any]:
 
     Returns:
         ``loaded``; ``reason``, why there is no library or none for CUDA; ``how``, what to do where it is missing and nobody
-        chose that; ``sources_changed`` since the build, None where it cannot be told; and what the build noted.
+        chose that; ``sources_changed`` since the build, None where it is unknown; and what the build noted.
     """
     found = loader.library()
     loaded = found.module is not None

@@ -15,7 +15,7 @@ OPTIM_WRAPPERS = Registry(
     'optim wrapper',
     parent=MMENGINE_OPTIM_WRAPPERS,
     scope='amp_wrapper',
-    locations=['amp_wrapper.openmmlab.optim_wrapper'],
+    locations=['amp_wrapper.openmmlab.optim_wrapper', 'amp_wrapper.openmmlab.apex_optim_wrapper'],
 )
 HOOKS = Registry(
     'hook',

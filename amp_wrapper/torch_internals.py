@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils import checkpoint
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
 
 #: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
@@ -78,3 +81,48 @@ def builtin_comm_hooks() -> dict[str, Any]:
     In every version since 1.9 that has ``torch.distributed``.
     """
     return dict(torch._C._distributed_c10d.BuiltinCommHookType.__members__)
+
+
+def untraced(function: _Function) -> _Function:
+    """Break the graph of ``torch.compile`` at every call of ``function``, which runs as it is, with all that it calls.
+
+    :func:`torch.compiler.disable` does the same, but loads ``torch._dynamo`` where a function is decorated, and sets its state
+    at every call. Here both wait for a call while something is compiled; every other call costs one more of Python.
+    ``torch._dynamo`` skips the wrapper by the same two marks as what its own ``skip`` decorates. In every version since 2.6.
+
+    Args:
+        function: A function or method.
+    """
+    untraced_call = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # what compiles the frames of this thread: None where nothing does
+        return (function if frame_compiler() is None else untraced_call)(*args, **kwargs)
+
+    _skip(call)
+    return call  # type: ignore[return-value]
+
+
+def _skip(function: Any) -> None:
+    function._torchdynamo_disable = True
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, 'skip_code'):
+        frames.skip_code(function.__code__)
+    else:
+        # since torch 2.8
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+def constant_when_traced(function: _Function) -> _Function:
+    """Let ``torch.compile`` call ``function`` while it traces, and take the result for a constant.
+
+    :func:`torch.compiler.assume_constant_result` sets the same mark, but loads ``torch._dynamo``. In every version since 2.0.
+
+    Args:
+        function: Its result must not change as long as the process lives.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

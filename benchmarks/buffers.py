@@ -181,8 +181,8 @@ def measure(
             buffers = list(loops[True].model.buffers())
             held = sum(
                 flat.numel() * flat.element_size()
-                for group in loops[True].wrapper._engine._buffers._groups  # type: ignore[union-attr]
-                for flat in (group._copies, group._results)
+                for group in loops[True].wrapper._engine._buffers._tracked.parts  # type: ignore[union-attr]
+                for flat in (group._first, group._now)  # type: ignore[union-attr]
             )
             bytes_ = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
             size = f'{len(buffers)} buffers of {bytes_:,} bytes; the copies, and room for what is written back: {held:,} bytes.'

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from amp_wrapper.engine import AmpEngine
-from amp_wrapper.engine.gradients.unscale import GradientClip
+from amp_wrapper.engine.clipping import GradientClip
 from amp_wrapper.policy import resolve
 
 HAS_MMENGINE = importlib.util.find_spec('mmengine') is not None

@@ -9,13 +9,23 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
+#include <optional>
 #include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace {
 
-using Optional = std::optional<at::Tensor>;
+// The types of arguments, as the kernels have them.
+using Tensor = const at::Tensor&;
+using Tensors = at::TensorList;
+using Optional = const std::optional<at::Tensor>&;
+using Number = std::optional<double>;
 using Traits = c10::MaybeOwnedTraits<at::Tensor>;
 
 // As Python's type(x).__name__; what C calls the name has the module before it where the type was written in C.
@@ -30,41 +40,31 @@ const at::Tensor& tensor_of(const char* name, PyObject* object) {
   return THPVariable_Unpack(object);
 }
 
-Optional optional_of(const char* name, PyObject* object) {
-  if (object == Py_None) return std::nullopt;
-  return tensor_of(name, object);
-}
-
-double double_of(PyObject* object) {
-  const double value = PyFloat_AsDouble(object);
-  if (value == -1.0 && PyErr_Occurred()) throw python_error();
+template <typename T>
+T number_of(PyObject* object) {
+  T value;
+  if constexpr (std::is_same_v<T, bool>) {
+    const int truth = PyObject_IsTrue(object);
+    value = truth != 0;
+    if (truth >= 0) return value;
+  } else if constexpr (std::is_same_v<T, double>) {
+    value = PyFloat_AsDouble(object);
+  } else {
+    value = PyLong_AsLongLong(object);
+  }
+  if (PyErr_Occurred()) throw python_error();
   return value;
-}
-
-std::optional<double> optional_double_of(PyObject* object) {
-  if (object == Py_None) return std::nullopt;
-  return double_of(object);
-}
-
-std::int64_t integer_of(PyObject* object) {
-  const long long value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred()) throw python_error();
-  return value;
-}
-
-bool bool_of(PyObject* object) {
-  const int value = PyObject_IsTrue(object);
-  if (value < 0) throw python_error();
-  return value != 0;
 }
 
 // Numbers of any sequence. Converting one may run code of Python, which may change a list: a tuple stays as it is.
 template <typename T>
-std::vector<T> numbers_of(PyObject* sequence, T (*convert)(PyObject*)) {
+std::vector<T> numbers_of(PyObject* sequence) {
   const THPObjectPtr held(PySequence_Tuple(sequence));
   if (held.get() == nullptr) throw python_error();
   std::vector<T> numbers;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(held.get()); ++i) numbers.push_back(convert(PyTuple_GET_ITEM(held.get(), i)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(held.get()); ++i) {
+    numbers.push_back(number_of<T>(PyTuple_GET_ITEM(held.get(), i)));
+  }
   return numbers;
 }
 
@@ -89,7 +89,7 @@ class Borrowed {
   Borrowed(const Borrowed&) = delete;
   Borrowed& operator=(const Borrowed&) = delete;
 
-  at::TensorList list() const { return tensors_; }
+  operator at::TensorList() const { return tensors_; }
 
  private:
   void release() {
@@ -102,270 +102,192 @@ class Borrowed {
   std::vector<at::Tensor> tensors_;
 };
 
-template <typename Signature>
-auto find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+// An argument of Python as what can be handed to an op that takes a T.
+template <typename T>
+auto converted(const char* name, PyObject* object) {
+  if constexpr (std::is_same_v<T, Tensors>) {
+    return Borrowed(name, object);
+  } else if constexpr (std::is_same_v<T, Tensor>) {
+    return at::Tensor(tensor_of(name, object));
+  } else if constexpr (std::is_same_v<T, Optional>) {
+    return object == Py_None ? std::nullopt : std::optional<at::Tensor>(tensor_of(name, object));
+  } else if constexpr (std::is_same_v<T, Number>) {
+    return object == Py_None ? std::nullopt : Number(number_of<double>(object));
+  } else if constexpr (std::is_same_v<T, at::IntArrayRef>) {
+    return numbers_of<std::int64_t>(object);
+  } else if constexpr (std::is_same_v<T, at::ArrayRef<double>>) {
+    return numbers_of<double>(object);
+  } else {
+    return number_of<T>(object);
+  }
 }
 
-// Ops are not differentiable, and say so by not being asked; other threads of Python run meanwhile. Kernels count versions
-// themselves, which the reference does not: it is not called through here.
-struct Call {
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  pybind11::gil_scoped_release no_gil;
+// All arguments of a call, converted one after the other: bases are made in their order.
+template <std::size_t, typename T>
+struct Held {
+  Held(const char* name, PyObject* object) : value(converted<T>(name, object)) {}
+  decltype(converted<T>(nullptr, nullptr)) value;
 };
 
-void expect(Py_ssize_t given, Py_ssize_t wanted) {
-  TORCH_CHECK_TYPE(given == wanted, "takes ", wanted, " positional arguments, ", given, " were given.");
+template <typename Indices, typename... A>
+struct AllHeld;
+
+template <std::size_t... I, typename... A>
+struct AllHeld<std::index_sequence<I...>, A...> : Held<I, A>... {
+  AllHeld(const std::vector<std::string>& names, PyObject* const* objects) : Held<I, A>(names[I].c_str(), objects[I])... {}
+};
+
+// The device of a call is that of its first tensor.
+template <typename T>
+std::optional<c10::Device> device_of(const T& first) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return first.device();
+  } else {
+    const at::TensorList tensors = first;
+    return tensors.empty() ? std::nullopt : std::optional(tensors[0].device());
+  }
 }
 
-PyObject* pair_of(std::tuple<at::Tensor, at::Tensor>&& result) {
-  PyObject* first = THPVariable_Wrap(std::move(std::get<0>(result)));
-  PyObject* second = THPVariable_Wrap(std::move(std::get<1>(result)));
+PyObject* wrapped(at::Tensor&& result) { return THPVariable_Wrap(std::move(result)); }
+PyObject* wrapped(std::tuple<at::Tensor, at::Tensor>&& result) {
+  PyObject* first = wrapped(std::move(std::get<0>(result)));
+  PyObject* second = wrapped(std::move(std::get<1>(result)));
   return Py_BuildValue("(NN)", first, second);
 }
 
-PyObject* multi_tensor_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op =
-      find<void(at::TensorList, at::TensorList, const Optional&, const Optional&)>("amp_wrapper::multi_tensor_scale");
-  expect(count, 4);
-  const Borrowed sources("sources", args[0]);
-  const Borrowed targets("targets", args[1]);
-  const Optional scale = optional_of("scale", args[2]);
-  const Optional found_inf = optional_of("found_inf", args[3]);
-  {
-    const Call call;
-    op.call(sources.list(), targets.list(), scale, found_inf);
+// What of an op does not depend on its signature: names and defaults of its arguments, and which devices have a kernel.
+class Face {
+ public:
+  Face(const char* name, std::size_t required)
+      : handle(c10::Dispatcher::singleton().findSchemaOrThrow((std::string("amp_wrapper::") + name).c_str(), "")),
+        name_(name),
+        cpu_(handle.hasKernelForDispatchKey(c10::DispatchKey::CPU)),
+        cuda_(handle.hasKernelForDispatchKey(c10::DispatchKey::CUDA)) {
+    for (const c10::Argument& argument : handle.schema().arguments()) {
+      const bool is_flag = argument.type()->kind() == c10::TypeKind::BoolType;
+      const bool is_list = argument.type()->kind() == c10::TypeKind::ListType;
+      PyObject* missing = is_list ? PyTuple_New(0) : Py_None;
+      if (is_flag) missing = argument.default_value()->toBool() ? Py_True : Py_False;
+      defaults_.push_back(names.size() < required ? nullptr : missing);
+      names.push_back(argument.name());
+    }
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
 
-PyObject* multi_tensor_axpby(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op =
-      find<void(at::TensorList, at::TensorList, at::TensorList, const Optional&, const Optional&, const Optional&, bool, bool)>(
-          "amp_wrapper::multi_tensor_axpby");
-  expect(count, 8);
-  const Borrowed xs("xs", args[0]);
-  const Borrowed ys("ys", args[1]);
-  const Borrowed targets("targets", args[2]);
-  const Optional a = optional_of("a", args[3]);
-  const Optional b = optional_of("b", args[4]);
-  const Optional found_inf = optional_of("found_inf", args[5]);
-  const bool check_x = bool_of(args[6]);
-  const bool check_y = bool_of(args[7]);
-  {
-    const Call call;
-    op.call(xs.list(), ys.list(), targets.list(), a, b, found_inf, check_x, check_y);
+  // Where the arguments stand in the order of the schema; what was left out has its default.
+  void arrange(PyObject* const* args, Py_ssize_t positional, PyObject* keywords, PyObject** objects) const {
+    const std::size_t given = static_cast<std::size_t>(positional);
+    TORCH_CHECK_TYPE(given <= names.size(), name_, "() takes ", names.size(), " positional arguments, ", given, " were given.");
+    std::copy(args, args + given, objects);
+    std::fill(objects + given, objects + names.size(), nullptr);
+    for (Py_ssize_t i = 0; keywords != nullptr && i < PyTuple_GET_SIZE(keywords); ++i) {
+      const char* keyword = PyUnicode_AsUTF8(PyTuple_GET_ITEM(keywords, i));
+      const std::size_t at = std::find(names.begin(), names.end(), keyword) - names.begin();
+      TORCH_CHECK_TYPE(at < names.size(), name_, "() got an unexpected keyword argument '", keyword, "'");
+      TORCH_CHECK_TYPE(objects[at] == nullptr, name_, "() got multiple values for argument '", keyword, "'");
+      objects[at] = args[given + i];
+    }
+    for (std::size_t i = given; i < names.size(); ++i) {
+      if (objects[i] == nullptr) objects[i] = defaults_[i];
+      TORCH_CHECK_TYPE(objects[i] != nullptr, name_, "() missing a required argument: '", names[i], "'");
+    }
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
 
-PyObject* multi_tensor_copy(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<void(at::TensorList, at::TensorList)>("amp_wrapper::multi_tensor_copy");
-  expect(count, 2);
-  const Borrowed sources("sources", args[0]);
-  const Borrowed targets("targets", args[1]);
-  {
-    const Call call;
-    op.call(sources.list(), targets.list());
+  // Without a kernel the dispatcher would call the reference, which has to count versions.
+  void expect_kernel(std::optional<c10::Device> device) const {
+    const bool serves = device.has_value() && ((device->is_cpu() && cpu_) || (device->is_cuda() && cuda_));
+    TORCH_CHECK_NOT_IMPLEMENTED(serves, name_, " has no compiled kernel for this call.");
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
 
-PyObject* multi_tensor_isnonfinite(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<void(at::TensorList, const at::Tensor&)>("amp_wrapper::multi_tensor_isnonfinite");
-  expect(count, 2);
-  const Borrowed tensors("tensors", args[0]);
-  const at::Tensor found_inf = tensor_of("found_inf", args[1]);
-  {
-    const Call call;
-    op.call(tensors.list(), found_inf);
+  const c10::OperatorHandle handle;
+  std::vector<std::string> names;
+
+ private:
+  const char* name_;
+  bool cpu_;
+  bool cuda_;
+  // never freed; null for what has to be given
+  std::vector<PyObject*> defaults_;
+};
+
+template <typename Signature>
+class Op;
+
+template <typename R, typename... A>
+class Op<R(A...)> : Face {
+ public:
+  Op(const char* name, std::size_t required) : Face(name, required), typed_(handle.typed<R(A...)>()) {}
+
+  PyObject* operator()(PyObject* const* args, Py_ssize_t count, PyObject* keywords) const {
+    std::array<PyObject*, sizeof...(A)> objects;
+    arrange(args, count, keywords, objects.data());
+    return call(std::index_sequence_for<A...>(), objects.data());
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
 
-using Norm = std::tuple<at::Tensor, at::Tensor>(at::TensorList, const Optional&, const Optional&, bool);
-
-PyObject* norm(const c10::TypedOperatorHandle<Norm>& op, PyObject* const* args, Py_ssize_t count) {
-  expect(count, 4);
-  const Borrowed tensors("tensors", args[0]);
-  const Optional inverse_scale = optional_of("inverse_scale", args[1]);
-  const Optional found_inf = optional_of("found_inf", args[2]);
-  const bool per_tensor = bool_of(args[3]);
-  std::tuple<at::Tensor, at::Tensor> result;
-  {
-    const Call call;
-    result = op.call(tensors.list(), inverse_scale, found_inf, per_tensor);
+ private:
+  template <std::size_t... I>
+  PyObject* call(std::index_sequence<I...> indices, PyObject* const* objects) const {
+    const AllHeld<decltype(indices), A...> all(names, objects);
+    expect_kernel(device_of(static_cast<const Held<0, std::tuple_element_t<0, std::tuple<A...>>>&>(all).value));
+    const auto run = [&] {
+      // ops are not differentiable, and say so by not being asked. Kernels count versions themselves, which the reference does
+      // not: it is not called through here
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      // other threads of Python run meanwhile; nobody waits for work on a few numbers
+      constexpr bool kHasLists = (std::is_same_v<A, Tensors> || ...);
+      [[maybe_unused]] const std::conditional_t<kHasLists, pybind11::gil_scoped_release, int> no_gil{};
+      return typed_.call(static_cast<const Held<I, A>&>(all).value...);
+    };
+    if constexpr (std::is_void_v<R>) {
+      run();
+      Py_RETURN_NONE;
+    } else {
+      return wrapped(run());
+    }
   }
-  return pair_of(std::move(result));
-}
 
-PyObject* multi_tensor_l2norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<Norm>("amp_wrapper::multi_tensor_l2norm");
-  return norm(op, args, count);
-  END_HANDLE_TH_ERRORS
-}
+  c10::TypedOperatorHandle<R(A...)> typed_;
+};
 
-PyObject* multi_tensor_maxnorm(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<Norm>("amp_wrapper::multi_tensor_maxnorm");
-  return norm(op, args, count);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* multi_tensor_scale_l2norm(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<at::Tensor(at::TensorList, at::TensorList, const Optional&, const Optional&)>(
-      "amp_wrapper::multi_tensor_scale_l2norm");
-  expect(count, 4);
-  const Borrowed sources("sources", args[0]);
-  const Borrowed targets("targets", args[1]);
-  const Optional scale = optional_of("scale", args[2]);
-  const Optional found_inf = optional_of("found_inf", args[3]);
-  at::Tensor result;
-  {
-    const Call call;
-    result = op.call(sources.list(), targets.list(), scale, found_inf);
+// `required`: how many arguments have to be given, the first ones.
+#define AMP_OP(name, required, ...)                                                        \
+  PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* keywords) { \
+    HANDLE_TH_ERRORS                                                                       \
+    static const Op<__VA_ARGS__> op(#name, required);                                      \
+    return op(args, count, keywords);                                                      \
+    END_HANDLE_TH_ERRORS                                                                   \
   }
-  return THPVariable_Wrap(std::move(result));
-  END_HANDLE_TH_ERRORS
-}
 
-PyObject* multi_tensor_refresh(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<at::Tensor(at::TensorList, at::TensorList)>("amp_wrapper::multi_tensor_refresh");
-  expect(count, 2);
-  const Borrowed weights("weights", args[0]);
-  const Borrowed masters("masters", args[1]);
-  at::Tensor result;
-  {
-    const Call call;
-    result = op.call(weights.list(), masters.list());
-  }
-  return THPVariable_Wrap(std::move(result));
-  END_HANDLE_TH_ERRORS
-}
+AMP_OP(multi_tensor_scale, 2, void(Tensors, Tensors, Optional, Optional))
+AMP_OP(multi_tensor_axpby, 3, void(Tensors, Tensors, Tensors, Optional, Optional, Optional, bool, bool))
+AMP_OP(multi_tensor_copy, 2, void(Tensors, Tensors))
+AMP_OP(multi_tensor_isnonfinite, 2, void(Tensors, Tensor))
+AMP_OP(multi_tensor_l2norm, 1, std::tuple<at::Tensor, at::Tensor>(Tensors, Optional, Optional, bool))
+AMP_OP(multi_tensor_maxnorm, 1, std::tuple<at::Tensor, at::Tensor>(Tensors, Optional, Optional, bool))
+AMP_OP(multi_tensor_scale_l2norm, 2, at::Tensor(Tensors, Tensors, Optional, Optional))
+AMP_OP(multi_tensor_refresh, 2, at::Tensor(Tensors, Tensors))
+AMP_OP(update_scale, 8, void(Tensor, Tensor, Tensor, Tensor, double, double, std::int64_t, std::int64_t, Number, Number))
+AMP_OP(step_prologue, 6,
+       void(Tensor, Tensor, Tensors, Tensor, Tensor, std::int64_t, Tensors, at::IntArrayRef, Optional, Optional, Optional,
+            Optional, Optional, Optional, Optional, at::ArrayRef<double>, Number, Number))
+AMP_OP(fused_adam, 8, void(Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
+AMP_OP(fused_sgd, 6, void(Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
 
-PyObject* update_scale(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op =
-      find<void(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, std::int64_t,
-                std::int64_t, std::optional<double>, std::optional<double>)>("amp_wrapper::update_scale");
-  expect(count, 10);
-  const at::Tensor& scale = tensor_of("scale", args[0]);
-  const at::Tensor& growth_tracker = tensor_of("growth_tracker", args[1]);
-  const at::Tensor& hysteresis_tracker = tensor_of("hysteresis_tracker", args[2]);
-  const at::Tensor& found_inf = tensor_of("found_inf", args[3]);
-  // the caller holds the arguments, and nobody waits for work of this size
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  op.call(scale, growth_tracker, hysteresis_tracker, found_inf, double_of(args[4]), double_of(args[5]), integer_of(args[6]),
-          integer_of(args[7]), optional_double_of(args[8]), optional_double_of(args[9]));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* step_prologue(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<void(
-      const at::Tensor&, const at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, std::int64_t, at::TensorList,
-      at::IntArrayRef, const Optional&, const Optional&, const Optional&, const Optional&, const Optional&, const Optional&,
-      const Optional&, at::ArrayRef<double>, std::optional<double>, std::optional<double>)>("amp_wrapper::step_prologue");
-  expect(count, 18);
-  const at::Tensor decision = tensor_of("decision", args[0]);
-  const at::Tensor rows = tensor_of("rows", args[1]);
-  const Borrowed steps("steps", args[2]);
-  const at::Tensor hyper = tensor_of("hyper", args[3]);
-  const at::Tensor groups = tensor_of("groups", args[4]);
-  const std::int64_t kind = integer_of(args[5]);
-  const Borrowed rates("rates", args[6]);
-  const auto rated = numbers_of<std::int64_t>(args[7], integer_of);
-  const Optional found_inf = optional_of("found_inf", args[8]);
-  const Optional learned = optional_of("learned", args[9]);
-  const Optional norm = optional_of("norm", args[10]);
-  const Optional scale = optional_of("scale", args[11]);
-  const Optional growth_tracker = optional_of("growth_tracker", args[12]);
-  const Optional hysteresis_tracker = optional_of("hysteresis_tracker", args[13]);
-  const Optional counts = optional_of("counts", args[14]);
-  const auto rule = numbers_of<double>(args[15], double_of);
-  const std::optional<double> max_norm = optional_double_of(args[16]);
-  const std::optional<double> clip_value = optional_double_of(args[17]);
-  {
-    const Call call;
-    op.call(decision, rows, steps.list(), hyper, groups, kind, rates.list(), rated, found_inf, learned, norm, scale,
-            growth_tracker, hysteresis_tracker, counts, rule, max_norm, clip_value);
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* fused_adam(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op = find<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                                   at::TensorList, const at::Tensor&, const at::Tensor&)>("amp_wrapper::fused_adam");
-  expect(count, 8);
-  const Borrowed grads("grads", args[0]);
-  const Borrowed params("params", args[1]);
-  const Borrowed exp_avgs("exp_avgs", args[2]);
-  const Borrowed exp_avg_sqs("exp_avg_sqs", args[3]);
-  const Borrowed max_exp_avg_sqs("max_exp_avg_sqs", args[4]);
-  const Borrowed partners("partners", args[5]);
-  const at::Tensor rows = tensor_of("rows", args[6]);
-  const at::Tensor decision = tensor_of("decision", args[7]);
-  {
-    const Call call;
-    op.call(grads.list(), params.list(), exp_avgs.list(), exp_avg_sqs.list(), max_exp_avg_sqs.list(), partners.list(), rows,
-            decision);
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* fused_sgd(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  static const auto op =
-      find<void(at::TensorList, at::TensorList, at::TensorList, at::TensorList, const at::Tensor&, const at::Tensor&)>(
-          "amp_wrapper::fused_sgd");
-  expect(count, 6);
-  const Borrowed grads("grads", args[0]);
-  const Borrowed params("params", args[1]);
-  const Borrowed momentum_buffers("momentum_buffers", args[2]);
-  const Borrowed partners("partners", args[3]);
-  const at::Tensor rows = tensor_of("rows", args[4]);
-  const at::Tensor decision = tensor_of("decision", args[5]);
-  {
-    const Call call;
-    op.call(grads.list(), params.list(), momentum_buffers.list(), partners.list(), rows, decision);
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
-PyCFunction fast() {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
+#define AMP_METHOD(name) \
+  {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL | METH_KEYWORDS, nullptr}
 
 PyMethodDef methods[] = {
-    {"multi_tensor_scale", fast<multi_tensor_scale>(), METH_FASTCALL, nullptr},
-    {"multi_tensor_axpby", fast<multi_tensor_axpby>(), METH_FASTCALL, nullptr},
-    {"multi_tensor_copy", fast<multi_tensor_copy>(), METH_FASTCALL, nullptr},
-    {"multi_tensor_isnonfinite", fast<multi_tensor_isnonfinite>(), METH_FASTCALL, nullptr},
-    {"multi_tensor_l2norm", fast<multi_tensor_l2norm>(), METH_FASTCALL, nullptr},
-    {"multi_tensor_maxnorm", fast<multi_tensor_maxnorm>(), METH_FASTCALL, nullptr},
-    {"multi_tensor_scale_l2norm", fast<multi_tensor_scale_l2norm>(), METH_FASTCALL, nullptr},
-    {"multi_tensor_refresh", fast<multi_tensor_refresh>(), METH_FASTCALL, nullptr},
-    {"update_scale", fast<update_scale>(), METH_FASTCALL, nullptr},
-    {"step_prologue", fast<step_prologue>(), METH_FASTCALL, nullptr},
-    {"fused_adam", fast<fused_adam>(), METH_FASTCALL, nullptr},
-    {"fused_sgd", fast<fused_sgd>(), METH_FASTCALL, nullptr},
+    AMP_METHOD(multi_tensor_scale),
+    AMP_METHOD(multi_tensor_axpby),
+    AMP_METHOD(multi_tensor_copy),
+    AMP_METHOD(multi_tensor_isnonfinite),
+    AMP_METHOD(multi_tensor_l2norm),
+    AMP_METHOD(multi_tensor_maxnorm),
+    AMP_METHOD(multi_tensor_scale_l2norm),
+    AMP_METHOD(multi_tensor_refresh),
+    AMP_METHOD(update_scale),
+    AMP_METHOD(step_prologue),
+    AMP_METHOD(fused_adam),
+    AMP_METHOD(fused_sgd),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -1,4 +1,4 @@
-"""Look into a checkpoint file of any kind, and turn it into another kind."""
+"""Look into a checkpoint file of any kind, and turn it into weights or into a file for mmengine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from torch import Tensor
-
-import amp_wrapper
-from amp_wrapper.checkpoint import SavedAmp, convert
-from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.policy import resolve
-
-TARGETS = (*convert.WEIGHT_TYPES, 'stock', 'apex')
+#: Those of :mod:`amp_wrapper.checkpoint.convert`, which is imported after the options are read.
+WEIGHT_TYPES = ('fp32', 'fp16', 'bf16')
+WEIGHTS = ('average', 'trained')
+TARGETS = (*WEIGHT_TYPES, 'stock')
 #: What wrote a file of each kind, and what resumes from it as it is.
 KINDS = {
     'own': (
@@ -46,7 +41,7 @@ KINDS = {
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The options; at least one thing to do."""
     parser = argparse.ArgumentParser(
-        description='Look into a checkpoint file, or turn it into another kind: of this package, mmengine, apex, or weights.',
+        description='Look into a checkpoint file of any kind, or turn it into one for mmengine, or into weights.',
         epilog='example: python tools/convert_checkpoint.py work_dirs/cnn_o2/epoch_10.pth --to fp16 --publish',
     )
     parser.add_argument('source', metavar='SRC', help='checkpoint file of any kind; read without running code from it')
@@ -55,12 +50,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         '--to',
         choices=TARGETS,
-        help='fp32, fp16, bf16: weights alone in that type; stock: mmengine resumes from it without this package; '
-        'apex: for scripts on apex and for its wrapper in mmengine',
+        help='fp32, fp16, bf16: weights alone in that type; stock: mmengine resumes from it without this package',
     )
     parser.add_argument(
         '--weights',
-        choices=convert.WEIGHTS,
+        choices=WEIGHTS,
         help='of a file with an EMA: the averaged weights (default), or the trained ones',
     )
     parser.add_argument(
@@ -68,24 +62,34 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         action='store_true',
         help='weights alone (fp32 unless --to says otherwise), with the first 8 digits of its SHA-256 in the file name',
     )
-    parser.add_argument(
-        '--epoch', type=int, metavar='N', help='with stock and apex: finished epochs, if SRC does not tell'
-    )
-    parser.add_argument('--iter', type=int, metavar='N', help='with stock and apex: finished iterations, likewise')
+    parser.add_argument('--epoch', type=int, metavar='N', help='with stock: finished epochs, if SRC does not tell')
+    parser.add_argument('--iter', type=int, metavar='N', help='with stock: finished iterations, likewise')
     # OUT may stand behind the options
     args = parser.parse_intermixed_args(argv)
     if args.publish:
         args.to = args.to or 'fp32'
-        if args.to not in convert.WEIGHT_TYPES:
+        if args.to not in WEIGHT_TYPES:
             parser.error(f'--publish is for weights, not for --to {args.to}')
-    if args.to not in ('stock', 'apex') and (args.epoch, args.iter) != (None, None):
-        parser.error('--epoch and --iter are for --to stock and --to apex')
+    if args.to != 'stock' and (args.epoch, args.iter) != (None, None):
+        parser.error('--epoch and --iter are for --to stock')
     if args.to is None and not args.inspect:
         parser.error('nothing to do: give --inspect, --to or --publish')
     if args.out and not args.to:
         parser.error('OUT is written with --to or --publish only')
     return args
 
+
+if __name__ == '__main__':
+    # --help and wrong words are answered before the imports below, which take seconds
+    parse_args()
+
+import torch
+from torch import Tensor
+
+import amp_wrapper
+from amp_wrapper.checkpoint import SavedAmp, convert
+from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.policy import resolve
 
 # -- inspecting -------------------------------------------------------------------------------------------------------
 
@@ -275,8 +279,7 @@ def write(args: argparse.Namespace, source: Path, file: Any) -> tuple[Path, list
     if args.to in convert.WEIGHT_TYPES:
         result, notes = convert.to_weights(file, convert.WEIGHT_TYPES[args.to], args.weights or 'average')
     else:
-        change = convert.to_stock if args.to == 'stock' else convert.to_apex
-        result, notes = change(file, args.epoch, args.iter, args.weights)
+        result, notes = convert.to_stock(file, args.epoch, args.iter, args.weights)
     if not args.publish:
         checkpoint_file.save(result, out)
         # both are resumable and of one time and iteration: the newest file of a folder stays the original

@@ -1,4 +1,4 @@
-"""What ``--cfg-options`` means, for every tool."""
+"""What the options of the tools have in common; imported before the answer to ``--help``, so without torch's optimizers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mmengine.config import Config
+
+#: Those of :mod:`amp_wrapper.policy`, which is imported after the options are read: the package takes seconds with mmengine's.
+LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 
 
 def merge_options(cfg: Config, options: dict[str, Any] | None) -> None:

@@ -10,12 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mmengine.config import Config, DictAction
-from mmengine.runner import Runner
-from options import merge_options
-from projects import check
-
-import amp_wrapper
-from amp_wrapper.policy import LEVELS
+from options import LEVELS, merge_options
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -37,6 +32,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return args
+
+
+if __name__ == '__main__':
+    # --help and wrong words are answered before the imports below, which take seconds
+    parse_args()
+
+from mmengine.runner import Runner
+from projects import check
+
+import amp_wrapper
 
 
 def main(argv: list[str] | None = None) -> dict:

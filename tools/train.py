@@ -13,15 +13,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # the configs import the models and data sets of examples/
 sys.path.insert(0, str(REPOSITORY))
 
-import torch
 from mmengine.config import Config, DictAction
-from mmengine.runner import Runner
-from options import merge_options
-from projects import check
-
-import amp_wrapper
-from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.policy import LEVELS
+from options import LEVELS, merge_options
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -77,6 +70,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return args
+
+
+if __name__ == '__main__':
+    # --help and wrong words are answered before the imports below, which take seconds
+    parse_args()
+
+import torch
+from mmengine.runner import Runner
+from projects import check
+
+import amp_wrapper
+from amp_wrapper.checkpoint import file as checkpoint_file
 
 
 def load_config(args: argparse.Namespace) -> Config:

@@ -23,13 +23,14 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
-from ..errors import AmpConfigError
-from ..policy import policy as policies
+from ..policy import OPTIONS
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
-from ..policy.policy import Fp32Names
+from ..policy.resolve import Fp32Names
 from . import arguments as amp_arguments
 from . import session as amp_session
+from .arguments import InitializeOptions
 from .functions import (
     bfloat16_function,
     disable_casts,
@@ -53,50 +54,12 @@ _Optimizers = TypeVar('_Optimizers', bound=Optimizer | Sequence[Optimizer])
 
 @overload
 def initialize(
-    models: _Models,
-    optimizers: None = None,
-    enabled: bool = True,
-    opt_level: str = 'O1',
-    cast_model_type: str | torch.dtype | bool | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | Mapping[str, Any] | None = None,
-    cast_model_outputs: str | torch.dtype | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
-    *,
-    keep_fp32: str | type | Sequence[str | type] | None = None,
-    fp32_ops: Fp32Names | None = None,
-    from_16bit: bool = False,
-    restore_buffers_on_skip: bool = True,
+    models: _Models, optimizers: None = None, *positional: Any, **options: Unpack[InitializeOptions]
 ) -> _Models: ...
 @overload
 def initialize(
-    models: _Models,
-    optimizers: _Optimizers,
-    enabled: bool = True,
-    opt_level: str = 'O1',
-    cast_model_type: str | torch.dtype | bool | None = None,
-    patch_torch_functions: bool | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
-    loss_scale: float | str | Mapping[str, Any] | None = None,
-    cast_model_outputs: str | torch.dtype | None = None,
-    num_losses: int = 1,
-    verbosity: int = 1,
-    min_loss_scale: float | None = None,
-    max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
-    *,
-    keep_fp32: str | type | Sequence[str | type] | None = None,
-    fp32_ops: Fp32Names | None = None,
-    from_16bit: bool = False,
-    restore_buffers_on_skip: bool = True,
+    models: _Models, optimizers: _Optimizers, *positional: Any, **options: Unpack[InitializeOptions]
 ) -> tuple[_Models, _Optimizers]: ...
-
-
 def initialize(  # type: ignore[misc]
     models: Any,
     optimizers: Any = None,
@@ -162,34 +125,8 @@ def initialize(  # type: ignore[misc]
             changed.
         TypeError: Something else than models and optimizers.
     """
-    if master_weights is not None and not isinstance(master_weights, bool):
-        raise AmpConfigError(
-            [
-                f"master_weights={master_weights!r} must be True, False or None (the level's own); 'split' needs gradients "
-                'that are unscaled by the step, as AmpOptimWrapper has them.'
-            ]
-        )
-    given: dict[str, Any] = {
-        'cast_model_type': cast_model_type,
-        'patch_torch_functions': patch_torch_functions,
-        'keep_batchnorm_fp32': keep_batchnorm_fp32,
-        'master_weights': master_weights,
-        'loss_scale': loss_scale,
-        'cast_model_outputs': cast_model_outputs,
-        'min_loss_scale': min_loss_scale,
-        'max_loss_scale': max_loss_scale,
-        'keep_fp32': keep_fp32,
-        'fp32_ops': fp32_ops,
-    }
-    policy = policies.resolve(
-        opt_level,
-        enabled=enabled,
-        num_losses=num_losses,
-        verbosity=verbosity,
-        from_16bit=from_16bit,
-        restore_buffers_on_skip=restore_buffers_on_skip,
-        **given,
-    )
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
+    policy = amp_arguments.policy_of(opt_level, given)
     model_list = amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module')
     optimizer_list = (
         []
@@ -206,7 +143,7 @@ def initialize(  # type: ignore[misc]
             # one voice for all ranks
             policy = dataclasses.replace(policy, verbosity=0)
         session = Session(policy, model_list, optimizer_list)
-        amp_arguments.say(policy, given, session)
+        amp_arguments.print_options(policy, given, session)
     else:
         amp_session.disable(optimizer_list)
     result = models if isinstance(models, nn.Module) else amp_arguments.like(models, model_list)
@@ -238,7 +175,7 @@ def scale_loss(
 
     Args:
         loss: Floating tensor of any shape, mostly a scalar.
-        optimizers: Every optimizer for which the pass makes gradients that it will step. What arrives at others is put in order
+        optimizers: Every optimizer for which the pass makes gradients that it will step. What arrives at others is unscaled
             too.
         loss_id: Which of the ``num_losses`` scales, from 0. That of the first optimizer's ``amp.initialize`` holds.
         model: Not used, as in apex.
@@ -326,7 +263,7 @@ def init(
         enabled: False gives a handle that does nothing.
         loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
         enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
-        verbose: Accepted, and told by the handle.
+        verbose: Accepted; an attribute of the handle.
         allow_banned: Whether 16-bit inputs of ``binary_cross_entropy`` are cast to FP32 in place of an error.
 
     Returns:

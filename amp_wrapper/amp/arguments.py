@@ -1,4 +1,4 @@
-"""What ``amp.initialize`` is given: whether it may be taken, and the options as they are printed."""
+"""The arguments of ``amp.initialize``: checked, resolved, and printed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from torch.optim import Optimizer
 
 from ..casting.find_hooks import holds_casts
 from ..errors import AmpAttachError, AmpConfigError
-from ..policy import policy as policies
-from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
-from ..policy.policy import Policy
+from ..policy import OPTIONS, Policy, SharedOptions, resolve
 from . import known_models
 from .session import Session
 
-#: What is decided for models, not for the optimizers that come later.
+#: Options of models, which optimizers that are initialised later share.
 _OF_MODELS = (
     'cast_model_type',
     'patch_torch_functions',
@@ -30,11 +28,51 @@ _OF_MODELS = (
 )
 
 
-#: Overrides that are printed, where they are given.
-_TOLD = (*_OF_MODELS[:4], 'loss_scale', *_OF_MODELS[5:])
+#: Options that are printed where they are given.
+_PRINTED = (*_OF_MODELS[:4], 'loss_scale', *_OF_MODELS[5:])
+
+
+class InitializeOptions(SharedOptions, total=False):
+    """What :func:`amp_wrapper.amp.initialize` takes beside models and optimizers."""
+
+    opt_level: str
+    master_weights: bool | None
+
+
+def policy_of(opt_level: str, given: Mapping[str, Any]) -> Policy:
+    """The configuration.
+
+    Args:
+        opt_level: 'O0' to 'O5'.
+        given: The other options.
+
+    Raises:
+        AmpConfigError: Every conflict of the configuration in one message.
+    """
+    masters = given['master_weights']
+    if masters is not None and not isinstance(masters, bool):
+        raise AmpConfigError(
+            [
+                f"master_weights={masters!r} must be True, False or None (the level's own); 'split' needs gradients "
+                'that are unscaled by the step, as AmpOptimWrapper has them.'
+            ]
+        )
+    options: Any = dict(given)
+    return resolve(opt_level, **options)
 
 
 def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
+    """One object or several, as a list.
+
+    Args:
+        value: An instance of ``kind``, or a list or tuple of them.
+        kind: What each has to be.
+        name: Of the argument.
+        word: What it has to be, in words.
+
+    Raises:
+        TypeError: Something else.
+    """
     if isinstance(value, kind):
         return [value]
     if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
@@ -58,6 +96,7 @@ def _short(value: Any) -> str:
 
 
 def like(value: Any, items: list[Any]) -> Any:
+    """``items`` in a container of the type of ``value``, which is a list or tuple."""
     if isinstance(value, list):
         return items
     make = getattr(type(value), '_make', type(value))
@@ -103,14 +142,19 @@ def of_known_models(policy: Policy, optimizers: Sequence[Optimizer], given: Mapp
             ]
         )
     scale = models.loss_scale
-    words = ('loss_scale', 'min_loss_scale', 'max_loss_scale')
-    if any(given[name] is not None for name in words[:2]) or given['max_loss_scale'] != DEFAULT_MAX_LOSS_SCALE:
-        scale = policies.resolve(models.opt_level, **{name: given[name] for name in words}).loss_scale
+    scaling: Any = {name: given[name] for name in ('loss_scale', 'min_loss_scale', 'max_loss_scale')}
+    if any(value != OPTIONS[name].default for name, value in scaling.items()):
+        scale = resolve(models.opt_level, **scaling).loss_scale
     losses = policy.num_losses if policy.num_losses > 1 else models.num_losses
     return dataclasses.replace(models, loss_scale=scale, num_losses=losses, verbosity=policy.verbosity)
 
 
 def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
+    """Refuse models that are wrapped or cast already.
+
+    Raises:
+        AmpAttachError: Names the model, and what to do.
+    """
     for index, model in enumerate(models):
         if isinstance(model, (DistributedDataParallel, DataParallel)):
             name = type(model).__name__
@@ -130,25 +174,18 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
             raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
 
 
-def say(policy: Policy, told: Mapping[str, Any], session: Session) -> None:
-    """The options on standard output, as people who used apex look for them."""
+def print_options(policy: Policy, given: Mapping[str, Any], session: Session) -> None:
+    """The options on standard output, where people who used apex look for them."""
     if policy.verbosity < 1:
         return
     print(f'amp: {policy.describe()}')
-    given = ', '.join(f'{name}={told[name]!r}' for name in _TOLD if told[name] is not None)
-    print(f'amp: overrides of {policy.opt_level}: {given or "none"}')
-    scale = policy.loss_scale
-    options = {
-        'enabled': policy.enabled,
-        'opt_level': policy.opt_level,
-        'cast_model_type': None if policy.cast_model_type is None else policies.dtype_name(policy.cast_model_type),
-        'patch_torch_functions': policy.patch_torch_functions,
-        'keep_batchnorm_fp32': policy.keep_batchnorm_fp32,
-        'master_weights': policy.master_weights,
-        'loss_scale': 'dynamic' if scale.dynamic else scale.init_scale,
-    }
-    for name, value in options.items():
-        print(f'    {name:<22}: {value}')
+    overrides = ', '.join(f'{name}={given[name]!r}' for name in _PRINTED if given[name] is not None)
+    print(f'amp: overrides of {policy.opt_level}: {overrides or "none"}')
+    scale, options = policy.loss_scale, policy.to_dict()
+    options['patch_torch_functions'] = policy.patch_torch_functions
+    options['loss_scale'] = 'dynamic' if scale.dynamic else scale.init_scale
+    for name in ('enabled', 'opt_level', *_PRINTED[:5]):
+        print(f'    {name:<22}: {options[name]}')
     if policy.verbosity >= 2 and policy.cast_model_type is not None:
         for name in session.casts.parameters:
-            print(f'amp: {name} is {policies.dtype_name(policy.cast_model_type)} now')
+            print(f'amp: {name} is {options["cast_model_type"]} now')

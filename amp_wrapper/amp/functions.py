@@ -20,7 +20,7 @@ from ..autocast.call import CallRule, call_by_rule, devices_of, rule_applies, te
 from ..autocast.op_set import OpSet
 from ..autocast.patching import patches
 from ..errors import AmpConfigError, nearest
-from ..policy import fp32_registry
+from ..policy import lookup
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
@@ -160,7 +160,7 @@ def _register(module: Any, name: str, rule: CallRule) -> None:
     if isinstance(value, type) or not callable(value):
         kind = 'a class: name one of its methods' if isinstance(value, type) else f'a {type(value).__name__}'
         raise AmpConfigError([f'{label} is no function, but {kind}.'])
-    if not fp32_registry.can_be_replaced(module, name):
+    if not lookup.can_be_replaced(module, name):
         raise AmpConfigError([f'{label} cannot be replaced: decorate or register the function that calls it.'])
     patches.add_rule(module, name, rule)
 

@@ -1,4 +1,4 @@
-"""Which parameters belong to models that ``amp.initialize`` has taken, and what optimizers do with them that it has not."""
+"""Which parameters belong to models of ``amp.initialize``, and a check of other optimizers that step them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..casting import fp32_values as twins
+from ..casting import fp32_values
 from ..engine.host_read import mark_harmless
 from ..errors import AmpAttachError, AmpUsageError
+from ..policy.nested import parameters_of
 from ..policy.policy import Policy
 
 logger = logging.getLogger('amp_wrapper')
 
 # parameter -> the configuration of its model
 _policies: MutableMapping[Tensor, Policy] = WeakTensorKeyDictionary()
-# optimizers that were looked at -> how many parameters they had, and how many models were known
+# optimizers that were checked -> how many parameters they had, and how many models were known
 _seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 _models = 0
 _alive: WeakSet[nn.Module] = WeakSet()
@@ -34,7 +35,7 @@ def remember(
     is_ours: Callable[[Optimizer], bool],
     stepped: Callable[[], Iterable[Tensor]],
 ) -> None:
-    """These models were initialised.
+    """Note the parameters of initialised models; from the first on, every other optimizer is checked before its steps.
 
     Args:
         models: As they are now, with their casts.
@@ -51,11 +52,11 @@ def remember(
     if not _installed and _models:
         _installed = True
 
-        def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             if not is_ours(optimizer):
-                _look_at(optimizer, stepped)
+                _check_step(optimizer, stepped)
 
-        register_optimizer_step_pre_hook(mark_harmless(look))
+        register_optimizer_step_pre_hook(mark_harmless(check))
 
 
 def is_known(parameter: Tensor) -> bool:
@@ -65,7 +66,7 @@ def is_known(parameter: Tensor) -> bool:
 
 def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     """The initialised models whose parameters these optimizers hold."""
-    held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group['params']}
+    held = set(map(id, parameters_of(*optimizers)))
     return [model for model in _alive if any(id(parameter) in held for parameter in model.parameters())]
 
 
@@ -75,9 +76,9 @@ def check_no_masters(optimizers: Iterable[Optimizer]) -> None:
     Raises:
         AmpAttachError: Names the optimizer.
     """
-    masters = {id(master) for master in twins.masters()}
+    masters = {id(master) for master in fp32_values.masters()}
     for optimizer in optimizers if masters else ():
-        if any(id(parameter) in masters for group in optimizer.param_groups for parameter in group['params']):
+        if masters.intersection(map(id, parameters_of(optimizer))):
             raise AmpAttachError(
                 f'{type(optimizer).__name__} was made from FP32 masters (amp.master_params of another optimizer), at which no '
                 f'gradients arrive: make it from model.parameters(), and amp.initialize([], optimizer) finds the masters.'
@@ -87,34 +88,32 @@ def check_no_masters(optimizers: Iterable[Optimizer]) -> None:
 def policies_of(optimizers: Iterable[Optimizer]) -> list[Policy]:
     """The different configurations of the models whose parameters these optimizers hold, in their order."""
     found: dict[tuple[Any, ...], Policy] = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group['params']:
-                policy = _policies.get(parameter)
-                if policy is not None:
-                    types = (policy.cast_model_type, policy.autocast_dtype, policy.master_weights)
-                    found.setdefault((policy.opt_level, *types), policy)
+    for parameter in parameters_of(*optimizers):
+        policy = _policies.get(parameter)
+        if policy is not None:
+            types = (policy.cast_model_type, policy.autocast_dtype, policy.master_weights)
+            found.setdefault((policy.opt_level, *types), policy)
     return list(found.values())
 
 
-def _look_at(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -> None:
-    """An optimizer that was not initialised is about to step. It is looked at once, until anything changes."""
-    count = (sum(len(group['params']) for group in optimizer.param_groups), _models)
+def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -> None:
+    """Check an optimizer that was not initialised and is about to step; again only where parameters or models were added."""
+    parameters = parameters_of(optimizer)
+    count = len(parameters), _models
     if _seen.get(optimizer) == count:
         return
     name = type(optimizer).__name__
     scaled: dict[int, Policy] = {}
-    for group in optimizer.param_groups:
-        for parameter in group['params']:
-            if twins.fp32_twin(parameter) is not None:
-                raise AmpUsageError(
-                    f'{name}.step() of an optimizer that was not initialised, on 16-bit weights that have FP32 masters, with '
-                    f'gradients that carry a loss scale: hand it over, by amp.initialize([], optimizer), before its first '
-                    f'step; it then steps the masters, which stay what they are.'
-                )
-            policy = _policies.get(parameter)
-            if policy is not None and policy.verbosity >= 1 and _is_scaled(policy):
-                scaled[id(parameter)] = policy
+    for parameter in parameters:
+        if fp32_values.fp32_twin(parameter) is not None:
+            raise AmpUsageError(
+                f'{name}.step() of an optimizer that was not initialised, on 16-bit weights that have FP32 masters, with '
+                f'gradients that carry a loss scale: hand it over, by amp.initialize([], optimizer), before its first '
+                f'step; it then steps the masters, which stay what they are.'
+            )
+        policy = _policies.get(parameter)
+        if policy is not None and policy.verbosity >= 1 and _is_scaled(policy):
+            scaled[id(parameter)] = policy
     _seen[optimizer] = count
     # gradients of what initialised optimizers step are in order; an optimizer around another one shares its parameters
     for parameter in stepped() if scaled else ():

@@ -11,8 +11,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,13 +23,65 @@ from torch.optim import Optimizer
 from ..autocast import state as autocast_state
 from ..autocast.global_autocast import GlobalCasts
 from ..errors import AmpConfigError, AmpUsageError
-from ..policy import policy as policies
+from ..policy import resolve
+from ..policy.options import is_count
 from . import session as amp_session
 from .scaling import scaled
 from .session import Session
 
 
-class AmpHandle:
+class NoOpHandle:
+    """What ``amp.init(enabled=False)`` returns: nothing is cast, and nothing is scaled."""
+
+    #: What ``enable_caching`` and ``verbose`` were.
+    has_cache = False
+    verbose = False
+
+    def is_active(self) -> bool:
+        """Whether casts are on and losses are scaled."""
+        return False
+
+    def _deactivate(self) -> None:
+        """Turn the casts off for good; losses of wrapped optimizers are not scaled any more. May be called again."""
+
+    def _clear_cache(self) -> None:
+        """Does nothing: there is no copy of a weight to forget."""
+
+    def _disable_casts(self) -> AbstractContextManager[None]:
+        """As ``amp.disable_casts()``."""
+        return nullcontext()
+
+    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+        """Wrap an optimizer, whose losses are scaled from now on where the handle is active.
+
+        Args:
+            optimizer: A torch optimizer over FP32 parameters.
+            num_loss: How many backward passes there are between two steps; each has a scale of its own, in their order.
+
+        Raises:
+            AmpAttachError: An optimizer that cannot be wrapped, or was initialised already.
+            AmpConfigError: ``num_loss`` below 1.
+        """
+        return OptimWrapper(optimizer, self, num_loss)
+
+    @contextmanager
+    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
+        """Around ``backward()``, for an optimizer that was not wrapped; its next step is skipped after an overflow.
+
+        Args:
+            loss: Floating tensor.
+            optimizer: A torch optimizer over FP32 parameters.
+
+        Yields:
+            The loss times its scale; the loss itself where the handle is not active.
+
+        Raises:
+            AmpUsageError: After :meth:`wrap_optimizer`: the wrapper scales.
+        """
+        yield loss
+
+
+class AmpHandle(NoOpHandle):
     """What :func:`amp_wrapper.amp.init` returns: casts are on, on this thread, from its making to :meth:`_deactivate`.
 
     Args:
@@ -48,75 +101,38 @@ class AmpHandle:
         verbose: bool = False,
         allow_banned: bool = False,
     ) -> None:
-        # judged before anything is turned on
-        self._policy = policies.resolve('O1', loss_scale=loss_scale)
-        self._loss_scale = loss_scale
-        self._enable_caching = enable_caching
-        self._verbose = verbose
+        # checked before anything is turned on
+        self._policy = resolve('O1', loss_scale=loss_scale)
+        self.has_cache = enable_caching
+        self.verbose = verbose
         self._active = True
         self._wrapped = False
         self._casts = GlobalCasts(torch.float16, allow_banned)
         self._casts.start()
 
     def is_active(self) -> bool:
-        """Whether casts are on and losses are scaled."""
         return self._active and not autocast_state.is_suspended()
 
     def _deactivate(self) -> None:
-        """Turn the casts off for good; losses of wrapped optimizers are not scaled any more. May be called again."""
         self._active = False
         self._casts.stop()
 
     def _disable_casts(self) -> AbstractContextManager[None]:
-        """As ``amp.disable_casts()``."""
         return autocast_state.suspended()
 
-    @property
-    def has_cache(self) -> bool:
-        """What ``enable_caching`` was."""
-        return self._enable_caching
-
-    @property
-    def verbose(self) -> bool:
-        """What ``verbose`` was."""
-        return self._verbose
-
-    def _clear_cache(self) -> None:
-        """Does nothing: there is no copy of a weight to forget."""
-
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """Stand before an optimizer, whose losses are scaled from now on.
-
-        Args:
-            optimizer: A torch optimizer over FP32 parameters.
-            num_loss: How many backward passes there are between two steps; each has a scale of its own, in their order.
-
-        Raises:
-            AmpAttachError: An optimizer that cannot be wrapped, or was initialised already.
-            AmpConfigError: ``num_loss`` below 1.
-        """
-        if not isinstance(num_loss, int) or isinstance(num_loss, bool) or num_loss < 1:
+        if not is_count(num_loss):
             raise AmpConfigError([f'num_loss={num_loss!r} must be a whole number of at least 1.'])
-        amp_session.check_new([optimizer])
-        policy = policies.resolve('O1', loss_scale=self._loss_scale, num_losses=num_loss)
-        Session(policy, [], [optimizer], tells=False)
+        self._initialize(optimizer, num_loss)
         self._wrapped = True
-        return OptimWrapper(optimizer, self, num_loss)
+        return super().wrap_optimizer(optimizer, num_loss)
+
+    def _initialize(self, optimizer: Optimizer, num_losses: int) -> None:
+        amp_session.check_new([optimizer])
+        Session(dataclasses.replace(self._policy, num_losses=num_losses), [], [optimizer], tells=False)
 
     @contextmanager
     def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Around ``backward()``, for an optimizer that was not wrapped; its next step is skipped after an overflow.
-
-        Args:
-            loss: Floating tensor.
-            optimizer: A torch optimizer over FP32 parameters.
-
-        Yields:
-            The loss times its scale.
-
-        Raises:
-            AmpUsageError: After :meth:`wrap_optimizer`: the wrapper scales.
-        """
         if not self.is_active():
             yield loss
             return
@@ -126,44 +142,13 @@ class AmpHandle:
                 'with what wrap_optimizer() returned.'
             )
         if amp_session.session_of(optimizer) is None:
-            amp_session.check_new([optimizer])
-            Session(self._policy, [], [optimizer], tells=False)
+            self._initialize(optimizer, 1)
         with scaled(loss, amp_session.engines_of(optimizer), 0) as result:
             yield result
 
 
-class NoOpHandle:
-    """What ``amp.init(enabled=False)`` returns: everything is as if it were not there."""
-
-    has_cache = False
-    verbose = False
-
-    def is_active(self) -> bool:
-        """False."""
-        return False
-
-    def _deactivate(self) -> None:
-        """Does nothing."""
-
-    def _clear_cache(self) -> None:
-        """Does nothing."""
-
-    @contextmanager
-    def _disable_casts(self) -> Iterator[None]:
-        yield
-
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
-        """The optimizer behind a wrapper that does nothing."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-    @contextmanager
-    def scale_loss(self, loss: Tensor, optimizer: Optimizer) -> Iterator[Tensor]:
-        """Yields the loss."""
-        yield loss
-
-
 class OptimWrapper:
-    """Stands before an optimizer in the oldest interface: scales its losses, and hands everything else on.
+    """An optimizer of the oldest interface: scales its losses, and passes every other call on to the optimizer.
 
     Args:
         optimizer: The optimizer.
@@ -171,7 +156,7 @@ class OptimWrapper:
         num_loss: Backward passes between two steps.
     """
 
-    def __init__(self, optimizer: Optimizer, handle: AmpHandle | NoOpHandle, num_loss: int) -> None:
+    def __init__(self, optimizer: Optimizer, handle: NoOpHandle, num_loss: int) -> None:
         self._optimizer = optimizer
         self._handle = handle
         self._num_loss = num_loss
@@ -209,11 +194,7 @@ class OptimWrapper:
             closure: As of the optimizer.
         """
         self._next = 0
-        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As of the optimizer."""
-        self._optimizer.zero_grad(*args, **kwargs)
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
 
     def __getattr__(self, name: str) -> Any:
         if name == '_optimizer':

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..checkpoint import apex as checkpoint_apex
+from ..checkpoint import apex
 from ..errors import AmpCheckpointError
 from . import session as amp_session
 
@@ -45,7 +45,7 @@ def state_dict(
                 del state['hysteresis_tracker']
             scalers.append(state)
     result = {} if destination is None else destination
-    result.update(checkpoint_apex.write(scalers, exact=True))
+    result.update(apex.write(scalers))
     return result
 
 
@@ -78,7 +78,7 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         )
     if not scalers and not state_dict:
         return
-    saved = checkpoint_apex.read(state_dict, 'amp state')
+    saved = apex.read(state_dict, 'amp state')
     if not scalers:
         logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
         return

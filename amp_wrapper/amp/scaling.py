@@ -67,8 +67,8 @@ def scaled(
                 hook.remove()
         if not ran and result is not loss and not waits:
             for engine in engines:
-                if engine.pass_watch is not None:
-                    engine.pass_watch.see_block(engine.weights())
+                if engine.parts.pass_watch is not None:
+                    engine.parts.pass_watch.see_block(engine.weights())
 
 
 __all__ = ['scaled']

@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 from ..autocast import state as autocast_state
 from ..casting import ownership
 from ..casting import save_pretrained as hf_saving
-from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
+from ..engine import AmpEngine, inner_optimizers, new_scalers
+from ..engine.attach import attach_together, take_over
 from ..engine.host_read import LateRead
 from ..engine.pass_watch import PassWatch
 from ..errors import AmpAttachError, AmpUsageError
@@ -67,33 +68,33 @@ class Session:
         ownership.check_owners(optimizers, models, _stepped(), known_models.is_known)
         self.policy = policy
         self.scalers = new_scalers(policy)
-        self._engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
+        self.engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
         self._unread: dict[int, list[LateRead]] = {}
         #: The thread that used this session last.
         self.thread = threading.get_ident()
         if len(optimizers) > 1:
-            for index, engine in enumerate(self._engines):
-                engine.label = f'optimizer {index}'
+            for index, engine in enumerate(self.engines):
+                engine.parts.label = f'optimizer {index}'
         if tells and not self.scalers[0].is_one:
-            for engine, optimizer in zip(self._engines, optimizers):
-                name = type(optimizer).__name__ + (f' ({engine.label})' if engine.label else '')
-                engine.pass_watch = PassWatch(name, policy.verbosity >= 1)
+            for engine, optimizer in zip(self.engines, optimizers):
+                name = type(optimizer).__name__ + (f' ({engine.parts.label})' if engine.parts.label else '')
+                engine.parts.pass_watch = PassWatch(name, policy.verbosity >= 1)
         if optimizers:
             # passes of this session look at the others: not at those that nobody uses any more
             _forget_dead()
-        for engine in self._engines:
-            engine.follow([earlier for session in _alive() for earlier in session._engines])
+        for engine in self.engines:
+            _share_gradients(engine)
         # before masters stand in the place of their weights
         theirs = known_models.models_of(optimizers) if not models else []
-        self.casts = attach_together(self._engines, models, policy)
-        for engine in self._engines:
-            engine.take_over(theirs)
+        self.casts = attach_together([engine.parts for engine in self.engines], models, policy)
+        for engine in self.engines:
+            take_over(engine.parts, theirs)
         hf_saving.watch(models)
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:
             for model in models:
                 _casting[model] = autocast_state.session_opened()
-        for optimizer, engine in zip(optimizers, self._engines):
+        for optimizer, engine in zip(optimizers, self.engines):
             self._stand_in_front(optimizer, engine)
             _session_of[optimizer] = ref(self)
         if optimizers:
@@ -101,7 +102,7 @@ class Session:
 
     def engine(self, optimizer: Optimizer) -> AmpEngine:
         """The engine of one of the optimizers."""
-        return next(engine for engine in self._engines if engine.optimizer is optimizer)
+        return next(engine for engine in self.engines if engine.optimizer is optimizer)
 
     def _stand_in_front(self, optimizer: Optimizer, engine: AmpEngine) -> None:
         """``step`` and ``zero_grad`` of this one object lead through the engine.
@@ -178,8 +179,8 @@ class Session:
         with casts, engine.behind(step=bare_step):
             outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if outcome.skipped is None and outcome.decision is not None and not capturing:
-            self._unread.setdefault(id(engine), []).append(LateRead(outcome.decision))
+        if outcome.skipped is None and outcome.info is not None and not capturing:
+            self._unread.setdefault(id(engine), []).append(LateRead(outcome.info))
             self._read(engine, wait=False)
         return result[0] if result else None
 
@@ -191,8 +192,18 @@ class Session:
 
     def read_all(self) -> None:
         """Say what was skipped up to now. Syncs."""
-        for engine in self._engines:
+        for engine in self.engines:
             self._read(engine, wait=True)
+
+
+def _share_gradients(engine: AmpEngine) -> None:
+    """What earlier optimizers of the same weights have left there is known to this one too."""
+    mine = set(map(id, engine.weights()))
+    for session in _alive():
+        for earlier in session.engines:
+            if mine.intersection(map(id, earlier.weights())):
+                engine.parts.gradients.share(earlier.parts.gradients)
+                return
 
 
 def _asks_for_closure(error: Exception) -> bool:
@@ -307,8 +318,8 @@ def engines_beyond(engines: Iterable[AmpEngine]) -> list[AmpEngine]:
     return [
         engine
         for session in _alive()
-        if session.thread == here and listed[0] not in session._engines
-        for engine in session._engines
+        if session.thread == here and listed[0] not in session.engines
+        for engine in session.engines
         if engine not in listed
     ]
 
@@ -319,7 +330,7 @@ def _alive() -> list[Session]:
 
 def _stepped() -> list[Tensor]:
     """The weights that initialised optimizers step."""
-    return [weight for session in _alive() for engine in session._engines for weight in engine.weights()]
+    return [weight for session in _alive() for engine in session.engines for weight in engine.weights()]
 
 
 def _forget_dead() -> None:
@@ -340,7 +351,7 @@ def sessions(optimizers: Any = None) -> list[Session]:
     """
     if optimizers is not None:
         chosen = {id(engine) for engine in engines_of(optimizers)}
-        return [session for session in _alive() if any(id(engine) in chosen for engine in session._engines)]
+        return [session for session in _alive() if any(id(engine) in chosen for engine in session.engines)]
     if len(_sessions) > 1:
         _forget_dead()
     alive = _alive()

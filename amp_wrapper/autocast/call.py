@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import islice
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import torch_internals
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
@@ -24,10 +25,9 @@ _FLOAT32 = frozenset({torch.float32})
 # x.add_(y), x += y
 _WRITES = re.compile(r'(?:.*[^_]_|__i(?:add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__)')
 
-_Function = TypeVar('_Function', bound=Callable[..., Any])
 #: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
 #: between sees autocast and the patched functions of the FP32 registry as they are.
-untraced: Callable[[_Function], _Function] = torch.compiler.disable
+untraced = torch_internals.untraced
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,22 +11,21 @@ from . import kernels, regions, state
 from .op_set import OpSet
 
 
-class _Autocast(threading.local):
-    """What autocast was on this thread before the first handle."""
+class _Started(threading.local):
+    """The casts that were started on a thread, in order."""
 
     def __init__(self) -> None:
-        self.before: list[tuple[str, bool, torch.dtype]] = []
-        self.cache = True
+        self.casts: list[GlobalCasts] = []
 
 
-_autocast = _Autocast()
+_started = _Started()
 
 
 class GlobalCasts:
     """Casts for everything on the thread that starts them: every op, in a model or not.
 
-    Of several that are on, the newest counts; they may stop in any order. Weights are not cached, so that no stale copy
-    can exist.
+    Of several that are on, the newest counts. They are a stack: where one is stopped before a newer one, what it has changed
+    is put back together with that. Weights are not cached, so that no stale copy can exist.
 
     Args:
         dtype: The 16-bit type.
@@ -53,6 +52,8 @@ class GlobalCasts:
             device_types = ('cpu', 'cuda') if torch.cuda.is_available() else ('cpu',)
         self.device_types = device_types
         self._thread: int | None = None
+        self._before: list[tuple[str, bool, torch.dtype]] = []
+        self._cache = True
 
     @property
     def is_on(self) -> bool:
@@ -65,13 +66,18 @@ class GlobalCasts:
             return
         for device in self.device_types:
             kernels.install(device)
-        first = not state.thread.global_casts
         regions.global_casts_begin(self, OpSet(casts=True, allow_banned=self.allow_banned).keys)
         self._thread = threading.get_ident()
-        if first:
-            _autocast.before = []
-            _autocast.cache = torch.is_autocast_cache_enabled()
-        self._apply()
+        self._before = [
+            (device, state.autocast_enabled(device), torch.get_autocast_dtype(device)) for device in self.device_types
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+        for device in self.device_types:
+            torch.set_autocast_dtype(device, self.dtype)
+            state.set_autocast_enabled(device, True)
+        torch.set_autocast_cache_enabled(False)
+        torch.clear_autocast_cache()
+        _started.casts.append(self)
 
     def stop(self) -> None:
         """Turn them off; autocast is then what it was before the first of them. Does nothing where they are off.
@@ -84,28 +90,15 @@ class GlobalCasts:
         if self._thread != threading.get_ident():
             raise AmpUsageError('casts stop on the thread that started them: call stop() there.')
         self._thread = None
-        newest = regions.global_casts_end(self)
-        if isinstance(newest, GlobalCasts):
-            newest._apply()
-        else:
-            for device, enabled, dtype in _autocast.before:
-                # where it is off by now, a block around the start has ended, and has put back what it found
-                if state.autocast_enabled(device):
-                    state.set_autocast_enabled(device, enabled)
-                    torch.set_autocast_dtype(device, dtype)
-            torch.set_autocast_cache_enabled(_autocast.cache)
-            _autocast.before = []
+        regions.global_casts_end(self)
+        while _started.casts and not _started.casts[-1].is_on:
+            _started.casts.pop()._put_back()
         torch.clear_autocast_cache()
 
-    def _apply(self) -> None:
-        known = {device for device, _, _ in _autocast.before}
-        for device in self.device_types:
-            if device not in known:
-                found = (device, state.autocast_enabled(device), torch.get_autocast_dtype(device))
-                _autocast.before.append(found)
-        for device, enabled, dtype in _autocast.before:
-            ours = device in self.device_types
-            torch.set_autocast_dtype(device, self.dtype if ours else dtype)
-            state.set_autocast_enabled(device, ours or enabled)
-        torch.set_autocast_cache_enabled(False)
-        torch.clear_autocast_cache()
+    def _put_back(self) -> None:
+        for device, enabled, dtype in self._before:
+            # where it is off by now, a block around the start has ended, and has put back what it found
+            if state.autocast_enabled(device):
+                state.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(self._cache)

@@ -25,11 +25,8 @@ from ..policy.fp32_registry import (
     FP32_OPS,
     MODEL,
     Fp32Op,
-    find,
-    is_function_class,
-    is_module_class,
-    owner,
 )
+from ..policy.lookup import find, is_function_class, is_module_class, parent_of
 from . import autograd_functions, state
 from .call import CallRule, call, call_by_rule, rule_applies, tensors_in
 
@@ -324,7 +321,7 @@ class Patches:
         if is_function_class(value):
             self._function_class(value).ops[key] = op
             return
-        holder, name = owner(op.name)
+        holder, name = parent_of(op.name)
         known = self._originals.get(id(value))
         target = self.targets.get((id(holder), name))
         if known is not None:

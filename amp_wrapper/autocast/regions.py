@@ -205,12 +205,7 @@ def global_casts_begin(token: object, keys: frozenset[str]) -> None:
     thread.global_casts[token] = keys
 
 
-def global_casts_end(token: object) -> object | None:
-    """The counterpart of :func:`global_casts_begin`.
-
-    Returns:
-        The newest of those that are left, or None.
-    """
+def global_casts_end(token: object) -> None:
+    """The counterpart of :func:`global_casts_begin`."""
     del thread.global_casts[token]
     patches.release()
-    return next(reversed(thread.global_casts), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,23 +13,24 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpUsageError
-from ..policy.loss_scale import is_number
 from ..policy.nested import HALF_TYPES, is_frozen_16bit
+from ..policy.options import is_number
 from ..policy.policy import dtype_name
 from . import fp32_values as twins
 from .fp32_values import Master
+from .param_pairs import ParamPairs
 
 logger = logging.getLogger('amp_wrapper')
 
 _version: Callable[[Tensor], int] = operator.attrgetter('_version')
 
 
-class MasterWeights:
+class Fp32Masters(ParamPairs):
     """The FP32 counterparts that an optimizer steps in place of 16-bit model weights.
 
     Built while the weights are still FP32: a master takes over the very storage of its weight, so it is exact and
     costs no copy. It stands in the optimizer's ``param_groups`` where the weight stood, and the weight's optimizer
-    state becomes its own, uncast. Parameters that stay FP32 are their own masters and do not appear here.
+    state becomes its own, uncast. Parameters that stay FP32 are stepped themselves and do not appear here.
 
     Args:
         optimizer: Holds the parameters; its groups are changed in place.
@@ -38,131 +39,124 @@ class MasterWeights:
         existing: Gives the record that another optimizer has made for a weight: both step the same master.
     """
 
+    have_fp32_values = True
+
     def __init__(
         self,
         optimizer: Optimizer,
         weights: Mapping[str, nn.Parameter],
-        paired: Callable[[nn.Parameter, Master], None],
-        existing: Callable[[Tensor], Master | None] = lambda weight: None,
+        paired: Callable[[nn.Parameter, Master], None] = twins.pair,
+        existing: Callable[[Tensor], Master | None] = twins.master_of,
     ) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._paired = paired
-        self._names = {id(weight): name for name, weight in weights.items()}
-        self._pairs: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        # master -> weight, by id of the master
-        self._weights: dict[int, nn.Parameter] = {}
-        # in the order of the pairs: both sides, their records, and where each pair stands
-        self._weight_list: list[nn.Parameter] = []
-        self._master_list: list[nn.Parameter] = []
-        self._records: list[Master] = []
-        self._places: dict[int, int] = {}
-        # the version counters of all weights and all masters, and the addresses of the masters, when no record told of a write.
-        # Lists, since every step and every forward pass goes through them
-        self._known_versions: list[int] = []
-        self._known_addresses: list[int] = []
         self._existing = existing
-        # 16-bit and frozen before the cast, by id
-        self._frozen: dict[int, nn.Parameter] = {}
+        self._names = {id(weight): name for name, weight in weights.items()}
+        # in the optimizer's order: the weights, their masters, and the records of both
+        self._weights: list[nn.Parameter] = []
+        self._masters: list[nn.Parameter] = []
+        self._records: list[Master] = []
+        self._index_of_weight: dict[int, int] = {}
+        self._weight_of: dict[int, nn.Parameter] = {}
+        # the version counters of all weights and masters, and the addresses of the masters, when all pairs last agreed. Lists,
+        # since every step and every forward call compares them
+        self._agreed: tuple[list[int], list[int]] = ([], [])
+        # weights that were 16-bit and frozen before the cast
+        self._frozen: list[nn.Parameter] = []
         known = {id(weight) for weight in weights.values()}
-        self._swap(lambda parameter: id(parameter) in known or existing(parameter) is not None)
+        self._make(lambda parameter: id(parameter) in known or existing(parameter) is not None)
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._weights)
 
     @property
-    def pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """(model weight, master) for every weight that has a master, in the optimizer's order."""
-        return self._pairs.values()
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(model weight, FP32 master), in the optimizer's order."""
+        return list(zip(self._weights, self._masters))
 
-    def is_master(self, parameter: Tensor) -> bool:
-        """Whether ``parameter`` is a master of this object."""
-        return id(parameter) in self._weights
+    def weights(self) -> list[nn.Parameter]:
+        """The weights behind masters, and parameters that are stepped themselves."""
+        weight_of = self._weight_of.get
+        return [weight_of(id(parameter), parameter) for parameter in self.parameters()]
+
+    def without_master(self) -> list[nn.Parameter]:
+        """The parameters that stay FP32, and are stepped themselves."""
+        return [parameter for parameter in self.parameters() if id(parameter) not in self._weight_of]
 
     def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The model weight behind a master; any other parameter itself."""
-        return self._weights.get(id(parameter), parameter)
+        return self._weight_of.get(id(parameter), parameter)
 
-    def partner_of(self, parameter: Tensor) -> nn.Parameter | None:
-        """What a fused update writes beside a master: its model weight. None for any other parameter."""
-        return self._weights.get(id(parameter))
+    def copy_of(self, parameter: Tensor) -> nn.Parameter | None:
+        """The model weight of a master, which a fused update writes beside it. None for any other parameter."""
+        return self._weight_of.get(id(parameter))
 
     def adopt(self) -> None:
         """Give masters to 16-bit parameters that came into the optimizer later, by ``add_param_group``, or are trained from now
         on."""
         self._frozen.clear()
-        self._swap(lambda parameter: parameter.dtype in HALF_TYPES)
+        self._make(lambda parameter: parameter.dtype in HALF_TYPES)
 
     @property
     def has_unfrozen(self) -> bool:
         """Whether a weight without a master, for it was 16-bit and frozen, is trained now: :meth:`adopt` makes one."""
-        return any(weight.requires_grad for weight in self._frozen.values())
+        return bool(self._frozen) and any(weight.requires_grad for weight in self._frozen)
 
-    def _swap(self, wanted: Callable[[nn.Parameter], bool]) -> None:
-        for group in self._optimizer.param_groups:
+    def _make(self, wanted: Callable[[nn.Parameter], bool]) -> None:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
             for index, weight in enumerate(group['params']):
-                if id(weight) in self._weights or not wanted(weight):
+                if id(weight) in self._weight_of or not wanted(weight):
                     continue
-                if is_frozen_16bit(weight) and self._existing(weight) is None:
+                record = self._existing(weight)
+                if record is None and is_frozen_16bit(weight):
                     # nothing is added to it, as long as it stays frozen
-                    self._frozen[id(weight)] = weight
+                    self._frozen.append(weight)
                     continue
-                if id(weight) in self._pairs:
+                if id(weight) in self._index_of_weight:
                     raise AmpUsageError(
                         f'{self.name(weight)} was added to the optimizer a second time: it has a master there already. '
                         f'Leave it out of add_param_group().'
                     )
-                # a weight that is FP32 now hands over its storage: its cast replaces it right after
-                record = self._existing(weight)
                 if record is None:
+                    # a weight that is FP32 now hands over its storage: its cast replaces it right after
                     made = nn.Parameter(weight.data.float(), requires_grad=weight.requires_grad)
                     record = Master(weight, made, self._names.get(id(weight), ''))
                 master = record.tensor
                 assert isinstance(master, nn.Parameter)
                 group['params'][index] = master
-                if weight in self._optimizer.state:
-                    self._optimizer.state[master] = self._optimizer.state.pop(weight)
-                self._pairs[id(weight)] = (weight, master)
-                self._weights[id(master)] = weight
-                self._places[id(weight)] = len(self._places)
-                self._weight_list.append(weight)
-                self._master_list.append(master)
+                if weight in self.optimizer.state:
+                    self.optimizer.state[master] = self.optimizer.state.pop(weight)
+                self._index_of_weight[id(weight)] = len(self._weights)
+                self._weight_of[id(master)] = weight
+                self._weights.append(weight)
+                self._masters.append(master)
                 self._records.append(record)
-                self._known_versions = []
+                self._agreed = ([], [])
                 self._paired(weight, record)
 
-    def copy_to_weights(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
+    # -- both sides agree --------------------------------------------------------------------------------------------
+
+    def write_weights(self, chosen: Iterable[nn.Parameter] | None = None) -> None:
         """Model weight = master, rounded to nearest-even. Idempotent.
 
         Args:
-            pairs: Some of :attr:`pairs`; all of them by default.
+            chosen: Some of the weights; all of them by default.
         """
-        chosen = None if pairs is None else list(pairs)
-        masters = self._master_list if chosen is None else [master for _, master in chosen]
-        weights = self._weight_list if chosen is None else [weight for weight, _ in chosen]
-        with torch.no_grad():
-            ops.multi_tensor_copy(masters, weights)
-        self.settle(chosen)
+        if chosen is None:
+            with torch.no_grad():
+                ops.multi_tensor_copy(self._masters, self._weights)
+            self.settle()
+        else:
+            twins.copy_masters(self._with_records(chosen))
 
-    def settle(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]] | None = None) -> None:
-        """Masters and weights agree now: take both as they are.
-
-        Args:
-            pairs: Some of :attr:`pairs`; all of them by default.
-        """
-        if pairs is not None:
-            for weight, _ in pairs:
-                self._records[self._places[id(weight)]].settle(weight)
-            return
-        self._note()
+    def settle(self) -> None:
+        """Masters and weights agree now: take both as they are."""
+        self._agreed = self._state()
+        versions, addresses = self._agreed
         count = len(self._records)
-        versions = self._known_versions
-        for record, settled in zip(self._records, zip(versions[:count], versions[count:], self._known_addresses)):
-            record.settled = settled
-
-    def _note(self) -> None:
-        """Every record knows the present state: nothing has to be looked at until a number differs from these."""
-        self._known_versions = self._versions()
-        self._known_addresses = self._addresses()
+        for record, agreed in zip(self._records, zip(versions[:count], versions[count:], addresses)):
+            record.settled = agreed
 
     def synchronise(self, refuses: bool = True) -> None:
         """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
@@ -176,18 +170,22 @@ class MasterWeights:
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        if self._versions() == self._known_versions and self._addresses() == self._known_addresses:
-            return
-        # a weight that another optimizer shared is FP32 again once that one was detached, and its master's own storage
-        pairs = [pair for pair in zip(self._weight_list, self._records) if pair[0].dtype in HALF_TYPES]
-        if twins.bring_together(pairs, refuses):
-            self._note()
+        if self._state() != self._agreed and twins.bring_together(self._with_records(self._weights), refuses):
+            self._agreed = self._state()
 
-    def _versions(self) -> list[int]:
-        return [*map(_version, self._weight_list), *map(_version, self._master_list)]
+    def _state(self) -> tuple[list[int], list[int]]:
+        return [*map(_version, self._weights), *map(_version, self._masters)], list(map(Tensor.data_ptr, self._masters))
 
-    def _addresses(self) -> list[int]:
-        return list(map(Tensor.data_ptr, self._master_list))
+    def _with_records(self, weights: Iterable[Tensor]) -> list[tuple[Tensor, Master]]:
+        """Those of the weights that are 16-bit, with their records.
+
+        A weight that another optimizer shared is FP32 again once that one was detached, and its master's own storage.
+        """
+        return [
+            (weight, self._records[self._index_of_weight[id(weight)]])
+            for weight in weights
+            if weight.dtype in HALF_TYPES
+        ]
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Before a step: masters of weights without a gradient take up what was done to the weights through ``.data``.
@@ -199,41 +197,36 @@ class MasterWeights:
             busy: Weights whose gradient lies elsewhere.
         """
         idle = [
-            place
-            for place, weight in enumerate(self._weight_list)
-            if weight.grad is None
-            and weight.dtype in HALF_TYPES
-            and weight not in busy
-            and self._master_list[place].grad is None
-            and not self._records[place].moved()
+            weight
+            for weight, master in zip(self._weights, self._masters)
+            if weight.grad is None and master.grad is None and weight not in busy
         ]
         if idle:
-            twins.take_weights([(self._weight_list[place], self._records[place]) for place in idle])
+            pairs = [(weight, record) for weight, record in self._with_records(idle) if not record.moved()]
+            if pairs:
+                twins.take_weights(pairs)
 
-    def edited(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The pairs whose weight was written to since both sides agreed, as torch's version counters tell.
+    def edited(self) -> list[nn.Parameter]:
+        """The weights that were written to since both sides agreed, as torch's version counters tell.
 
         Edits through ``.data`` do not count there; :meth:`refresh` finds those by comparing.
         """
-        return [pair for pair, record in zip(self.pairs, self._records) if record.weight_moved(pair[0])]
+        return [weight for weight, record in zip(self._weights, self._records) if record.weight_moved(weight)]
 
-    def refresh(self, pairs: Iterable[tuple[nn.Parameter, Tensor]] | None = None) -> list[str]:
+    def refresh(self, weights: Iterable[Tensor] | None = None) -> list[str]:
         """The weights win: wherever one differs from its master rounded, bit for bit, the master takes its value. Syncs.
 
         Args:
-            pairs: The pairs to look at; all by default.
+            weights: Those to look at; all by default.
 
         Returns:
             The names of the weights that had been changed.
         """
-        # a weight that another optimizer shared is FP32 again once that one was detached, and its master's own storage
-        chosen = [pair for pair in (self.pairs if pairs is None else pairs) if pair[0].dtype in HALF_TYPES]
-        if not chosen:
-            return []
-        flags = twins.take_weights([(weight, self._records[self._places[id(weight)]]) for weight, _ in chosen])
-        return [self.name(weight) for (weight, _), differs in zip(chosen, flags.tolist()) if differs]
+        chosen = self._with_records(self._weights if weights is None else weights)
+        flags = twins.take_weights(chosen).tolist() if chosen else []
+        return [self.name(weight) for (weight, _), differs in zip(chosen, flags) if differs]
 
-    def changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
+    def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
         """Somebody says that weights were edited, through ``.data`` perhaps: as :meth:`refresh`. Syncs.
 
         Args:
@@ -249,12 +242,13 @@ class MasterWeights:
             self._refuse_unclear('weights_changed', [r.name for r in self._records if r.moved()], 'masters')
             return self.refresh()
         given = list(tensors)
-        if any(id(tensor) in self._weights for tensor in given):
+        if any(id(tensor) in self._weight_of for tensor in given):
             raise AmpUsageError(
                 'weights_changed() was given an FP32 master (from amp.master_params or optimizer.param_groups): say '
                 'masters_changed([...]) where the master is what you edited, or hand over the weight of the model.'
             )
-        return self.refresh(self.select(given))
+        wanted = set(map(id, given))
+        return self.refresh(weight for weight in self._weights if id(weight) in wanted)
 
     def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
         """Somebody says that masters were edited, through ``.data`` perhaps: their weights follow. No host read.
@@ -266,17 +260,16 @@ class MasterWeights:
             AmpUsageError: A 16-bit weight among ``tensors``; or no ``tensors``, and a weight was written to as well.
         """
         if tensors is None:
-            self._refuse_unclear('masters_changed', list(map(self.name, (w for w, _ in self.edited()))), 'weights')
-            self.copy_to_weights(pair for pair in self.pairs if pair[0].dtype in HALF_TYPES)
+            self._refuse_unclear('masters_changed', list(map(self.name, self.edited())), 'weights')
+            self.write_weights(self._weights)
             return
         given = list(tensors)
-        if any(id(tensor) in self._pairs for tensor in given):
+        if any(id(tensor) in self._index_of_weight for tensor in given):
             raise AmpUsageError(
                 'masters_changed() was given a 16-bit weight of the model: say weights_changed([...]) where the weight is what '
                 'you edited, or hand over its master (from amp.master_params or optimizer.param_groups).'
             )
-        chosen = [(self._weights[id(master)], master) for master in given if id(master) in self._weights]
-        self.copy_to_weights((w, m) for w, m in chosen if isinstance(m, nn.Parameter) and w.dtype in HALF_TYPES)
+        self.write_weights(self._weight_of[id(master)] for master in given if id(master) in self._weight_of)
 
     @staticmethod
     def _refuse_unclear(call: str, names: Sequence[str], others: str) -> None:
@@ -291,29 +284,22 @@ class MasterWeights:
         """The qualified name of a weight in its model."""
         return self._names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
 
-    def select(self, tensors: Iterable[Tensor]) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The pairs whose weight is among ``tensors``."""
-        wanted = {id(tensor) for tensor in tensors}
-        return [pair for key, pair in self._pairs.items() if key in wanted]
-
-    def release(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Put the model weights back into the optimizer, with the masters' state; yields each pair.
+    def release(self) -> None:
+        """Put the model weights back into the optimizer, with the masters' state.
 
         The caller gives the weights their FP32 values.
         """
-        for group in self._optimizer.param_groups:
+        assert self.optimizer is not None
+        for group in self.optimizer.param_groups:
             for index, parameter in enumerate(group['params']):
-                weight = self._weights.get(id(parameter))
+                weight = self._weight_of.get(id(parameter))
                 if weight is not None:
                     group['params'][index] = weight
-                    if parameter in self._optimizer.state:
-                        self._optimizer.state[weight] = self._optimizer.state.pop(parameter)
-        yield from self.pairs
-        self._pairs.clear()
-        self._weights.clear()
-        self._places.clear()
-        for kept in (self._weight_list, self._master_list, self._records, self._known_versions, self._known_addresses):
+                    if parameter in self.optimizer.state:
+                        self.optimizer.state[weight] = self.optimizer.state.pop(parameter)
+        for kept in (self._weights, self._masters, self._records, self._index_of_weight, self._weight_of):
             kept.clear()  # type: ignore[attr-defined]
+        self._agreed = ([], [])
 
 
 def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

@@ -16,12 +16,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import AmpCheckpointError
-from ..policy.loss_scale import check_scaler_state
+from .schema import POSITIVE, SWITCH, MapOf, Record, whole
 
 #: Clean steps after which apex doubled a moving scale.
 GROWTH_INTERVAL = 2000
-_WORDS = ('loss_scale', 'unskipped')
-_FURTHER = ('dynamic', 'hysteresis_tracker')
+_SCALER = Record(
+    {'loss_scale': POSITIVE, 'unskipped': whole(bits=31)},
+    # the words of ours beside apex's
+    {'dynamic': SWITCH, 'hysteresis_tracker': whole(bits=31)},
+    missing='{path}[{first!r}] is missing (found: {found}).',
+)
 
 
 def is_apex(amp: Any) -> bool:
@@ -32,7 +36,7 @@ def is_apex(amp: Any) -> bool:
 
 
 def read(amp: Any, label: str) -> list[dict[str, Any]]:
-    """Judge apex's state and put it into ``GradScaler``'s words.
+    """Validate apex's state and put it into ``GradScaler``'s words.
 
     Args:
         amp: ``apex.amp.state_dict()``; not changed.
@@ -44,8 +48,7 @@ def read(amp: Any, label: str) -> list[dict[str, Any]]:
     Raises:
         AmpCheckpointError: Not apex's form, a hole in the numbering, or an impossible value; names key and value.
     """
-    if not isinstance(amp, Mapping):
-        raise AmpCheckpointError(f"{label} must be a dict of apex's loss scalers, but is {type(amp).__name__}.")
+    MapOf(expected="a dict of apex's loss scalers").check(amp, label)
     names = [f'loss_scaler{index}' for index in range(max(1, len(amp)))]
     missing = next((name for name in names if name not in amp), None)
     if missing is not None:
@@ -57,50 +60,39 @@ def read(amp: Any, label: str) -> list[dict[str, Any]]:
 
 
 def _read_one(state: Any, label: str) -> dict[str, Any]:
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(f'{label} must be a dict, but is {type(state).__name__}: the file is damaged.')
-    for key in _WORDS:
-        if key not in state:
-            raise AmpCheckpointError(f'{label}[{key!r}] is missing (found: {", ".join(map(str, state)) or "nothing"}).')
+    try:
+        _SCALER.check(state, label)
+    except AmpCheckpointError as error:
+        # apex's scale could fall to 0, where its training ended
+        raise AmpCheckpointError(f'{error} To go on with the configured scale, write it there.') from None
     scale, unskipped = state['loss_scale'], state['unskipped']
-    ours = {
-        'scale': scale,
+    return {
+        'dynamic': scale != 1.0 and unskipped < GROWTH_INTERVAL,
+        'scale': float(scale),
         'growth_factor': 2.0,
         'backoff_factor': 0.5,
         'growth_interval': GROWTH_INTERVAL,
         '_growth_tracker': unskipped,
-        **{key: state[key] for key in _FURTHER if key in state},
+        **{key: state[key] for key in ('dynamic', 'hysteresis_tracker') if key in state},
     }
-    try:
-        check_scaler_state(ours)
-    except AmpCheckpointError as error:
-        # the words of the file, not ours
-        text = str(error).replace("loss_scaler['scale']", f"{label}['loss_scale']")
-        text = text.replace("loss_scaler['_growth_tracker']", f"{label}['unskipped']").replace(
-            'loss_scaler[', f'{label}['
-        )
-        # apex's scale could fall to 0, where its training ended
-        raise AmpCheckpointError(f'{text} To go on with the configured scale, write it there.') from None
-    return {'dynamic': scale != 1.0 and unskipped < GROWTH_INTERVAL, **ours, 'scale': float(scale)}
 
 
-def write(loss_scalers: Sequence[Mapping[str, Any]], exact: bool = False) -> dict[str, dict[str, Any]]:
-    """What ``apex.amp.load_state_dict`` takes; it refuses further keys.
+def write(loss_scalers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Put loss scales into apex's words, and into those of ours that :func:`read` needs where apex's cannot tell all.
 
     Args:
-        loss_scalers: ``LossScaler`` or ``GradScaler`` states, one per loss, none of them empty.
-        exact: Whether :func:`read` has to tell that a scale moves, and give back ``hysteresis_tracker`` where a state has one.
+        loss_scalers: ``LossScaler`` states, one per loss, none of them empty.
 
     Returns:
         A new dict of plain numbers.
     """
-    return {f'loss_scaler{index}': _write_one(state, exact) for index, state in enumerate(loss_scalers)}
+    return {f'loss_scaler{index}': _write_one(state) for index, state in enumerate(loss_scalers)}
 
 
-def _write_one(state: Mapping[str, Any], exact: bool) -> dict[str, Any]:
+def _write_one(state: Mapping[str, Any]) -> dict[str, Any]:
     written: dict[str, Any] = {'loss_scale': float(state['scale']), 'unskipped': int(state['_growth_tracker'])}
-    if exact and state['dynamic'] and (written['loss_scale'] == 1.0 or written['unskipped'] >= GROWTH_INTERVAL):
+    if state['dynamic'] and (written['loss_scale'] == 1.0 or written['unskipped'] >= GROWTH_INTERVAL):
         written['dynamic'] = True
-    if exact and 'hysteresis_tracker' in state:
+    if 'hysteresis_tracker' in state:
         written['hysteresis_tracker'] = state['hysteresis_tracker']
     return written

@@ -6,7 +6,7 @@ kind        what wrote it
 own         this package's ``AmpOptimWrapper``, at any level
 stock       mmengine's own ``AmpOptimWrapper`` (key ``loss_scaler`` in the optimizer's state)
 plain       mmengine's ``OptimWrapper``, or a script without mixed precision
-apex        mmengine's own ``ApexOptimWrapper`` (key ``apex_amp`` in the optimizer's state), or :func:`to_apex`
+apex        mmengine's own ``ApexOptimWrapper`` (key ``apex_amp`` in the optimizer's state)
 raw_apex    a script on apex: ``{'model' or 'state_dict', 'optimizer', 'amp'}``
 weights     no optimizer: ``{'state_dict' or 'model'}``, or tensors by name and nothing else
 ==========  =========================================================================================================
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpCheckpointError, AmpUsageError
-from . import apex as checkpoint_apex
-from . import format as checkpoint
-from .format import SavedAmp
+from . import apex, resume_record, schema
+from .format import SavedAmp, read
 
 WEIGHT_TYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
 #: Where the weights of a file with averaged weights come from.
@@ -37,11 +36,18 @@ _CASTABLE = frozenset(WEIGHT_TYPES.values())
 _STATISTICS = ('running_mean', 'running_var')
 _STOCK_SCALER = ('scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker')
 _EMPTY_HUB: Mapping[str, Mapping[str, Any]] = {'log_scalars': {}, 'runtime_info': {}, 'resumed_keys': {}}
+_HUB = schema.Record(
+    dict.fromkeys(_EMPTY_HUB, schema.ANYTHING), missing='{path} has no key {keys}: the file is damaged.'
+)
+_WEIGHT = schema.Both(
+    schema.TensorOf(dense=False),
+    schema.Is(
+        '',
+        lambda value: value.layout is torch.strided and not value.is_meta,
+        '{path} is no plain tensor ({value.layout}, on {value.device}).',
+    ),
+)
 _POSITION_WORDS = {'epoch': ('epoch',), 'iter': ('iter', 'global_step', 'iteration')}
-# the part of a file that only this package reads
-_OWN_KEYS = {'exact_resume': 'the states of the random generators'}
-#: apex's first scale, and that of mmengine's class.
-_FIRST_SCALE = 2.0**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Content:
 
 
 def identify(file: Any) -> Content:
-    """Tell what kind of file this is, and judge it.
+    """Tell what kind of file this is, and validate it.
 
     Args:
         file: As it was read; not changed.
@@ -74,45 +80,39 @@ def identify(file: Any) -> Content:
     if state_dict is file or file.get('optimizer') is None:
         return Content('weights', state_dict, {})
     state = file['optimizer']
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(
-            f"'optimizer' must be the state dict of one optimizer, or of several by name, but is {type(state).__name__}."
-        )
+    schema.MapOf(expected='the state dict of one optimizer, or of several by name').check(state, "'optimizer'")
     named = bool(state) and all(isinstance(part, Mapping) and 'param_groups' in part for part in state.values())
     parts: dict[str, SavedAmp] = {}
     for name, part in state.items() if named else [('', state)]:
         try:
-            parts[str(name)] = checkpoint.read(part)
+            parts[str(name)] = read(part)
         except AmpCheckpointError as error:
             raise AmpCheckpointError(f"'optimizer'{f'[{name!r}]' if name else ''}: {error}") from None
     kinds = {_KIND_OF_PART[part.kind] for part in parts.values()}
     if 'amp' in file and kinds == {'plain'} and not named:
-        scalers = checkpoint_apex.read(file['amp'], 'amp')
+        scalers = apex.read(file['amp'], 'amp')
         return Content('raw_apex', state_dict, {'': dataclasses.replace(parts[''], kind='apex', loss_scalers=scalers)})
     return Content(next(kind for kind in _KIND_OF_PART.values() if kind in kinds), state_dict, parts)
 
 
 def _weights_in(file: Any) -> Mapping[str, Any]:
-    if not isinstance(file, Mapping):
-        raise AmpCheckpointError(f'a checkpoint must be a dict, but this is {type(file).__name__}.')
+    schema.MapOf().check(file, 'a checkpoint')
     if file and all(isinstance(value, Tensor) for value in file.values()):
-        return file
+        bare: Mapping[str, Any] = file
+        return bare
     key = next((key for key in ('state_dict', 'model') if key in file), None)
     if key is None:
         raise AmpCheckpointError(
             f"this holds neither 'state_dict' nor 'model' (found: {', '.join(map(str, file)) or 'nothing'}): put the model's "
             f'state dict under one of the two.'
         )
-    weights = file[key]
-    if not isinstance(weights, Mapping):
-        raise AmpCheckpointError(f'{key!r} must be a dict of tensors, but is {type(weights).__name__}.')
-    for name, value in weights.items():
-        if not isinstance(name, str):
-            raise AmpCheckpointError(f'{key!r} has the key {name!r}, which is no name: the file is damaged.')
-        if isinstance(value, Tensor) and (value.layout is not torch.strided or value.is_meta):
-            raise AmpCheckpointError(f'{key!r}[{name!r}] is no plain tensor ({value.layout}, on {value.device}).')
-        if not isinstance(value, Tensor) and not str(name).endswith('_extra_state'):
-            raise AmpCheckpointError(f'{key!r}[{name!r}] must be a tensor, but is {type(value).__name__}.')
+    weights: Mapping[str, Any] = file[key]
+    schema.MapOf(expected='a dict of tensors', names=True).check(weights, repr(key))
+    # a module's extra state may be anything
+    tensors = [
+        name for name, value in weights.items() if isinstance(value, Tensor) or not name.endswith('_extra_state')
+    ]
+    schema.Record(dict.fromkeys(tensors, _WEIGHT)).check(weights, repr(key))
     return weights
 
 
@@ -199,8 +199,7 @@ def _choose_weights(
         if weights == 'trained':
             notes.append("no average is in the file: 'state_dict' holds the trained weights")
         return state
-    if not isinstance(average, Mapping):
-        raise AmpCheckpointError(f"'ema_state_dict' must be a dict of tensors, but is {type(average).__name__}.")
+    schema.MapOf(expected='a dict of tensors').check(average, "'ema_state_dict'")
     if weights == 'average':
         notes.append(
             "'state_dict' holds the average, which mmengine's EMAHook swaps in when it saves; weights='trained' "
@@ -263,51 +262,6 @@ def to_stock(
     return result, notes
 
 
-def to_apex(
-    file: Mapping[str, Any], epoch: int | None = None, iteration: int | None = None, weights: str | None = None
-) -> tuple[dict[str, Any], list[str]]:
-    """A file for apex: for mmengine's own ``ApexOptimWrapper``, and for scripts that read ``model`` and ``amp``.
-
-    Args:
-        file: Of any kind with an optimizer; not changed.
-        epoch: As in :func:`to_stock`.
-        iteration: As in :func:`to_stock`.
-        weights: As in :func:`to_stock`.
-
-    Returns:
-        ``meta``, ``state_dict``, ``model`` (the same tensors), ``message_hub``, ``optimizer`` with ``apex_amp`` inside,
-        ``amp``, and the file's other keys; and notes.
-
-    Raises:
-        AmpCheckpointError: As in :func:`to_stock`.
-    """
-    content = identify(file)
-    result, notes = _training_file(file, content, epoch, iteration, weights or 'average')
-    parts: dict[str, dict[str, Any]] = {}
-    for name, saved in content.optimizers.items():
-        said = _dropped(saved)
-        scalers = []
-        for index, scaler in enumerate(saved.loss_scalers):
-            label = f'loss {index}: ' if len(saved.loss_scalers) > 1 else ''
-            lines: list[str] = []
-            scalers.append(_apex_scaler(scaler, lines))
-            said += [label + line for line in lines]
-        if not scalers:
-            said.append(f"the file holds no loss scale: apex's first one, {_FIRST_SCALE:g}, is written")
-            scalers = [{'scale': _FIRST_SCALE, '_growth_tracker': 0}]
-        parts[name] = {**saved.optimizer, 'apex_amp': checkpoint_apex.write(scalers)}
-        notes += [f'{name}: {line}' if name else line for line in said]
-    result['model'] = result['state_dict']
-    result['optimizer'] = parts.get('', parts)
-    if '' in parts:
-        result['amp'] = parts['']['apex_amp']
-    else:
-        notes.append(
-            "apex keeps one 'amp' for all optimizers, which cannot be told from several: only 'apex_amp' is written"
-        )
-    return result, notes
-
-
 def _training_file(
     file: Mapping[str, Any], content: Content, epoch: int | None, iteration: int | None, weights: str
 ) -> tuple[dict[str, Any], list[str]]:
@@ -319,12 +273,8 @@ def _training_file(
         )
     notes: list[str] = []
     meta, hub = file.get('meta', {}), file.get('message_hub', _EMPTY_HUB)
-    for key, value in (('meta', meta), ('message_hub', hub)):
-        if not isinstance(value, Mapping):
-            raise AmpCheckpointError(f'{key!r} must be a dict, but is {type(value).__name__}: the file is damaged.')
-    missing = [key for key in _EMPTY_HUB if key not in hub]
-    if missing:
-        raise AmpCheckpointError(f"'message_hub' has no key {missing[0]!r}: the file is damaged.")
+    schema.MapOf().check(meta, "'meta'")
+    _HUB.check(hub, "'message_hub'")
     if 'config' in meta:
         # mmcv 1 wrote it; mmengine would execute it while resuming
         meta = {key: value for key, value in meta.items() if key != 'config'}
@@ -339,7 +289,8 @@ def _training_file(
         'message_hub': hub if 'message_hub' in file else {key: {} for key in _EMPTY_HUB},
     }
     # raw scripts keep more beside; whoever reads the new file finds it where it was
-    result.update({key: value for key, value in file.items() if key not in (*result, 'model', 'amp', *_OWN_KEYS)})
+    left_out = (*result, 'model', 'amp', resume_record.KEY)
+    result.update({key: value for key, value in file.items() if key not in left_out})
     if weights == 'trained':
         result.pop('ema_state_dict', None)
     elif 'ema_state_dict' in file:
@@ -352,7 +303,8 @@ def _training_file(
         notes.append('the log of a mmengine run is not in the file: it starts empty')
     if 'param_schedulers' not in file:
         notes.append("the file has no 'param_schedulers': mmengine's schedules start at their beginning")
-    notes += [f'left out: {what} ({key!r})' for key, what in _OWN_KEYS.items() if key in file]
+    if resume_record.KEY in file:
+        notes.append(f'left out: the states of the random generators ({resume_record.KEY!r})')
     return result, notes
 
 
@@ -397,7 +349,7 @@ def _dropped(saved: SavedAmp) -> list[str]:
 
 def _stock_scaler(scaler: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Exactly ``GradScaler``'s keys; it fails without any of them."""
-    defaults = {'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': checkpoint_apex.GROWTH_INTERVAL}
+    defaults = {'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': apex.GROWTH_INTERVAL}
     state = {key: scaler.get(key, defaults.get(key)) for key in _STOCK_SCALER}
     if not scaler.get('dynamic', True):
         notes.append(
@@ -409,24 +361,3 @@ def _stock_scaler(scaler: Mapping[str, Any], notes: list[str]) -> dict[str, Any]
         notes.append(f'the growth tracker {state["_growth_tracker"]} counted steps of a static scale: it is 0 now')
         state['_growth_tracker'] = 0
     return state
-
-
-def _apex_scaler(scaler: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    if not scaler:
-        notes.append(f"the saved loss scaler was disabled: apex's first scale, {_FIRST_SCALE:g}, is written")
-        return {'scale': _FIRST_SCALE, '_growth_tracker': 0}
-    rule = {'growth_factor': 2.0, 'backoff_factor': 0.5, 'growth_interval': checkpoint_apex.GROWTH_INTERVAL}
-    dynamic = scaler.get('dynamic', True)
-    changed = [f'{key} {scaler[key]!r} -> {value!r}' for key, value in rule.items() if scaler.get(key, value) != value]
-    if dynamic and changed:
-        notes.append(f"the rule of the loss scale becomes apex's: {', '.join(changed)}")
-    tracker = scaler['_growth_tracker']
-    # apex grows when the two are equal, as GradScaler does
-    if dynamic and tracker >= checkpoint_apex.GROWTH_INTERVAL:
-        notes.append(
-            f'the growth tracker {tracker} is past the interval of apex: it is {rule["growth_interval"] - 1} now'
-        )
-        tracker = checkpoint_apex.GROWTH_INTERVAL - 1
-    if dynamic and scaler['scale'] == 1.0:
-        notes.append('a moving loss scale of 1.0 cannot be told from a static one in an apex file')
-    return {'scale': scaler['scale'], '_growth_tracker': tracker}

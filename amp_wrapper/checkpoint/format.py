@@ -19,25 +19,39 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import AmpCheckpointError
-from ..policy.loss_scale import check_scaler_state, is_number
-from . import apex as checkpoint_apex
+from . import apex, schema
 
 FORMAT_VERSION = 1
-#: The state of torch's element-wise optimizers; others keep tensors of any shape (Adafactor's factors, say)
-PARAMETER_SHAPED = frozenset(
-    (
-        'momentum_buffer',
-        'exp_avg',
-        'exp_avg_sq',
-        'max_exp_avg_sq',
-        'exp_inf',
-        'square_avg',
-        'grad_avg',
-        'acc_delta',
-        'sum',
-        'prev',
-        'ax',
-    )
+_DICT = schema.kind('a dict', Mapping)
+_GRADIENT = schema.Maybe(schema.kind('a tensor or None', Tensor))
+_TENSORS = schema.MapOf(schema.TENSOR, names=True)
+#: Of our scaler and of ``GradScaler``
+_SCALER = schema.Record(
+    {'scale': schema.POSITIVE, '_growth_tracker': schema.whole(bits=31)},
+    {
+        'dynamic': schema.SWITCH,
+        **dict.fromkeys(('growth_factor', 'backoff_factor', 'growth_interval'), schema.FINITE),
+        'hysteresis_tracker': schema.whole(bits=31),
+        **dict.fromkeys(('steps', 'skips', 'consecutive_skips'), schema.whole()),
+    },
+    missing='{path} has no key {keys} (found: {found}).',
+)
+_AMP = schema.Record(
+    {
+        'version': schema.version(FORMAT_VERSION),
+        'opt_level': schema.kind('a name', str),
+        'properties': _DICT,
+        'loss_scalers': schema.ListOf(expected='a list of one state per loss', least=1),
+    }
+)
+#: The optimizer's part, where it is of torch's form
+_OPTIMIZER = schema.Record(
+    {
+        'state': schema.MapOf(),
+        'param_groups': schema.ListOf(
+            schema.named("a dict with a list 'params'", schema.Record({'params': schema.ListOf()}))
+        ),
+    }
 )
 
 
@@ -112,20 +126,9 @@ def write(
         'loss_scalers': [dict(state) for state in loss_scalers],
     }
     if window is not None:
-        amp['window'] = {
-            'gradients': list(window.gradients),
-            'unscaled': window.unscaled,
-            'used': list(window.used),
-            'found_inf': list(window.found_inf),
-        }
-        if window.foreign_found_inf is not None:
-            amp['window']['foreign_found_inf'] = window.foreign_found_inf
-        if window.buffers:
-            amp['window']['buffers'] = dict(window.buffers)
-        if window.averages:
-            amp['window']['averages'] = [
-                {key: dict(values) for key, values in entry.items()} for entry in window.averages
-            ]
+        always = ('gradients', 'unscaled', 'used', 'found_inf')
+        told = {key: value for key, value in vars(window).items() if key in always or value not in (None, {}, (), [])}
+        amp['window'] = told
     result = dict(optimizer)
     result['loss_scaler'] = dict(loss_scalers[0])
     if stock_shaped:
@@ -152,18 +155,17 @@ def own_form(optimizer: Optimizer) -> frozenset[str] | None:
 
 
 def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> SavedAmp:
-    """Take a state dict apart and judge every part of ours, applying nothing.
+    """Take a state dict apart and validate every part of ours, applying nothing.
 
     Args:
         state: From :func:`write`, from mmengine's stock wrappers, from apex, or from a bare optimizer; not changed.
         form: The keys of the optimizer's part where they are others than torch's, from :func:`own_form`; the optimizer alone
-            judges what they hold.
+            knows what they hold.
 
     Raises:
         AmpCheckpointError: Damage, or a format from the future; names key and expectation.
     """
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state).__name__}.')
+    schema.MapOf().check(state, 'an optimizer state')
     rest = dict(state)
     for key in sorted(form) if form is not None else ('state', 'param_groups'):
         if key not in rest:
@@ -176,9 +178,12 @@ def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> Saved
                 f'the optimizer state has no key {key!r} (found: {", ".join(map(str, rest)) or "nothing"}).'
             )
     if form is None:
-        _check_groups(rest)
+        _OPTIMIZER.check(rest, '')
+        keys = [key for group in rest['param_groups'] for key in group['params']]
+        if any(not isinstance(key, int) or isinstance(key, bool) for key in keys) or len(set(keys)) != len(keys):
+            raise AmpCheckpointError("'param_groups' must number every parameter once: the file is damaged.")
     label = 'apex_amp' if 'apex_amp' in rest else 'amp'
-    if label == 'apex_amp' or checkpoint_apex.is_apex(rest.get('amp')):
+    if label == 'apex_amp' or apex.is_apex(rest.get('amp')):
         return _read_apex(rest, label)
     scaler = rest.pop('loss_scaler', None)
     amp = rest.pop('amp', None)
@@ -194,148 +199,75 @@ def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> Saved
     return _read_own(rest, amp)
 
 
-def _check_groups(rest: Mapping[str, Any]) -> None:
-    if not isinstance(rest['state'], Mapping):
-        raise AmpCheckpointError(f"'state' must be a dict, but is {type(rest['state']).__name__}: the file is damaged.")
-    groups = rest['param_groups']
-    if not isinstance(groups, (list, tuple)):
-        raise AmpCheckpointError(f"'param_groups' must be a list, but is {type(groups).__name__}: the file is damaged.")
-    for index, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get('params'), (list, tuple)):
-            raise AmpCheckpointError(
-                f"'param_groups'[{index}] must be a dict with a list 'params': the file is damaged."
-            )
-    keys = [key for group in groups for key in group['params']]
-    if any(not isinstance(key, int) or isinstance(key, bool) for key in keys) or len(set(keys)) != len(keys):
-        raise AmpCheckpointError("'param_groups' must number every parameter once: the file is damaged.")
-
-
-def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
-    """Judge whether a saved optimizer state and window fit an optimizer, applying nothing.
-
-    Args:
-        saved: From :func:`read`.
-        optimizer: The one that would take it over.
-
-    Raises:
-        AmpCheckpointError: Another number of groups or parameters, or a tensor of another shape.
-    """
-    theirs, mine = saved.optimizer['param_groups'], optimizer.param_groups
-    if len(theirs) != len(mine):
-        raise AmpCheckpointError(
-            f'the checkpoint has {len(theirs)} parameter groups and the optimizer {len(mine)}: resume with the '
-            f'paramwise_cfg and the model it was saved with, or load the weights only (resume=False).'
-        )
-    parameters: list[tuple[Any, Tensor]] = []
-    for index, (there, here) in enumerate(zip(theirs, mine)):
-        if len(there['params']) != len(here['params']):
-            raise AmpCheckpointError(
-                f'parameter group {index} has {len(there["params"])} parameters in the checkpoint and '
-                f'{len(here["params"])} in the optimizer: the model has changed.'
-            )
-        parameters += zip(there['params'], here['params'])
-    # optimizers of others may keep a low-rank state under a name of torch's
-    ours = type(optimizer).__module__.startswith('torch.optim')
-    for key, parameter in parameters:
-        state = saved.optimizer['state'].get(key, {})
-        if not isinstance(state, Mapping):
-            raise AmpCheckpointError(f"'state'[{key}] must be a dict, but is {type(state).__name__}.")
-        for name, value in state.items():
-            wrong = isinstance(value, Tensor) and value.shape != parameter.shape
-            if wrong and ours and name in PARAMETER_SHAPED:
-                raise AmpCheckpointError(
-                    f"'state'[{key}][{name!r}] has shape {tuple(value.shape)}, but its parameter {tuple(parameter.shape)}."
-                )
-    if saved.window is not None:
-        for index, ((_, parameter), gradient) in enumerate(zip(parameters, saved.window.gradients)):
-            if gradient is not None and gradient.shape != parameter.shape:
-                raise AmpCheckpointError(
-                    f"amp['window']['gradients'][{index}] has shape {tuple(gradient.shape)}, but its parameter "
-                    f'{tuple(parameter.shape)}.'
-                )
-
-
 def _read_apex(rest: dict[str, Any], label: str) -> SavedAmp:
     both = [key for key in ('apex_amp', 'loss_scaler', 'amp') if key in rest]
     if len(both) > 1:
         raise AmpCheckpointError(
             f"the optimizer state holds apex's loss scale and another one ({', '.join(both)}): remove the keys of all but one."
         )
-    return SavedAmp('apex', rest, loss_scalers=checkpoint_apex.read(rest.pop(label), label))
+    return SavedAmp('apex', rest, loss_scalers=apex.read(rest.pop(label), label))
+
+
+def check_scaler_state(state: Any, path: str = 'loss_scaler') -> None:
+    """Validate the saved state of a loss scaler without applying it.
+
+    Args:
+        state: Of our scaler or of ``GradScaler``; empty for a disabled one.
+        path: How messages call it.
+
+    Raises:
+        AmpCheckpointError: Names the key, the value and what was expected.
+    """
+    if not (isinstance(state, Mapping) and not state):
+        _SCALER.check(state, path)
 
 
 def _read_own(rest: dict[str, Any], amp: Any) -> SavedAmp:
-    if not isinstance(amp, Mapping):
-        raise AmpCheckpointError(f'amp must be a dict, but is {type(amp).__name__}: the file is damaged.')
-    version = amp.get('version')
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise AmpCheckpointError(f"amp['version']={version!r} must be a whole number from 1 to {FORMAT_VERSION}.")
-    if version > FORMAT_VERSION:
-        raise AmpCheckpointError(
-            f"amp['version']={version} comes from a newer amp_wrapper; this one reads up to {FORMAT_VERSION}: upgrade it."
-        )
-    for key, kind in (('opt_level', str), ('properties', Mapping), ('loss_scalers', (list, tuple))):
-        if not isinstance(amp.get(key), kind):
-            raise AmpCheckpointError(f'amp[{key!r}]={amp.get(key)!r} is missing or of the wrong type.')
-    if not isinstance(amp['properties'].get('loss_scale', {}), Mapping):
-        raise AmpCheckpointError(f"amp['properties']['loss_scale']={amp['properties']['loss_scale']!r} must be a dict.")
+    _AMP.check(amp, 'amp')
+    schema.Record(optional={'loss_scale': _DICT}).check(amp['properties'], "amp['properties']")
     scalers = list(amp['loss_scalers'])
-    if not scalers:
-        raise AmpCheckpointError("amp['loss_scalers'] is empty: one state per loss was expected.")
     for index, state in enumerate(scalers):
-        try:
-            check_scaler_state(state)
-        except AmpCheckpointError as error:
-            raise AmpCheckpointError(f"amp['loss_scalers'][{index}]: {error}") from None
-    window = _read_window(amp.get('window'), rest, len(scalers))
-    return SavedAmp('own', rest, amp['opt_level'], amp['properties'], scalers, window)
+        check_scaler_state(state, f"amp['loss_scalers'][{index}]: loss_scaler")
+    saved = amp.get('window')
+    if saved is not None:
+        _accumulation(rest, len(scalers)).check(saved, "amp['window']")
+    return SavedAmp(
+        'own', rest, amp['opt_level'], amp['properties'], scalers, None if saved is None else _window(saved)
+    )
 
 
-def _read_window(window: Any, rest: Mapping[str, Any], num_losses: int) -> Window | None:
-    if window is None:
-        return None
-    if not isinstance(window, Mapping):
-        raise AmpCheckpointError(f"amp['window'] must be a dict, but is {type(window).__name__}.")
-    gradients: Any = window.get('gradients')
-    used: Any = window.get('used')
-    found: Any = window.get('found_inf')
+def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
+    """What an open accumulation window of so many losses holds."""
     groups = rest.get('param_groups')
     # where the form is the optimizer's own, how many there are is not told
     count = None if groups is None else sum(len(group['params']) for group in groups)
-    if not isinstance(gradients, (list, tuple)) or (count is not None and len(gradients) != count):
-        raise AmpCheckpointError(f"amp['window']['gradients'] must be a list of {count}, one per parameter.")
-    for index, gradient in enumerate(gradients):
-        if gradient is not None and not isinstance(gradient, Tensor):
-            raise AmpCheckpointError(f"amp['window']['gradients'][{index}] must be a tensor or None.")
-    if not isinstance(window.get('unscaled'), bool):
-        raise AmpCheckpointError("amp['window']['unscaled'] must be True or False.")
-    for key, value in (('used', used), ('found_inf', found)):
-        if not isinstance(value, (list, tuple)) or len(value) != num_losses:
-            raise AmpCheckpointError(f"amp['window'][{key!r}] must be a list of {num_losses}, one per loss.")
-    if not all(isinstance(value, bool) for value in used):
-        raise AmpCheckpointError(f"amp['window']['used']={used!r} must hold True and False only.")
-    if not all(is_number(value) and value in (0, 1) for value in found):
-        raise AmpCheckpointError(f"amp['window']['found_inf']={found!r} must hold 0 and 1 only.")
-    foreign: Any = window.get('foreign_found_inf')
-    if foreign is not None and not (is_number(foreign) and foreign in (0, 1)):
-        raise AmpCheckpointError(f"amp['window']['foreign_found_inf']={foreign!r} must be 0 or 1.")
-    buffers: Any = window.get('buffers', {})
-    if not _are_tensors(buffers):
-        raise AmpCheckpointError("amp['window']['buffers'] must be a dict of tensors by name.")
-    averages: Any = window.get('averages', [])
-    if not isinstance(averages, (list, tuple)) or not all(
-        isinstance(entry, Mapping) and all(_are_tensors(entry.get(key)) for key in ('before', 'now'))
-        for entry in averages
-    ):
-        raise AmpCheckpointError(
-            "amp['window']['averages'] must be a list of dicts 'before' and 'now' of tensors by name."
-        )
-    values = [float(value) for value in found]
-    received = None if foreign is None else float(foreign)
-    return Window(gradients, window['unscaled'], list(used), values, received, dict(buffers), list(averages))
+    losses = f'a list of {num_losses}, one per loss'
+    return schema.Record(
+        {
+            'gradients': schema.ListOf(_GRADIENT, f'a list of {count}, one per parameter', count),
+            'unscaled': schema.SWITCH,
+            'used': schema.named(f'{losses}, of True and False only', schema.ListOf(schema.SWITCH, length=num_losses)),
+            'found_inf': schema.named(f'{losses}, of 0 and 1 only', schema.ListOf(schema.FLAG, length=num_losses)),
+        },
+        {
+            'foreign_found_inf': schema.Maybe(schema.FLAG),
+            'buffers': schema.named('a dict of tensors by name', _TENSORS),
+            'averages': schema.named(
+                "a list of dicts 'before' and 'now' of tensors by name",
+                schema.ListOf(schema.Record({'before': _TENSORS, 'now': _TENSORS})),
+            ),
+        },
+    )
 
 
-def _are_tensors(values: Any) -> bool:
-    return isinstance(values, Mapping) and all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in values.items()
+def _window(saved: Mapping[str, Any]) -> Window:
+    foreign = saved.get('foreign_found_inf')
+    return Window(
+        saved['gradients'],
+        saved['unscaled'],
+        list(saved['used']),
+        [float(value) for value in saved['found_inf']],
+        None if foreign is None else float(foreign),
+        dict(saved.get('buffers', {})),
+        list(saved.get('averages', [])),
     )

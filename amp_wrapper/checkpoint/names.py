@@ -19,7 +19,8 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     """
     wrappers = [name.split('.') for name, module in model.named_modules() if name and _is_wrapper(module)]
     names = {}
-    for key in model.state_dict(keep_vars=True):
+    # a model may have another signature
+    for key in nn.Module.state_dict(model, keep_vars=True):
         parts = key.split('.')
         # the part after a wrapper's own name is its "module", which a submodule may be called as well
         cut = {len(name) for name in wrappers if parts[: len(name)] == name}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import AmpCheckpointError
+from . import schema
 
 _PYTHON_LENGTH = 625
 _NUMPY_LENGTH = 624
@@ -49,7 +49,7 @@ def restore(states: Mapping[str, Any], generators: Iterable[torch.Generator] = (
     """Set the generators to states of :func:`capture`.
 
     Args:
-        states: Judged by :func:`check`.
+        states: That :func:`check` has taken.
         generators: In the order they were captured in.
 
     Returns:
@@ -79,7 +79,7 @@ def restore(states: Mapping[str, Any], generators: Iterable[torch.Generator] = (
 
 
 def check(states: Any, name: str) -> None:
-    """Judge saved states, applying nothing.
+    """Validate saved states, applying nothing.
 
     Args:
         states: From a checkpoint.
@@ -88,51 +88,59 @@ def check(states: Any, name: str) -> None:
     Raises:
         AmpCheckpointError: Names the key and what was expected.
     """
-    _need(isinstance(states, Mapping), name, 'a dict')
-    for key in ('python', 'numpy'):
-        _need(isinstance(states.get(key), Mapping), f'{name}[{key!r}]', 'a dict')
-    python, legacy = states['python'], states['numpy']
-    version = python.get('version')
-    good = isinstance(version, int) and version == random.getstate()[0]
-    _need(good, f"{name}['python']['version']", f'{random.getstate()[0]}')
-    _need_words(python.get('state'), _PYTHON_LENGTH, f"{name}['python']['state']")
-    _need(0 <= int(python['state'][-1]) <= _NUMPY_LENGTH, f"{name}['python']['state'][-1]", f'0 to {_NUMPY_LENGTH}')
-    gauss = python.get('gauss')
-    _need(gauss is None or isinstance(gauss, float), f"{name}['python']['gauss']", 'a number or None')
-    _need(isinstance(legacy.get('kind'), str) and legacy['kind'] == 'MT19937', f"{name}['numpy']['kind']", "'MT19937'")
-    _need_words(legacy.get('state'), _NUMPY_LENGTH, f"{name}['numpy']['state']")
-    for key, high in (('position', _NUMPY_LENGTH), ('has_gauss', 1)):
-        value = legacy.get(key)
-        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= high
-        _need(good, f"{name}['numpy'][{key!r}]", f'a whole number from 0 to {high}')
-    _need(isinstance(legacy.get('gauss'), float), f"{name}['numpy']['gauss']", 'a number')
-    _need_generator(states.get('torch'), f"{name}['torch']", torch.Generator())
-    for key in ('cuda', 'generators'):
-        items = states.get(key)
-        _need(isinstance(items, (list, tuple)), f'{name}[{key!r}]', 'a list')
-        assert items is not None
-        for index, item in enumerate(items):
-            # how long a GPU's state is only a GPU could say
-            own = torch.Generator() if key == 'generators' else None
-            _need_generator(item, f'{name}[{key!r}][{index}]', own)
+    STATES.check(states, name, show=False)
 
 
-def _need(good: bool, name: str, expected: str) -> None:
-    if not good:
-        raise AmpCheckpointError(f'{name} must be {expected}: the file is damaged.')
+def _words(count: int) -> schema.Is:
+    """The words of a Mersenne twister: whole numbers that lose all their bits when they are shifted by 32."""
+
+    def accepts(value: Any) -> bool:
+        good = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.shape == (count,)
+        return good and bool((value >> 32 == 0).all())
+
+    return schema.Is(f'{count} words of 32 bits', accepts)
 
 
-def _need_words(value: Any, length: int, name: str) -> None:
-    good = isinstance(value, torch.Tensor) and value.dtype == torch.int64 and tuple(value.shape) == (length,)
-    _need(good and bool((value >= 0).all()) and bool((value < 2**32).all()), name, f'{length} words of 32 bits')
-
-
-def _need_generator(value: Any, name: str, model: torch.Generator | None) -> None:
-    good = isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1
-    _need(good, name, 'a vector of bytes')
-    if model is None:
-        return
+def _is_state(value: torch.Tensor) -> bool:
     try:
-        model.set_state(value.cpu())
-    except (RuntimeError, TypeError) as error:
-        raise AmpCheckpointError(f'{name} is no state of a torch generator ({error}): the file is damaged.') from error
+        torch.Generator().set_state(value.cpu())
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+_BYTES = schema.Is(
+    'a vector of bytes',
+    lambda value: isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1,
+)
+_GENERATOR = schema.Both(
+    _BYTES, schema.Is('', _is_state, '{path} is no state of a torch generator: the file is damaged.')
+)
+_POSITION = '{path}[-1] must be 0 to ' + f'{_NUMPY_LENGTH}: the file is damaged.'
+_PYTHON = schema.Record(
+    {
+        'version': schema.exactly(random.getstate()[0]),
+        # the last word is the position among the others
+        'state': schema.Both(_words(_PYTHON_LENGTH), schema.Is('', lambda v: int(v[-1]) <= _NUMPY_LENGTH, _POSITION)),
+    },
+    {'gauss': schema.Maybe(schema.kind('a number or None', float))},
+)
+_NUMPY = schema.Record(
+    {
+        'kind': schema.exactly('MT19937'),
+        'state': _words(_NUMPY_LENGTH),
+        'position': schema.between(0, _NUMPY_LENGTH),
+        'has_gauss': schema.between(0, 1),
+        'gauss': schema.kind('a number', float),
+    }
+)
+#: What :func:`capture` gives. How long a GPU's state is only a GPU could say.
+STATES = schema.Record(
+    {
+        'python': _PYTHON,
+        'numpy': _NUMPY,
+        'torch': _GENERATOR,
+        'cuda': schema.ListOf(_BYTES),
+        'generators': schema.ListOf(_GENERATOR),
+    }
+)

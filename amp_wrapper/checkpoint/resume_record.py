@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from ..errors import AmpCheckpointError
-from . import random_state
+from . import random_state, schema
 
 #: Where it lies in a checkpoint.
 KEY = 'exact_resume'
 VERSION = 1
 
-
-def _is_seed(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63)
+_SEEDS = schema.Is(
+    'the seeds of sampler and workers',
+    lambda seeds: schema.MapOf(schema.Maybe(schema.whole())).fits(seeds) and set(seeds) == {'sampler', 'workers'},
+)
+_RANK = schema.Record(
+    {
+        'now': random_state.STATES,
+        'begin': schema.Maybe(random_state.STATES),
+        'start': schema.Maybe(random_state.STATES),
+        'seeds': _SEEDS,
+        'statistics': schema.named('a dict of tensors', schema.MapOf(schema.TENSOR)),
+    },
+    missing='{path} must be a dict of now, begin, start, seeds and statistics: the file is damaged.',
+)
+_EARLY_STOPPING = schema.Both(
+    schema.named('a dict of wait_count, best_score, settings', schema.Record({'settings': schema.kind('a text', str)})),
+    schema.Record({'wait_count': schema.whole(bits=None), 'best_score': schema.kind('a number', float)}),
+)
+_RECORD = schema.Record(
+    {
+        'version': schema.version(VERSION),
+        'batches': schema.whole(),
+        'length': schema.whole(-1),
+        'validated': schema.whole(-1),
+        'stop_training': schema.SWITCH,
+        'early_stopping': schema.ListOf(_EARLY_STOPPING),
+        'ranks': schema.ListOf(_RANK, 'a list of one entry per process', least=1),
+    }
+)
 
 
 def check(saved: Any) -> None:
-    """Judge the record of a file, applying nothing.
+    """Validate the record of a file, applying nothing.
 
     Args:
         saved: What lies under :data:`KEY`.
@@ -28,64 +50,4 @@ def check(saved: Any) -> None:
     Raises:
         AmpCheckpointError: Names the key and what was expected.
     """
-
-    def need(good: bool, name: str, expected: str) -> None:
-        if not good:
-            raise AmpCheckpointError(f'{KEY}{name} must be {expected}: the file is damaged.')
-
-    need(isinstance(saved, Mapping), '', 'a dict')
-    version = saved.get('version')
-    need(isinstance(version, int) and not isinstance(version, bool) and version >= 1, "['version']", 'a whole number')
-    if version > VERSION:
-        raise AmpCheckpointError(
-            f"{KEY}['version']={version} comes from a newer amp_wrapper; this one reads up to {VERSION}: upgrade it."
-        )
-    for key, low in (('batches', 0), ('length', -1), ('validated', -1)):
-        value = saved.get(key)
-        need(
-            isinstance(value, int) and not isinstance(value, bool) and low <= value < 2**63,
-            f'[{key!r}]',
-            f'a whole number from {low}',
-        )
-    need(isinstance(saved.get('stop_training'), bool), "['stop_training']", 'True or False')
-    need(isinstance(saved.get('early_stopping'), (list, tuple)), "['early_stopping']", 'a list')
-    for index, state in enumerate(saved['early_stopping']):
-        label = f"['early_stopping'][{index}]"
-        need(
-            isinstance(state, Mapping) and isinstance(state.get('settings'), str),
-            label,
-            'a dict of wait_count, best_score, settings',
-        )
-        count = state.get('wait_count')
-        need(
-            isinstance(count, int) and not isinstance(count, bool) and count >= 0,
-            f"{label}['wait_count']",
-            'a whole number',
-        )
-        need(isinstance(state.get('best_score'), float), f"{label}['best_score']", 'a number')
-    need(
-        isinstance(saved.get('ranks'), (list, tuple)) and len(saved['ranks']) > 0,
-        "['ranks']",
-        'a list of one entry per process',
-    )
-    for index, rank in enumerate(saved['ranks']):
-        label = f"['ranks'][{index}]"
-        need(
-            isinstance(rank, Mapping) and {'now', 'begin', 'start', 'seeds', 'statistics'} <= set(rank),
-            label,
-            'a dict of now, begin, start, seeds and statistics',
-        )
-        seeds = rank['seeds']
-        good = isinstance(seeds, Mapping) and set(seeds) == {'sampler', 'workers'}
-        need(
-            good and all(_is_seed(seed) for seed in seeds.values()),
-            f"{label}['seeds']",
-            'the seeds of sampler and workers',
-        )
-        tensors = rank['statistics']
-        good = isinstance(tensors, Mapping) and all(isinstance(value, torch.Tensor) for value in tensors.values())
-        need(good, f"{label}['statistics']", 'a dict of tensors')
-        random_state.check(rank['now'], f"{KEY}{label}['now']")
-        for moment in ('begin', 'start'):
-            if rank[moment] is not None:
-                random_state.check(rank[moment], f'{KEY}{label}[{moment!r}]')
+    _RECORD.check(saved, KEY, show=False)

@@ -15,7 +15,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from ..casting import fp32_values as twins
 from ..casting.find_hooks import is_cast
@@ -78,7 +77,7 @@ def fp32(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if exact is None else exact
 
 
-def _reads_a_model(method: Callable[..., Any], attribute: str = 'module') -> Callable[..., Any]:
+def _reads_a_model(method: Callable[..., Any], attribute: str) -> Callable[..., Any]:
     """A method whose first argument is the model that is averaged; its object holds the average as ``attribute``."""
 
     @functools.wraps(method)
@@ -90,21 +89,6 @@ def _reads_a_model(method: Callable[..., Any], attribute: str = 'module') -> Cal
             return method(self, Fp32View(model) if cast else model, *args, **kwargs)
 
     return call
-
-
-def _patch_averaged_model(cls: Any) -> None:
-    """torch's: it reads ``model.parameters()`` and ``model.buffers()``."""
-    cls.update_parameters = _reads_a_model(cls.update_parameters)
-
-
-def _patch_update(cls: Any) -> None:
-    """timm's: with ``exclude_buffers`` it reads ``model.parameters()``."""
-    cls.update = _reads_a_model(cls.update)
-
-
-def _patch_oldest(cls: Any) -> None:
-    """timm's first: it reads ``model.state_dict()``."""
-    cls.update = _reads_a_model(cls.update, 'ema')
 
 
 def _patch_parameter_lists(cls: Any) -> None:
@@ -168,11 +152,16 @@ def _on_fp32_values(method: Callable[..., Any], writes: bool) -> Callable[..., A
     return call
 
 
+def _patch_method(name: str, attribute: str) -> Callable[[Any], None]:
+    """Patches a class that reads ``parameters()``, ``buffers()`` or ``state_dict()`` of a model in the method ``name``."""
+    return lambda cls: setattr(cls, name, _reads_a_model(getattr(cls, name), attribute))
+
+
 _KNOWN: tuple[tuple[str, str, Callable[[Any], None]], ...] = (
-    ('torch.optim.swa_utils', AveragedModel.__name__, _patch_averaged_model),
-    ('timm.utils.model_ema', 'ModelEma', _patch_oldest),
-    ('timm.utils.model_ema', 'ModelEmaV2', _patch_update),
-    ('timm.utils.model_ema', 'ModelEmaV3', _patch_update),
+    ('torch.optim.swa_utils', 'AveragedModel', _patch_method('update_parameters', 'module')),
+    ('timm.utils.model_ema', 'ModelEma', _patch_method('update', 'ema')),
+    ('timm.utils.model_ema', 'ModelEmaV2', _patch_method('update', 'module')),
+    ('timm.utils.model_ema', 'ModelEmaV3', _patch_method('update', 'module')),
     ('torch_ema', 'ExponentialMovingAverage', _patch_parameter_lists),
 )
 _patched: WeakSet[type] = WeakSet()
@@ -181,8 +170,7 @@ _patched: WeakSet[type] = WeakSet()
 def patch_loaded() -> None:
     """Let the averages whose packages somebody has imported see FP32 values. Does nothing a second time."""
     for module, name, patch in _KNOWN:
-        found = sys.modules.get(module)
-        cls = None if found is None else getattr(found, name, None)
+        cls = getattr(sys.modules.get(module), name, None)
         if isinstance(cls, type) and cls not in _patched:
             _patched.add(cls)
             patch(cls)

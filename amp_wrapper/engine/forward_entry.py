@@ -1,4 +1,4 @@
-"""Weights that are computed with are those of their masters: what happens at the entry of every forward pass.
+"""Before every forward call, 16-bit weights and their FP32 masters take over what was written to the other of the two.
 
 Whatever goes through ``optimizer.param_groups`` writes to FP32 masters: SAM, schedulefree, Lookahead, a clamp, the swap of an
 average. The 16-bit weights follow before a model computes with them, whoever calls it, in training and evaluation.
@@ -17,28 +17,28 @@ from ..autocast import state
 from ..autocast.call import untraced
 from ..casting import fp32_values as twins
 from ..casting.cast_hooks import AmpHook
-from ..casting.masters import MasterWeights
+from ..casting.masters import Fp32Masters
 from . import averages
 
 
 class FollowMasters(AmpHook):
-    """Forward pre-hook of a model: both sides of all its weights agree from here on. No host read.
+    """Forward pre-hook of a model: all its weights agree with their masters from here on. No host read.
 
-    Knows the masters by weak references, which neither copies nor pickled models have. Pickling brings both sides together too,
-    before the modules below are written.
+    Knows the masters by weak references, which neither copies nor pickled models have. Pickling synchronises too, before the
+    modules below are written.
     """
 
     def __init__(self) -> None:
-        self.followed: list[ReferenceType[MasterWeights]] = []
+        self.followed: list[ReferenceType[Fp32Masters]] = []
 
     @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
-        # packages that were imported since the last pass
+        # packages that were imported since the last call
         averages.patch_loaded()
         self.synchronise()
 
     def synchronise(self) -> None:
-        """Let the older sides follow the newer ones.
+        """Of each weight and its master, the one that was written to last is copied to the other.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
@@ -56,11 +56,11 @@ class FollowMasters(AmpHook):
 class FollowOwn(AmpHook):
     """Forward pre-hook of a module with weights of its own: does the same for these where somebody calls it directly.
 
-    Inside a pass of a model it costs two tests.
+    Inside a forward call of a model it costs two tests.
     """
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        # what torch.compile traces is inside of a pass, or compiled apart from the model
+        # what torch.compile traces is inside of a call of the model, or compiled apart from it
         if torch.compiler.is_compiling():
             return
         regions = state.thread.regions
@@ -69,8 +69,8 @@ class FollowOwn(AmpHook):
             twins.synchronise(module.parameters())
 
 
-def watch(roots: Iterable[nn.Module], masters: MasterWeights) -> None:
-    """Let the weights of models follow masters at the entry of every forward pass.
+def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
+    """Let the weights of models follow masters before every forward call.
 
     Args:
         roots: Cast models.

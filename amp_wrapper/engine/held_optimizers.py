@@ -1,4 +1,4 @@
-"""An optimizer that a wrapper holds is stepped by the wrapper: somebody else would step scaled gradients, or none."""
+"""Refuses ``optimizer.step()`` of an optimizer that belongs to a wrapper, while its gradients are scaled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .host_read import mark_harmless
 
 
 class Holder(Protocol):
-    """What holds an optimizer; :class:`amp_wrapper.engine.AmpEngine`."""
+    """What steps an optimizer; :class:`amp_wrapper.engine.AmpEngine`."""
 
     @property
     def awaits_step(self) -> bool:
-        """Whether there are gradients that only its own step puts right."""
+        """Whether there are gradients that only its own step unscales."""
 
 
 _held: WeakKeyDictionary[Optimizer, ReferenceType[Holder]] = WeakKeyDictionary()
@@ -26,10 +26,10 @@ _installed = False
 
 
 def hold(optimizer: Optimizer, holder: Holder) -> None:
-    """From now on, steps of ``optimizer`` beside those of ``holder`` are refused, where gradients wait for them.
+    """Refuse calls of ``optimizer.step()`` from now on, while ``holder`` awaits its own step.
 
     Args:
-        optimizer: With those inside of it, which step the same groups.
+        optimizer: Those inside of it, which step the same groups, are included.
         holder: Not kept alive.
     """
     global _installed
@@ -37,10 +37,10 @@ def hold(optimizer: Optimizer, holder: Holder) -> None:
         _held[each] = ref(holder)
     if not _installed:
         _installed = True
-        register_optimizer_step_pre_hook(mark_harmless(_look))
+        register_optimizer_step_pre_hook(mark_harmless(_check))
 
 
-def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     reference = _held.get(optimizer)
     holder = None if reference is None else reference()
     if holder is not None and holder.awaits_step:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..policy.loss_scale import LossScaleConfig, check_scaler_state
+from ..checkpoint.format import check_scaler_state
+from ..policy.loss_scale import LossScaleConfig
 
 #: The floor of a scale that has none: the smallest normal number.
 _TINY = torch.finfo(torch.float32).tiny
@@ -48,17 +49,10 @@ class LossScaler:
         self._hysteresis_tracker = torch.tensor(config.hysteresis, dtype=torch.int32)
         self._counts = torch.zeros(3, dtype=torch.int64)
         # known on the host, since a static scale never moves: 1.0 costs no multiplication anywhere
-        self._is_one = not config.enabled or (not config.dynamic and start == 1.0)
-
-    @property
-    def is_one(self) -> bool:
-        """Whether the scale is 1 for good, so that scaling and unscaling can be left out."""
-        return self._is_one
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether the scale moves."""
-        return self.config.enabled and self.config.dynamic
+        #: Whether the scale is 1 for good, so that scaling and unscaling can be left out.
+        self.is_one = not config.enabled or (not config.dynamic and start == 1.0)
+        #: Whether the scale moves.
+        self.is_dynamic = config.enabled and config.dynamic
 
     @property
     def current_scale(self) -> Tensor:
@@ -95,7 +89,7 @@ class LossScaler:
         Returns:
             ``loss.float() * scale`` (float32; float64 stays), or ``loss`` itself where the scale is 1 for good.
         """
-        if self._is_one:
+        if self.is_one:
             return loss
         if loss.dtype in (torch.float16, torch.bfloat16):
             # a 16-bit product would overflow before the gradients do
@@ -104,7 +98,7 @@ class LossScaler:
 
     def inverse_scale(self) -> Tensor | None:
         """float32 scalar to multiply gradients with, rounded once; None where the scale is 1 for good."""
-        return None if self._is_one else self._scale.reciprocal()
+        return None if self.is_one else self._scale.reciprocal()
 
     def prologue(self, moves: bool) -> dict[str, Any]:
         """What :func:`~amp_wrapper.ops.step_prologue` needs to unscale by this scale, to move it and to count.
@@ -112,7 +106,7 @@ class LossScaler:
         Args:
             moves: Whether the step moves the scale, where it is dynamic.
         """
-        words: dict[str, Any] = {} if self._is_one else {'scale': self._scale}
+        words: dict[str, Any] = {} if self.is_one else {'scale': self._scale}
         if self.checks:
             words['counts'] = self._counts
         if self.is_dynamic and moves:

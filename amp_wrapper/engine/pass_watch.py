@@ -1,4 +1,4 @@
-"""What a script is told, once, about gradients that reach an optimizer on another way than ``amp.scale_loss``."""
+"""Warnings, each once, about gradients that reach an optimizer on another way than ``amp.scale_loss``."""
 
 from __future__ import annotations
 
@@ -26,42 +26,47 @@ _NOT_THE_SCALED = (
 
 
 class PassWatch:
-    """Watches one optimizer of a script.
+    """Warns about the gradients of one optimizer.
 
     Args:
         label: What to call it.
-        speaks: Whether anything is said.
+        warns: Whether there are warnings at all.
     """
 
-    def __init__(self, label: str, speaks: bool) -> None:
+    def __init__(self, label: str, warns: bool) -> None:
         self._label = label
-        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED} if speaks else set()
+        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED} if warns else set()
         # a gradient that was there when the last step was over, and its version
         self._stepped: tuple[ReferenceType[Tensor], int] | None = None
         self._cleared = False
 
     def note_clear(self, named: bool) -> None:
-        """Gradients are cleared: a script may have kept those of a block, to hand back what it makes of them (PCGrad)."""
+        """Note that gradients are cleared: a script may have kept those of a block, to write back what it computes of them
+        (PCGrad).
+
+        Args:
+            named: Whether a block that named the optimizer has added to them.
+        """
         self._cleared = self._cleared or named
 
     def note_step(self, parameters: Iterable[Tensor]) -> None:
-        """A step is over: gradients that are still there are no news."""
+        """Note that a step is over: gradients that are still there need no warning."""
         self._cleared = False
         grad = next((p.grad for p in parameters if p.grad is not None), None)
         self._stepped = None if grad is None else (ref(grad), grad._version)
 
-    def see_step(self, parameters: Sequence[Tensor], named: bool, lent: bool) -> None:
-        """A step is about to be taken. Reads the device only where no block brought anything, and gradients are there.
+    def see_step(self, parameters: Sequence[Tensor], named: bool, by_others: bool) -> None:
+        """Check the gradients before a step. Syncs only where no block has added to them, and some are there.
 
         Args:
             parameters: What the optimizer steps; their gradients are unscaled.
-            named: Whether a block that named the optimizer has brought something since the last step.
-            lent: Whether a block that did not name it has.
+            named: Whether a block that named the optimizer has added gradients since the last step.
+            by_others: Whether a block that did not name it has.
         """
         if named or self._cleared or not self._open:
             return
-        if lent:
-            self._tell(_UNNAMED)
+        if by_others:
+            self._warn(_UNNAMED)
             return
         if _UNSCALED not in self._open or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
@@ -72,21 +77,21 @@ class PassWatch:
         home = found[0].device
         values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
         if torch.stack([value.any().to(home) for value in values]).any():
-            self._tell(_UNSCALED)
+            self._warn(_UNSCALED)
 
     def _is_old(self, grad: Tensor) -> bool:
         return self._stepped is not None and self._stepped[0]() is grad and self._stepped[1] == grad._version
 
     def see_block(self, weights: Iterable[Tensor]) -> None:
-        """A block ends, and its scaled loss was not differentiated.
+        """Check the gradients at the end of a block whose scaled loss had no backward pass.
 
         Args:
-            weights: What the optimizer steps, on the model's side; without what was there before the block.
+            weights: The model's weights that the optimizer steps; gradients from before the block are not in them.
         """
         if _NOT_THE_SCALED in self._open and any(weight.grad is not None for weight in weights):
-            self._tell(_NOT_THE_SCALED)
+            self._warn(_NOT_THE_SCALED)
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if text in self._open:
             self._open.discard(text)
             logger.warning(f'amp: {self._label} {text}')

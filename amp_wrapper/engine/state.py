@@ -10,143 +10,111 @@ from typing import Any
 
 import torch
 
+from .. import checkpoint
 from ..casting.masters import keep_scalar_state
-from ..checkpoint import format as checkpoint
-from ..checkpoint import report as checkpoint_transfer
-from ..checkpoint import validate as checkpoint_judge
+from ..checkpoint import report
 from ..errors import AmpCheckpointError
-from .base import EngineBase, Stage
-from .gradients import saved_window as open_window
+from .parts import EngineParts, Stage
 
-#: Doors decide where these lines go.
+#: Integrations decide where these lines go.
 logger = logging.getLogger('amp_wrapper')
 
 
-class Saving(EngineBase):
-    """Writes and takes over state dicts."""
+def state_of(parts: EngineParts) -> dict[str, Any]:
+    """The optimizer's state dict and, unless disabled, what :mod:`amp_wrapper.checkpoint` adds to it. Syncs."""
+    assert parts.optimizer is not None
+    state: dict[str, Any] = parts.optimizer.state_dict()
+    if not parts.policy.enabled:
+        return state
+    scalers = parts.scales.scalers
+    stock_shaped = parts.policy.opt_level in ('O1', 'O4') and len(scalers) == 1
+    states = [scaler.state_dict() for scaler in scalers]
+    return checkpoint.write(state, parts.policy.to_dict(), states, _open_accumulation(parts), stock_shaped)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state dict and, unless disabled, what :mod:`amp_wrapper.checkpoint` adds to it. Syncs."""
-        assert self.optimizer is not None
-        state: dict[str, Any] = self.optimizer.state_dict()
-        if not self.policy.enabled:
-            return state
-        stock_shaped = self.policy.opt_level in ('O1', 'O4') and len(self.scalers) == 1
-        return checkpoint.write(
-            state,
-            self.policy.to_dict(),
-            [scaler.state_dict() for scaler in self.scalers],
-            self._open_window(),
-            stock_shaped,
+
+def _open_accumulation(parts: EngineParts) -> checkpoint.Window | None:
+    if not parts.is_accumulating:
+        return None
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if distributed and torch.distributed.get_world_size() > 1 and not parts.ddp.same_everywhere():
+        _say(
+            parts,
+            logging.WARNING,
+            'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
+            'not in the checkpoint. Save at the end of a window for an exact resume.',
         )
+        return None
+    gradients, overflow, buffers = parts.gradients, parts.overflow, parts.buffers
+    found, of_others = overflow.state()
+    before = {} if buffers is None else buffers.state()
+    averages = [] if buffers is None else buffers.averages()
+    saved = gradients.save(parts.lists())
+    return checkpoint.Window(saved, gradients.unscaled, list(overflow.used), found, of_others, before, averages)
 
-    def _open_window(self) -> checkpoint.Window | None:
-        if self.stage is not Stage.ACCUMULATING:
-            return None
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if distributed and torch.distributed.get_world_size() > 1 and not self._reducers.same_everywhere():
-            self._say(
-                logging.WARNING,
-                'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
-                'not in the checkpoint. Save at the end of a window for an exact resume.',
-            )
-            return None
-        return open_window.save(
-            list(zip(self.weights(), self._parameters())),
-            self._sums,
-            self._on_arrival,
-            self._flags,
-            self._buffers,
-        )
 
-    def _say(self, level: int, line: str) -> None:
-        if self.policy.verbosity >= 1:
-            logger.log(level, line)
+def check_state(parts: EngineParts, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
+    """Whether a state dict can be taken over, applying nothing.
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> checkpoint.SavedAmp:
-        """Judge whether a state dict can be taken over, applying nothing.
+    Args:
+        parts: Of the engine.
+        state: As for :func:`load_state`.
 
-        Args:
-            state: As for :meth:`load_state_dict`.
+    Raises:
+        AmpCheckpointError: Names the key and what was expected.
+    """
+    assert parts.optimizer is not None
+    form = checkpoint.own_form(parts.optimizer)
+    saved = checkpoint.read(state, form)
+    if form is None:
+        checkpoint.check_optimizer_state(saved, parts.optimizer)
+    return saved
 
-        Raises:
-            AmpCheckpointError: Names the key and what was expected.
-        """
-        assert self.optimizer is not None
-        form = checkpoint.own_form(self.optimizer)
-        saved = checkpoint.read(state, form)
-        if form is not None:
-            return saved
-        checkpoint.check_optimizer_state(saved, self.optimizer)
-        checkpoint_judge.check_optimizer(saved.optimizer, self.optimizer, checkpoint.PARAMETER_SHAPED)
-        return saved
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Take over a state dict; before or after :meth:`attach`.
+def load_state(parts: EngineParts, state: Mapping[str, Any]) -> list[str]:
+    """Take over a state dict; before or after attaching; see :meth:`AmpEngine.load_state_dict`."""
+    optimizer, policy = parts.optimizer, parts.policy
+    assert optimizer is not None
+    saved = check_state(parts, state)
+    try:
+        # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
+        optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise AmpCheckpointError(f'the optimizer state does not fit {type(optimizer).__name__}: {error}') from error
+    if not policy.enabled:
+        dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
+        return report.describe(saved, policy, [], dropped)
+    if 'param_groups' in saved.optimizer:
+        keep_scalar_state(optimizer, saved.optimizer)
+    parts.pending = None
+    if parts.attached:
+        parts.zero_grad()
+    scales, dropped, new = parts.scales.load(saved.loss_scalers)
+    parts.monitor.start(int(parts.scales.first.counts[2]))
+    if saved.window is not None:
+        if not report.window_fits(saved, policy):
+            dropped.append('the gradients of the open accumulation window, which belong to another configuration')
+        elif parts.attached:
+            restore_accumulation(parts, saved.window)
+        else:
+            # the gradients alone: a second copy of the optimizer state would wait in memory for nothing
+            parts.pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
+    return report.describe(saved, policy, scales, dropped, new)
 
-        Args:
-            state: From :meth:`state_dict`, from mmengine's stock wrappers, from apex or from a bare optimizer. Not changed, and
-                not aliased.
 
-        Returns:
-            At most one line each for what was kept, converted, dropped, and begun anew.
+def restore_accumulation(parts: EngineParts, window: checkpoint.Window) -> None:
+    """Put back the gradients of an accumulation that was open when it was saved."""
+    parts.gradients.restore(window.gradients, parts.lists())
+    parts.overflow.restore(window.used, window.found_inf, window.foreign_found_inf)
+    if parts.buffers is not None:
+        parts.buffers.load(window.buffers, window.averages)
+    parts.stage = Stage.ACCUMULATING
+    _say(
+        parts,
+        logging.INFO,
+        'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
+    )
 
-        Raises:
-            AmpCheckpointError: Nothing has been applied.
-        """
-        assert self.optimizer is not None
-        saved = self.check_state_dict(state)
-        try:
-            # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
-            self.optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise AmpCheckpointError(
-                f'the optimizer state does not fit {type(self.optimizer).__name__}: {error}'
-            ) from error
-        if not self.policy.enabled:
-            dropped = [] if saved.kind == 'plain' else ['the loss scale, for mixed precision is off']
-            return checkpoint_transfer.describe(saved, self.policy, [], dropped)
-        if 'param_groups' in saved.optimizer:
-            keep_scalar_state(self.optimizer, saved.optimizer)
-        self._pending = None
-        if self.attached:
-            self.zero_grad()
-        scales, dropped = self._load_scalers(saved)
-        self._watch.start(int(self.scalers[0].counts[2]))
-        if saved.window is not None:
-            if not checkpoint_transfer.window_fits(saved, self.policy):
-                dropped.append('the gradients of the open accumulation window, which belong to another configuration')
-            elif self.attached:
-                self._restore_window(saved)
-            else:
-                # the window alone: a second copy of the optimizer state would wait in memory for nothing
-                self._pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
-        new = [scaler.get_scale() for scaler in self.scalers[len(saved.loss_scalers) :] if scaler.is_dynamic]
-        return checkpoint_transfer.describe(saved, self.policy, scales, dropped, new)
 
-    def _load_scalers(self, saved: checkpoint.SavedAmp) -> tuple[list[float], list[str]]:
-        """Returns the scales that were taken over, and a phrase for each thing that was not."""
-        dropped: list[str] = []
-        scales: list[float] = []
-        for index, (scaler, state) in enumerate(zip(self.scalers, saved.loss_scalers)):
-            label = f'loss {index}: ' if len(self.scalers) > 1 else ''
-            dropped += [label + note for note in scaler.load_state_dict(state)]
-            if scaler.is_dynamic and state.get('dynamic', True) and state:
-                scales.append(scaler.get_scale())
-        further = [f'{state["scale"]:g}' for state in saved.loss_scalers[len(self.scalers) :] if state]
-        if further:
-            dropped.append(f'the loss scales {", ".join(further)} of further losses, for which none is configured')
-        return scales, dropped
-
-    def _restore_window(self, saved: checkpoint.SavedAmp) -> None:
-        window = saved.window
-        assert window is not None
-        open_window.restore(window, list(zip(self.weights(), self._parameters())), self._sums)
-        self._flags.restore(window.used, window.found_inf, window.foreign_found_inf)
-        if self._buffers is not None:
-            self._buffers.load(window.buffers, window.averages)
-        self.stage = Stage.ACCUMULATING
-        self._say(
-            logging.INFO,
-            'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
-        )
+def _say(parts: EngineParts, level: int, line: str) -> None:
+    if parts.policy.verbosity >= 1:
+        logger.log(level, line)

@@ -1,340 +1,354 @@
-"""One optimizer step, in its order."""
+"""One optimizer step: taken, or skipped as a whole. Two ways through it, with the same results."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import repeat
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..casting import fp32_values as twins
+from ..casting import fp32_values
+from ..casting.param_pairs import StepLists
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError
 from ..optim.fused import FusedOptimizer, Update
-from .backward import Receiving
-from .base import Sides, Stage
-from .buffers import snapshots as buffer_snapshots
-from .gradients import unscale as gradients
-from .gradients.unscale import GradientClip
+from .buffers import snapshots
+from .clipping import GradientClip
+from .gradients.unscale import nonfinite_names
 from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
-from .step_result import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, decision_of
+from .overflow import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, info_of
+from .parts import EngineParts, Stage
+
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 
 
-class Stepping(Receiving):
-    """Takes optimizer steps, or skips them as a whole."""
+class FusedStep:
+    """The step of an optimizer of :mod:`amp_wrapper.optim`: two passes over memory, and the host reads nothing.
 
-    def step(self, clip: GradientClip | None = None, **kwargs: Any) -> StepResult:
-        """One optimizer step from the gradients at hand: taken, or skipped as a whole.
+    Args:
+        parts: Of the engine.
+    """
 
-        With an optimizer of :mod:`amp_wrapper.optim` it takes two passes over memory, and the host never waits: what happened
-        stays on the device until somebody reads the result (:meth:`review`). Optimizers that follow GradScaler's protocol, as
-        torch's fused ones do, learn of a skip from a flag on the device; before all others steps, the host reads it.
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
 
-        Syncs once where an optimizer cannot read the flag itself, with ``error_if_nonfinite``, and where the step may be one
-        skip too many.
+    def run(
+        self,
+        clip: GradientClip | None,
+        gradients: Sequence[Tensor | None],
+        copies: Sequence[Tensor | None],
+        kwargs: dict[str, Any],
+    ) -> StepResult:
+        """One pass for norm and flag, one for everything else, and a decision between them, all on the device.
 
         Args:
-            clip: How to clip, after unscaling.
-            **kwargs: For the optimizer's ``step``. A closure is possible where there is no scale and no master; its
-                gradients are not checked.
-
-        Returns:
-            What happened. A skipped step leaves weights, masters and optimizer state as they were, bit for bit.
-
-        Raises:
-            AmpUsageError: No backward since the last step, or a closure under a loss scale; a weight and its master that were
-                both written to by others.
-            OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
+            clip: How to clip.
+            gradients: As the optimizer takes them: scaled, or unscaled at each backward pass.
+            copies: What is written beside each parameter, or None.
+            kwargs: For the optimizer's ``step``.
         """
-        assert self.optimizer is not None
-        self._check_step(kwargs)
-        if self._on_arrival:
-            self._finish_arrivals()
-        if kwargs.get('closure') is not None:
-            # its backward passes run inside the optimizer: there is nothing to unscale, and nobody to check
-            norm = None if clip is None else clip.apply(self._parameters())
-            self._restore_buffers(None)
-            self._own_step(kwargs)
-            self.stage = Stage.READY
-            return self._result(False, None, norm)
-        sides = self._sides()
-        if self._masters is not None:
-            self._masters.synchronise()
-            self._masters.follow_idle(self._sums or ())
-        gradients = self._fused_gradients(clip, sides)
-        if gradients is not None:
-            result = self._step_fused(clip, sides, gradients, kwargs)
+        parts = self._parts
+        optimizer = parts.optimizer
+        assert isinstance(optimizer, FusedOptimizer)
+        waits = parts.scales.check and parts.monitor.must_wait
+        update = Update(gradients, copies, lambda found: self._decide(clip, found), parts.params.settle)
+        with optimizer.updating(update):
+            parts.own_step(kwargs)
+        info = update.decision
+        assert info is not None
+        norm = None if clip is None or clip.kind == 'value' else info[GRAD_NORM]
+        if parts.gradients.unscaled:
+            skip = parts.overflow.skipped()
+            parts.scales.update(parts.overflow, parts.device)
+            result = result_of(parts, None, None, norm, skip)
         else:
-            result = self._step_any(clip, kwargs)
-        self.stage = Stage.READY
-        if self.pass_watch is not None:
-            self.pass_watch.note_step(self._parameters())
-        return result
-
-    def _settle(self) -> None:
-        if self._masters is not None:
-            self._masters.settle()
-
-    def _finish_arrivals(self) -> None:
-        """Everything that the optimizer is about to step is unscaled, and was looked at."""
-        held = self._arrivals.held
-        checks = self.scalers[0].checks
-        if held is not None:
-            flag = self._flags.found(held.loss_id) if checks else None
-            self._arrivals.release(self._pairs(), self._own_parameters(), flag)
-        self._take_up(makes_room=False)
-        if self.pass_watch is not None:
-            flags = self._flags
-            self.pass_watch.see_step(self._parameters(), flags.named, flags.lent)
-        self._look_at_rest()
-
-    def _step_fused(
-        self, clip: GradientClip | None, sides: Sides, gradients: Sequence[Tensor | None], kwargs: dict[str, Any]
-    ) -> StepResult:
-        """One pass for norm and flag, one for everything else, and a decision between them, all on the device."""
-        assert isinstance(self.optimizer, FusedOptimizer)
-        waits = self.scalers[0].checks and self._watch.must_wait
-        update = Update(gradients, sides.partners, lambda found: self._prologue(clip, found), self._settle)
-        with self.optimizer.updating(update):
-            self._own_step(kwargs)
-        decision = update.decision
-        assert decision is not None
-        norm = None if clip is None or clip.kind == 'value' else decision[GRAD_NORM]
-        if self._sums is not None:
-            self._sums.clear()
-        if self._on_arrival:
-            skip = self._flags.skipped()
-            self._update_scalers()
-            result = self._result(None, None, norm, skip)
-        else:
-            self._flags.clear()
-            result = self._result(None, decision, norm)
-        if not self.scalers[0].checks:
+            parts.gradients.clear(parts.params)
+            parts.overflow.clear()
+            result = result_of(parts, None, info, norm)
+        if not parts.scales.check:
             return dataclasses.replace(result, skipped=False)
         if not waits:
-            self._watch.pass_unseen()
+            parts.monitor.pass_unseen()
             return result
-        assert result.decision is not None
-        numbers = result.decision.tolist()
-        self._see(numbers[SKIP] > 0, int(numbers[SKIPS]), int(numbers[STREAK]))
+        assert result.info is not None
+        numbers = result.info.tolist()
+        record(parts, numbers[SKIP] > 0, int(numbers[SKIPS]), int(numbers[STREAK]))
         return dataclasses.replace(result, skipped=numbers[SKIP] > 0)
 
-    def _fused_gradients(self, clip: GradientClip | None, sides: Sides) -> list[Tensor | None] | None:
-        """The scaled gradients of all that the optimizer steps; None where the fused step cannot do it all."""
-        optimizer = self.optimizer
-        if not self.policy.enabled or not isinstance(optimizer, FusedOptimizer):
-            return None
-        fits = clip is None or clip.fits_prologue
-        # nothing else can step them: what the fused step cannot do is refused
-        split = self.policy.split_masters
-        if split and clip is not None and not fits:
-            raise AmpConfigError([clip.not_in_prologue])
-        if split and has_pre_hooks(optimizer):
-            raise AmpUsageError(
-                "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
-                '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
-                'master_weights=True.'
-            )
-        if not split and (not fits or has_pre_hooks(optimizer)):
-            return None
-        if not split and not sides.together:
-            return None
-        # unscaled into the masters as they arrived
-        several = self._on_arrival
-        found = [parameter.grad for parameter in (sides.parameters if several else sides.weights)]
-        if self._sums is not None and len(self._sums) and not several:
-            found = [ops.add_gradients(self._sums.get(weight), grad) for weight, grad in zip(sides.weights, found)]
-        frozen = clip is not None and any(
-            grad is not None and not weight.requires_grad for weight, grad in zip(sides.weights, found)
-        )
-        if not split and (frozen or all(grad is None for grad in found)):
-            return None
-        return found
-
-    def _sides(self) -> Sides:
-        """Both sides of what the optimizer steps. Kept from step to step, and made anew where anything changed."""
-        parameters = self._parameters()
-        sides = self._kept_sides
-        late = self._masters is not None and self._masters.has_unfrozen
-        if sides is None or late or not sides.are_of(parameters):
-            if self._masters is not None:
-                self._masters.adopt()
-                parameters = self._parameters()
-            sides = self._kept_sides = Sides(parameters, self._masters, self._device)
-        return sides
-
-    def _prologue(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
-        """The first pass, and what the decision is made from."""
-        scaler = self.scalers[0]
-        # unscaled and looked at as they arrived
-        several = self._on_arrival
-        flag = self._flags.found(0) if scaler.checks and not several else None
-        words: dict[str, Any] = {} if several else scaler.prologue(self._flags.used[0])
+    def _decide(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
+        """The first pass over the gradients, and what the step is decided from."""
+        parts = self._parts
+        scales, overflow = parts.scales, parts.overflow
+        # unscaled at each backward pass, and checked there
+        done = parts.gradients.unscaled
+        flag = overflow.found(0) if scales.check and not done else None
+        words: dict[str, Any] = {} if done else scales.first.prologue(overflow.used[0])
         if clip is not None:
             words |= clip.prologue()
         if clip is not None and clip.kind == 'norm':
             words['norm'] = clip.norm(found, flag)
         elif flag is not None:
             ops.multi_tensor_isnonfinite(found, flag)
-        if scaler.checks:
-            self._agree()
-            words['found_inf'] = self._flags.skipped()
-            self._restore_buffers(words['found_inf'])
-            if not several and not self._flags.are_own:
-                words['learned'] = self._flags.learned(0)
+        if scales.check:
+            agree(parts)
+            words['found_inf'] = overflow.skipped()
+            restore_buffers(parts, words['found_inf'])
+            if not done and not overflow.is_own:
+                words['learned'] = overflow.learned(0)
         if clip is not None and clip.raises_on_nonfinite and 'norm' in words:
-            clip.refuse_nonfinite(words['norm'], words.get('found_inf'), scaler.is_dynamic)
+            clip.refuse_nonfinite(words['norm'], words.get('found_inf'), scales.is_dynamic)
         return words
 
-    def _step_any(self, clip: GradientClip | None, kwargs: dict[str, Any]) -> StepResult:
-        """Unscale, find out, clip, step, copy: each in its turn, for optimizers that know nothing of us."""
-        assert self.optimizer is not None
-        checks = self.scalers[0].checks
-        waits = checks and self._watch.must_wait
+    def gradients(self, clip: GradientClip | None, lists: StepLists) -> list[Tensor | None] | None:
+        """What the optimizer would step with; None where this way cannot do it all.
+
+        Args:
+            clip: How to clip.
+            lists: What is stepped.
+
+        Raises:
+            AmpConfigError: A clipping that split masters cannot have.
+            AmpUsageError: Hooks before the step that split masters cannot have.
+        """
+        parts = self._parts
+        optimizer = parts.optimizer
+        assert optimizer is not None
+        fits = clip is None or clip.fits_prologue
+        split = parts.policy.split_masters
+        # nothing else can step split masters: what the fused step cannot do is refused
+        if split and clip is not None and not fits:
+            raise AmpConfigError([clip.not_in_prologue])
+        hooked = has_pre_hooks(optimizer)
+        if split and hooked:
+            raise AmpUsageError(
+                "master_weights='split' with hooks before optimizer.step() (register_step_pre_hook): they would see scaled "
+                '16-bit gradients, and what they write to them would come too late. Remove the hooks, or use '
+                'master_weights=True.'
+            )
+        if not split and (not fits or hooked or not lists.on_one_device):
+            return None
+        found = parts.gradients.to_step(lists)
+        if not split and (_clips_frozen(clip, lists.weights, found) or all(map(operator.is_, found, repeat(None)))):
+            return None
+        return found
+
+
+def _clips_frozen(clip: GradientClip | None, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+    """Whether a frozen weight has a gradient, which torch's clipping leaves out."""
+    if clip is None or all(map(_requires_grad, weights)):
+        return False
+    return any(grad is not None and not weight.requires_grad for weight, grad in zip(weights, gradients))
+
+
+class EagerStep:
+    """The step of any other optimizer: unscale, find out, clip, step, copy, each in its turn.
+
+    Optimizers that follow GradScaler's protocol, as torch's fused ones do, learn of a skip from a flag on the device; before
+    all others step, the host reads it.
+
+    Args:
+        parts: Of the engine.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+
+    def run(self, clip: GradientClip | None, kwargs: dict[str, Any]) -> StepResult:
+        """Take the step. Syncs once, where the optimizer cannot read the flag itself.
+
+        Args:
+            clip: How to clip.
+            kwargs: For the optimizer's ``step``.
+        """
+        parts = self._parts
+        optimizer, scales = parts.optimizer, parts.scales
+        assert optimizer is not None
         raises = clip is not None and clip.raises_on_nonfinite
-        # where no master is, sums stay in torch's order: O1 clips with the bits of mmengine's wrapper
-        known = self._unscale(clip is not None and clip.is_euclidean and bool(self._pairs()))
-        if checks:
-            self._agree()
-        skip = self._flags.skipped() if checks else None
-        self._restore_buffers(skip)
-        by_flag = skip is not None and not waits and not raises and takes_flag(self.optimizer)
+        waits = scales.check and parts.monitor.must_wait
+        known = self._unscale(clip)
+        skip = None
+        if scales.check:
+            agree(parts)
+            skip = parts.overflow.skipped()
+        restore_buffers(parts, skip)
+        by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
         late = None
         if skip is not None and not by_flag:
-            late = LateRead(torch.cat([skip.double().reshape(1), self._tally.counts[1:].double()]))
+            late = LateRead(torch.cat([skip.double().reshape(1), scales.steps.counts[1:].double()]))
         norm = None
         if clip is not None and not waits and not raises:
             # goes on while the flag is on its way; where somebody may ask for names, gradients stay as they are
-            norm = clip.apply(self._parameters(), known)
+            norm = clip.apply(parts.params.parameters(), known)
         found, skips, streak = late.wait() if late is not None else (0.0, 0.0, 0.0)
         skipped = found > 0
-        if raises and skipped and not self.scalers[0].is_dynamic:
+        if raises and skipped and not scales.is_dynamic:
             # asked for by the user, and no dynamic scale is there that would learn from the overflow
             assert clip is not None
-            clip.apply(self._parameters())
+            clip.apply(parts.params.parameters())
             raise RuntimeError('The total norm of gradients is non-finite on another rank, so it cannot be clipped.')
         if not skipped:
             if clip is not None and norm is None:
-                norm = clip.apply(self._parameters(), known)
-            skipping = flagged(self.optimizer, skip) if by_flag and skip is not None else nullcontext()
-            copies = None if self._masters is None else self._masters.copy_to_weights
-            with late_gradients(self.optimizer), skipping, before_post_hooks(self.optimizer, copies):
-                self._own_step(kwargs)
-        self._update_scalers()
+                norm = clip.apply(parts.params.parameters(), known)
+            copy = parts.params.write_weights if parts.params.have_fp32_values else None
+            skipping = flagged(optimizer, skip) if by_flag and skip is not None else nullcontext()
+            with late_gradients(optimizer), skipping, before_post_hooks(optimizer, copy):
+                parts.own_step(kwargs)
+        scales.update(parts.overflow, parts.device)
         if by_flag:
-            self._watch.pass_unseen()
-            return self._result(None, None, norm, skip)
+            parts.monitor.pass_unseen()
+            return result_of(parts, None, None, norm, skip)
         if late is not None:
-            self._see(skipped, int(skips) + skipped, (int(streak) + 1) * skipped)
-        return self._result(skipped, None, norm, skip)
+            record(parts, skipped, int(skips) + skipped, (int(streak) + 1) * skipped)
+        return result_of(parts, skipped, None, norm, skip)
 
-    def _restore_buffers(self, skip: Tensor | None) -> None:
-        """What forward passes did to buffers since the last step is undone where the flag is up."""
-        if self._buffers is not None:
-            self._buffers.restore(skip)
-        buffer_snapshots.decided(self, skip)
-
-    def _agree(self) -> None:
-        self._flags.agree(self._reducers.groups_to_ask(self._flags.received_locally))
-
-    def _see(self, skipped: bool, skips: int, streak: int) -> None:
-        """The host knows what this step did."""
-        if self._watch.see(skipped, skips, streak, self._scales, self.label):
-            self._raise_streak(streak)
-
-    def _result(
-        self, skipped: bool | None, decision: Tensor | None, norm: Tensor | None, skip: Tensor | None = None
-    ) -> StepResult:
-        scaler = self.scalers[0]
-        shows = [
-            *(['grad_norm'] if norm is not None else []),
-            *(['loss_scale'] if scaler.checks and scaler.is_dynamic else []),
-            *(['skips'] if scaler.checks else []),
-        ]
-        if not shows:
-            return StepResult(skipped)
-        if decision is None:
-            decision = decision_of(skip, norm, scaler.current_scale, self._tally.counts)
-        return StepResult(skipped, decision, tuple(shows))
-
-    def review(self, decisions: Iterable[Sequence[float]]) -> None:
-        """Take notice of steps that nobody waited for: says what was skipped, and finds rows of skips.
-
-        Args:
-            decisions: :attr:`StepResult.decision` of all steps since the last one known, in order, on the host.
-        """
-        self._watch.review(decisions, self._scales, len(self.scalers) == 1, self.label)
-
-    def _check_step(self, kwargs: Mapping[str, Any]) -> None:
-        scaler = self.scalers[0]
-        if self._arrivals.open:
-            raise AmpUsageError(
-                'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '
-                'Step after the block.'
-            )
-        self._check_twins()
-        plain = self._shared or (scaler.is_one and not scaler.checks and self._masters is None)
-        if kwargs.get('closure') is not None:
-            if scaler.is_one and self._masters is None:
-                return
-            raise AmpUsageError(
-                f'step(closure=...) at {self.policy.opt_level}: a closure would run backward passes that nobody unscales. '
-                f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
-            )
-        if self.stage is not Stage.ACCUMULATING and not plain:
-            raise AmpUsageError(
-                'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
-                'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
-            )
-
-    def _check_twins(self) -> None:
-        """Another optimizer may have brought the model to a level with masters since this one was attached without."""
-        made = twins.pairs_made()
-        if made == self._pairs_made or self._masters is not None:
-            return
-        taken = next((parameter for parameter in self._parameters() if twins.has_twin(parameter)), None)
-        if taken is not None:
-            raise AmpUsageError(
-                f'step() at {self.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another optimizer '
-                f'steps, since the model was initialised again at another level. This one would round what it does to them. '
-                f'Step the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
-            )
-        self._pairs_made = made
-
-    def _unscale(self, norm: bool) -> Tensor | None:
+    def _unscale(self, clip: GradientClip | None) -> Tensor | None:
         """Gradients where the optimizer looks for them; their Euclidean norm, where it came with the same pass."""
-        if self._on_arrival:
-            return None  # done as each backward arrived
-        scaler = self.scalers[0]
-        found = gradients.unscale_to_masters(
-            self._pairs(),
-            self._own_parameters(),
-            scaler.inverse_scale(),
-            self._flags.found(0) if scaler.checks else None,
-            (lambda weight: None) if self._sums is None else self._sums.get,
-            norm,
-        )
-        if self._sums is not None:
-            # they are the masters' gradients now
-            self._sums.clear()
-        return found
+        parts = self._parts
+        if parts.gradients.unscaled:
+            return None
+        # where no master is, sums stay in torch's order: O1 clips with the bits of mmengine's wrapper
+        norm = clip is not None and clip.is_euclidean and bool(parts.params.pairs)
+        flag = parts.overflow.found(0) if parts.scales.check else None
+        return parts.gradients.unscale(parts.params, parts.scales.first.inverse_scale(), flag, norm)
 
-    def _raise_streak(self, streak: int) -> None:
-        """The limit of skips in a row is reached; the gradients are still there. Syncs."""
-        named = [(self._name(p), p) for p in (*self._own_parameters(), *(master for _, master in self._pairs()))]
-        # after a fused step they lie where backward put them
-        named += [(self._name(weight), weight) for weight, master in self._pairs() if master.grad is None]
-        names = gradients.nonfinite_names(named)
-        shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
-        scale = self._scales()
-        self.zero_grad()
-        raise OverflowStreakError(
-            f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips='
-            f'{self.policy.max_consecutive_skips}); the loss scale is {scale}. Non-finite now: {shown}. Weights and '
-            f'optimizer state are those of the last clean step. What to try: look for NaN in the data and the loss; lower the '
-            f'learning rate or add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 '
-            f"(dtype='bfloat16')."
+
+def check_step(parts: EngineParts, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a step whose gradients are not in order.
+
+    Raises:
+        AmpUsageError: Inside of a backward pass; no backward pass since the last step; a closure under a loss scale; weights
+            that another optimizer has given masters since.
+    """
+    if parts.gradients.in_backward:
+        raise AmpUsageError(
+            'step() inside the "with amp.scale_loss(...)" block of the same optimizer: its gradients are still scaled. '
+            'Step after the block.'
         )
+    scales, params = parts.scales, parts.params
+    if kwargs.get('closure') is not None:
+        if scales.is_one and not params.have_fp32_values:
+            return
+        raise AmpUsageError(
+            f'step(closure=...) at {parts.policy.opt_level}: a closure would run backward passes that nobody unscales. '
+            f"Call update_params(loss) or backward() and step(), or use a level without scale and masters ('O0', 'O4')."
+        )
+    plain = scales.are_shared or (scales.is_one and not scales.check and not params.have_fp32_values)
+    if parts.stage is not Stage.ACCUMULATING and not plain:
+        raise AmpUsageError(
+            'step() without a backward() of this wrapper since the last step: gradients of loss.backward() carry no '
+            'loss scale, and unscaling twice is wrong. Call optim_wrapper.backward(loss), or update_params(loss).'
+        )
+
+
+class LateMasters:
+    """Finds weights that got FP32 values from another optimizer after this one was attached without any.
+
+    Args:
+        parts: Of the engine.
+    """
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+        # how many pairs there were when this was last looked for
+        self._known = -1
+
+    def check(self) -> None:
+        """Refuse a step that would round what the other optimizer does.
+
+        Raises:
+            AmpUsageError: There are such weights.
+        """
+        made = fp32_values.pairs_made()
+        if made == self._known or self._parts.params.have_fp32_values:
+            return
+        if any(fp32_values.has_twin(parameter) for parameter in self._parts.params.parameters()):
+            raise AmpUsageError(
+                f'step() at {self._parts.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another '
+                f'optimizer steps, since the model was initialised again at another level. This one would round what it does '
+                f'to them. Step the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
+            )
+        self._known = made
+
+
+def finish_gradients(parts: EngineParts) -> None:
+    """Before a step, where gradients are unscaled at each backward pass: all of them are, and were checked."""
+    gradients, overflow = parts.gradients, parts.overflow
+    held = gradients.held
+    if held is not None:
+        gradients.release(parts.params, overflow.found(held.loss_id) if parts.scales.check else None)
+    parts.take_up(makes_room=False)
+    if parts.pass_watch is not None:
+        parts.pass_watch.see_step(parts.params.parameters(), overflow.named, overflow.reached_by_others)
+    parts.check_rest()
+
+
+def restore_buffers(parts: EngineParts, skip: Tensor | None) -> None:
+    """What forward calls did to buffers since the last step is undone where the flag is up."""
+    if parts.buffers is not None:
+        parts.buffers.restore(skip)
+    snapshots.decided(parts, skip)
+
+
+def agree(parts: EngineParts) -> None:
+    """Where the ranks' gradients may differ, they exchange the flags. Collective."""
+    if parts.ddp.ddps:
+        parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
+
+
+def result_of(
+    parts: EngineParts, skipped: bool | None, info: Tensor | None, norm: Tensor | None, skip: Tensor | None = None
+) -> StepResult:
+    """What a step did.
+
+    Args:
+        parts: Of the engine.
+        skipped: None where the host does not know.
+        info: Of the prologue; None where it is put together here.
+        norm: Scalar, or None.
+        skip: float32 scalar, where there is no ``info``.
+    """
+    scales = parts.scales
+    shows = [
+        *(['grad_norm'] if norm is not None else []),
+        *(['loss_scale'] if scales.check and scales.is_dynamic else []),
+        *(['skips'] if scales.check else []),
+    ]
+    if not shows:
+        return StepResult(skipped)
+    if info is None:
+        info = info_of(skip, norm, scales.first.current_scale, scales.steps.counts)
+    return StepResult(skipped, info, tuple(shows))
+
+
+def record(parts: EngineParts, skipped: bool, skips: int, streak: int) -> None:
+    """The host knows what this step did.
+
+    Raises:
+        OverflowStreakError: The limit of skips in a row is reached.
+    """
+    if parts.monitor.record(skipped, skips, streak, parts.scales.describe, parts.label):
+        _raise_streak(parts, streak)
+
+
+def _raise_streak(parts: EngineParts, streak: int) -> NoReturn:
+    """The gradients are still there. Syncs."""
+    name, params = parts.name, parts.params
+    named = [(name(p), p) for p in (*params.without_master(), *(master for _, master in params.pairs))]
+    # after a fused step they lie where backward put them
+    named += [(name(weight), weight) for weight, master in params.pairs if master.grad is None]
+    names = nonfinite_names(named)
+    shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
+    scale = parts.scales.describe()
+    parts.zero_grad()
+    raise OverflowStreakError(
+        f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips='
+        f'{parts.policy.max_consecutive_skips}); the loss scale is {scale}. Non-finite now: {shown}. Weights and '
+        f'optimizer state are those of the last clean step. What to try: look for NaN in the data and the loss; lower the '
+        f'learning rate or add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 '
+        f"(dtype='bfloat16')."
+    )

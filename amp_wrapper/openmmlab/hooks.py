@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 from mmengine.hooks import Hook
-from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 
 from ..casting.nonfinite import NonfiniteWatch
 from ..casting.region_hooks import autocast_forward
 from ..engine import AmpEngine
 from ..errors import NonfiniteError
-from ..policy import policy
+from ..policy import resolve
 from ..registry import HOOKS
-from .patches.members import cast_data_element
+from . import attaching
+from .data_elements import cast_data_element
+from .wrappers import inner_model
 
 
 @HOOKS.register_module()
@@ -35,16 +36,16 @@ class AmpInferenceHook(Hook):
     priority = 'VERY_HIGH'
 
     def __init__(self, opt_level: str = 'O2', **overrides: Any) -> None:
-        self.policy = policy.resolve(opt_level, **overrides)
+        self.policy = resolve(opt_level, **overrides)
         self._engine: AmpEngine | None = None
 
     def before_test(self, runner: Any) -> None:
         """Cast the loaded model."""
         if self._engine is not None:
             return
-        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
         self._engine = AmpEngine(self.policy, None)
-        self._engine.attach(model, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), enter=cast_data_element)
+        model = inner_model(runner.model)
+        attaching.attach(self._engine, model)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
             autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
@@ -68,7 +69,7 @@ class NonfiniteHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Begin to watch."""
-        self._watch = NonfiniteWatch(runner.model.module if is_model_wrapper(runner.model) else runner.model)
+        self._watch = NonfiniteWatch(inner_model(runner.model))
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Report what this iteration showed."""

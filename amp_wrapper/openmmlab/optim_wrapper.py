@@ -1,4 +1,4 @@
-"""The doors of mmengine: ``AmpOptimWrapper`` and its aliases."""
+"""``AmpOptimWrapper``: the opt levels in mmengine's words."""
 
 from __future__ import annotations
 
@@ -6,38 +6,31 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from mmengine.logging import print_log
-from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .. import ops
 from ..casting import save_pretrained as hf_saving
-from ..checkpoint.format import amp_part
-from ..checkpoint.validate import check_settings
+from ..checkpoint import amp_part
 from ..engine import AmpEngine, Stage, held_optimizers
-from ..engine.ddp import reducers as model_wrappers
-from ..engine.gradients.cross_optimizer import OtherOptimizer
-from ..engine.gradients.unscale import GradientClip
 from ..engine.loss_scale import LossScaler
-from ..engine.step_result import COLUMNS, StepResult
-from ..errors import AmpAttachError, AmpCheckpointError, AmpConfigError, nearest
-from ..policy import policy
+from ..engine.overflow import COLUMNS, StepResult
+from ..errors import AmpAttachError
+from ..policy import Policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
+from ..policy.resolve import Fp32Names
 from ..registry import OPTIM_WRAPPERS
-from .device_log import DeferredLog
-from .patches import members as mmengine_patches
-from .patches.schedules import ON_SKIP
+from . import arguments, attaching, patches, wrapper_state
+from .device_log import DeviceLog
+from .patches.wrapper_dict import attach_siblings
 
-mmengine_patches.apply()
-
-_PARENT_WORDS = ('optimizer', 'accumulative_counts', 'clip_grad')
+patches.install()
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -73,14 +66,12 @@ class AmpOptimWrapper(OptimWrapper):
             ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
         skip_nonfinite: Whether a static scale checks gradients too; None for "at every level but O0".
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
-        accumulate_in_fp32: Whether the gradients of 16-bit weights are summed in FP32 over an accumulation window, for 2
-            more bytes per weight between its backward passes.
-        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
-            Frozen 16-bit weights are always taken.
-        restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
-            passes have changed.
+        accumulate_in_fp32: Whether accumulated gradients of 16-bit weights are summed in FP32, for 2 more bytes per weight.
+        restore_buffers_on_skip: Whether a skipped step undoes what its forward passes did to buffers (BatchNorm's statistics).
         on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
             device once an iteration.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
+            Frozen 16-bit weights are always taken.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
 
     Raises:
@@ -116,7 +107,7 @@ class AmpOptimWrapper(OptimWrapper):
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
         keep_fp32: str | type | list[str | type] | tuple[str | type, ...] | None = None,
-        fp32_ops: policy.Fp32Names | None = None,
+        fp32_ops: Fp32Names | None = None,
         skip_nonfinite: bool | None = None,
         max_consecutive_skips: int | None = 50,
         accumulate_in_fp32: bool = False,
@@ -125,64 +116,24 @@ class AmpOptimWrapper(OptimWrapper):
         from_16bit: bool = False,
         **kwargs: Any,
     ) -> None:
-        problems: list[str] = []
-        resolved = None
-        try:
-            resolved = policy.resolve(
-                opt_level,
-                enabled=enabled,
-                dtype=dtype,
-                cast_model_type=cast_model_type,
-                patch_torch_functions=patch_torch_functions,
-                keep_batchnorm_fp32=keep_batchnorm_fp32,
-                master_weights=master_weights,
-                loss_scale=loss_scale,
-                cast_model_outputs=cast_model_outputs,
-                keep_fp32=keep_fp32,
-                fp32_ops=fp32_ops,
-                num_losses=num_losses,
-                verbosity=verbosity,
-                min_loss_scale=min_loss_scale,
-                max_loss_scale=max_loss_scale,
-                skip_nonfinite=skip_nonfinite,
-                max_consecutive_skips=max_consecutive_skips,
-                accumulate_in_fp32=accumulate_in_fp32,
-                from_16bit=from_16bit,
-                restore_buffers_on_skip=restore_buffers_on_skip,
-            )
-        except AmpConfigError as error:
-            problems += error.problems
-        clip = None
-        try:
-            clip = GradientClip.parse(kwargs.get('clip_grad'))
-        except AmpConfigError as error:
-            problems += error.problems
-        if on_skip not in ON_SKIP:
-            problems.append(
-                f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
-                "or 'hold' (they wait)."
-            )
-        if master_weights == 'split' and clip is not None and not clip.fits_prologue:
-            problems.append(clip.not_in_prologue)
-        problems += _check_words(kwargs, use_fsdp)
-        if problems or resolved is None:
-            raise AmpConfigError(problems)
+        # what stands above, but for the two that the policy does not know
+        options = {name: value for name, value in locals().items() if name in _OWN_ARGUMENTS}
+        del options['on_skip'], options['use_fsdp']
+        resolved, self._clip = arguments.resolve(options, on_skip, use_fsdp, kwargs, _OWN_ARGUMENTS)
         self._engine = AmpEngine(resolved, kwargs['optimizer'])
         if kwargs.get('clip_grad') is not None:
             # mmengine pops from the dict it is given
             kwargs['clip_grad'] = dict(kwargs['clip_grad'])
         super().__init__(**kwargs)
-        self._clip = clip
-        self._deferred = DeferredLog(self.message_hub, self._review)
+        self._log = DeviceLog(self.message_hub, self._engine)
+        # of the step since the last backward pass, and of the last step that no schedule has heard of
         self._last: StepResult | None = None
-        self._untold: StepResult | None = None
+        self._unreported: StepResult | None = None
         self.on_skip = on_skip
         self._say(f'{type(self).__name__} of amp_wrapper: {resolved.describe()}; ops: {ops.backend()}')
 
-    # -- what it is --------------------------------------------------------------------------------------------------
-
     @property
-    def policy(self) -> policy.Policy:
+    def policy(self) -> Policy:
         """The resolved configuration."""
         return self._engine.policy
 
@@ -208,48 +159,37 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def in_window(self) -> bool:
-        """Whether gradients of an open accumulation window are waiting for their step.
-
-        Gradients that only a loss of another member of an ``OptimWrapperDict`` brought do not count: where it is never frozen,
-        they are always there.
-        """
-        return self._engine.stage is Stage.ACCUMULATING and self._engine.in_own_window
+        """Whether accumulated gradients wait for their step; those that only losses of other members brought do not count."""
+        return self._engine.stage is Stage.ACCUMULATING and self._engine.has_own_gradients
 
     @property
     def member_name(self) -> str:
         """Its name in an ``OptimWrapperDict``, which stands in front of what it logs; '' for a wrapper on its own."""
-        return self._engine.label
+        return self._engine.parts.label
 
     @member_name.setter
     def member_name(self, name: str) -> None:
-        self._engine.label = name
+        self._engine.parts.label = name
 
     def master_params(self) -> Iterator[Tensor]:
-        """Every tensor that the optimizer steps: FP32 masters, and FP32 parameters that are their own.
-
-        With ``master_weights='split'`` there are no FP32 masters to give: these are the model's 16-bit weights.
-        """
+        """Every tensor that the optimizer steps: masters, FP32 parameters, 16-bit weights with ``master_weights='split'``."""
         yield from self._engine.master_params()
 
-    # -- attaching ---------------------------------------------------------------------------------------------------
-
     def join(self, others: Iterable[Any]) -> None:
-        """Say which other wrappers train parts of the same model: losses of this one may reach their parameters.
-
-        mmengine's ``OptimWrapperDict`` needs no call.
+        """Say which other wrappers train parts of the same model. mmengine's ``OptimWrapperDict`` needs no call.
 
         Args:
-            others: The other wrappers, of this class or of mmengine's.
+            others: Of this class or of mmengine's; losses of this one may reach their parameters.
 
         Raises:
             AmpAttachError: A parameter that two optimizers step, at levels that cannot share it.
         """
-        self._engine.join([o._engine if isinstance(o, AmpOptimWrapper) else _other_optimizer(o) for o in others])
+        self._engine.join(
+            [o._engine if isinstance(o, AmpOptimWrapper) else attaching.other_optimizer(o) for o in others]
+        )
 
     def attach(self, model: nn.Module, foreign: Iterable[Tensor] = ()) -> None:
-        """Cast the model and make the masters, from its present weights. Does nothing the second time.
-
-        mmengine's runner needs no call: ``initialize_count_status`` and ``optim_context`` do it.
+        """Cast the model and make the masters, once, from its present weights. mmengine's runner needs no call.
 
         Args:
             model: FP32, initialised or loaded; wrapped in DDP or not. Under DDP, every rank calls this.
@@ -260,27 +200,12 @@ class AmpOptimWrapper(OptimWrapper):
                 cast already; the model is wrapped in a way that cannot be followed; the optimizer steps nothing of it.
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
         """
-        if self._engine.attached:
-            return
-        # the engine takes DDP off by itself; mmengine's other wrappers are known only here
-        known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
-        if not known and (self._engine.policy.casts_model or self._engine.policy.accumulate_in_fp32):
-            model_wrappers.check_foreign_wrapper(model)
-        inner = model if known else cast(nn.Module, model.module)
-        self._engine.attach(
-            inner,
-            leave=(BaseDataPreprocessor,),
-            average=(BaseAveragedModel,),
-            foreign=foreign,
-            enter=mmengine_patches.cast_data_element,
-        )
-        hf_saving.watch([inner])
-        held_optimizers.hold(self.optimizer, self._engine)
+        if not self._engine.attached:
+            hf_saving.watch([attaching.attach(self._engine, model, foreign)])
+            held_optimizers.hold(self.optimizer, self._engine)
 
     def detach(self) -> None:
-        """Take the casts off, give the model its FP32 weights (the masters) and the optimizer its own parameters.
-
-        Under DDP, every rank calls this.
+        """Give the model its FP32 weights (the masters) and the optimizer its own parameters. Under DDP, on every rank.
 
         Raises:
             AmpUsageError: Gradients are waiting for a step.
@@ -288,14 +213,12 @@ class AmpOptimWrapper(OptimWrapper):
         self._engine.detach()
 
     def weights_changed(self, tensors: Iterable[Tensor] | None = None) -> list[str]:
-        """Say that model weights were edited by hand: their masters take the new values. Syncs.
+        """Say that model weights were edited through ``.data``, right after it: masters take the new values. Syncs.
 
-        In-place edits (``p.clamp_()`` under ``no_grad``) are noticed by themselves; edits through ``.data`` leave no trace and
-        are found when the model is saved, so call this right after them.
+        In-place edits (``p.clamp_()`` under ``no_grad``) are noticed by themselves.
 
         Args:
-            tensors: The edited parameters; all of them by default. With ``master_weights='split'`` they have to be named: the
-                remainder of each becomes zero.
+            tensors: The edited parameters; all of them by default. Split weights, whose remainder becomes 0, have to be named.
 
         Returns:
             The names of the weights that differed from their masters; of all that are split among ``tensors``.
@@ -306,13 +229,10 @@ class AmpOptimWrapper(OptimWrapper):
         return self._engine.weights_changed(tensors)
 
     def masters_changed(self, tensors: Iterable[Tensor] | None = None) -> None:
-        """Say that FP32 masters were edited by hand: the model's weights take the new values. No host read.
-
-        In-place edits of what ``optimizer.param_groups`` holds are noticed by themselves; edits through ``.data`` leave no
-        trace, so call this right after them.
+        """Say that FP32 masters were edited through ``.data``, right after it: weights take the new values. No host read.
 
         Args:
-            tensors: The edited masters; all of them by default. With ``master_weights='split'`` they have to be named.
+            tensors: The edited masters; all of them by default. Split weights have to be named.
 
         Raises:
             AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
@@ -320,20 +240,13 @@ class AmpOptimWrapper(OptimWrapper):
         self._engine.masters_changed(tensors)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """mmengine's last word before training: the weights are final, so the model is cast here.
-
-        Args:
-            model: The model, wrapped or not.
-            init_counts: Iterations done.
-            max_counts: Iterations in all.
-        """
+        """As of mmengine's wrapper. The weights are final by now, so the model is cast here."""
         super().initialize_count_status(model, init_counts, max_counts)
         self._attach_all(model)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Around preprocessing and forward: attaches if nobody has yet, autocasts at O1 and O4, and keeps DDP from
-        synchronising inside an accumulation window.
+        """Around preprocessing and forward: attaches, autocasts, and keeps DDP from synchronising while accumulating.
 
         Args:
             model: The model, wrapped or not.
@@ -346,10 +259,8 @@ class AmpOptimWrapper(OptimWrapper):
     def _attach_all(self, model: nn.Module) -> None:
         if not self._engine.attached:
             # members of an OptimWrapperDict stand and fall together
-            mmengine_patches.attach_siblings(self, model)
-        self.attach(model)
-
-    # -- a step ------------------------------------------------------------------------------------------------------
+            attach_siblings(self, model)
+            self.attach(model)
 
     def update_params(
         self,
@@ -358,7 +269,7 @@ class AmpOptimWrapper(OptimWrapper):
         zero_kwargs: dict[str, Any] | None = None,
         loss_id: int = 0,
     ) -> None:
-        """Backward, and at the end of an accumulation window step and clear.
+        """Backward, and where ``should_update()`` says so, step and clear.
 
         Args:
             loss: Scalar, of any floating type.
@@ -390,8 +301,7 @@ class AmpOptimWrapper(OptimWrapper):
     def step(self, **kwargs: Any) -> None:
         """Unscale, check, clip and step; skipped as a whole where a gradient is non-finite.
 
-        Syncs once, but not with an optimizer that reads the flag on the device: those of :mod:`amp_wrapper.optim`, and those of
-        torch with ``fused=True``.
+        Syncs once, but not with optimizers that read the flag on the device: ours, and those of torch with ``fused=True``.
 
         Args:
             **kwargs: For the optimizer's ``step``.
@@ -400,47 +310,29 @@ class AmpOptimWrapper(OptimWrapper):
             AmpUsageError: No backward since the last step, or a closure under a loss scale.
             OverflowStreakError: ``max_consecutive_skips`` steps in a row were non-finite.
         """
-        clip = self._clip
-        if clip is not None:
+        if self._clip is not None and self._clip.arguments is not self.clip_grad_kwargs:
             # mmengine's users may change the limit between steps
-            clip = dataclasses.replace(clip, arguments=self.clip_grad_kwargs)
-        result = self._engine.step(clip, **kwargs)
-        self._last = self._untold = result
-        if result.decision is not None:
+            self._clip = dataclasses.replace(self._clip, arguments=self.clip_grad_kwargs)
+        result = self._engine.step(self._clip, **kwargs)
+        self._last = self._unreported = result
+        if result.info is not None:
             front = f'train/{self.member_name}_' if self.member_name else 'train/'
-            words = {
-                'grad_norm': getattr(self, 'grad_name', 'grad_norm'),
-                'loss_scale': 'amp_scale',
-                'skips': 'amp_skipped',
-            }
-            shown = {f'{front}{words[name]}': COLUMNS[name] for name in result.shows}
-            self._deferred.update(result.decision, shown, result.skipped is None)
-
-    def _review(self, rows: list[list[float]]) -> None:
-        # the log values have come to the host: what else they say
-        self._engine.review(rows)
+            words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
+            shown = {front + words[name]: COLUMNS[name] for name in result.shows}
+            self._log.update(result.info, shown, result.skipped is None)
 
     def step_was_skipped(self) -> bool:
-        """Whether the optimizer step since the last backward pass was left out because a gradient was non-finite.
-
-        Syncs, where the host does not know.
-        """
+        """Whether the step since the last backward pass was left out. Syncs, where the host does not know."""
         return self._last is not None and self._last.was_skipped()
 
     def take_skip(self) -> bool:
         """Whether a step was skipped since this was last asked, for schedules that wait. Syncs as :meth:`step_was_skipped`."""
-        result, self._untold = self._untold, None
+        result, self._unreported = self._unreported, None
         return result is not None and result.was_skipped()
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Clear the gradients of model weights and masters.
-
-        Args:
-            **kwargs: For ``Optimizer.zero_grad``.
-        """
+        """Clear the gradients of model weights and masters; ``kwargs`` are those of ``Optimizer.zero_grad``."""
         self._engine.zero_grad(**kwargs)
-
-    # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state dict with ``base_param_settings``, ``loss_scaler`` and ``amp``. Syncs.
@@ -449,7 +341,7 @@ class AmpOptimWrapper(OptimWrapper):
             Plain tensors, numbers, strings, lists and dicts. Masters are not in it: the model's state dict holds them.
         """
         state = self._engine.state_dict()
-        if self._engine.policy.enabled:
+        if self.policy.enabled:
             # members of an OptimWrapperDict are told their count by nobody
             amp_part(state)['inner_count'] = self._inner_count
         if self.base_param_settings is not None:
@@ -457,7 +349,7 @@ class AmpOptimWrapper(OptimWrapper):
         return state
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Judge whether :meth:`load_state_dict` would take a state dict, and apply nothing.
+        """Validate what :meth:`load_state_dict` would be given, and apply nothing.
 
         Args:
             state_dict: Not changed.
@@ -465,27 +357,10 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Names the key and what was expected.
         """
-        self._engine.check_state_dict(self._take_apart(state_dict)[0])
-
-    def _take_apart(self, state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any] | None, int]:
-        """The engine's state, mmengine's base settings and the number of iterations."""
-        if not isinstance(state_dict, Mapping):
-            raise AmpCheckpointError(f'an optimizer state must be a dict, but is {type(state_dict).__name__}.')
-        state = dict(state_dict)
-        base = state.pop('base_param_settings', None)
-        if base is not None and not isinstance(base, Mapping):
-            raise AmpCheckpointError(f"'base_param_settings' must be a dict, but is {type(base).__name__}.")
-        if base is not None:
-            check_settings(base, self.optimizer, "'base_param_settings'")
-        count: Any = amp_part(state).get('inner_count', self.inner_count)
-        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-            raise AmpCheckpointError(f"amp['inner_count']={count!r} must be a whole number of at least 0.")
-        return state, base, count
+        self._engine.check_state_dict(wrapper_state.split(state_dict, self.optimizer, self.inner_count).engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume, before or after attachment, from our own checkpoints, those of mmengine's stock wrappers or apex's.
-
-        What cannot be kept is logged, one line each.
+        """Resume from our own checkpoints, those of mmengine's stock wrappers or apex's; logs what cannot be kept.
 
         Args:
             state_dict: Not changed.
@@ -493,106 +368,26 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
         """
-        state, base, count = self._take_apart(state_dict)
-        notes = self._engine.load_state_dict(state)
-        self._inner_count = count
-        if base is not None:
-            self.base_param_settings = dict(base)
+        saved = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
+        notes = self._engine.load_state_dict(saved.engine)
+        self._inner_count = saved.inner_count
+        if saved.base is not None:
+            self.base_param_settings = dict(saved.base)
+        label = f'{self.member_name}: ' if self.member_name else ''
         for note in notes:
-            label = f'{self.member_name}: ' if self.member_name else ''
             self._say(f'amp: {label}{note}')
 
     def _say(self, line: str) -> None:
-        if self._engine.policy.verbosity >= 1:
+        if self.policy.verbosity >= 1:
             print_log(line, logger='current', level=logging.INFO)
 
 
-def _other_optimizer(wrapper: Any) -> OtherOptimizer:
-    scaler = getattr(wrapper, 'loss_scaler', None)
-    if scaler is None:
-        return OtherOptimizer(wrapper.optimizer)
-    # mmengine's own AmpOptimWrapper divides by its scale, and checks
-    return OtherOptimizer(wrapper.optimizer, lambda: torch.tensor(scaler.get_scale()), checks=True)
-
-
-def _check_words(kwargs: Mapping[str, Any], use_fsdp: bool) -> list[str]:
-    """The keywords that mmengine would only assert on."""
-    own = [name for name in AmpOptimWrapper.__init__.__annotations__ if name not in ('return', 'kwargs')]
-    known = [*own, *_PARENT_WORDS]
-    problems = [
-        f'unknown argument {name!r}{nearest(name, known)}: known are {", ".join(known)}.'
-        for name in kwargs
-        if name not in _PARENT_WORDS
-    ]
-    if kwargs.get('optimizer') is None:
-        problems.append(
-            "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
-        )
-    counts = kwargs.get('accumulative_counts', 1)
-    if not isinstance(counts, int) or isinstance(counts, bool) or counts < 1:
-        problems.append(f'accumulative_counts={counts!r} must be a whole number of at least 1.')
-    if use_fsdp:
-        problems.append('use_fsdp=True: sharded training is not supported yet; use DistributedDataParallel.')
-    return problems
-
-
-@OPTIM_WRAPPERS.register_module()
-class ApexOptimWrapper(AmpOptimWrapper):
-    """mmengine's ``ApexOptimWrapper``, whose apex is gone: the same arguments in the same order, on this package.
-
-    Args:
-        opt_level: 'O0' to 'O5'.
-        loss_scale: As in :class:`AmpOptimWrapper`; 'dynamic' by default at every level, as it was.
-        enabled: As in :class:`AmpOptimWrapper`.
-        cast_model_type: As in :class:`AmpOptimWrapper`.
-        patch_torch_functions: As in :class:`AmpOptimWrapper`.
-        keep_batchnorm_fp32: As in :class:`AmpOptimWrapper`.
-        master_weights: As in :class:`AmpOptimWrapper`.
-        cast_model_outputs: As in :class:`AmpOptimWrapper`.
-        num_losses: As in :class:`AmpOptimWrapper`.
-        verbosity: As in :class:`AmpOptimWrapper`.
-        min_loss_scale: As in :class:`AmpOptimWrapper`.
-        max_loss_scale: As in :class:`AmpOptimWrapper`.
-        **kwargs: Everything else that :class:`AmpOptimWrapper` takes.
-    """
-
-    def __init__(
-        self,
-        opt_level: str = 'O1',
-        loss_scale: float | str | Mapping[str, Any] | None = 'dynamic',
-        enabled: bool = True,
-        cast_model_type: str | torch.dtype | bool | None = None,
-        patch_torch_functions: bool | None = None,
-        keep_batchnorm_fp32: bool | str | None = None,
-        master_weights: bool | Literal['split'] | None = None,
-        cast_model_outputs: str | torch.dtype | None = None,
-        num_losses: int = 1,
-        verbosity: int = 1,
-        min_loss_scale: float | None = None,
-        max_loss_scale: float | None = DEFAULT_MAX_LOSS_SCALE,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            loss_scale=loss_scale,
-            opt_level=opt_level,
-            enabled=enabled,
-            cast_model_type=cast_model_type,
-            patch_torch_functions=patch_torch_functions,
-            keep_batchnorm_fp32=keep_batchnorm_fp32,
-            master_weights=master_weights,
-            cast_model_outputs=cast_model_outputs,
-            num_losses=num_losses,
-            verbosity=verbosity,
-            min_loss_scale=min_loss_scale,
-            max_loss_scale=max_loss_scale,
-            **kwargs,
-        )
-
+#: What ``__init__`` knows by name.
+_OWN_ARGUMENTS = [name for name in AmpOptimWrapper.__init__.__annotations__ if name not in ('return', 'kwargs')]
 
 # The stock names are taken over at the root, where every default_scope looks in the end: downstream --amp flags accept
 # the bare string only. The stock class stays within reach under another name.
 ROOT_OPTIM_WRAPPERS.register_module(name='TorchAmpOptimWrapper', module=TorchAmpOptimWrapper, force=True)
 ROOT_OPTIM_WRAPPERS.register_module(name='AmpOptimWrapper', module=AmpOptimWrapper, force=True)
-ROOT_OPTIM_WRAPPERS.register_module(name='ApexOptimWrapper', module=ApexOptimWrapper, force=True)
 
-__all__ = ['AmpAttachError', 'AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper']
+__all__ = ['AmpAttachError', 'AmpOptimWrapper', 'TorchAmpOptimWrapper']

@@ -1,33 +1,40 @@
 """The multi-tensor operations of a training step: the one place through which the engine reaches them.
 
-Each call goes to the compiled kernel where the library has one for the device and the dtypes, and to the plain-torch reference
-of :mod:`amp_wrapper.ops.reference` otherwise. Both give the same bits.
+Each call goes to the compiled kernel where the library has one for the device and the dtypes, and to its meaning in plain torch
+otherwise. Both give the same bits. The functions here, the ops of torch's dispatcher and their fake kernels are all made from
+:data:`amp_wrapper.ops.schemas.SCHEMAS`.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import checks, loader, reference, schemas
-from . import optimizer_step as reference_step
-from .optimizer_step import ADAM, DECISION, HYPER, ROW, SGD
+from .. import torch_internals
+from . import checks, loader, norms, optimizer_step, prologue, reference, schemas
 from .reference import add_gradients
+from .schemas import ADAM, DECISION, HYPER, ROW, SGD
+
+_P = ParamSpec('_P')
+_R = TypeVar('_R')
 
 #: What the compiled kernels take; anything else is left to the reference.
 COMPILED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def _library() -> ModuleType | None:
-    """The compiled functions, or None. Warns once where they are missing. Loaded at the first call."""
-    loader.warn_if_missing()
-    return loader.library().module
+#: Op to its meaning in plain torch.
+REFERENCES: dict[str, Callable[..., Any]] = {
+    op: next(getattr(module, op) for module in (reference, norms, prologue, optimizer_step) if hasattr(module, op))
+    for op in schemas.SCHEMAS
+}
+#: Ops that work on one device.
+_STEP = ('update_scale', 'step_prologue', 'fused_adam', 'fused_sgd')
+#: Ops that can be called once for each device. The sum of a norm runs over tensors in the order of the list.
+_SPLIT = tuple(op for op in schemas.SCHEMAS if op not in _STEP and not schemas.ARGUMENTS[op].returns)
 
 
 def compiled_devices() -> frozenset[str]:
@@ -35,7 +42,7 @@ def compiled_devices() -> frozenset[str]:
     return loader.library().devices
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch_internals.constant_when_traced
 def _serves(kind: str) -> bool:
     # torch.compile knows what to do with a constant bool, and not with a set
     return kind in loader.library().devices
@@ -60,287 +67,137 @@ def backend() -> str:
     return f'{text}; reference on GPUs' if 'cuda' not in served and torch.cuda.is_available() else text
 
 
-def _is_served(lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None]) -> bool:
-    """Whether one call of the compiled op can take all of this."""
-    everything = [tensor for tensors in lists for tensor in tensors]
-    places = {tensor.device for tensor in [*everything, *(scalar for scalar in scalars if scalar is not None)]}
-    return (
-        len(places) == 1
-        and _serves(places.pop().type)
-        and all(tensor.dtype in COMPILED_DTYPES for tensor in everything)
-    )
+def _tensors(arguments: Mapping[str, Any], names: Sequence[str]) -> list[Tensor]:
+    """Those of some lists."""
+    return [tensor for name in names for tensor in arguments[name]]
 
 
-def _has_kernel(first: object) -> bool:
-    """Whether to call the compiled function, which turns off the layer that counts versions: the reference needs it."""
-    if not isinstance(first, Tensor) or first.device.type in loader.library().devices:
-        return True
-    if first.device.type == 'cuda':
-        loader.warn_if_cuda_is_missing()
-    return False
+def _is_served(op: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether one call of the compiled op can take all of this; where only the graph is made, nobody can try and see."""
+    known = schemas.ARGUMENTS[op]
+    listed = _tensors(arguments, known.lists)
+    scalars = [arguments[name] for name in known.scalars if arguments[name] is not None]
+    places = {tensor.device for tensor in [*listed, *scalars]}
+    return len(places) == 1 and _serves(places.pop().type) and all(tensor.dtype in COMPILED_DTYPES for tensor in listed)
 
 
-def _try(name: str, lists: Sequence[Sequence[Tensor]], scalars: Sequence[Tensor | None], *options: bool) -> Any:
-    """The result of the compiled op, or NotImplemented where the reference has to do it."""
-    if torch.compiler.is_compiling():
-        # what is traced cannot try and see, and the graph wants the dispatcher's op
-        if _is_served(lists, scalars):
-            return getattr(torch.ops.amp_wrapper, name)(*lists, *scalars, *options)
-        return NotImplemented
-    module = _library()
-    if module is None or len(lists[0]) == 0 or not _has_kernel(lists[0][0]):
-        return NotImplemented
-    try:
-        # its own checks are the cheapest way to find out; they come before anything is written
-        return getattr(module, name)(*lists, *scalars, *options)
-    except NotImplementedError:
-        return NotImplemented
-
-
-def _by_device(
-    call: Callable[..., None],
-    named: Mapping[str, Sequence[Tensor]],
-    factors: Mapping[str, Tensor | None],
-    found_inf: Tensor | None,
-    floating: bool = True,
-) -> bool:
+def _by_device(front: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
     """Call once for each device, where every tuple of tensors is on one; False, and nothing done, where that is not so."""
-    lists = list(named.values())
-    if len({tensor.device for tensor in lists[0]}) < 2 or len({len(tensors) for tensors in lists}) > 1:
+    op = front.__name__
+    known = schemas.ARGUMENTS[op]
+    lists = {name: arguments[name] for name in known.lists}
+    first = next(iter(lists.values()))
+    if len({tensor.device for tensor in first}) < 2 or len({len(tensors) for tensors in lists.values()}) > 1:
         return False
     groups: dict[torch.device, list[int]] = defaultdict(list)
-    for index, tensors in enumerate(zip(*lists)):
+    for index, tensors in enumerate(zip(*lists.values())):
         if len({tensor.device for tensor in tensors}) > 1:
             return False
         groups[tensors[0].device].append(index)
     # all of it, before the first of the calls writes anything
-    *read, written = named.items()
-    checks.check_lists(read or [written], [written] if read else [])
-    if floating:
-        checks.check_floating(*named.items())
-    for name, factor in factors.items():
-        checks.check_scalar(name, factor)
-    checks.check_scalar('found_inf', found_inf, written=True)
-    checks.check_apart(read, [written], **factors, found_inf=found_inf)
+    checks.check_call(op, floating=op != 'multi_tensor_copy', **{n: arguments[n] for n in (*lists, *known.scalars)})
+    found_inf = arguments.get('found_inf')
     for device, indices in groups.items():
-        moved = [None if factor is None else factor.to(device) for factor in factors.values()]
-        flag = None if found_inf is None else torch.zeros((), dtype=torch.float32, device=device)
-        call(*([tensors[i] for i in indices] for tensors in lists), *moved, flag)
-        if flag is not None and found_inf is not None:
-            torch.maximum(found_inf, flag.to(found_inf.device).view_as(found_inf), out=found_inf)
+        here: dict[str, Any] = {name: [tensors[i] for i in indices] for name, tensors in lists.items()}
+        here |= {name: arguments[name].to(device) for name in known.scalars if arguments[name] is not None}
+        if found_inf is not None:
+            here['found_inf'] = torch.zeros((), dtype=torch.float32, device=device)
+        front(**{**arguments, **here})
+        if found_inf is not None:
+            torch.maximum(found_inf, here['found_inf'].to(found_inf.device).view_as(found_inf), out=found_inf)
     return True
 
 
-def multi_tensor_scale(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    if _try('multi_tensor_scale', (sources, targets), (scale, found_inf)) is NotImplemented:
-        named = {'sources': sources, 'targets': targets}
-        if not _by_device(multi_tensor_scale, named, {'scale': scale}, found_inf):
-            reference.multi_tensor_scale(sources, targets, scale, found_inf)
+def _uncompiled(front: Callable[..., Any], arguments: Mapping[str, Any], is_missing: bool) -> Any:
+    """A call that no compiled kernel takes as it is: on several devices, on another device, of other types, or wrong."""
+    if is_missing:
+        loader.warn_if_missing()
+    values = (value if isinstance(value, (list, tuple)) else [value] for value in arguments.values())
+    if any(isinstance(tensor, Tensor) and tensor.is_cuda for tensors in values for tensor in tensors):
+        loader.warn_if_cuda_is_missing()
+    if not is_missing and front.__name__ in _SPLIT and _by_device(front, arguments):
+        return None
+    return REFERENCES[front.__name__](**arguments)
 
 
-def multi_tensor_axpby(
-    xs: Sequence[Tensor],
-    ys: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    a: Tensor | None = None,
-    b: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    check_x: bool = True,
-    check_y: bool = True,
-) -> None:
-    if _try('multi_tensor_axpby', (xs, ys, targets), (a, b, found_inf), check_x, check_y) is NotImplemented:
-        named = {'xs': xs, 'ys': ys, 'targets': targets}
-        once = functools.partial(multi_tensor_axpby, check_x=check_x, check_y=check_y)
-        if not _by_device(once, named, {'a': a, 'b': b}, found_inf):
-            reference.multi_tensor_axpby(xs, ys, targets, a, b, found_inf, check_x, check_y)
+def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function that users call: the compiled op where it takes the call, and its meaning in plain torch otherwise."""
+    op = meaning.__name__
+    parameters = inspect.signature(meaning).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+
+    @functools.wraps(meaning)
+    def front(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.compiler.is_compiling():
+            compiled = getattr(loader.library().module, op, None)
+            if compiled is not None:
+                try:
+                    # its own checks are the cheapest way to find out; they come before anything is written
+                    return compiled(*args, **kwargs)  # type: ignore[no-any-return]
+                except NotImplementedError:
+                    pass
+            bound = inspect.signature(meaning).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return _uncompiled(front, bound.arguments, compiled is None)  # type: ignore[no-any-return]
+        # what is traced cannot try and see, and the graph wants the dispatcher's op
+        arguments = {**defaults, **dict(zip(parameters, args)), **kwargs}
+        if op in _STEP or _is_served(op, arguments):
+            return getattr(torch.ops.amp_wrapper, op)(**arguments)  # type: ignore[no-any-return]
+        return meaning(*args, **kwargs)
+
+    front.__module__ = __name__
+    return front
 
 
-def _copy_and_no_flag(sources: Sequence[Tensor], targets: Sequence[Tensor], _: None) -> None:
-    multi_tensor_copy(sources, targets)
+multi_tensor_scale = _front(reference.multi_tensor_scale)
+multi_tensor_axpby = _front(reference.multi_tensor_axpby)
+multi_tensor_copy = _front(reference.multi_tensor_copy)
+multi_tensor_isnonfinite = _front(reference.multi_tensor_isnonfinite)
+multi_tensor_l2norm = _front(norms.multi_tensor_l2norm)
+multi_tensor_maxnorm = _front(norms.multi_tensor_maxnorm)
+multi_tensor_scale_l2norm = _front(norms.multi_tensor_scale_l2norm)
+multi_tensor_refresh = _front(reference.multi_tensor_refresh)
+update_scale = _front(reference.update_scale)
+step_prologue = _front(prologue.step_prologue)
+fused_adam = _front(optimizer_step.fused_adam)
+fused_sgd = _front(optimizer_step.fused_sgd)
 
 
-def multi_tensor_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    if _try('multi_tensor_copy', (sources, targets), ()) is NotImplemented:
-        named = {'sources': sources, 'targets': targets}
-        if not _by_device(_copy_and_no_flag, named, {}, None, floating=False):
-            reference.multi_tensor_copy(sources, targets)
+def _fake(op: str) -> Callable[..., Any]:
+    """An op where tensors have no memory: what is written keeps its shape and type, what is returned is made here."""
+    known = schemas.ARGUMENTS[op]
+    parameters = tuple(inspect.signature(REFERENCES[op]).parameters)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(parameters, args)), **kwargs}
+        listed = _tensors(arguments, known.lists)
+        scalars = [arguments[name] for name in known.scalars if arguments.get(name) is not None]
+        if len({tensor.is_meta for tensor in [*listed, *scalars]}) > 1:
+            # the dispatcher sends lists of both here, where nothing is computed: the real ones would be left as they are
+            raise NotImplementedError('One call takes meta tensors or real ones, not both.')
+        if not known.returns:
+            return None
+        first = arguments[known.lists[0]]
+        device = reference.device_of(first, arguments.get('found_inf'))
+        if op == 'multi_tensor_refresh':
+            return torch.empty(len(first), dtype=torch.bool, device=device)
+        norm = torch.empty((), dtype=torch.float32, device=device)
+        if op == 'multi_tensor_scale_l2norm':
+            return norm
+        return norm, norm.new_empty(len(first) if arguments.get('per_tensor') else 0)
+
+    return fake
 
 
-def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
-    if _try('multi_tensor_isnonfinite', (tensors,), (found_inf,)) is NotImplemented and not _by_device(
-        multi_tensor_isnonfinite, {'tensors': tensors}, {}, found_inf
-    ):
-        reference.multi_tensor_isnonfinite(tensors, found_inf)
-
-
-def multi_tensor_l2norm(
-    tensors: Sequence[Tensor],
-    inverse_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    per_tensor: bool = False,
-) -> tuple[Tensor, Tensor]:
-    norms: Any = _try('multi_tensor_l2norm', (tensors,), (inverse_scale, found_inf), per_tensor)
-    if norms is NotImplemented:
-        # the sum runs over tensors in the order of the list: several devices are left to the reference
-        norms = reference.multi_tensor_l2norm(tensors, inverse_scale, found_inf, per_tensor)
-    return norms  # type: ignore[no-any-return]
-
-
-def multi_tensor_maxnorm(
-    tensors: Sequence[Tensor],
-    inverse_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    per_tensor: bool = False,
-) -> tuple[Tensor, Tensor]:
-    norms: Any = _try('multi_tensor_maxnorm', (tensors,), (inverse_scale, found_inf), per_tensor)
-    if norms is NotImplemented:
-        norms = reference.multi_tensor_maxnorm(tensors, inverse_scale, found_inf, per_tensor)
-    return norms  # type: ignore[no-any-return]
-
-
-def multi_tensor_scale_l2norm(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Tensor:
-    norm: Any = _try('multi_tensor_scale_l2norm', (sources, targets), (scale, found_inf))
-    if norm is NotImplemented:
-        norm = reference.multi_tensor_scale_l2norm(sources, targets, scale, found_inf)
-    return norm  # type: ignore[no-any-return]
-
-
-def multi_tensor_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
-    flags: Any = _try('multi_tensor_refresh', (weights, masters), ())
-    if flags is NotImplemented:
-        flags = reference.multi_tensor_refresh(weights, masters)
-    return flags  # type: ignore[no-any-return]
-
-
-def update_scale(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    hysteresis_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    hysteresis: int,
-    min_scale: float | None = None,
-    max_scale: float | None = None,
-) -> None:
-    state = (scale, growth_tracker, hysteresis_tracker, found_inf)
-    bounds = (min_scale, max_scale)
-    if torch.compiler.is_compiling():
-        torch.ops.amp_wrapper.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
-        return
-    module = _library()
-    if module is not None and _has_kernel(scale):
-        try:
-            module.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
-            return
-        except NotImplementedError:
-            # the reference knows why
-            pass
-    reference.update_scale(*state, growth_factor, backoff_factor, growth_interval, hysteresis, *bounds)
-
-
-def _call(name: str, tables: tuple[object, object], *arguments: Any) -> None:
-    """An op of the step: on one device, or refused.
-
-    Args:
-        name: Of the op.
-        tables: Decision and rows.
-        *arguments: Of the op.
-    """
-    device = tables[0]
-    if torch.compiler.is_compiling():
-        # which kernel serves cannot be tried and seen; the tables of float64 are for plain torch
-        whole = all(not isinstance(table, Tensor) or table.dtype is not torch.float64 for table in tables)
-        getattr(torch.ops.amp_wrapper if whole else reference_step, name)(*arguments)
-        return
-    module = _library()
-    if module is not None and _has_kernel(device) and hasattr(module, name):
-        try:
-            getattr(module, name)(*arguments)
-            return
-        except NotImplementedError:
-            # the reference serves it, or knows why not
-            pass
-    getattr(reference_step, name)(*arguments)
-
-
-def step_prologue(
-    decision: Tensor,
-    rows: Tensor,
-    steps: Sequence[Tensor],
-    hyper: Tensor,
-    groups: Tensor,
-    kind: int,
-    rates: Sequence[Tensor] = (),
-    rated: Sequence[int] = (),
-    found_inf: Tensor | None = None,
-    learned: Tensor | None = None,
-    norm: Tensor | None = None,
-    scale: Tensor | None = None,
-    growth_tracker: Tensor | None = None,
-    hysteresis_tracker: Tensor | None = None,
-    counts: Tensor | None = None,
-    rule: Sequence[float] = (),
-    max_norm: float | None = None,
-    clip_value: float | None = None,
-) -> None:
-    scalars = (found_inf, learned, norm, scale, growth_tracker, hysteresis_tracker, counts)
-    table = (decision, rows, steps, hyper, groups, kind, rates, rated)
-    _call('step_prologue', (decision, rows), *table, *scalars, rule, max_norm, clip_value)
-
-
-def fused_adam(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    partners: Sequence[Tensor],
-    rows: Tensor,
-    decision: Tensor,
-) -> None:
-    states = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    _call('fused_adam', (decision, rows), grads, params, *states, partners, rows, decision)
-
-
-def fused_sgd(
-    grads: Sequence[Tensor],
-    params: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    partners: Sequence[Tensor],
-    rows: Tensor,
-    decision: Tensor,
-) -> None:
-    _call('fused_sgd', (decision, rows), grads, params, momentum_buffers, partners, rows, decision)
-
-
-# the meaning is told once, at the reference
-for _function in (
-    multi_tensor_scale,
-    multi_tensor_axpby,
-    multi_tensor_copy,
-    multi_tensor_isnonfinite,
-    multi_tensor_l2norm,
-    multi_tensor_maxnorm,
-    multi_tensor_scale_l2norm,
-    multi_tensor_refresh,
-    update_scale,
-    step_prologue,
-    fused_adam,
-    fused_sgd,
-):
-    _function.__doc__ = schemas.REFERENCES[_function.__name__].__doc__
+_library = torch.library.Library(schemas.NAMESPACE, 'DEF')  # type: ignore[no-untyped-call]
+for _name, _schema in schemas.SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(_name, REFERENCES[_name], 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
+    # a lazy negation is looked at by the kernels: torch's fallback expects written arguments to be returned
+    _library.impl(_name, torch.library.fallthrough_kernel, 'Negative')  # type: ignore[no-untyped-call]
+    # not differentiable: results want no gradient, whatever the inputs do
+    _library.impl(_name, torch.library.fallthrough_kernel, 'Autograd')  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f'{schemas.NAMESPACE}::{_name}', _fake(_name), lib=_library)
 
 __all__ = [
     'ADAM',
@@ -353,16 +210,5 @@ __all__ = [
     'backend',
     'backend_of',
     'compiled_devices',
-    'fused_adam',
-    'fused_sgd',
-    'multi_tensor_axpby',
-    'multi_tensor_copy',
-    'multi_tensor_isnonfinite',
-    'multi_tensor_l2norm',
-    'multi_tensor_maxnorm',
-    'multi_tensor_refresh',
-    'multi_tensor_scale',
-    'multi_tensor_scale_l2norm',
-    'step_prologue',
-    'update_scale',
+    *schemas.SCHEMAS,
 ]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..policy.nested import HALF_TYPES
+from . import schemas
 
 Named = tuple[str, Sequence[Tensor]]
 
@@ -78,6 +80,29 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
                 )
     for target in written:
         _check_overlap(target, [other for other in lists if other is not target], written)
+
+
+def check_call(op: str, floating: bool = True, **arguments: Any) -> None:
+    """The tensors of a call of an op, as its schema says: lists that pair up, scalars of one float32, no memory shared.
+
+    Args:
+        op: Its name.
+        floating: Whether the lists hold floating or complex tensors alone.
+        **arguments: All of its tensors and lists, missing ones as None.
+
+    Raises:
+        TypeError: Something is no tensor.
+        ValueError: Says what is wrong with which argument.
+    """
+    wanted = schemas.ARGUMENTS[op]
+    read, written = ([(name, arguments[name]) for name in names] for names in (wanted.read, wanted.written))
+    check_lists(read, written)
+    if floating:
+        check_floating(*read, *written)
+    scalars = {name: arguments[name] for name in wanted.scalars}
+    for name, scalar in scalars.items():
+        check_scalar(name, scalar, written=wanted.scalars[name])
+    check_apart(read, written, **scalars)
 
 
 def check_apart(read: Sequence[Named], written: Sequence[Named], **scalars: Tensor | None) -> None:
@@ -236,3 +261,48 @@ def check_refresh_types(weights: Sequence[Tensor], masters: Sequence[Tensor]) ->
     for index, master in enumerate(masters):
         if master.dtype is not torch.float32:
             raise ValueError(f'masters[{index}] has dtype {master.dtype}: float32 is expected.')
+
+
+def check_table(name: str, table: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A contiguous table of numbers.
+
+    Raises:
+        ValueError: Another shape or dtype.
+    """
+    if table.dtype is not dtype or table.shape != shape or not table.is_contiguous():
+        raise ValueError(
+            f'{name} has shape {tuple(table.shape)} and dtype {table.dtype}: {shape} of {dtype} is expected.'
+        )
+
+
+def check_device(name: str, tensor: Tensor, decision: Tensor) -> None:
+    """An argument of an optimizer step lies where the decision does.
+
+    Raises:
+        ValueError: It is on another device.
+    """
+    if tensor.device != decision.device:
+        raise ValueError(f'{name} is on {tensor.device} and decision on {decision.device}: they belong on one device.')
+
+
+def check_step_tables(decision: Tensor, rows: Tensor, count: int, written: bool) -> None:
+    """The decision on a step and the rows of its parameters.
+
+    Args:
+        decision: Should have :data:`~amp_wrapper.ops.schemas.DECISION` elements.
+        rows: Should have :data:`~amp_wrapper.ops.schemas.ROW` elements for each parameter.
+        count: Of the parameters.
+        written: Whether both will be written.
+
+    Raises:
+        ValueError: Says which of them is something else.
+    """
+    if decision.dtype is not torch.float32 or decision.shape != (schemas.DECISION,) or not decision.is_contiguous():
+        raise ValueError(
+            f'decision has shape {tuple(decision.shape)} and dtype {decision.dtype}: {schemas.DECISION} float32 numbers in a '
+            'row are expected.'
+        )
+    check_own('decision', decision, written)
+    check_table('rows', rows, (count, schemas.ROW), torch.float32)
+    check_own('rows', rows, written)
+    check_device('rows', rows, decision)

@@ -1,90 +1,34 @@
-"""The meaning of the ops of an optimizer step: the prologue that decides, and the updates. No host read here either.
+"""The meaning of the updates of Adam and SGD, in plain torch. No host read.
 
-The arithmetic is told in ``csrc/common/optimizer.h`` as well, which the compiled ops use; both give the same bits. A product
-and a sum are rounded once where torch's own fused optimizers round once (:func:`multiply_add`), so that theirs and ours agree.
+The arithmetic is told in ``csrc/common/optimizer_update.h`` as well, which the compiled ops use; both give the same bits. A
+product and a sum are rounded once where torch's own fused optimizers round once (:func:`multiply_add`), so that theirs and ours
+agree.
 """
 
 from __future__ import annotations
 
-import ctypes
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..policy.nested import HALF_TYPES
-from .checks import check_apart, check_distinct, check_lists, check_own, check_scalar
-from .reference import update_scale
+from .checks import check_apart, check_lists, check_step_tables
 from .split import join, split
 
-#: Elements of a decision: skip (0 or 1), inverse scale, clip coefficient, clip value, gradient norm (NaN where the step is
-#: skipped or there is none), loss scale after the step (NaN without one), skipped steps so far, and in a row.
-DECISION = 8
-#: Elements of a row: what an update needs to know of one parameter. Adam: sign, decay, 1 - beta1, beta2, 1 - beta2, root of
-#: the second bias correction, eps, minus step size, decoupled. SGD: sign, decay, momentum, 1 - dampening, nesterov, minus lr,
-#: first.
-ROW = 12
-#: Hyper-parameters of one group. Adam: lr, beta1, beta2, eps, weight decay, maximize, decoupled. SGD: lr, momentum, dampening,
-#: nesterov, weight decay, maximize, unused.
-HYPER = 7
-#: Kinds of optimizers.
-ADAM, SGD = 0, 1
-
-#: 1 as a fraction of 62 bits: powers of the betas are integers, the same on every device.
-_ONE = 1 << 62
-_LOW = (1 << 31) - 1
-_MOST = torch.iinfo(torch.int32).max
-_TINY = torch.finfo(torch.float32).tiny
 #: States of which an empty list stands for none.
 _OPTIONAL = ('max_exp_avg_sqs', 'momentum_buffers')
-_PARAMETERS = (torch.float32, torch.float64, *HALF_TYPES)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Of two fractions of 62 bits, cut off."""
-    a_high, a_low, b_high, b_low = a >> 31, a & _LOW, b >> 31, b & _LOW
-    return a_high * b_high + ((a_high * b_low + a_low * b_high + (a_low * b_low >> 31)) >> 31)
-
-
-def _power(base: Tensor, exponent: Tensor) -> Tensor:
-    """``base ** exponent`` of fractions of 62 bits, by squaring; exponents are below 2^32."""
-    result = torch.full_like(base, _ONE)
-    for bit in range(32):
-        result = torch.where((exponent >> bit) & 1 == 1, _product(result, base), result)
-        base = _product(base, base)
-    return result
-
-
-def _corrections(betas: Tensor, counts: Tensor) -> Tensor:
-    """``1 - beta ** count`` as float64: what is lost when float32 is subtracted from 1 is kept here."""
-    # betas that no constructor takes give something rather than wrap
-    bases = (betas.nan_to_num(0.0).clamp(0.0, 1.0) * 2.0**62).to(torch.int64)
-    powers = _power(bases, counts)
-    return (_ONE - powers).double() * 2.0**-62
-
-
-def _root(values: Tensor) -> Tensor:
-    """The root of float64 values, rounded once to float32, whatever root the device has."""
-    root = values.sqrt().float()
-    above = torch.nextafter(root, torch.full_like(root, torch.inf))
-    middle = (root.double() + above.double()) * 0.5
-    root = torch.where(values > middle * middle, above, root)
-    below = torch.nextafter(root, torch.zeros_like(root))
-    middle = (root.double() + below.double()) * 0.5
-    return torch.where(values < middle * middle, below, root)
+_PARAMETERS = (torch.float32, *HALF_TYPES)
 
 
 def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """``a * b + c``, rounded once to float32; float64 is rounded twice.
+    """``a * b + c``, rounded once to float32.
 
     Args:
-        a: float32 or float64 tensor.
-        b: Of the same dtype.
-        c: Of the same dtype.
+        a: float32 tensor.
+        b: float32 tensor.
+        c: float32 tensor.
     """
-    if c.dtype is torch.float64:
-        return a * b + c
     product, addend = a.double() * b.double(), c.double()
     total = product + addend
     # the error of the sum, exactly; where there is one, the last bit is made odd, which the second rounding sees
@@ -94,246 +38,6 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     outward = torch.where((error > 0) == (total > 0), 1, -1)
     inexact = (error != 0) & total.isfinite() & (bits & 1 == 0)
     return torch.where(inexact, bits + outward, bits).view(torch.float64).float()
-
-
-def _check_scalars(device: torch.device, **scalars: tuple[Tensor | None, torch.dtype, bool]) -> None:
-    for name, (scalar, dtype, written) in scalars.items():
-        check_scalar(name, scalar, dtype, written)
-        if scalar is not None and scalar.device != device:
-            raise ValueError(f'{name} is on {scalar.device} and decision on {device}: they belong on one device.')
-
-
-def _check_decision(decision: Tensor, written: bool) -> None:
-    if decision.dtype is not torch.float32 or decision.shape != (DECISION,) or not decision.is_contiguous():
-        raise ValueError(
-            f'decision has shape {tuple(decision.shape)} and dtype {decision.dtype}: {DECISION} float32 numbers in a row are '
-            'expected.'
-        )
-    check_own('decision', decision, written)
-
-
-def _check_rows(rows: Tensor, count: int, decision: Tensor, written: bool) -> None:
-    _check_table('rows', rows, (count, ROW), (torch.float32, torch.float64))
-    check_own('rows', rows, written)
-    if rows.device != decision.device:
-        raise ValueError(f'rows is on {rows.device} and decision on {decision.device}: they belong on one device.')
-
-
-def _check_groups(groups: Tensor, rated: Sequence[int], count: int) -> None:
-    # what is traced has no values, and reading a tensor of the CPU is no read of the device
-    traced = torch.compiler.is_compiling() or type(groups) is not Tensor
-    for name, numbers in (('groups', () if traced else groups.tolist()), ('rated', rated)):
-        for index, group in enumerate(numbers):
-            if not 0 <= group < count:
-                raise ValueError(f'{name}[{index}] is {group}, and hyper has {count} rows.')
-
-
-def _check_table(name: str, table: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if table.dtype not in dtypes or table.shape != shape or not table.is_contiguous():
-        raise ValueError(
-            f'{name} has shape {tuple(table.shape)} and dtype {table.dtype}: {shape} of {dtypes[0]} is expected.'
-        )
-
-
-@torch.no_grad()
-def step_prologue(
-    decision: Tensor,
-    rows: Tensor,
-    steps: Sequence[Tensor],
-    hyper: Tensor,
-    groups: Tensor,
-    kind: int,
-    rates: Sequence[Tensor] = (),
-    rated: Sequence[int] = (),
-    found_inf: Tensor | None = None,
-    learned: Tensor | None = None,
-    norm: Tensor | None = None,
-    scale: Tensor | None = None,
-    growth_tracker: Tensor | None = None,
-    hysteresis_tracker: Tensor | None = None,
-    counts: Tensor | None = None,
-    rule: Sequence[float] = (),
-    max_norm: float | None = None,
-    clip_value: float | None = None,
-) -> None:
-    """Decide on one optimizer step, on the device: whether it is skipped, how it clips, and what each parameter needs.
-
-    Where the step is taken, each of ``steps`` grows by one. The loss scale moves by the rule of
-    :class:`~amp_wrapper.engine.loss_scale.LossScaler`; what is unscaled with is its reciprocal before that.
-
-    Bias corrections are ``1 - beta ** step``, from the count and never as running products: a resumed run goes on with the same
-    bits. The clip coefficient is that of :func:`torch.nn.utils.clip_grad_norm_`, ``min(1, max_norm / (norm + 1e-6))``.
-
-    Args:
-        decision: float32 (8,), written: skip (0 or 1), inverse scale, clip coefficient, clip value, norm (NaN where the step is
-            skipped or none is given), loss scale after the step (NaN without one), skipped steps so far and in a row (0 without
-            ``counts``).
-        rows: float32 (parameters, 12), written: what :func:`fused_adam` and :func:`fused_sgd` read. float64 for parameters of
-            that type.
-        steps: One float32 scalar for each parameter, in place: steps taken so far.
-        hyper: float64 (groups, 7) on the CPU. Adam: lr, beta1, beta2, eps, weight_decay, maximize, decoupled weight decay (0 or
-            1). SGD: lr, momentum, dampening, nesterov, weight_decay, maximize, 0.
-        groups: int64 (parameters,) on the CPU: the row of ``hyper`` of each parameter.
-        kind: 0 for Adam, 1 for SGD.
-        rates: float32 scalars on the device that stand in for the lr of some groups.
-        rated: The groups that ``rates`` belong to.
-        found_inf: float32 scalar: the step is skipped where it is above 0. None for never.
-        learned: Likewise, whether the scale was too large; None for ``found_inf``.
-        norm: float32 scalar: the norm of the gradients as they are, which is multiplied by the inverse scale here.
-        scale: float32 scalar: the loss scale; None for 1. In place where there is a ``rule``.
-        growth_tracker: int32 scalar, in place where there is a ``rule``.
-        hysteresis_tracker: int32 scalar, in place where there is a ``rule``.
-        counts: int64 (3,), in place: steps decided on, steps skipped, skips in a row. None to count nothing.
-        rule: growth_factor, backoff_factor, growth_interval, hysteresis, min_scale, max_scale; empty for a scale that
-            stays. None of them NaN, and the third and fourth finite.
-        max_norm: Limit of the norm, or None. Not NaN, as the next.
-        clip_value: Limit of each element, or None.
-
-    Raises:
-        ValueError: A tensor of another shape or dtype, or on another device; what is written shares memory with anything
-            else; an impossible number. Nothing is written then.
-    """
-    _check_decision(decision, True)
-    device = decision.device
-    _check_rows(rows, len(steps), decision, True)
-    if hyper.dim() != 2 or groups.dim() != 1:
-        raise ValueError('hyper must have two dimensions and groups one.')
-    _check_table('hyper', hyper, (hyper.shape[0], HYPER), (torch.float64,))
-    _check_table('groups', groups, (len(steps),), (torch.int64,))
-    if hyper.device.type != 'cpu' or groups.device.type != 'cpu':
-        raise ValueError('hyper and groups belong on the CPU.')
-    if kind not in (ADAM, SGD):
-        raise ValueError(f'kind={kind}: 0 (Adam) or 1 (SGD) is expected.')
-    if len(rates) != len(rated):
-        raise ValueError(f'rates has {len(rates)} tensors and rated {len(rated)} groups: they must pair up.')
-    check_own('hyper', hyper, False)
-    check_own('groups', groups, False)
-    _check_groups(groups, rated, hyper.shape[0])
-    if rule and len(rule) != 6:
-        raise ValueError(f'rule has {len(rule)} numbers: 6 or none are expected.')
-    if rule and (scale is None or growth_tracker is None or hysteresis_tracker is None):
-        raise ValueError('rule needs scale, growth_tracker and hysteresis_tracker.')
-    if max_norm is not None and norm is None:
-        raise ValueError('max_norm needs norm.')
-    for index, number in enumerate(rule):
-        if math.isnan(number) or (index in (2, 3) and math.isinf(number)):
-            raise ValueError(f'rule[{index}] is not a number, or not a finite one where steps are counted.')
-    for name, limit in (('max_norm', max_norm), ('clip_value', clip_value)):
-        if limit is not None and math.isnan(limit):
-            raise ValueError(f'{name} is not a number.')
-    check_lists([('steps', steps)], [('steps', steps)])
-    for name, scalars, written in (('steps', steps, True), ('rates', rates, False)):
-        for index, scalar in enumerate(scalars):
-            _check_scalars(device, **{f'{name}[{index}]': (scalar, torch.float32, written)})
-    moves = bool(rule)
-    _check_scalars(
-        device,
-        found_inf=(found_inf, torch.float32, False),
-        learned=(learned, torch.float32, False),
-        norm=(norm, torch.float32, False),
-        scale=(scale, torch.float32, moves),
-        growth_tracker=(growth_tracker, torch.int32, moves),
-        hysteresis_tracker=(hysteresis_tracker, torch.int32, moves),
-    )
-    if counts is not None:
-        _check_table('counts', counts, (3,), (torch.int64,))
-        check_own('counts', counts, True)
-        if counts.device != device:
-            raise ValueError(f'counts is on {counts.device} and decision on {device}: they belong on one device.')
-    apart: dict[str, Tensor | None] = dict(scale=scale, growth_tracker=growth_tracker, counts=counts)
-    apart |= dict(hysteresis_tracker=hysteresis_tracker)
-    apart |= dict(found_inf=found_inf, learned=learned, norm=norm)
-    apart |= {f'rates[{index}]': rate for index, rate in enumerate(rates)}
-    changed: dict[str, Tensor | None] = {'decision': decision, 'rows': rows}
-    check_apart([], [('decision', [decision]), ('rows', [rows]), ('steps', steps)], **apart)
-    check_apart([], [('steps', steps)], **changed)
-    if moves:
-        changed |= {name: apart[name] for name in ('scale', 'growth_tracker', 'hysteresis_tracker')}
-    check_distinct(changed | {'counts': counts}, apart)
-
-    one = torch.ones((), dtype=torch.float32, device=device)
-    skip = torch.zeros_like(one) if found_inf is None else (found_inf.view(()) > 0).float()
-    taken = skip == 0
-    inverse = one if scale is None else scale.view(()).reciprocal()
-    length = one if norm is None else norm.view(()) * inverse
-    coefficient = one
-    if norm is not None and max_norm is not None:
-        coefficient = ((length + 1e-6).reciprocal() * _float(max_norm)).clamp(max=1.0)
-    _fill_rows(rows, steps, hyper, groups, kind, rates, rated, taken)
-    if rule and scale is not None and growth_tracker is not None and hysteresis_tracker is not None:
-        signal = skip if learned is None else learned
-        _move(scale, growth_tracker, hysteresis_tracker, signal, rule)
-    if counts is not None:
-        left_out = skip.to(torch.int64)
-        counts[0] += 1
-        counts[1] += left_out
-        counts[2] = (counts[2] + 1) * left_out
-    nothing = torch.full_like(one, torch.nan)
-    shown = [
-        skip,
-        inverse,
-        coefficient,
-        torch.full_like(one, torch.inf if clip_value is None else _float(clip_value)),
-        nothing if norm is None else torch.where(taken, length, nothing),
-        nothing if scale is None else scale.view(()),
-        torch.zeros_like(one) if counts is None else counts[1].float(),
-        torch.zeros_like(one) if counts is None else counts[2].float(),
-    ]
-    decision.copy_(torch.stack(shown))
-
-
-def _float(number: float) -> float:
-    """The nearest float32, which may be infinite."""
-    return ctypes.c_float(number).value
-
-
-def _whole(number: float) -> int:
-    return int(min(max(number, -_MOST), _MOST))
-
-
-def _move(scale: Tensor, growth: Tensor, hysteresis: Tensor, signal: Tensor, rule: Sequence[float]) -> None:
-    factor, backoff, interval, refill, least, most = rule
-    numbers = (_float(factor), _float(backoff), _whole(interval), _whole(refill), _float(least), _float(most))
-    update_scale(scale, growth, hysteresis, signal, *numbers)
-
-
-def _fill_rows(
-    rows: Tensor,
-    steps: Sequence[Tensor],
-    hyper: Tensor,
-    groups: Tensor,
-    kind: int,
-    rates: Sequence[Tensor],
-    rated: Sequence[int],
-    taken: Tensor,
-) -> None:
-    if not steps:
-        return
-    device = rows.device
-    before = torch.stack([step.view(()) for step in steps])
-    # a list of it: one tensor for all would be read by the host
-    torch._foreach_add_([step.view(()) for step in steps], [taken.float()] * len(steps))
-    table = hyper.to(device).clone()
-    for group, rate in zip(rated, rates):
-        # an assignment would read a scalar of the CPU
-        table[group, 0].copy_(rate.view(()))
-    columns = table[groups.to(device)].unbind(1)
-    lr = columns[0]
-    counts = (before + taken.float()).nan_to_num(0.0).clamp(0, 2.0**32 - 256).to(torch.int64)
-    zeros = torch.zeros_like(lr)
-    if kind == ADAM:
-        _, beta1, beta2, eps, decay, maximize, decoupled = columns
-        first, second = _corrections(torch.stack([beta1, beta2]), torch.stack([counts, counts])).unbind(0)
-        root = second.sqrt() if rows.dtype is torch.float64 else _root(second).double()
-        decay = torch.where(decoupled != 0, 1 - lr * decay, decay)
-        filled = [1 - beta1, beta2, 1 - beta2, root, eps, -(lr / first), decoupled]
-    else:
-        _, momentum, dampening, nesterov, decay, maximize, _ = columns
-        filled = [momentum, 1 - dampening, nesterov, -lr, (before == 0).double()]
-    sign = torch.where(maximize != 0, -1.0, 1.0).double()
-    filled = [sign, decay, *filled]
-    filled += [zeros] * (ROW - len(filled))
-    rows.copy_(torch.stack(filled, 1))
 
 
 def _check_partners(params: Sequence[Tensor], partners: Sequence[Tensor]) -> None:
@@ -360,8 +64,7 @@ def _check_update(
     rows: Tensor,
     decision: Tensor,
 ) -> None:
-    _check_decision(decision, False)
-    _check_rows(rows, len(params), decision, False)
+    check_step_tables(decision, rows, len(params), False)
     kept = [(name, tensors) for name, tensors in states.items() if tensors or name not in _OPTIONAL]
     written = [('params', params), *kept]
     everything = [*written, ('partners', partners)] if partners else written
@@ -370,31 +73,24 @@ def _check_update(
     for name, tensors in (('grads', grads), *written):
         for index, tensor in enumerate(tensors):
             if tensor.dtype not in _PARAMETERS:
-                raise ValueError(f'{name}[{index}] has dtype {tensor.dtype}: a real floating tensor is expected.')
+                wanted = 'float32, float16 or bfloat16' if tensor.dtype is torch.float64 else 'a real floating tensor'
+                raise ValueError(f'{name}[{index}] has dtype {tensor.dtype}: {wanted} is expected.')
     for name, tensors in (('grads', grads), *everything):
         for index, tensor in enumerate(tensors):
             if tensor.device != decision.device:
                 raise ValueError(f'{name}[{index}] is on {tensor.device} and decision on {decision.device}.')
-    for name, tensors in (('params', params), *kept):
-        for index, tensor in enumerate(tensors):
-            if tensor.dtype is torch.float64 and rows.dtype is not torch.float64:
-                raise ValueError(f'{name}[{index}] has dtype torch.float64: rows of torch.float64 are expected.')
-    for index, partner in enumerate(partners):
-        if partner.dtype is torch.int16 and rows.dtype is torch.float64:
-            raise ValueError(f'partners[{index}] has dtype torch.int16: rows of torch.float32 are expected.')
     check_apart([('grads', grads)], everything, decision=decision, rows=rows)
 
 
 def _gradient(grad: Tensor, row: Tensor, decision: Tensor) -> Tensor:
-    value = grad.to(row.dtype) * decision[1].to(row.dtype) * decision[2].to(row.dtype)
-    limit = decision[3].to(row.dtype)
-    return value.clamp(-limit, limit) * row[0]
+    value = grad.float() * decision[1] * decision[2]
+    return value.clamp(-decision[3], decision[3]) * row[0]
 
 
-def _value(param: Tensor, partner: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _value(param: Tensor, partner: Tensor | None) -> Tensor:
     if partner is not None and partner.dtype is torch.int16:
         return join(param, partner)
-    return param.to(dtype)
+    return param.float()
 
 
 def _write(value: Tensor, param: Tensor, partner: Tensor | None, taken: Tensor) -> None:
@@ -423,22 +119,22 @@ def fused_adam(
     rows: Tensor,
     decision: Tensor,
 ) -> None:
-    """One step of Adam or AdamW, as :func:`step_prologue` decided: one pass over gradient, weight and state.
+    """One step of Adam or AdamW, as the prologue decided: one pass over gradient, weight and state.
 
-    The formulas are those of :class:`torch.optim.Adam` in its order of operations. All arithmetic is float32 (float64 where
-    ``rows`` is), whatever the tensors are.
+    The formulas are those of :class:`torch.optim.Adam` in its order of operations. All arithmetic is float32, whatever the
+    tensors are.
 
     Args:
-        grads: Scaled gradients, of any floating type each.
+        grads: Scaled gradients, float32, float16 or bfloat16 each.
         params: Of the same shapes, in place.
-        exp_avgs: First moments, of any floating type, in place.
+        exp_avgs: First moments, of any of these types, in place.
         exp_avg_sqs: Second moments, in place.
         max_exp_avg_sqs: Their maxima (amsgrad), in place; empty for none.
         partners: Empty, or one for each parameter: the parameter itself for none; a copy of the same type, or the 16-bit copy
             of a float32 parameter, which receives the new value; or the int16 remainder of a 16-bit one, whose exact float32
             value both hold together (:mod:`amp_wrapper.ops.split`).
-        rows: float32 (parameters, 12), from :func:`step_prologue`.
-        decision: float32 (8,), from :func:`step_prologue`.
+        rows: float32 (parameters, 12), from :func:`~amp_wrapper.ops.prologue.step_prologue`.
+        decision: float32 (8,), from the prologue.
 
     Raises:
         ValueError: Lists that do not pair up, dtypes that do not, shared memory, or several devices. Nothing is written then.
@@ -450,18 +146,18 @@ def fused_adam(
         row = rows[i]
         _, decay, weight, beta2, rest, root, eps, rate, decoupled = row[:9].unbind()
         partner = _partner(partners, params, i)
-        g, w = _gradient(grad, row, decision), _value(param, partner, rows.dtype)
+        g, w = _gradient(grad, row, decision), _value(param, partner)
         is_decoupled, decays = decoupled != 0, decay != 0
         g = torch.where(~is_decoupled & decays, multiply_add(w, decay, g), g)
         w = torch.where(is_decoupled, w * decay, w)
-        m, v = exp_avgs[i].to(rows.dtype), exp_avg_sqs[i].to(rows.dtype)
+        m, v = exp_avgs[i].float(), exp_avg_sqs[i].float()
         near = weight < 0.5
         m = multiply_add(torch.where(near, weight, weight - 1), g - m, torch.where(near, m, g))
         v = multiply_add(rest * g, g, beta2 * v)
         largest = v
         if max_exp_avg_sqs:
-            largest = torch.maximum(max_exp_avg_sqs[i].to(rows.dtype), v)
-        top = largest.double().sqrt().to(rows.dtype)
+            largest = torch.maximum(max_exp_avg_sqs[i].float(), v)
+        top = largest.double().sqrt().float()
         w = w + (rate * m) / (top / root + eps)
         exp_avgs[i].copy_(torch.where(taken, m.to(exp_avgs[i].dtype), exp_avgs[i]))
         exp_avg_sqs[i].copy_(torch.where(taken, v.to(exp_avg_sqs[i].dtype), exp_avg_sqs[i]))
@@ -480,18 +176,18 @@ def fused_sgd(
     rows: Tensor,
     decision: Tensor,
 ) -> None:
-    """One step of SGD, as :func:`step_prologue` decided: one pass over gradient, weight and momentum.
+    """One step of SGD, as the prologue decided: one pass over gradient, weight and momentum.
 
     The formulas are those of :class:`torch.optim.SGD` in its order of operations: the first gradient of a parameter becomes its
     momentum without dampening.
 
     Args:
-        grads: Scaled gradients, of any floating type each.
+        grads: Scaled gradients, float32, float16 or bfloat16 each.
         params: Of the same shapes, in place.
-        momentum_buffers: Of any floating type, in place; empty where there is no momentum.
+        momentum_buffers: Of any of these types, in place; empty where there is no momentum.
         partners: As for :func:`fused_adam`.
-        rows: float32 (parameters, 12), from :func:`step_prologue`.
-        decision: float32 (8,), from :func:`step_prologue`.
+        rows: float32 (parameters, 12), from :func:`~amp_wrapper.ops.prologue.step_prologue`.
+        decision: float32 (8,), from the prologue.
 
     Raises:
         ValueError: Lists that do not pair up, dtypes that do not, shared memory, or several devices. Nothing is written then.
@@ -502,11 +198,11 @@ def fused_sgd(
         row = rows[i]
         _, decay, momentum, rest, nesterov, rate, first = row[:7].unbind()
         partner = _partner(partners, params, i)
-        g, w = _gradient(grad, row, decision), _value(param, partner, rows.dtype)
+        g, w = _gradient(grad, row, decision), _value(param, partner)
         g = torch.where(decay != 0, multiply_add(w, decay, g), g)
         if momentum_buffers:
             buffer = momentum_buffers[i]
-            moved = multiply_add(rest, g, buffer.to(rows.dtype) * momentum)
+            moved = multiply_add(rest, g, buffer.float() * momentum)
             moved = torch.where(first != 0, g, moved)
             buffer.copy_(torch.where(taken, moved.to(buffer.dtype), buffer))
             g = torch.where(nesterov != 0, multiply_add(momentum, moved, g), moved)

@@ -1,20 +1,29 @@
-"""The schemas of the ops, registered with torch's dispatcher, with their fake kernels and the reference behind them.
+"""The schema of every op, told once.
 
-``torch.ops.amp_wrapper.<name>`` exists whether or not anything was compiled. The compiled library registers kernels for the
-CPU and for CUDA; every other device, and a package without the library, is served by the reference.
+From here come what torch's dispatcher knows of an op (``torch.ops.amp_wrapper.<name>``), its checks, its fake kernel and the
+function that users call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from . import optimizer_step as reference_step
-from . import reference
+import dataclasses
+import re
 
 NAMESPACE = 'amp_wrapper'
+
+#: Elements of a decision, which tells all that a step needs to know as a whole: skip (0 or 1), inverse scale, clip coefficient,
+#: clip value, gradient norm (NaN where the step is skipped or there is none), loss scale after the step (NaN without one),
+#: skipped steps so far, and in a row.
+DECISION = 8
+#: Elements of a row of the table that tells what an update needs to know of one parameter. Adam: sign, decay, 1 - beta1, beta2,
+#: 1 - beta2, root of the second bias correction, eps, minus step size, decoupled. SGD: sign, decay, momentum, 1 - dampening,
+#: nesterov, minus lr, first.
+ROW = 12
+#: Hyper-parameters of one group. Adam: lr, beta1, beta2, eps, weight decay, maximize, decoupled. SGD: lr, momentum, dampening,
+#: nesterov, weight decay, maximize, unused.
+HYPER = 7
+#: Kinds of optimizers.
+ADAM, SGD = 0, 1
 
 #: Name to arguments and results. ``(a!)`` marks what is written.
 SCHEMAS = {
@@ -60,72 +69,38 @@ SCHEMAS = {
     ),
 }
 
-#: The functions of the ops, by name.
-REFERENCES = {name: getattr(reference, name, None) or getattr(reference_step, name) for name in SCHEMAS}
 
-_library = torch.library.Library(NAMESPACE, 'DEF')  # type: ignore[no-untyped-call]
-for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(_name, REFERENCES[_name], 'CompositeExplicitAutograd')  # type: ignore[no-untyped-call]
-    # a lazy negation is looked at by the kernels: torch's fallback expects written arguments to be returned
-    _library.impl(_name, torch.library.fallthrough_kernel, 'Negative')  # type: ignore[no-untyped-call]
-    # not differentiable: results want no gradient, whatever the inputs do
-    _library.impl(_name, torch.library.fallthrough_kernel, 'Autograd')  # type: ignore[no-untyped-call]
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """The tensors among the arguments of an op, by name in the order of its schema.
 
+    Attributes:
+        read: Lists that are read.
+        written: Lists that are written.
+        scalars: Tensors beside the lists: name to whether it is written.
+        returns: Whether there is a result.
+    """
 
-def _refuse_meta_beside_real(*arguments: object) -> None:
-    """The dispatcher sends lists of both here, where nothing is computed: the real ones would be left as they are."""
-    tensors = [t for value in arguments for t in (value if isinstance(value, (list, tuple)) else [value])]
-    if len({tensor.is_meta for tensor in tensors if isinstance(tensor, Tensor)}) > 1:
-        raise NotImplementedError('One call takes meta tensors or real ones, not both.')
+    read: tuple[str, ...]
+    written: tuple[str, ...]
+    scalars: dict[str, bool]
+    returns: bool
 
-
-def _writes_only(*args: object, **kwargs: object) -> None:
-    """What is written keeps its shape and type."""
-    _refuse_meta_beside_real(*args, *kwargs.values())
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """All lists."""
+        return *self.read, *self.written
 
 
-for _name in (
-    'multi_tensor_scale',
-    'multi_tensor_axpby',
-    'multi_tensor_copy',
-    'multi_tensor_isnonfinite',
-    'update_scale',
-    'step_prologue',
-    'fused_adam',
-    'fused_sgd',
-):
-    torch.library.register_fake(f'{NAMESPACE}::{_name}', _writes_only, lib=_library)
+def _arguments(schema: str) -> Arguments:
+    found = re.findall(r'Tensor(\(\w!\))?(\[\])?\?? (\w+)', schema)
+    return Arguments(
+        read=tuple(name for mark, is_list, name in found if is_list and not mark),
+        written=tuple(name for mark, is_list, name in found if is_list and mark),
+        scalars={name: bool(mark) for mark, is_list, name in found if not is_list},
+        returns=not schema.endswith('-> ()'),
+    )
 
 
-def _fake_norm(
-    tensors: Sequence[Tensor],
-    inverse_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    per_tensor: bool = False,
-) -> tuple[Tensor, Tensor]:
-    _refuse_meta_beside_real(tensors, inverse_scale, found_inf)
-    device = reference.device_of(tensors, found_inf)
-    count = len(tensors) if per_tensor else 0
-    return torch.empty((), dtype=torch.float32, device=device), torch.empty(count, dtype=torch.float32, device=device)
-
-
-for _name in ('multi_tensor_l2norm', 'multi_tensor_maxnorm'):
-    torch.library.register_fake(f'{NAMESPACE}::{_name}', _fake_norm, lib=_library)
-
-
-@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_scale_l2norm', lib=_library)  # type: ignore[untyped-decorator]
-def _fake_scale_norm(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> Tensor:
-    _refuse_meta_beside_real(sources, targets, scale, found_inf)
-    return torch.empty((), dtype=torch.float32, device=reference.device_of(sources, found_inf))
-
-
-@torch.library.register_fake(f'{NAMESPACE}::multi_tensor_refresh', lib=_library)  # type: ignore[untyped-decorator]
-def _fake_refresh(weights: Sequence[Tensor], masters: Sequence[Tensor]) -> Tensor:
-    _refuse_meta_beside_real(weights, masters)
-    return torch.empty(len(weights), dtype=torch.bool, device=reference.device_of(weights))
+#: What :data:`SCHEMAS` say of tensors.
+ARGUMENTS = {name: _arguments(schema) for name, schema in SCHEMAS.items()}

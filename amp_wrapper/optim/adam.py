@@ -2,48 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import adam, adamw
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
 from ..errors import AmpCheckpointError
+from .algorithm import Algorithm
 from .fused import FusedOptimizer
-from .tensor_lists import Part
+from .tensor_lists import Bucket
 
 #: torch 2.6 has two classes instead, and neither the argument nor the key in the groups.
 _TOLD = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
 _MOMENTS = ('exp_avg', 'exp_avg_sq')
 
 
-class _AdamSteps(FusedOptimizer):
-    """What both have in common."""
+@dataclasses.dataclass(frozen=True)
+class _Adam(Algorithm):
+    """Adam and AdamW, which a group tells apart."""
 
-    _kind = ops.ADAM
-    _moments = (*_MOMENTS, 'max_exp_avg_sq')
-    _required = ('lr', 'betas', 'eps', 'weight_decay')
-    _rest = ('betas', 'eps', 'weight_decay', 'maximize', 'decoupled_weight_decay', 'amsgrad', 'differentiable')
-    _decoupled = False
+    torch_name: str
 
-    def _names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    kind = ops.ADAM
+    moments = (*_MOMENTS, 'max_exp_avg_sq')
+    required = ('lr', 'betas', 'eps', 'weight_decay')
+    options = ('betas', 'eps', 'weight_decay', 'maximize', 'decoupled_weight_decay', 'amsgrad', 'differentiable')
+
+    def names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ('step', *_MOMENTS, 'max_exp_avg_sq') if group['amsgrad'] else ('step', *_MOMENTS)
 
-    def _row(self, group: Mapping[str, Any]) -> list[Any]:
+    def row(self, group: Mapping[str, Any]) -> list[Any]:
         decoupled = bool(group['decoupled_weight_decay'])
         return [*group['betas'], group['eps'], group['weight_decay'], bool(group['maximize']), decoupled]
 
-    def _first_step(self, state: Mapping[str, Any]) -> float | None:
-        return None if any(name in state for name in self._moments) else 0.0
+    def first_step(self, state: Mapping[str, Any]) -> float | None:
+        return None if any(name in state for name in self.moments) else 0.0
 
-    def _run(self, part: Part, grads: list[Tensor], decision: Tensor) -> None:
-        first, second, largest = (part.state(name) for name in self._moments)
-        ops.fused_adam(
-            grads, part.real(part.params), first, second, largest, part.real(part.partners), part.rows, decision
+    def update(self, bucket: Bucket, gradients: list[Tensor], decision: Tensor) -> None:
+        states = bucket.columns
+        first, second, largest = states['exp_avg'], states['exp_avg_sq'], states.get('max_exp_avg_sq', [])
+        ops.fused_adam(gradients, bucket.params, first, second, largest, bucket.partners, bucket.rows, decision)
+
+    def _call_torch(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        columns: dict[str, list[Tensor]],
+        group: Mapping[str, Any],
+        skip: Tensor,
+    ) -> None:
+        step = adamw.adamw if group['decoupled_weight_decay'] else adam.adam
+        beta1, beta2 = map(float, group['betas'])
+        step(
+            params,
+            grads,
+            columns['exp_avg'],
+            columns['exp_avg_sq'],
+            columns.get('max_exp_avg_sq', []),
+            columns['step'],
+            fused=True,
+            found_inf=skip,
+            amsgrad=bool(group['amsgrad']),
+            beta1=beta1,
+            beta2=beta2,
+            lr=group['lr'],
+            weight_decay=float(group['weight_decay']),
+            eps=float(group['eps']),
+            maximize=bool(group['maximize']),
         )
+
+
+class _AdamSteps(FusedOptimizer):
+    """What both have in common."""
+
+    _decoupled = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's own. Syncs nothing."""
@@ -60,7 +98,7 @@ class _AdamSteps(FusedOptimizer):
         if saved and missing:
             raise AmpCheckpointError(
                 f'{label} of the state dict has no {missing[0]!r}, but {", ".join(map(repr, saved))}: state of '
-                f'torch.optim.{self._torch_name} or {type(self).__name__} is expected.'
+                f'torch.optim.{self._algorithm.torch_name} or {type(self).__name__} is expected.'
             )
         return super()._adopted(parameter, saved, label)
 
@@ -107,7 +145,7 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
         tensor([0.5000, 0.5000, 0.5000])
     """
 
-    _torch_name = 'Adam'
+    _algorithm = _Adam('Adam')
 
     def __init__(
         self,
@@ -164,7 +202,7 @@ class FusedAdamW(_AdamSteps, torch.optim.AdamW):
                 optimizer=dict(type='FusedAdamW', lr=1e-3, weight_decay=0.05))
     """
 
-    _torch_name = 'AdamW'
+    _algorithm = _Adam('AdamW')
     _decoupled = True
 
     def __init__(

@@ -8,12 +8,74 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, sgd
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
+from ..torch_internals import untraced
+from .algorithm import Algorithm
 from .fused import FusedOptimizer
-from .tensor_lists import Part
+from .tensor_lists import Bucket
+
+
+class _Sgd(Algorithm):
+    """SGD, with momentum or without."""
+
+    kind = ops.SGD
+    torch_name = 'SGD'
+    moments = ('momentum_buffer',)
+    required = ('lr', 'momentum', 'dampening', 'weight_decay')
+    options = ('momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize', 'differentiable')
+
+    def names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ('step', 'momentum_buffer') if group['momentum'] != 0 else ()
+
+    def row(self, group: Mapping[str, Any]) -> list[Any]:
+        numbers = [group['momentum'], group['dampening'], bool(group['nesterov']), group['weight_decay']]
+        return [*numbers, bool(group['maximize']), 0]
+
+    def first_step(self, state: Mapping[str, Any]) -> float | None:
+        return 0.0 if state.get('momentum_buffer') is None else 1.0
+
+    def kept(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        # whatever was counted before has left no momentum
+        return {} if state.get('momentum_buffer') is None else state
+
+    def update(self, bucket: Bucket, gradients: list[Tensor], decision: Tensor) -> None:
+        buffers = bucket.columns.get('momentum_buffer', [])
+        ops.fused_sgd(gradients, bucket.params, buffers, bucket.partners, bucket.rows, decision)
+
+    def _call_torch(
+        self,
+        params: list[Tensor],
+        grads: list[Tensor],
+        columns: dict[str, list[Tensor]],
+        group: Mapping[str, Any],
+        skip: Tensor,
+    ) -> None:
+        words: dict[str, Any] = {name: float(group[name]) for name in ('momentum', 'weight_decay')}
+        words |= {
+            'lr': group['lr'],
+            'nesterov': bool(group['nesterov']),
+            'maximize': bool(group['maximize']),
+            'fused': True,
+        }
+        dampening = float(group['dampening'])
+        if not columns:
+            sgd.sgd(params, grads, [None] * len(params), dampening=dampening, found_inf=skip, **words)
+            return
+        buffers = columns['momentum_buffer']
+        if dampening == 0:
+            # a momentum of zeros becomes the first gradient
+            sgd.sgd(params, grads, [*buffers], dampening=0.0, found_inf=skip, **words)
+        else:
+            # the first gradient is not dampened, and only the device knows which it is
+            for param, grad, buffer, step in zip(params, grads, buffers, columns['step']):
+                first = (step == 0).float()
+                later = torch.maximum(skip, first)
+                sgd.sgd([param], [grad], [buffer], dampening=0.0, found_inf=torch.maximum(skip, 1 - first), **words)
+                sgd.sgd([param], [grad], [buffer], dampening=dampening, found_inf=later, **words)
+        torch._foreach_add_(columns['step'], [1 - skip] * len(params))
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):
@@ -49,11 +111,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         ValueError: As torch's own, such as a negative ``lr``.
     """
 
-    _kind = ops.SGD
-    _moments = ('momentum_buffer',)
-    _required = ('lr', 'momentum', 'dampening', 'weight_decay')
-    _rest = ('momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize', 'differentiable')
-    _torch_name = 'SGD'
+    _algorithm = _Sgd()
 
     def __init__(
         self,
@@ -74,26 +132,6 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         options: dict[str, Any] = dict(maximize=maximize, foreach=foreach, fused=fused)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **options)
 
-    def _names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ('step', 'momentum_buffer') if group['momentum'] != 0 else ()
-
-    def _row(self, group: Mapping[str, Any]) -> list[Any]:
-        numbers = [group['momentum'], group['dampening'], bool(group['nesterov']), group['weight_decay']]
-        return [*numbers, bool(group['maximize']), 0]
-
-    def _first_step(self, state: Mapping[str, Any]) -> float | None:
-        return 0.0 if state.get('momentum_buffer') is None else 1.0
-
-    def _completed(self, parameter: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
-        if state.get('momentum_buffer') is None:
-            # whatever was counted before has left no momentum
-            state = {}
-        return super()._completed(parameter, state, names)
-
-    def _run(self, part: Part, grads: list[Tensor], decision: Tensor) -> None:
-        buffers = part.state('momentum_buffer')
-        ops.fused_sgd(grads, part.real(part.params), buffers, part.real(part.partners), part.rows, decision)
-
     def _adopted(self, parameter: Tensor, saved: Mapping[str, Any], label: str) -> dict[str, Any]:
         state = super()._adopted(parameter, saved, label)
         if 'momentum_buffer' not in state:
@@ -103,7 +141,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         state['step'] = torch.ones((), device=parameter.device) if step is None else step.clamp_(min=1)
         return state
 
-    @torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+    @untraced
     def state_dict(self) -> dict[str, Any]:
         """As torch's own, without momentum that is not begun. Syncs where there is momentum."""
         # the first of all hooks: the others see what is saved

@@ -1,23 +1,17 @@
-"""What a fused optimizer gathers for a step, and what fits together in one."""
+"""What a fused optimizer gathers for a step, and keeps for the next one as long as nothing that it came from has changed."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..policy.nested import HALF_TYPES
-from ..policy.policy import dtype_name
-
-REAL = (torch.float32, torch.float64, *HALF_TYPES)
-COMPLEX = (torch.complex64, torch.complex128)
-#: What is computed in float64.
-WIDE = (torch.float64, torch.complex128)
+_PARAMS = operator.itemgetter('params')
 
 
 def same(one: Collection[Any], other: Collection[Any]) -> bool:
@@ -25,175 +19,136 @@ def same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
+def fingerprint(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """What of some tensors an op cares for, beside their numbers and where they lie."""
+    return [None if t is None else (t.shape, t.dtype, t.device, t.layout) for t in tensors]
+
+
+def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
+    """The parameters of all groups, in their order."""
+    return list(chain.from_iterable(map(_PARAMS, groups)))
+
+
 @dataclasses.dataclass(eq=False)
-class Part:
-    """What one call of an op takes.
+class Bucket:
+    """Parameters of one device that one call steps.
 
     Attributes:
-        names: The state that it writes, ``step`` among it; empty for none.
+        group: The one parameter group that torch steps itself; None for a bucket of the fused ops, which take many.
         indices: Positions among the parameters that have a gradient.
         params: The parameters.
-        states: Their state dicts.
-        columns: What stood there under each of ``names`` when this was gathered.
-        steps: Their counts.
+        states: Their state dicts; empty where they need none.
+        columns: What stood there when this was gathered, by name; ``step`` among it.
+        steps: Their step counters.
         partners: Empty, or one for each.
-        twofold: Positions in this part of complex ones, which the ops take as pairs of real numbers.
         rows: What the prologue writes for them.
     """
 
-    names: tuple[str, ...]
+    group: int | None
     indices: list[int]
     params: list[Tensor]
     states: list[dict[str, Any]]
     columns: dict[str, list[Tensor]]
     steps: list[Tensor]
     partners: list[Tensor]
-    twofold: list[int]
     rows: Tensor
 
-    def is_current(self) -> bool:
-        """Whether the state is what it was."""
-        try:
-            return all(
-                same(list(map(operator.itemgetter(name), self.states)), self.columns[name]) for name in self.names
-            )
-        except KeyError:
-            return False
+    def column(self, name: str) -> list[Tensor]:
+        """The state of one name; empty where there is none."""
+        return self.columns.get(name, [])
 
-    def real(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Complex tensors as real ones: views, made anew each time, since the memory of a parameter may be exchanged."""
-        if not self.twofold or not tensors:
-            return tensors
-        tensors = list(tensors)
-        for index in self.twofold:
-            tensors[index] = torch.view_as_real(tensors[index])
-        return tensors
-
-    def state(self, name: str) -> list[Tensor]:
-        """The tensors of one name, as the ops take them; none where this part has no such state."""
-        return self.real(self.columns[name]) if name in self.columns else []
+    def pick(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Those of this bucket."""
+        return list(map(gradients.__getitem__, self.indices))
 
 
 @dataclasses.dataclass(eq=False)
-class Place:
+class DeviceBucket:
     """What lies on one device.
 
     Attributes:
         device: The device.
-        parts: Those on it; the ones of float32 rows come first.
-        rows: What the prologue writes, for all parts in turn.
-        narrow: Rows of float32 beside ``rows`` of float64, where both are needed.
-        groups: int64 on the CPU: the group of each parameter.
+        fused: Buckets of the fused ops.
+        by_torch: Buckets of float64 and complex parameters.
+        rows: What the prologue writes, for all fused buckets in turn.
+        steps: The step counters of ``rows``.
+        groups: int64 on the CPU: the group of each of ``rows``.
         decision: What the prologue decides.
     """
 
     device: torch.device
-    parts: list[Part]
+    fused: list[Bucket]
+    by_torch: list[Bucket]
     rows: Tensor
-    narrow: Tensor | None
+    steps: list[Tensor]
     groups: Tensor
     decision: Tensor
 
-    @property
-    def steps(self) -> list[Tensor]:
-        """The counts of all parameters, in the order of ``rows``."""
-        return self.parts[0].steps if len(self.parts) == 1 else [step for part in self.parts for step in part.steps]
-
 
 @dataclasses.dataclass(eq=False)
-class Plan:
-    """What was gathered, and all that it was gathered from."""
+class TensorLists:
+    """The lists of a step, and what they were gathered from.
 
-    decides: bool
-    lengths: list[int]
-    parameters: list[Tensor]
-    given: list[bool]
-    shapes: list[torch.Size]
-    devices: list[int]
-    dtypes: list[torch.dtype]
-    layouts: list[torch.layout]
-    stepped: list[Tensor]
-    chosen: list[int]
-    partners: Sequence[Tensor | None]
-    names: list[tuple[str, ...]]
-    rest: list[Any]
-    places: list[Place]
-    #: (parameter, its state dict, what comes into it) of those whose state is begun or corrected by this step.
-    begun: list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]
-    keys: list[Any] = dataclasses.field(default_factory=list)
-    values: list[Any] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(eq=False)
-class Hyper:
-    """The hyper-parameters of all groups, and the objects that they were read from."""
-
-    rates: list[Any]
-    rest: list[tuple[Any, ...]]
-    table: Tensor
-    #: Whether a parameter is elsewhere than on the CPU, so that an lr there is read by the host.
-    on_host: bool
-    #: Whether one was read so.
-    read: bool
-    #: Whether others than lr may change in place, where no comparison of objects sees it.
-    mutable: bool
-    #: (group, tensor) for each tensor lr.
-    tensors: list[tuple[int, Tensor]]
-
-
-def unfit(parameter: Tensor, gradient: Tensor, optimizer: str) -> str:
-    """Why no step can be taken with a gradient; empty where one can.
-
-    Args:
-        parameter: What is stepped.
-        gradient: Its gradient.
-        optimizer: Name of the class in ``torch.optim`` that is extended.
+    Attributes:
+        lengths: Parameters in each group.
+        names: The state that each group needs.
+        options: What of each group tells ``names`` and the hyper-parameters beside lr.
+        parameters: Fingerprint of all parameters.
+        gradients: Fingerprint of their gradients.
+        partners: Of all parameters, as an :class:`~amp_wrapper.optim.fused.Update` gave them; None without one.
+        devices: The lists, device by device.
+        begun: (parameter, its state dict, what comes into it) of those whose state is begun or corrected by this step.
+        objects: All parameters and all that the optimizer's state holds of them, as it was after the step.
     """
-    if is_traceable_wrapper_subclass(parameter):
-        kind = type(parameter).__name__
-        return f'is a {kind}, and plain tensors are expected, no sharded ones. Use torch.optim.{optimizer}'
-    if parameter.dtype not in REAL and parameter.dtype not in COMPLEX:
-        return f'has dtype {dtype_name(parameter.dtype)}: {", ".join(map(dtype_name, (*REAL, *COMPLEX)))} fit'
-    if gradient.layout is not torch.strided:
-        other = 'SGD' if optimizer == 'SGD' else 'SparseAdam'
-        return f'has a sparse gradient: use torch.optim.{other} for it, or sparse=False in its embedding'
-    if gradient.shape != parameter.shape:
-        return f'has shape {tuple(parameter.shape)} and its gradient {tuple(gradient.shape)}: they must agree'
-    if gradient.device != parameter.device:
-        return f'is on {parameter.device} and its gradient on {gradient.device}: move the gradient there'
-    fitting = COMPLEX if parameter.is_complex() else REAL
-    if gradient.dtype not in fitting:
-        mine, theirs = dtype_name(parameter.dtype), dtype_name(gradient.dtype)
-        return f'has dtype {mine} and its gradient {theirs}: {", ".join(map(dtype_name, fitting))} fit'
-    return ''
 
+    lengths: list[int]
+    names: list[tuple[str, ...]]
+    options: list[Any]
+    parameters: list[Any]
+    gradients: list[Any]
+    partners: Sequence[Tensor | None] | None
+    devices: list[DeviceBucket]
+    begun: list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]
+    objects: list[Any] = dataclasses.field(default_factory=list)
 
-def misfit(value: Any, parameter: Tensor) -> str:
-    """What is wrong with a moment of a parameter; empty where nothing is."""
-    if not isinstance(value, Tensor):
-        return f'is a {type(value).__name__}, no tensor'
-    if value.layout is not torch.strided:
-        return 'is sparse'
-    if value.shape != parameter.shape:
-        return f'has shape {tuple(value.shape)} and the parameter {tuple(parameter.shape)}'
-    fitting = COMPLEX if parameter.is_complex() else REAL
-    if value.dtype not in fitting:
-        return f'has dtype {dtype_name(value.dtype)}, and {", ".join(map(dtype_name, fitting))} fit'
-    return ''
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all that is stepped is on the CPU."""
+        return all(place.device.type == 'cpu' for place in self.devices)
 
+    def objects_of(self, parameters: list[Tensor], state: Mapping[Tensor, Any]) -> list[Any]:
+        """All parameters and all that an optimizer's state holds of them.
 
-def flat(rest: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-    for row in rest:
-        for value in row:
-            yield value
-            if isinstance(value, tuple):
-                yield from value
+        Raises:
+            KeyError: A state has lost an entry.
+        """
+        found: list[Any] = [*parameters, *state, *state.values()]
+        for place in self.devices:
+            for bucket in (*place.fused, *place.by_torch):
+                for name in bucket.columns:
+                    found += map(operator.itemgetter(name), bucket.states)
+        return found
 
-
-def uncountable(step: Any) -> str:
-    """What is wrong with a count of steps; empty where nothing is."""
-    if step is None:
-        return 'is missing, without which the moments mean nothing'
-    if isinstance(step, Tensor):
-        return '' if step.numel() == 1 else f'has shape {tuple(step.shape)}: one number is expected'
-    return '' if isinstance(step, (int, float)) else f'is a {type(step).__name__}: one number is expected'
+    def is_current(
+        self,
+        groups: list[dict[str, Any]],
+        parameters: list[Tensor],
+        state: Mapping[Tensor, Any],
+        gradients: Sequence[Tensor | None],
+        partners: Sequence[Tensor | None] | None,
+    ) -> bool:
+        """Whether everything is what it was, but for the numbers in it."""
+        try:
+            objects = self.objects_of(parameters, state)
+        except KeyError:
+            return False
+        return (
+            same(self.objects, objects)
+            and self.lengths == [len(group['params']) for group in groups]
+            and self.parameters == fingerprint(parameters)
+            and self.gradients == fingerprint(gradients)
+            and (
+                self.partners is partners
+                or (self.partners is not None and partners is not None and same(self.partners, partners))
+            )
+        )

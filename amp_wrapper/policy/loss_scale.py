@@ -1,36 +1,28 @@
-"""How a loss scale starts and moves: the record, the forms a configuration can give it in, and its saved state."""
+"""How a loss scale starts and changes: the record, and the forms a configuration can give it in."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-import numbers
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from ..errors import AmpCheckpointError, nearest
+from ..errors import nearest
+from .options import Option, is_flag, is_number, is_whole, optional
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _LARGEST_SCALE = torch.finfo(torch.float32).max
 #: apex's ceiling for dynamic loss scales.
 DEFAULT_MAX_LOSS_SCALE = 2.0**24
-_SCALER_WORDS = (
-    'init_scale',
-    'growth_factor',
-    'backoff_factor',
-    'growth_interval',
-    'min_scale',
-    'max_scale',
-    'hysteresis',
-    'enabled',
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class LossScaleConfig:
-    """How one loss scale starts and moves. The rule itself is told in :mod:`amp_wrapper.engine.loss_scale`.
+    """How one loss scale starts and changes. The rule itself is in :mod:`amp_wrapper.engine.loss_scale`.
 
     Attributes:
         dynamic: Whether the scale follows overflows; a static one keeps ``init_scale``.
@@ -55,27 +47,55 @@ class LossScaleConfig:
     enabled: bool = True
 
 
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number and no boolean."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _is_scale(value: Any) -> bool:
+    return is_number(value) and bool(_SMALLEST_SCALE <= value <= _LARGEST_SCALE)
 
 
-def _positive(name: str, value: Any, problems: list[str]) -> float | None:
-    if is_number(value) and _SMALLEST_SCALE <= value <= _LARGEST_SCALE:
-        return float(value)
-    problems.append(
-        f'{name}={value!r} must be a positive finite number that float32 can hold ({_SMALLEST_SCALE:.3g} to '
-        f'{_LARGEST_SCALE:.3g}).'
-    )
-    return None
+def _is_finite(value: Any) -> bool:
+    return is_number(value) and bool(-math.inf < value < math.inf)
 
 
-def resolve_loss_scale(value: Any, dynamic: bool, minimum: Any, maximum: Any, problems: list[str]) -> LossScaleConfig:
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+_SCALE = f'must be a positive finite number that float32 can hold ({_SMALLEST_SCALE:.3g} to {_LARGEST_SCALE:.3g})'
+_COUNT = 'must be a whole number of at least 1'
+_BOUND = Option(None, optional(_is_scale), _SCALE, _float)
+#: The bounds of a dynamic scale, as arguments of their own.
+BOUNDS: Mapping[str, Option] = MappingProxyType(
+    {
+        'min_loss_scale': _BOUND,
+        'max_loss_scale': dataclasses.replace(_BOUND, default=DEFAULT_MAX_LOSS_SCALE),
+    }
+)
+#: The keys of a ``loss_scale`` that is a dict: the words of :class:`torch.amp.GradScaler`, and ours.
+_WORDS: Mapping[str, Option] = MappingProxyType(
+    {
+        'init_scale': Option(2.0**16, _is_scale, _SCALE, float),
+        'growth_factor': Option(
+            2.0, lambda value: _is_finite(value) and value > 1.0, 'must be above 1.0 and finite', float
+        ),
+        'backoff_factor': Option(
+            0.5, lambda value: is_number(value) and 0.0 < value < 1.0, 'must lie between 0.0 and 1.0', float
+        ),
+        'growth_interval': Option(2000, lambda value: is_whole(value, 1, 2**31), _COUNT),
+        'min_scale': _BOUND,
+        'max_scale': BOUNDS['max_loss_scale'],
+        'hysteresis': Option(1, lambda value: is_whole(value, 1, 2**31), _COUNT),
+        'enabled': Option(True, is_flag, 'must be True or False'),
+    }
+)
+
+
+def resolve_loss_scale(
+    value: Any, level: LossScaleConfig, minimum: float | None, maximum: float | None, problems: list[str]
+) -> LossScaleConfig:
     """Turn the forms that ``loss_scale`` can take into one record.
 
     Args:
         value: 'dynamic', a number, a number as a string, a dict in ``GradScaler``'s words, or None.
-        dynamic: What None means.
+        level: What None means.
         minimum: ``min_loss_scale``.
         maximum: ``max_loss_scale``.
         problems: Gets a sentence for each conflict.
@@ -83,130 +103,54 @@ def resolve_loss_scale(value: Any, dynamic: bool, minimum: Any, maximum: Any, pr
     Returns:
         The record; of no use where problems were found.
     """
-    floor = None if minimum is None else _positive('min_loss_scale', minimum, problems)
-    ceiling = None if maximum is None else _positive('max_loss_scale', maximum, problems)
-    config = LossScaleConfig(dynamic=True, min_scale=floor, max_scale=ceiling)
-    before = len(problems)
+    config = LossScaleConfig(min_scale=minimum, max_scale=maximum)
     if value is None:
-        if not dynamic:
-            config = dataclasses.replace(config, dynamic=False, init_scale=1.0)
+        config = dataclasses.replace(config, dynamic=level.dynamic, init_scale=level.init_scale)
     elif isinstance(value, Mapping):
-        config = _resolve_scaler_dict(value, config, maximum, problems)
-    elif isinstance(value, str) and value.strip() == 'dynamic':
-        pass
+        config = dataclasses.replace(config, **_read_words(value, config, problems))
+    elif not isinstance(value, str) or value.strip() != 'dynamic':
+        config = dataclasses.replace(config, dynamic=False, init_scale=_read_static(value, problems))
+    floor, ceiling = config.min_scale, config.max_scale
+    if floor is not None and ceiling is not None and floor > ceiling:
+        problems.append(
+            f'min_loss_scale={floor:g} is above max_loss_scale={ceiling:g}: lower the floor or raise the ceiling.'
+        )
+    if not config.dynamic:
+        return config
+    first = config.init_scale if ceiling is None else min(config.init_scale, ceiling)
+    return dataclasses.replace(config, init_scale=first if floor is None else max(first, floor))
+
+
+def _read_static(value: Any, problems: list[str]) -> float:
+    close = ''
+    if isinstance(value, str):
+        close = nearest(value, ['dynamic'])
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if not is_number(value):
+        problems.append(f"loss_scale={value!r} must be 'dynamic', a positive number, a dict or None{close}.")
+    elif not _is_scale(value):
+        problems.append(f'loss_scale={value!r} {_SCALE}.')
     else:
-        number = value
-        if isinstance(value, str):
-            try:
-                number = float(value)
-            except ValueError:
-                problems.append(
-                    f"loss_scale={value!r} must be 'dynamic', a positive number, a dict or None{nearest(value, ['dynamic'])}."
-                )
-                return config
-        elif not is_number(value):
-            problems.append(f"loss_scale={value!r} must be 'dynamic', a positive number, a dict or None.")
-            return config
-        static = _positive('loss_scale', number, problems)
-        config = dataclasses.replace(config, dynamic=False, init_scale=static or 1.0)
-    if config.min_scale is not None and config.max_scale is not None and config.min_scale > config.max_scale:
-        problems.append(
-            f'min_loss_scale={config.min_scale:g} is above max_loss_scale={config.max_scale:g}: '
-            f'lower the floor or raise the ceiling.'
-        )
-    if len(problems) == before and config.dynamic:
-        first = config.init_scale
-        if config.max_scale is not None:
-            first = min(first, config.max_scale)
-        if config.min_scale is not None:
-            first = max(first, config.min_scale)
-        config = dataclasses.replace(config, init_scale=first)
-    return config
+        return float(value)
+    return 1.0
 
 
-def _resolve_scaler_dict(
-    value: Mapping[str, Any], config: LossScaleConfig, maximum: Any, problems: list[str]
-) -> LossScaleConfig:
-    words = dict(value)
-    unknown = [key for key in words if key not in _SCALER_WORDS]
-    for key in unknown:
-        words.pop(key)
-        problems.append(
-            f'loss_scale has an unknown key {key!r}{nearest(str(key), _SCALER_WORDS)}: known are {", ".join(_SCALER_WORDS)}.'
-        )
-    checked: dict[str, Any] = {}
-    for key, item in words.items():
-        label = f'loss_scale[{key!r}]'
-        if key == 'enabled':
-            if isinstance(item, bool):
-                checked[key] = item
-            else:
-                problems.append(f'{label}={item!r} must be True or False.')
-        elif key in ('growth_interval', 'hysteresis'):
-            if isinstance(item, int) and not isinstance(item, bool) and 1 <= item < 2**31:
-                checked[key] = item
-            else:
-                problems.append(f'{label}={item!r} must be a whole number of at least 1.')
-        elif key == 'growth_factor':
-            if is_number(item) and 1.0 < item < math.inf:
-                checked[key] = float(item)
-            else:
-                problems.append(f'{label}={item!r} must be above 1.0 and finite.')
-        elif key == 'backoff_factor':
-            if is_number(item) and 0.0 < item < 1.0:
-                checked[key] = float(item)
-            else:
-                problems.append(f'{label}={item!r} must lie between 0.0 and 1.0.')
-        elif key in ('min_scale', 'max_scale') and item is None:
-            checked[key] = None
-        else:
-            number = _positive(label, item, problems)
-            if number is not None:
-                checked[key] = number
-    for key, outer, outer_name, default in (
-        ('min_scale', config.min_scale, 'min_loss_scale', None),
-        ('max_scale', config.max_scale, 'max_loss_scale', DEFAULT_MAX_LOSS_SCALE),
-    ):
-        if key in checked and outer != default and checked[key] != outer:
+def _read_words(value: Mapping[str, Any], outer: LossScaleConfig, problems: list[str]) -> dict[str, Any]:
+    read: dict[str, Any] = {}
+    for key, item in value.items():
+        option = _WORDS.get(key)
+        if option is None:
+            close = nearest(str(key), _WORDS)
+            problems.append(f'loss_scale has an unknown key {key!r}{close}: known are {", ".join(_WORDS)}.')
+            continue
+        read[key] = option.read(f'loss_scale[{key!r}]', item, problems)
+        name = key.replace('_', '_loss_', 1)
+        if name not in BOUNDS or not option.test(item):
+            continue
+        bound = getattr(outer, key)
+        if bound not in (BOUNDS[name].default, read[key]):
             problems.append(
-                f'loss_scale[{key!r}]={checked[key]!r} contradicts {outer_name}={outer!r}: write only one of the two.'
+                f'loss_scale[{key!r}]={read[key]!r} contradicts {name}={bound!r}: write only one of the two.'
             )
-    return dataclasses.replace(config, **checked)
-
-
-def check_scaler_state(state: Any) -> None:
-    """Judge the saved state of a loss scaler without applying it.
-
-    Args:
-        state: Of our scaler or of ``GradScaler``; empty for a disabled one.
-
-    Raises:
-        AmpCheckpointError: Names the key, the value and what was expected.
-    """
-    if not isinstance(state, Mapping):
-        raise AmpCheckpointError(f'loss_scaler must be a dict, but is {type(state).__name__}: the file is damaged.')
-    if not state:
-        return
-    for key in ('scale', '_growth_tracker'):
-        if key not in state:
-            raise AmpCheckpointError(f'loss_scaler has no key {key!r} (found: {", ".join(map(str, state))}).')
-    scale = state['scale']
-    if not is_number(scale) or not _SMALLEST_SCALE <= scale <= _LARGEST_SCALE:
-        raise AmpCheckpointError(
-            f"loss_scaler['scale']={scale!r} must be a positive finite number that float32 can hold."
-        )
-    if not isinstance(state.get('dynamic', True), bool):
-        raise AmpCheckpointError(f"loss_scaler['dynamic']={state['dynamic']!r} must be True or False.")
-    for key in ('growth_factor', 'backoff_factor', 'growth_interval'):
-        if not is_number(state.get(key, 1)) or not math.isfinite(state.get(key, 1)):
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be a number.')
-    for key in ('_growth_tracker', 'hysteresis_tracker', 'steps', 'skips', 'consecutive_skips'):
-        value = state.get(key, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={value!r} must be a whole number of at least 0.')
-    for key in ('_growth_tracker', 'hysteresis_tracker'):
-        if state.get(key, 0) >= 2**31:
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be below 2**31.')
-    for key in ('steps', 'skips', 'consecutive_skips'):
-        if state.get(key, 0) >= 2**63:
-            raise AmpCheckpointError(f'loss_scaler[{key!r}]={state[key]!r} must be below 2**63.')
+    return read

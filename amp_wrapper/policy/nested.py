@@ -1,14 +1,15 @@
-"""Walking nested containers of tensors without losing their types."""
+"""Containers of tensors: walking nested ones without losing their types, and the parameters of optimizers."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 #: The floating types that mixed precision moves between. float64 and complex tensors are always left alone.
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -21,7 +22,12 @@ def is_frozen_16bit(parameter: Tensor) -> bool:
     return parameter.dtype in HALF_TYPES and not parameter.requires_grad
 
 
-#: Maps tensors inside an object of a kind that only a door knows: (function, object) to object.
+def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
+    """What optimizers step, in the order of their groups."""
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group['params']]
+
+
+#: Maps tensors inside an object of a kind that only an integration knows: (function, object) to object.
 EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
 
 
@@ -45,11 +51,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):
-        changed = {}
-        for key, item in value.items():
-            new = map_tensors(function, item, enter)
-            if new is not item:
-                changed[key] = new
+        changed = _changed(function, value, enter)
         if not changed:
             return value
         result = copy.copy(value)
@@ -71,21 +73,23 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
         make = getattr(type(value), '_make', type(value))
         return make(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {}
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                item = getattr(value, field.name)
-                new = map_tensors(function, item, enter)
-                if new is not item:
-                    fields[field.name] = new
-        if not fields:
+        names = (field.name for field in dataclasses.fields(value))
+        fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        changed = _changed(function, fields, enter)
+        if not changed:
             return value
         duplicate: Any = copy.copy(value)
-        for name, item in fields.items():
+        for name, item in changed.items():
             # object.__setattr__ also reaches the fields of a frozen dataclass; the copy is ours alone
             object.__setattr__(duplicate, name, item)
         return duplicate
     return value if enter is None else enter(function, value)
+
+
+def _changed(
+    function: Callable[[Tensor], Tensor], items: Mapping[Any, Any], enter: EnterObject | None
+) -> dict[Any, Any]:
+    return {key: new for key, item in items.items() if (new := map_tensors(function, item, enter)) is not item}
 
 
 def cast_tensors(

@@ -1,9 +1,9 @@
 // A float as a 16-bit weight and a 16-bit remainder, and back; told in words in amp_wrapper/ops/split.py.
 //
-// Templates alone, over a policy M: one float (Single in optimizer.h) or a vector of them (vector.inl). M has the types Floats,
-// Ints and Words of one width, and half_bits and half_floats, which convert between float and float16. A weight stands in the
-// low half of an int, a remainder is an int with its sign. Included after an instruction set is switched on, they are code for
-// it; M then has internal linkage, and so have they.
+// Templates alone, over a policy M: one float (Single in step_prologue.h) or a vector of them (vector.inl). M has the types
+// Floats, Ints and Words of one width, and half_bits and half_floats, which convert between float and float16. A weight stands
+// in the low half of an int, a remainder is an int with its sign. Included after an instruction set is switched on, they are
+// code for it; M then has internal linkage, and so have they.
 #pragma once
 
 #include "element.h"

@@ -9,7 +9,7 @@
 #include <cmath>
 #include <limits>
 
-#include "../common/step.h"
+#include "../common/step_checks.h"
 #include "kernels.h"
 
 namespace amp_wrapper::cpu {

@@ -3,8 +3,8 @@
 // ever called on a machine that lacks it.
 
 // functors.h was compiled for every processor, and is inlined here; GCC's own intrinsics begin with undefined registers
+#include "../common/optimizer_update.h"
 #include "../common/split.h"
-#include "../common/update.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"
 #if !defined(__clang__)
@@ -132,7 +132,7 @@ inline Ints magnitude(Floats value) { return (Ints)value & kMagnitude; }
 // -1 in the lanes that are infinite or NaN
 inline Ints nonfinite(Floats value) { return magnitude(value) >= kExponent; }
 
-// What split.h and update.h work on. Of internal linkage, and so is what they become.
+// What split.h and optimizer_update.h work on. Of internal linkage, and so is what they become.
 struct Lanes {
   using Floats = ::Floats;
   using Ints = ::Ints;

@@ -8,7 +8,7 @@
 
 #include "../common/functors.h"
 #include "../common/planner.h"
-#include "work.h"
+#include "kernel_args.h"
 
 namespace amp_wrapper::cuda {
 

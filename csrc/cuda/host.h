@@ -9,7 +9,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "../common/lists.h"
-#include "work.h"
+#include "kernel_args.h"
 
 namespace amp_wrapper::cuda {
 

@@ -2,8 +2,9 @@
 
 #include <cuda_runtime.h>
 
-#include "kernels.cuh"
+#include "elementwise_kernels.cuh"
 #include "launch.h"
+#include "norm_kernels.cuh"
 
 namespace amp_wrapper::cuda {
 namespace {

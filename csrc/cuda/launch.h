@@ -4,7 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../common/functors.h"
-#include "work.h"
+#include "kernel_args.h"
 
 namespace amp_wrapper::cuda {
 

@@ -6,7 +6,7 @@
 
 #include "../common/split.h"
 #include "device.cuh"
-#include "step_work.h"
+#include "step_kernel_args.h"
 
 namespace amp_wrapper::cuda {
 

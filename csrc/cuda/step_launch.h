@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "step_work.h"
+#include "step_kernel_args.h"
 
 namespace amp_wrapper::cuda {
 

@@ -2,7 +2,7 @@
 
 #include <torch/library.h>
 
-#include "../common/step.h"
+#include "../common/step_checks.h"
 #include "host.h"
 #include "step_launch.h"
 

@@ -791,7 +791,7 @@ def test_a_row_of_skips_ends(level: str, fused: bool, device: torch.device) -> N
         optimizer.zero_grad()
         set_scales(optimizer, torch.finfo(F32).tiny)
         backward(net(data(0, device)), optimizer, poisoned=net.fc.weight)
-        with mock.patch.object(amp.amp_session.session_of(optimizer).engine(optimizer)._watch, '_limit', None):
+        with mock.patch.object(amp.amp_session.session_of(optimizer).engine(optimizer).parts.monitor, '_limit', None):
             optimizer.step()
         assert scales(optimizer) == [torch.finfo(F32).tiny]
 

@@ -224,7 +224,7 @@ def amp_speaks(optimizers: list[Optimizer]) -> None:
     """As with verbosity=1, without the options on standard output."""
     for optimizer in optimizers:
         engine = amp_session.engines_of(optimizer)[0]
-        engine.pass_watch = PassWatch(f'SGD ({engine.label})', True)
+        engine.parts.pass_watch = PassWatch(f'SGD ({engine.parts.label})', True)
 
 
 @pytest.mark.parametrize('level', LEVELS)

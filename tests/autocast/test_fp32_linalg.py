@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from amp_wrapper import AmpOptimWrapper, amp
 from amp_wrapper.policy import LEVELS, resolve
-from amp_wrapper.policy.fp32_linalg import IN_16_BIT, functions
+from amp_wrapper.policy.fp32_registry import IN_16_BIT, linalg_functions
 
 HALF = {'O1': torch.float16, 'O2': torch.float16, 'O3': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}
 
@@ -72,7 +72,7 @@ def _calls() -> dict[str, Callable[[Any, Tensor], Any]]:
         'vecdot': lambda call, a: call(a, a),
         '_weight_norm': lambda call, a: call(a, a[:, :1].abs() + 1, 0),
     }
-    return {name: special.get(name, special.get(name.rpartition('.')[2], on())) for name in functions()}
+    return {name: special.get(name, special.get(name.rpartition('.')[2], on())) for name in linalg_functions()}
 
 
 CALLS = _calls()

@@ -278,7 +278,7 @@ def test_what_it_costs_where_nobody_writes(level: str, device: torch.device) -> 
     run.model, run.optimizer, run.level, run.x = model, optimizer, level, torch.ones(1, 2, device=device)
     run.backward()
     optimizer.step()
-    masters = amp.amp_session.session_of(optimizer).engine(optimizer)._masters
+    masters = amp.amp_session.session_of(optimizer).engine(optimizer).parts.params
     seen = [(p._version, q._version) for p, q in masters.pairs]
     for _ in range(2):
         model(run.x)

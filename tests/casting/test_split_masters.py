@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, ops
 from amp_wrapper.casting import fp32_values as twins
-from amp_wrapper.casting.split_masters import SplitWeights
+from amp_wrapper.casting.split_masters import SplitMasters
 from amp_wrapper.ops.split import join, split
 from amp_wrapper.optim import FusedAdamW, FusedSGD
 
@@ -91,7 +91,7 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
         weight.grad = torch.ones_like(weight)
         wrapper.attach(model)
         assert weight.grad.dtype is weight.dtype
-        masters = wrapper._engine._masters
+        masters = wrapper._engine.parts.params
         remainder = twins.remainder_of(weight)
         assert weight.dtype is LEVELS[level] and remainder is not None and remainder.bits.dtype is torch.int16
         assert wrapper.optimizer.param_groups[0]['params'] == [weight] == list(wrapper.master_params())
@@ -182,7 +182,7 @@ def test_training_is_that_of_whole_masters(level: str, setting: str, device: tor
     assert sum(bool(remainder.any()) for remainder in remainders if remainder is not None) >= 4
     moments = [value for entry in state.values() for value in entry.values() if isinstance(value, Tensor)]
     assert {value.dtype for value in moments} == {torch.float32}
-    assert runs[0][1]._engine._masters.edited() == [], 'a step is no edit'
+    assert runs[0][1]._engine.parts.params.edited() == [], 'a step is no edit'
 
 
 @pytest.mark.parametrize('early', [True, False], ids=['attached first', 'loaded first'])
@@ -217,7 +217,7 @@ def test_skipped_steps_change_nothing_and_are_no_edit(level: str, device: torch.
             {**model.bn.state_dict(), **{key: norm[key] for key in norm if 'running' in key or 'num' in key}}
         )
         assert toy.differences(before[:3], everything(model, wrapper)[:3]) == []
-        assert wrapper._engine._masters.edited() == []
+        assert wrapper._engine.parts.params.edited() == []
         train(model, wrapper)
         assert toy.differences(before, everything(model, wrapper)) != []
 
@@ -269,7 +269,7 @@ def test_loads_arrive_unrounded(level: str, place: str, tmp_path: Path) -> None:
     near, remainder = split(FINE, weight.dtype)
     held = twins.remainder_of(weight)
     assert held is not None and weight.equal(near) and held.bits.equal(remainder) and remainder.any()
-    assert wrapper._engine._masters.edited() == []
+    assert wrapper._engine.parts.params.edited() == []
     after = model.state_dict()
     assert bits(after.pop('fc.weight')).equal(bits(FINE))
     # another part loads biases that were rounded before
@@ -293,8 +293,8 @@ def test_edits_in_place_win(level: str, place: str, tmp_path: Path, caplog: pyte
     model, wrapper = toy_model(level, torch.device('cpu'))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     IN_PLACE[place](model, tmp_path)
-    masters = wrapper._engine._masters
-    assert [weight is model.fc.weight for weight, _ in masters.edited()] == [True]
+    masters = wrapper._engine.parts.params
+    assert [weight is model.fc.weight for weight in masters.edited()] == [True]
     with caplog.at_level(logging.WARNING, 'amp_wrapper'):
         saved = model.state_dict()
     assert 'fc.weight was changed' in caplog.text
@@ -305,12 +305,12 @@ def test_edits_in_place_win(level: str, place: str, tmp_path: Path, caplog: pyte
         model.conv.weight.mul_(0.5)
     edited = model.conv.weight.detach().float()
     # as a step begins
-    assert masters.refresh(masters.edited()) == ['conv.weight'] and masters.edited() == masters.refresh() == []
-    assert masters.partner_of(model.conv.weight) is twins.remainder_of(model.conv.weight).bits
+    assert masters.refresh() == ['conv.weight'] and masters.edited() == masters.refresh() == []
+    assert masters.copy_of(model.conv.weight) is twins.remainder_of(model.conv.weight).bits
     with torch.no_grad():
         model.conv.weight.mul_(0.5)
     assert twins.fp32_value(model.conv.weight).equal(edited * 0.5)
-    assert not masters.partner_of(model.conv.weight).any() and masters.partner_of(torch.ones(1)) is None
+    assert not masters.copy_of(model.conv.weight).any() and masters.copy_of(torch.ones(1)) is None
 
 
 @pytest.mark.parametrize('place', HIDDEN)
@@ -406,12 +406,12 @@ def test_parameters_that_come_later(level: str, device: torch.device) -> None:
         nn.Parameter(torch.ones(2, device=device)),
     )
     wrapper.optimizer.add_param_group(dict(params=[late, wide]))
-    masters = wrapper._engine._masters
-    assert isinstance(masters, SplitWeights) and masters.partner_of(late) is None
+    masters = wrapper._engine.parts.params
+    assert isinstance(masters, SplitMasters) and masters.copy_of(late) is None
     assert list(wrapper.master_params())[-2] is late
-    assert masters.partner_of(late).tolist() == [0, 0, 0] and masters.partner_of(wide) is None
-    assert len(masters) == len(list(masters.pairs)) == len([p for p in model.parameters() if p.dtype is late.dtype]) + 1
-    assert 'shape (3,)' in masters.name(late)
+    assert masters.copy_of(late).tolist() == [0, 0, 0] and masters.copy_of(wide) is None
+    assert len(masters) == len([p for p in model.parameters() if p.dtype is late.dtype]) + 1
+    assert 'shape (3,)' in masters.weights_changed([late])[0]
     wrapper.backward((late.float() * 2.0**-12).sum() + wide.sum() + model.fc.bias.float().sum())
     wrapper.step()
     assert wide.tolist() == [0.5, 0.5] and bool((late == 1).all())
@@ -422,17 +422,17 @@ def test_two_optimizers_share_a_remainder(device: torch.device) -> None:
     parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in 'abc'}).to(device)
     wrappers = OptimWrapperDict(x=wrap('O2', parts['a'], parts['b']), y=wrap('O2', parts['a'], parts['c']))
     wrappers.initialize_count_status(parts, 0, 10)
-    mine, theirs = (wrapper._engine._masters for wrapper in wrappers.values())
+    mine, theirs = (wrapper._engine.parts.params for wrapper in wrappers.values())
     weight = parts['a'].weight
-    assert mine.partner_of(weight) is theirs.partner_of(weight) is not None
+    assert mine.copy_of(weight) is theirs.copy_of(weight) is not None
     with torch.no_grad():
         weight.mul_(2)
-    mine.copy_to_weights()
+    mine.write_weights()
     assert theirs.edited() == [], 'a step of one is no edit to the other'
     value = parts.state_dict()['a.weight'].clone()
     wrappers['x'].detach()
     assert weight.dtype is torch.float32 and weight.equal(value)
-    assert theirs.partner_of(weight) is None and theirs.edited() == []
+    assert theirs.copy_of(weight) is None and theirs.edited() == []
     wrappers['y'].detach()
     assert weight.equal(value) and {p.dtype for p in parts.parameters()} == {torch.float32}
     mixed = wrap('O2', parts['a'], parts['b']), wrap('O2', parts['a'], parts['c'], masters=True)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.casting.masters import MasterWeights
+from amp_wrapper.casting.masters import Fp32Masters
 
 LEVELS = ('O2', 'O5')
 # neither 16-bit type holds these numbers
@@ -167,7 +167,7 @@ def test_a_key_encoder_moves_through_data(level: str) -> None:
 
 def test_where_masters_do_not_follow_the_key_encoder_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test before."""
-    monkeypatch.setattr(MasterWeights, 'follow_idle', lambda self, busy=(): None)
+    monkeypatch.setattr(Fp32Masters, 'follow_idle', lambda self, busy=(): None)
     with pytest.raises(AssertionError):
         test_a_key_encoder_moves_through_data('O2')
 

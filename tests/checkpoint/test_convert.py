@@ -157,10 +157,9 @@ def test_identify(name: str) -> None:
 def test_every_file_resumes_with_our_wrapper(name: str, level: str, tmp_path: Path) -> None:
     file, path = read(name), FOREIGN / f'{name}.pth'
     if name in POSITION:
-        # no mmengine reads these; only apex's form keeps the second loss scale
-        change = convert.to_apex if name == 'raw_apex' else convert.to_stock
+        # no mmengine reads these; the new file holds the first loss scale
         path = tmp_path / 'whole.pth'
-        checkpoint_file.save(change(file, **POSITION[name])[0], path)
+        checkpoint_file.save(convert.to_stock(file, **POSITION[name])[0], path)
     overrides: dict[str, Any] = {}
     if name == 'ema':
         overrides['custom_hooks'] = [dict(type='EMAHook', momentum=0.1)]
@@ -184,7 +183,8 @@ def test_every_file_resumes_with_our_wrapper(name: str, level: str, tmp_path: Pa
         base = state.get('base_param_settings')
         assert (base is None) == (name != 'plain_adamw') and start['base'][part] == base
         kept = [(s['scale'], s['_growth_tracker']) for s in start['scalers'][part]]
-        assert kept == SCALES.get(name, [(2.0**16, 0)])
+        expected_scales = SCALES.get(name, [(2.0**16, 0)])
+        assert kept == (expected_scales if name != 'raw_apex' else [expected_scales[0], (2.0**16, 0)])
     assert all(value.isfinite().all() for value in runner.model.state_dict().values())
     assert toy.differences(runner.model.state_dict()['stem.weight'], expected['stem.weight']) != []
 
@@ -208,7 +208,7 @@ def test_the_configuration_decides_whether_an_apex_scale_moves(static: bool, kep
 def test_the_files_are_what_the_script_makes(tmp_path: Path) -> None:
     """In a process of its own, which ends with an error if it ever imported amp_wrapper."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / 'tests' / 'make_foreign.py'), str(tmp_path)],
+        [sys.executable, str(ROOT / 'tests' / 'support' / 'make_foreign.py'), str(tmp_path)],
         capture_output=True,
         text=True,
         env={**os.environ, 'OMP_NUM_THREADS': '1'},
@@ -282,7 +282,7 @@ def run_stock_worker(folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
     # mmengine's own files hold its HistoryBuffer, which torch refuses without this variable
     environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
     done = subprocess.run(
-        [sys.executable, str(ROOT / 'tests' / 'stock_worker.py'), str(folder)],
+        [sys.executable, str(ROOT / 'tests' / 'support' / 'stock_worker.py'), str(folder)],
         capture_output=True,
         text=True,
         env=environment,
@@ -451,21 +451,6 @@ def test_own_to_stock_and_back(level: str, own: dict[str, Path], tmp_path: Path)
     assert same(again, stock) and notes == []
 
 
-@pytest.mark.parametrize('level', toy.LEVELS)
-def test_own_to_apex_and_back(level: str, own: dict[str, Path], tmp_path: Path) -> None:
-    file = checkpoint_file.load(own[level])
-    apex, notes = unchanged(convert.to_apex, file)
-    assert apex['amp'] == apex['optimizer']['apex_amp']
-    scale = (2048.0, 2) if level in ('O1', 'O2') else (1.0, 0)
-    assert apex['amp'] == {'loss_scaler0': {'loss_scale': scale[0], 'unskipped': scale[1]}}
-    assert apex['optimizer'].keys() == {'state', 'param_groups', 'apex_amp'}
-    assert all(apex['model'][key] is value for key, value in apex['state_dict'].items())
-    # the interval of the fixture is 4, and apex knows 2000 only
-    assert any('growth_interval 4 -> 2000' in note for note in notes) == (level in ('O1', 'O2'))
-    assert convert.identify(apex).kind == 'apex'
-    _goes_on_alike(level, own[level], apex, tmp_path)
-
-
 def _goes_on_alike(level: str, path: Path, converted: Any, folder: Path) -> None:
     """Our wrapper at that level, from the file and from what it was turned into: the same start and the same end."""
     checkpoint_file.save(converted, folder / 'converted.pth')
@@ -509,15 +494,6 @@ def test_several_losses_and_a_window_are_told() -> None:
     ):
         assert words in said, words
     assert stock['optimizer']['loss_scaler']['scale'] == 256.0
-    apex, notes = unchanged(convert.to_apex, losses_file())
-    assert [apex['amp'][f'loss_scaler{i}'] for i in range(3)] == [
-        {'loss_scale': 256.0 * 2**i, 'unskipped': i} for i in range(3)
-    ]
-    assert 'open accumulation window (5)' in '\n'.join(notes)
-    back = convert.identify(apex).optimizers['']
-    assert [(s['scale'], s['_growth_tracker'], s['dynamic']) for s in back.loss_scalers] == [
-        (256.0 * 2**i, i, True) for i in range(3)
-    ]
 
 
 def test_raw_apex_to_stock() -> None:
@@ -557,7 +533,8 @@ def test_a_static_scale_of_apex_is_told_by_its_counter() -> None:
 
 
 def test_a_second_model_is_told() -> None:
-    file = convert.to_apex(read('stock_sgd'))[0]
+    file = read('stock_sgd')
+    file['model'] = file['state_dict']
     assert not any("'model'" in note for note in convert.to_stock(file)[1])
     file['model'] = {**file['model'], 'stem.bias': torch.zeros(4)}
     stock, notes = convert.to_stock(file)
@@ -570,24 +547,14 @@ def test_empty_scaler_and_no_scaler() -> None:
     assert 'loss_scaler' not in stock['optimizer'] and any('disabled' in note for note in notes)
     stock, notes = unchanged(convert.to_stock, read('plain_sgd'))
     assert same(stock, read('plain_sgd')) and notes == []
-    for name in ('stock_bf16', 'plain_sgd'):
-        apex, notes = unchanged(convert.to_apex, read(name))
-        assert apex['amp'] == {'loss_scaler0': {'loss_scale': 65536.0, 'unskipped': 0}}
-        assert any('65536' in note for note in notes)
 
 
 def test_base_group_and_several_optimizers_are_kept() -> None:
     file = read('plain_adamw')
     assert convert.to_stock(file)[0]['optimizer']['base_param_settings'] == file['optimizer']['base_param_settings']
-    assert convert.to_apex(file)[0]['optimizer']['base_param_settings'] == file['optimizer']['base_param_settings']
     pair = read('plain_pair')
     stock, _ = unchanged(convert.to_stock, pair)
     assert same(stock['optimizer'], pair['optimizer'])
-    apex, notes = unchanged(convert.to_apex, pair)
-    assert set(apex['optimizer']) == {'stem', 'head'} and 'amp' not in apex
-    assert all('apex_amp' in part for part in apex['optimizer'].values())
-    assert any('stem: ' in note for note in notes) and any('one' in note and 'amp' in note for note in notes)
-    assert convert.identify(apex).kind == 'apex'
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -661,7 +628,7 @@ def test_average_or_trained() -> None:
         assert any('average' in note for note in notes)
     stock, _ = convert.to_stock(file)
     assert same(stock['state_dict'], file['state_dict']) and same(stock['ema_state_dict'], file['ema_state_dict'])
-    assert any('EMAHook, which swaps' in note for note in convert.to_apex(file)[1])
+    assert any('EMAHook, which swaps' in note for note in convert.to_stock(file)[1])
     stock, notes = convert.to_stock(file, weights='trained')
     assert not any('EMAHook' in note for note in notes)
     assert 'ema_state_dict' not in stock and same(stock['state_dict']['stem.weight'], trained['stem.weight'])
@@ -703,11 +670,11 @@ def with_amp(amp: Any) -> dict[str, Any]:
             ["amp['loss_scaler0']['loss_scale']=0.0"],
         ),
         (lambda: convert.to_stock(read('weights')), ['load_from', 'resume=False']),
-        (lambda: convert.to_apex(read('bare_legacy')), ['no optimizer']),
+        (lambda: convert.to_stock(read('bare_legacy')), ['no optimizer']),
         (lambda: convert.to_stock(read('raw_apex')), ['epochs', '--epoch']),
         (lambda: convert.to_stock(read('raw_apex_imagenet')), ['iterations', '--iter', 'global_step']),
         (lambda: convert.to_stock(read('raw_apex'), 1, -2), ['iter=-2', '--iter']),
-        (lambda: convert.to_apex({**read('raw_apex'), 'epoch': 1.5}, None, 2), ['epoch=1.5']),
+        (lambda: convert.to_stock({**read('raw_apex'), 'epoch': 1.5}, None, 2), ['epoch=1.5']),
         (lambda: convert.to_stock({**read('plain_sgd'), 'message_hub': {}}), ["'message_hub'", 'log_scalars']),
         (lambda: convert.to_stock({**read('plain_sgd'), 'meta': 3}), ["'meta'", 'int']),
         (lambda: convert.to_weights({**read('ema'), 'ema_state_dict': 3}, torch.float16), ["'ema_state_dict'", 'int']),
@@ -811,9 +778,9 @@ def test_tool_converts_every_file(name: str, target: str, tmp_path: Path, capsys
     shutil.copy(FOREIGN / f'{name}.pth', source)
     before = source.read_bytes()
     words = [str(source), '--to', target]
-    if target in ('stock', 'apex') and name in POSITION:
+    if target == 'stock' and name in POSITION:
         words += ['--epoch', '2', '--iter', '6']
-    if target in ('stock', 'apex') and KINDS[name] == 'weights':
+    if target == 'stock' and KINDS[name] == 'weights':
         with pytest.raises(SystemExit, match='AmpCheckpointError: this holds weights and no optimizer'):
             TOOL.main(words)
         assert list(tmp_path.iterdir()) == [source]
@@ -823,17 +790,16 @@ def test_tool_converts_every_file(name: str, target: str, tmp_path: Path, capsys
     out = tmp_path / f'epoch_2_{target}.pth'
     assert said.startswith(f'epoch_2.pth -> {out} (')
     assert set(tmp_path.iterdir()) == {source, out} and source.read_bytes() == before
-    kinds = {'stock': 'stock' if name in SCALES else 'plain', 'apex': 'apex'}
-    assert convert.identify(checkpoint_file.load(out)).kind == kinds.get(target, 'weights')
+    kind = ('stock' if name in SCALES else 'plain') if target == 'stock' else 'weights'
+    assert convert.identify(checkpoint_file.load(out)).kind == kind
 
 
 def test_a_converted_file_is_not_the_newest_of_its_folder(own: dict[str, Path], tmp_path: Path) -> None:
     """``--resume auto`` takes the original, which has the random states."""
     source = tmp_path / 'epoch_2.pth'
     shutil.copy(own['O2'], source)
-    for target in ('stock', 'apex'):
-        TOOL.main([str(source), '--to', target])
-    assert len(list(tmp_path.glob('*.pth'))) == 3
+    TOOL.main([str(source), '--to', 'stock'])
+    assert len(list(tmp_path.glob('*.pth'))) == 2
     assert checkpoint_file.find_newest(tmp_path).path == source.resolve()
 
 
@@ -956,11 +922,3 @@ def test_the_config_of_mmcv_1_is_left_out() -> None:
     converted, notes = convert.to_stock(file)
     assert 'config' not in converted['meta'] and file['meta']['config'] == 'import os'
     assert any('without' in note and 'execute' in note for note in notes)
-
-
-def test_a_counter_past_apexs_interval_is_brought_back() -> None:
-    file = torch.load(FOREIGN / 'stock_sgd.pth', weights_only=False)
-    file['optimizer']['loss_scaler'].update(_growth_tracker=5000, scale=512.0)
-    converted, notes = convert.to_apex(file)
-    assert converted['amp']['loss_scaler0'] == {'loss_scale': 512.0, 'unskipped': 1999}
-    assert any('5000 is past the interval' in note for note in notes)

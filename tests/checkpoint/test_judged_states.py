@@ -17,8 +17,7 @@ from mmengine.registry import PARAM_SCHEDULERS
 from torch import Tensor, nn
 
 from amp_wrapper import AmpCheckpointError, AmpOptimWrapper
-from amp_wrapper.checkpoint import validate as checkpoint_judge
-from amp_wrapper.checkpoint import validate_schedules as checkpoint_schedules
+from amp_wrapper.checkpoint import validate, validate_optimizer
 
 
 class Relative(torch.optim.Optimizer):
@@ -177,14 +176,14 @@ DAMAGED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_values_that_schedulers_have(words: dict[str, Any], values: dict[str, Any]) -> None:
     scheduler = built(**words)
     assert set(values) <= set(scheduler.state_dict())
-    checkpoint_schedules.check_schedulers([dict(scheduler.state_dict(), **values)], [scheduler])
+    validate_optimizer.check_schedulers([dict(scheduler.state_dict(), **values)], [scheduler])
 
 
 @pytest.mark.parametrize(('words', 'values', 'expected'), DAMAGED)
 def test_values_that_no_scheduler_has(words: dict[str, Any], values: dict[str, Any], expected: str) -> None:
     scheduler, (key,) = built(**words), values
     with pytest.raises(AmpCheckpointError, match=rf"param_schedulers\[0\]\['{key}'\]=.* must be {expected}\.$"):
-        checkpoint_schedules.check_schedulers([dict(scheduler.state_dict(), **values)], [scheduler])
+        validate_optimizer.check_schedulers([dict(scheduler.state_dict(), **values)], [scheduler])
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -194,9 +193,9 @@ def test_buffers_are_saved_as_the_model_has_them() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer('adjacency', torch.eye(3).to_sparse())
     model.register_buffer('expanded', torch.ones(1).expand(4))
-    checkpoint_judge.check_model(model.state_dict(), model)
+    validate.check_model(model.state_dict(), model)
     with pytest.raises(AmpCheckpointError, match='is no plain tensor'):
-        checkpoint_judge.check_model(dict(model.state_dict(), weight=torch.eye(2).to_sparse()), model)
+        validate.check_model(dict(model.state_dict(), weight=torch.eye(2).to_sparse()), model)
 
 
 class Lean(nn.Module):
@@ -218,8 +217,8 @@ class Trimmed(nn.Linear):
 
 def test_models_that_save_in_their_own_way_are_left_to_themselves() -> None:
     lean = Lean()
-    checkpoint_judge.check_model(nn.Module.state_dict(lean), lean)
-    checkpoint_judge.check_model(lean.state_dict(), lean)
+    validate.check_model(nn.Module.state_dict(lean), lean)
+    validate.check_model(lean.state_dict(), lean)
     mixed = nn.Sequential(Trimmed(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
 
     def trim(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
@@ -228,10 +227,10 @@ def test_models_that_save_in_their_own_way_are_left_to_themselves() -> None:
     mixed[1].register_state_dict_post_hook(trim)
     whole = dict(mixed.state_dict())
     # as a file of a writer that knows of neither
-    checkpoint_judge.check_model({**whole, '0.bias': torch.zeros(2), '1.bias': torch.zeros(2)}, mixed)
+    validate.check_model({**whole, '0.bias': torch.zeros(2), '1.bias': torch.zeros(2)}, mixed)
     del whole['2.bias']
     with pytest.raises(AmpCheckpointError, match=r"lacks '2\.bias'"):
-        checkpoint_judge.check_model(whole, mixed)
+        validate.check_model(whole, mixed)
 
 
 def test_a_file_without_optimizer_where_none_is_wanted(tmp_path: Path) -> None:

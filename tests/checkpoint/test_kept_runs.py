@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_wrapper import AmpCheckpointError, AmpOptimWrapper
-from amp_wrapper.checkpoint import validate as checkpoint_judge
+from amp_wrapper.checkpoint import validate
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     'SGD': lambda p: torch.optim.SGD(p, lr=0.1),
@@ -164,11 +164,11 @@ def test_models_may_differ_in_what_torch_converts() -> None:
     state = dict(model.state_dict(), prototypes=torch.ones(2), number=torch.ones(1))
     state['index'] = state['index'].int()
     del state['0.num_batches_tracked']
-    checkpoint_judge.check_model(state, model)
-    checkpoint_judge.check_model({f'module.{key}': value for key, value in state.items()}, model)
+    validate.check_model(state, model)
+    validate.check_model({f'module.{key}': value for key, value in state.items()}, model)
     for odd in (torch.ones(2, 2).to_sparse(), torch.ones(2, 2, device='meta'), torch.ones(1).expand(2, 2)):
         with pytest.raises(AmpCheckpointError, match='is no plain tensor'):
-            checkpoint_judge.check_model({**state, '1.weight': odd}, model)
+            validate.check_model({**state, '1.weight': odd}, model)
 
 
 @pytest.mark.parametrize('train_with', [toy.run, toy.run_flexible])
@@ -196,12 +196,12 @@ def test_a_name_that_begins_like_a_wrappers_is_loaded(tmp_path: Path, train_with
 
 
 def test_a_file_that_cannot_be_read_back_is_told_when_it_is_saved(tmp_path: Path) -> None:
-    from amp_wrapper.openmmlab.patches import saving as mmengine_saving
+    from amp_wrapper.openmmlab.patches import saving
 
     class Secret:
         pass
 
-    mmengine_saving._warned = False
+    saving._warned = False
     wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
     toy.ToyData.METAINFO['secret'] = Path  # type: ignore[assignment]
     try:
@@ -209,6 +209,6 @@ def test_a_file_that_cannot_be_read_back_is_told_when_it_is_saved(tmp_path: Path
             toy.run(tmp_path, wrapper)
     finally:
         del toy.ToyData.METAINFO['secret']
-        mmengine_saving._warned = False
+        saving._warned = False
     said = [line for line in lines if 'cannot be resumed from' in line]
     assert len(said) == 1 and 'asks for code to run' in said[0]

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'support'))
 
 from ops_models import (
     LISTED,
+    REFERENCE,
     UPDATES,
     Call,
     make_call,
@@ -27,8 +28,6 @@ from ops_models import (
     update_call,
 )
 
-from amp_wrapper import ops
-from amp_wrapper.ops import optimizer_step as reference_step
 from amp_wrapper.ops.schemas import SCHEMAS
 
 FACTORS = ((None, None), (1 / 3, 0.7))
@@ -73,13 +72,13 @@ def main() -> None:
                     host.set_capture(index)
                     results = calls[0].run(torch.ops.amp_wrapper)
                     bumps = [t._version - v for t, v in zip(calls[0].outputs(), before)]
-                    if not all(same_bits(a, b) for a, b in zip(results, calls[1].run(ops.reference))):
+                    if not all(same_bits(a, b) for a, b in zip(results, calls[1].run(REFERENCE))):
                         found.append(f'{name} {special} {factors} {len(rows)}')
                     if rows and set(bumps) - {1}:
                         found.append(f'versions of {name}: {bumps}')
     for step in range(40):
         ours, theirs = (state(device, 3.0 ** (step % 7 - 3), step % 4, step % 3, step % 5 == 0) for _ in range(2))
-        for tensors, where in ((ours, torch.ops.amp_wrapper), (theirs, ops.reference)):
+        for tensors, where in ((ours, torch.ops.amp_wrapper), (theirs, REFERENCE)):
             where.update_scale(*tensors, 2.0, 0.5, 3, 2, None if step % 2 else 0.5, 700.0)
         if not all(same_bits(a, b) for a, b in zip(ours, theirs)):
             found.append(f'update_scale {step}')
@@ -91,7 +90,7 @@ def main() -> None:
             results = ours_call.run(torch.ops.amp_wrapper)
             launches = host.count_launches()
             bumps = [t._version - v for t, v in zip(ours_call.outputs(), before)]
-            if not all(same_bits(a, b) for a, b in zip(results, theirs_call.run(reference_step), strict=True)):
+            if not all(same_bits(a, b) for a, b in zip(results, theirs_call.run(REFERENCE), strict=True)):
                 found.append(f'{ours_call.name} {captured}')
             if 0 in bumps:
                 found.append(f'versions of {ours_call.name}: {bumps}')
@@ -102,7 +101,7 @@ def main() -> None:
     lists = [[torch.full((9,), float(i)) for i in range(100)] for _ in range(2)]
     host.count_launches()
     host.count_tables()
-    norms = (torch.ops.amp_wrapper.multi_tensor_l2norm(lists[0]), ops.reference.multi_tensor_l2norm(lists[1]))
+    norms = (torch.ops.amp_wrapper.multi_tensor_l2norm(lists[0]), REFERENCE.multi_tensor_l2norm(lists[1]))
     if not same_bits(norms[0][0], norms[1][0]) or (host.count_launches(), host.count_tables()) != (3, 2):
         found.append('multi_tensor_l2norm of many')
     print(json.dumps(found))

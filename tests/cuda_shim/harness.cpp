@@ -4,7 +4,8 @@
 #include "shim.h"
 
 #include "../../csrc/cpu/kernels.h"
-#include "../../csrc/cuda/kernels.cuh"
+#include "../../csrc/cuda/elementwise_kernels.cuh"
+#include "../../csrc/cuda/norm_kernels.cuh"
 
 using namespace amp_wrapper;
 using cuda::Segments;

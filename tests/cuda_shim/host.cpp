@@ -9,7 +9,7 @@
 
 // at once, since torch's headers take most of the time
 #include "../../csrc/common/lists.cpp"
-#include "../../csrc/common/step.cpp"
+#include "../../csrc/common/step_checks.cpp"
 #include "shim.h"
 
 #include "../../csrc/cuda/launches.inl"

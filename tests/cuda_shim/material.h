@@ -3,7 +3,7 @@
 // Every tensor has a buffer of its own of exactly its size, so that an address sanitizer sees one byte too many.
 #pragma once
 
-#include "../../csrc/cuda/work.h"
+#include "../../csrc/cuda/kernel_args.h"
 
 #include <cmath>
 #include <cstdio>

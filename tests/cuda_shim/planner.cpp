@@ -1,6 +1,6 @@
 // The planner of csrc/common for Python's ctypes: results go into arrays that the caller made large enough.
 
-#include "../../csrc/cuda/work.h"
+#include "../../csrc/cuda/kernel_args.h"
 
 using namespace amp_wrapper;
 

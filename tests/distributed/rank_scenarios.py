@@ -29,7 +29,7 @@ from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, FusedSGD
 from amp_wrapper import amp as scripts
 from amp_wrapper.casting import fp32_values as twins
 from amp_wrapper.checkpoint import amp_part
-from amp_wrapper.engine.ddp import reducers as model_wrappers
+from amp_wrapper.engine.ddp import rebuild
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 HALF = {'O2': torch.float16, 'O3': torch.float16, 'O5': torch.bfloat16}
@@ -1407,7 +1407,7 @@ def gan_files(here: Here) -> None:
 @scenario
 def planted(here: Here) -> None:
     """The silent failure itself, for the test of the tests: the reducer is not rebuilt."""
-    model_wrappers.rebuild_ddp = lambda ddp: None
+    rebuild.rebuild_ddp = lambda ddp: None
     SCENARIOS[here.words[0]](here)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_wrapper import amp
-from amp_wrapper.engine.gradients.per_backward import Arrivals
+from amp_wrapper.engine.gradients.per_backward import UnscaledGradients
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason='this torch was built without torch.distributed'
@@ -99,7 +99,7 @@ def test_what_is_held_keeps_its_scale_while_another_step_moves_it(group: None, l
 def test_clearing_inside_the_pass_that_averages_clears_what_was_held() -> None:
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.tensor([64.0])
-    arrivals = Arrivals(keeps=True)
+    arrivals = UnscaledGradients(keeps=True)
 
     def arrive(value: float, averaged: bool, clears: bool = False) -> None:
         scale = torch.tensor(4.0)

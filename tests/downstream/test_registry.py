@@ -14,7 +14,8 @@ from zoo import register
 
 from amp_wrapper.autocast import regions
 from amp_wrapper.autocast.op_set import OpSet
-from amp_wrapper.policy.fp32_registry import FP32_OPS, find, problems_of
+from amp_wrapper.policy.fp32_registry import FP32_OPS
+from amp_wrapper.policy.lookup import find, problems_of
 
 ops = pytest.importorskip('mmcv.ops', reason='this mmcv has no compiled ops', exc_type=ImportError)
 DOCS = Path(__file__).resolve().parents[2] / 'docs'

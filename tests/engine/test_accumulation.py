@@ -63,7 +63,7 @@ def test_between_two_backward_passes_there_is_one_fp32_sum_and_no_gradient(level
     kept = model[1].weight.dtype == torch.float32
     assert model[0].weight.grad is None
     assert (model[1].weight.grad is not None) == kept
-    sums = wrapper._engine._sums
+    sums = wrapper._engine.parts.gradients.sums
     assert sums is not None and len(sums) == (2 if kept else 4)
     assert sums.get(model[0].weight).dtype == torch.float32 and sums.get(model[0].weight).shape == (8, 8)
     with wrapper.optim_context(model):
@@ -230,7 +230,9 @@ def test_what_the_option_may_be() -> None:
     with pytest.raises(AmpConfigError, match='accumulate_in_fp32=True conflicts with num_losses=2'):
         AmpOptimWrapper(optimizer=optimizer, opt_level='O3', num_losses=2, **WIDE)
     # with masters, several losses meet in FP32 anyway
-    assert AmpOptimWrapper(optimizer=optimizer, opt_level='O2', num_losses=2, **WIDE)._engine._sums is None
+    assert (
+        AmpOptimWrapper(optimizer=optimizer, opt_level='O2', num_losses=2, **WIDE)._engine.parts.gradients.sums is None
+    )
     assert 'sums in FP32' in AmpOptimWrapper(optimizer=optimizer, opt_level='O2', **WIDE).policy.describe()
 
 

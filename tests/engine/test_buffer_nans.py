@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from amp_wrapper import AmpOptimWrapper, amp
 from amp_wrapper.engine.buffers import snapshots as buffer_snapshots
+from amp_wrapper.engine.buffers.tracked import TrackedBuffers
 
 NAN = math.nan
 WORDS: dict[str, Any] = dict(verbosity=0, loss_scale=dict(init_scale=1.0))
@@ -447,13 +448,13 @@ def test_a_pass_without_gradients_between_is_looked_at_once(
     wrapper = AmpOptimWrapper(optimizer=SGD(model.parameters(), lr=0.01), opt_level=level, skip_nonfinite=True, **WORDS)
     wrapper.attach(model)
     looks: list[None] = []
-    write_back = buffer_snapshots.BufferSnapshots._write_back
+    write_back = TrackedBuffers.write_back
 
-    def count_looks(self: buffer_snapshots.BufferSnapshots, flag: Tensor | None) -> None:
+    def count_looks(self: TrackedBuffers, flag: Tensor | None) -> None:
         looks.append(None)
         write_back(self, flag)
 
-    monkeypatch.setattr(buffer_snapshots.BufferSnapshots, '_write_back', count_looks)
+    monkeypatch.setattr(TrackedBuffers, 'write_back', count_looks)
 
     def train(bad: bool = False, interrupt: bool = False) -> None:
         loss = model(batch(0, device, bad)).square().mean()

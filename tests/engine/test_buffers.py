@@ -26,6 +26,7 @@ from amp_wrapper import AmpConfigError, AmpOptimWrapper, OverflowStreakError, am
 from amp_wrapper.amp import session as amp_session
 from amp_wrapper.engine.buffers import hooks as buffer_hooks
 from amp_wrapper.engine.buffers import snapshots as buffer_snapshots
+from amp_wrapper.engine.buffers.copies import LargeBuffer
 from amp_wrapper.optim import FusedAdamW
 from amp_wrapper.policy import LEVELS, resolve
 
@@ -649,9 +650,12 @@ def test_large_constants_are_not_kept_twice(device: torch.device) -> None:
     model = Around(nn.Sequential(Table(), Probe())).to(device)
     run = Scripted('wrapper', 'O1', model)
     run.train(batch((4, 3), device))
-    snapshots = run.wrapper._engine._buffers
+    snapshots = run.wrapper._engine.parts.buffers
     assert snapshots is not None
-    kept = {snapshots._names[place] for place, copy_ in snapshots._large.items() if copy_ is not None}
+    copies = {name: snapshots._tracked._copies[place] for place, name in enumerate(snapshots._tracked.names)}
+    large = {name: part for name, (part, _) in copies.items() if isinstance(part, LargeBuffer)}
+    assert set(large) == {'part.0.table', 'part.1.large'}
+    kept = {name for name, part in large.items() if part.copies[0] is not None}
     assert kept == {'part.1.large'}
     before = snapshot(model)
     run.train(batch((4, 3), device, bad=True))
@@ -1110,6 +1114,6 @@ def test_a_run_of_mmengine(level: str, tmp_path: Any, device: torch.device) -> N
     runner = toy.run(
         tmp_path, dict(type='AmpOptimWrapper', opt_level=level, skip_nonfinite=True, optimizer=dict(type='SGD', lr=0.1))
     )
-    snapshots = runner.optim_wrapper._engine._buffers
+    snapshots = runner.optim_wrapper._engine.parts.buffers
     assert snapshots is not None
-    assert not any(name.startswith('data_preprocessor') for name in snapshots._names)
+    assert not any(name.startswith('data_preprocessor') for name in snapshots._tracked.names)

@@ -22,7 +22,7 @@ from amp_wrapper.autocast.op_set import OpSet
 from amp_wrapper.autocast.patching import patches
 from amp_wrapper.casting.roots import unwrap
 from amp_wrapper.engine import AmpEngine, Stage
-from amp_wrapper.engine.gradients.unscale import GradientClip
+from amp_wrapper.engine.clipping import GradientClip
 from amp_wrapper.errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpUsageError, OverflowStreakError
 from amp_wrapper.policy import LEVELS, resolve
 

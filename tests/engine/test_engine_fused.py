@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from amp_wrapper.engine import AmpEngine
-from amp_wrapper.engine.gradients.unscale import GradientClip
+from amp_wrapper.engine.clipping import GradientClip
 from amp_wrapper.errors import AmpUsageError, OverflowStreakError
 from amp_wrapper.optim import FusedAdam, FusedAdamW, FusedSGD
 from amp_wrapper.policy import resolve
@@ -222,7 +222,7 @@ def test_a_streak_is_found_when_the_decisions_are_read(make: Make, device: torch
         run.engine.zero_grad()
         return result
 
-    rows = [step().decision.tolist() for _ in range(3)]
+    rows = [step().info.tolist() for _ in range(3)]
     assert not caplog.records
     run.engine.review(rows)
     assert [
@@ -324,7 +324,7 @@ def test_hooks_after_a_step_do_not_change_the_way(device: torch.device) -> None:
     run.backward()
     with NoHostRead():
         run.engine.step()
-    assert calls == [1] and all(master.grad is None for _, master in run.engine._pairs())
+    assert calls == [1] and all(master.grad is None for _, master in run.engine.parts.params.pairs)
 
 
 def test_memory_that_two_parameters_share_is_refused_with_nothing_done(device: torch.device) -> None:

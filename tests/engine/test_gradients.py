@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from amp_wrapper.engine.gradients.unscale import GradientClip, accumulate_unscaled, nonfinite_names, unscale_to_masters
+from amp_wrapper.engine.clipping import GradientClip
+from amp_wrapper.engine.gradients.unscale import accumulate_unscaled, nonfinite_names, unscale_to_masters
 from amp_wrapper.errors import AmpConfigError, AmpUsageError
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_wrapper.checkpoint.format import check_scaler_state
 from amp_wrapper.engine.loss_scale import LossScaler
 from amp_wrapper.errors import AmpCheckpointError
-from amp_wrapper.policy.loss_scale import LossScaleConfig, check_scaler_state
+from amp_wrapper.policy.loss_scale import LossScaleConfig
 
 TINY = float(np.finfo(np.float32).tiny)
 

@@ -17,7 +17,7 @@ from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.registry import HOOKS
 
 from amp_wrapper import AmpCheckpointError, AmpConfigError
-from amp_wrapper.openmmlab.resume import exact_resume
+from amp_wrapper.openmmlab.resume import seen_data
 from amp_wrapper.openmmlab.resume.exact_resume import ExactResumeHook
 
 OURS = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
@@ -198,7 +198,7 @@ def test_passing_over_data_shows_progress(tmp_path: Path, monkeypatch: pytest.Mo
     run(tmp_path, **copy.deepcopy(case))
     (tmp_path / 'iter_6.pth').unlink()
     clock = iter(range(0, 10_000, 11))
-    monkeypatch.setattr(exact_resume.time, 'monotonic', lambda: float(next(clock)))
+    monkeypatch.setattr(seen_data.time, 'monotonic', lambda: float(next(clock)))
     _, lines = run(tmp_path, resume=True, **copy.deepcopy(case))
     said = [line for line in lines if 'passing over data' in line]
     assert said[0] == 'amp: passing over data seen already: 1 of 5 batches, about 44 s left' and len(said) == 5

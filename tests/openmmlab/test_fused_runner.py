@@ -85,11 +85,11 @@ def test_nothing_is_read_between_two_log_lines() -> None:
             wrapper.update_params(loss)
         lines += said
     assert [line for line in lines if 'skipped' in line] == []
-    rows = wrapper._deferred.rows
-    assert rows.transfers == 0
+    log = wrapper._log
+    assert log.transfers == 0
     with toy.captured_log() as said:
         norms = wrapper.message_hub.get_scalar('train/grad_norm').data[0]
-    assert rows.transfers == 1 and len(norms) == 3
+    assert log.transfers == 1 and len(norms) == 3
     assert [line for line in said if '(1 so far, 1 in a row); loss scale now 512' in line]
     assert wrapper.message_hub.get_scalar('train/amp_skipped').data[0].tolist() == [0.0, 0.0, 1.0, 1.0]
     assert wrapper.message_hub.get_scalar('train/amp_scale').data[0].tolist() == [1024.0] * 2 + [512.0] * 2

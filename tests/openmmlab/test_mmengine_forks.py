@@ -15,8 +15,8 @@ import toy
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import IterBasedTrainLoop
 
-from amp_wrapper.openmmlab.patches import members as mmengine_patches
-from amp_wrapper.openmmlab.resume import exact_resume
+from amp_wrapper.openmmlab import patches
+from amp_wrapper.openmmlab.resume import seen_data
 
 SKIPS = 'fast_forward_on_resume' in inspect.signature(IterBasedTrainLoop.__init__).parameters
 OURS = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
@@ -25,7 +25,7 @@ OURS = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', l
 @pytest.mark.parametrize('by_method', [True, False])
 def test_both_ways_of_passing_over_data(by_method: bool) -> None:
     loop, told = SimpleNamespace(iter=3, dataloader_iterator=iter(range(10))), []
-    iterator = loop.dataloader_iterator = exact_resume._FastForward(loop, lambda: told.append(True))
+    iterator = loop.dataloader_iterator = seen_data.FastForward(loop, lambda: told.append(True))
     if by_method:
         iterator.skip_iter(3)
     else:
@@ -38,7 +38,7 @@ def test_both_ways_of_passing_over_data(by_method: bool) -> None:
 
 @pytest.mark.parametrize('by_method', [True, False])
 def test_nothing_is_left_to_train(by_method: bool) -> None:
-    nothing = exact_resume._Nothing()
+    nothing = seen_data.Nothing()
     if by_method:
         nothing.skip_iter(10**9)
     assert [next(nothing), next(nothing)] == [None, None]
@@ -67,12 +67,12 @@ def test_data_that_begin_anew_are_told(tmp_path: Path) -> None:
     again, lines = _train(tmp_path, 6, resume=True, loop=dict(fast_forward_on_resume=True))
     assert again.iter == 6
     assert any('fast_forward_on_resume=True begins the data anew' in line for line in lines)
-    assert not isinstance(again.train_loop.dataloader_iterator, exact_resume._Passing)
+    assert not isinstance(again.train_loop.dataloader_iterator, seen_data._Passing)
 
 
 def test_classes_of_checkpoints_stay_allowed(tmp_path: Path) -> None:
     """onedl-mmengine allows them while it reads a file, and takes its own entries out afterwards."""
-    mmengine_patches.apply()
+    patches.install()
     history = HistoryBuffer()
     history.update(1.0)
     torch.save(dict(history=history, array=np.zeros(2), number=np.float64(1), part=slice(1)), tmp_path / 'a.pth')

@@ -16,7 +16,7 @@ import toy
 from mmengine.runner import FlexibleRunner, Runner
 
 from amp_wrapper import AmpCheckpointError
-from amp_wrapper.openmmlab.patches import resuming as mmengine_resuming
+from amp_wrapper.openmmlab.patches import resuming
 
 OURS = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=dict(type='SGD', lr=0.1))
 STOCK = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))
@@ -256,9 +256,9 @@ def test_nothing_changes_without_a_wrapper_of_ours(tmp_path: Path, monkeypatch: 
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError('a run without a wrapper of ours was judged')
 
-    monkeypatch.setattr(mmengine_resuming, 'judge', never)
-    monkeypatch.setattr(mmengine_resuming, 'choose_newest', never)
-    monkeypatch.setattr(mmengine_resuming.checkpoint_file, 'verify', never)
+    monkeypatch.setattr(resuming, 'validate_file', never)
+    monkeypatch.setattr(resuming, 'choose_newest', never)
+    monkeypatch.setattr(resuming.checkpoint_file, 'verify', never)
     toy.run(tmp_path, STOCK)
     runner = toy.run(tmp_path, STOCK, resume=True, **LONGER)
     assert runner.epoch == 3

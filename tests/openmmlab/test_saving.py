@@ -16,8 +16,8 @@ from mmengine.registry import HOOKS
 
 from amp_wrapper import CheckpointWriteError
 from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.openmmlab.patches import saving as mmengine_saving
 from amp_wrapper.openmmlab.patches.saving import WAITING
+from amp_wrapper.openmmlab.wrappers import wrappers_of
 
 OURS = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=dict(type='SGD', lr=0.1))
 STOCK = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))
@@ -213,9 +213,9 @@ def test_checkpoints_elsewhere(tmp_path: Path) -> None:
 
 def test_wrappers_of_knows_ours(tmp_path: Path) -> None:
     runner = toy.run(tmp_path, STOCK)
-    assert mmengine_saving.wrappers_of(runner) == {}
+    assert wrappers_of(runner) == {}
     runner = toy.run(tmp_path, OURS)
-    assert list(mmengine_saving.wrappers_of(runner)) == ['']
+    assert list(wrappers_of(runner)) == ['']
     assert os.listdir(tmp_path)
 
 

@@ -92,34 +92,38 @@ def test_kernels_equal_the_cpu_ops_and_the_sanitizers_are_silent(
 
 
 FAULTS = {
-    'a missing barrier': (THREAD, ('kernels.cuh', JOIN, JOIN.replace('  __syncthreads();\n', '')), 'data race'),
+    'a missing barrier': (THREAD, ('norm_kernels.cuh', JOIN, JOIN.replace('  __syncthreads();\n', '')), 'data race'),
     'a write out of bounds': (
         ADDRESS,
-        ('kernels.cuh', TAIL, TAIL.replace('i < count', 'i <= count')),
+        ('elementwise_kernels.cuh', TAIL, TAIL.replace('i < count', 'i <= count')),
         'heap-buffer-overflow',
     ),
     'a misaligned vector': (
         ADDRESS,
-        ('kernels.cuh', ALIGNED, ALIGNED.replace('is_aligned(source) && is_aligned(target)', 'is_aligned(target)')),
+        (
+            'elementwise_kernels.cuh',
+            ALIGNED,
+            ALIGNED.replace('is_aligned(source) && is_aligned(target)', 'is_aligned(target)'),
+        ),
         'misaligned address',
     ),
 }
 #: Those that show in the results, each in those of another op: one program is enough for all.
 WRONG_RESULTS = {
     'WRONG: scale': (
-        'kernels.cuh',
+        'elementwise_kernels.cuh',
         'scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {\n'
         '  const auto place = place_of(work);\n  const Scale function{scale == nullptr ? 1.0f',
         'scale_kernel(const __grid_constant__ Work<2> work, const float* scale, float* found_inf) {\n'
         '  const auto place = place_of(work);\n  const Scale function{scale == nullptr ? 0.0f',
     ),
     'WRONG: scale and sum': (
-        'kernels.cuh',
+        'norm_kernels.cuh',
         '        x.values[i] = function(value);\n',
         '        x.values[i] = value;\n',
     ),
     'WRONG: l2norm': (
-        'kernels.cuh',
+        'norm_kernels.cuh',
         'join_block<Sum>(join_warp<Sum>(sums[0], 8))',
         'join_block<Sum>(join_warp<Sum>(sums[0], 16))',
     ),
@@ -130,7 +134,7 @@ WRONG_RESULTS = {
     ),
     # the payload of a NaN
     'WRONG: copy': (
-        'kernels.cuh',
+        'elementwise_kernels.cuh',
         'if constexpr (std::is_same_v<S, T>) {',
         'if constexpr (std::is_same_v<S, T> && false) {',
     ),
@@ -211,6 +215,7 @@ def test_planted_faults_show_in_a_step(tmp_path: Path) -> None:
 # -- the code that starts them -------------------------------------------------------------------------------------
 
 SOURCES = ('kernels.cu', 'step_kernels.cu')
+KERNELS = ('elementwise_kernels.cuh', 'norm_kernels.cuh', 'step_kernels.cuh')
 LAUNCH = re.compile(r'(\w+(?:<\w+>)?)<<<(.+?), (\w+), 0, stream>>>\((.*?)\);')
 
 
@@ -271,7 +276,7 @@ HOST_FAULTS = {
     ),
     'multi_tensor_maxnorm': ('kernels.cu', 'total, each, found_inf);', 'total, each, nullptr);'),
     # later launches write over the rows of earlier ones
-    'step_prologue': ('step_work.h', 'prologue.rows = rows + first * kRow;', 'prologue.rows = rows;'),
+    'step_prologue': ('step_kernel_args.h', 'prologue.rows = rows + first * kRow;', 'prologue.rows = rows;'),
     'fused_adam': ('step_ops.cpp', 'update.states[0], update.states[1],', 'update.states[1], update.states[0],'),
     'fused_sgd': ('step_ops.cpp', 'const bool momentums = update.states[0] >= 0;', 'const bool momentums = false;'),
 }
@@ -328,7 +333,7 @@ def mangled(name: str) -> str:
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: Path) -> None:
     reports = compile_reports(tmp_path)
-    text = ''.join((CSRC / 'cuda' / f'{name}h').read_text() for name in SOURCES)
+    text = ''.join((CSRC / 'cuda' / name).read_text() for name in KERNELS)
     names = re.findall(r'__global__ void\s+(?:__launch_bounds__\([\w, ]+\)\s+)?(\w+)\(', text)
     assert len(names) == text.count('__global__') == 13
     for architecture, found in reports.items():
@@ -353,7 +358,7 @@ def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path)
     compiler()
     shutil.copytree(CSRC, tmp_path / 'csrc')
     # with two roundings in its place, nothing is left that may be fused
-    plant(tmp_path / 'csrc/common/optimizer.h', '__fmaf_rn(a, b, c)', '__fadd_rn(__fmul_rn(a, b), c)')
+    plant(tmp_path / 'csrc/common/step_prologue.h', '__fmaf_rn(a, b, c)', '__fadd_rn(__fmul_rn(a, b), c)')
     ptx: dict[str, str] = {}
     for name in SOURCES:
         target = tmp_path / 'kernels.ptx'

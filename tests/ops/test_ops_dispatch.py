@@ -14,6 +14,7 @@ from ops_models import (
     LISTED,
     NORMS,
     PAIRED,
+    REFERENCE,
     STEPS,
     Call,
     NoHostRead,
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_wrapper import ops
-from amp_wrapper.ops import loader, reference, schemas
+from amp_wrapper.ops import loader, schemas
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -208,7 +209,7 @@ def test_a_new_scale_is_no_new_graph(device: torch.device) -> None:
 
 @pytest.mark.parametrize('name', LISTED)
 def test_no_op_reads_the_device(name: str, device: torch.device) -> None:
-    for face in (ops, torch.ops.amp_wrapper, reference):
+    for face in (ops, torch.ops.amp_wrapper, REFERENCE):
         call = make_call(name, seeded_rows(12), device, (0.5, 2.0), True, True)
         with NoHostRead():
             call.run(face)
@@ -221,7 +222,7 @@ def test_no_op_reads_the_device(name: str, device: torch.device) -> None:
 @pytest.mark.parametrize('name', LISTED)
 def test_tensors_that_require_grad(name: str, face: str, grad: bool, device: torch.device) -> None:
     """They are taken as they are: nothing is recorded, leaves may be written, the results want no gradient."""
-    where = dict(FACES, reference=reference)[face]
+    where = dict(FACES, reference=REFERENCE)[face]
     plain = make_call(name, ROWS['mixed'], device, (0.5, 2.0), True, True)
     call = make_call(name, ROWS['mixed'], device, (0.5, 2.0), True, True)
     for tensor in call.tensors():

@@ -12,6 +12,7 @@ from ops_models import (
     LISTED,
     NORMS,
     PAIRED,
+    REFERENCE,
     Call,
     bits,
     in_fresh_process,
@@ -24,11 +25,10 @@ from ops_models import (
 from torch import Tensor
 
 from amp_wrapper import ops
-from amp_wrapper.ops import reference
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 #: Who is asked: the package's functions, torch.ops, and the reference by itself.
-FACES = {'front': ops, 'raw': torch.ops.amp_wrapper, 'reference': reference}
+FACES = {'front': ops, 'raw': torch.ops.amp_wrapper, 'reference': REFERENCE}
 FIRST = dict(
     multi_tensor_scale='sources',
     multi_tensor_axpby='xs',
@@ -513,7 +513,7 @@ def test_one_element_of_any_shape_is_a_scalar(
     expected, call = good(name, device), good(name, device)
     for scalar in SCALARS[name]:
         call.arguments[scalar] = call.arguments[scalar].reshape(shape)
-    results = zip(expected.run(reference), call.run(FACES[face]), strict=True)
+    results = zip(expected.run(REFERENCE), call.run(FACES[face]), strict=True)
     assert all(same_bits(old.reshape(-1), new.reshape(-1)) for old, new in results)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from ops_models import without_compiled, zero
+from ops_models import REFERENCE, without_compiled, zero
 
 from amp_wrapper import ops
 
-FACES = {'front': ops, 'raw': torch.ops.amp_wrapper, 'reference': ops.reference}
+FACES = {'front': ops, 'raw': torch.ops.amp_wrapper, 'reference': REFERENCE}
 
 
 @pytest.fixture(params=list(FACES))

@@ -16,6 +16,7 @@ from ops_models import (
     FLOATS,
     LISTED,
     NORMS,
+    REFERENCE,
     NoHostRead,
     Row,
     bits,
@@ -30,7 +31,6 @@ from ops_models import (
 from torch import Tensor
 
 from amp_wrapper import ops
-from amp_wrapper.ops import reference
 
 F32, F64 = torch.float32, torch.float64
 SHAPES: list[tuple[int, ...]] = [
@@ -71,7 +71,7 @@ def agree(name: str, rows: Any, device: torch.device, *more: Any) -> None:
     one, other = make_call(name, rows, device, *more), make_call(name, rows, device, *more)
     kept = [bits(tensor).clone() for tensor in one.tensors()]
     with NoHostRead():
-        results, wanted = one.run(ops), other.run(reference)
+        results, wanted = one.run(ops), other.run(REFERENCE)
     assert len(results) == len(wanted)
     for index, (result, want) in enumerate(zip(results, wanted)):
         assert same_bits(result, want), f'{name}: result {index}'
@@ -124,7 +124,7 @@ def test_parity_of_targets_that_go_around_the_caches(name: str, dtype: torch.dty
     """Targets of 32 MiB and more are streamed; the second is aligned to 16 bytes and not to 64, the third is short."""
     size = (32 << 20) // dtype.itemsize
     results = []
-    for where in (ops, reference):
+    for where in (ops, REFERENCE):
         base = torch.zeros(size + 1000, dtype=dtype, device=device)
         place = -base.data_ptr() % 64 // dtype.itemsize
         targets = [base[place : place + size - 77], base[place + size - 72 : place + size - 5], base[-5:]]
@@ -155,7 +155,7 @@ def test_parity_of_update_scale(
     device: torch.device, scale: float, tracker: int, left: int, found: float, **rest: Any
 ) -> None:
     results = []
-    for where in (ops, reference):
+    for where in (ops, REFERENCE):
         tensors = state(device, scale, tracker, left)
         tensors[3].fill_(found)
         with NoHostRead():
@@ -181,7 +181,7 @@ def test_axpby_rounds_each_product_and_the_sum(device: torch.device, rows: Any, 
         left, right = (t.double() * float(np.float32(1 if f is None else f)) for t, f in zip((x, y), factors))
         # the sum of two float32, rounded to float64 and then to float32, is the one rounded once
         wanted.append((_once(left) + _once(right)).float().to(target.dtype))
-    for where in (ops, reference):
+    for where in (ops, REFERENCE):
         call = make_call('multi_tensor_axpby', rows, device, factors)
         call.run(where)
         assert all(same_bits(target, want) for target, want in zip(call.arguments['targets'], wanted))
@@ -243,7 +243,7 @@ def check_l2norm(where: Any, tensors: list[Tensor], device: torch.device, scale:
         assert abs(got.item() - exact) <= exact * units(some, scale is not None) * 2.0**-24 * 1.0001
 
 
-@pytest.mark.parametrize('where', [ops, reference], ids=['front', 'reference'])
+@pytest.mark.parametrize('where', [ops, REFERENCE], ids=['front', 'reference'])
 @settings(max_examples=60, deadline=None)
 @given(rows=rows_of(FLOATS, 9), scale=st.sampled_from([None, 2.0**-16, 1 / 3]))
 def test_l2norm_is_within_its_bound(where: Any, device: torch.device, rows: Any, scale: float | None) -> None:
@@ -252,7 +252,7 @@ def test_l2norm_is_within_its_bound(where: Any, device: torch.device, rows: Any,
         check_l2norm(where, tensors, device, scale)
 
 
-@pytest.mark.parametrize('where', [ops, reference], ids=['front', 'reference'])
+@pytest.mark.parametrize('where', [ops, REFERENCE], ids=['front', 'reference'])
 def test_l2norm_of_many_elements_is_within_its_bound(where: Any, device: torch.device) -> None:
     large = [
         moderate(i, (size,), FLOATS[i % 3], device, 0) for i, size in enumerate((3_000_001, 32768 * 33 + 1, *EDGES))
@@ -279,7 +279,7 @@ def test_l2norm_adds_in_the_order_of_the_planner(device: torch.device) -> None:
     assert ops.multi_tensor_l2norm([blocks])[0].item() == 1.0
 
 
-@pytest.mark.parametrize('where', [ops, reference], ids=['front', 'reference'])
+@pytest.mark.parametrize('where', [ops, REFERENCE], ids=['front', 'reference'])
 def test_a_sum_that_overflows_raises_no_flag(where: Any, device: torch.device) -> None:
     tensors = [
         torch.full((7,), 1e19, device=device),

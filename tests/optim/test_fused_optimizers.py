@@ -298,7 +298,7 @@ def test_hyper_parameters_are_read_only_where_they_changed(device: torch.device)
         optimizer.param_groups[0]['lr'] = lr
         give(mine, 0)
         optimizer.step()
-        tables.append((optimizer._hyper, optimizer._plan))
+        tables.append((optimizer._hyper, optimizer._lists))
     assert tables[0] == tables[1] and tables[2] == tables[3]
     assert tables[1][0] is not tables[2][0] and tables[1][1] is tables[2][1]
     # what a device may still be reading stays as it was
@@ -787,7 +787,7 @@ def test_a_state_that_cannot_be_is_refused(edit: dict[str, Any], words: str, beg
     give(mine, 0)
     optimizer.step()
     if not begun:
-        optimizer._plan = None
+        optimizer._lists = None
     before = [p.detach().clone() for p in mine], float(optimizer.state[mine[2]]['step'])
     optimizer.state[mine[0]].update(edit)
     with pytest.raises(AmpUsageError, match=words):
@@ -831,12 +831,9 @@ def test_gradients_of_an_owner_are_checked_before_it_decides(
 @pytest.mark.parametrize('begun', [False, True])
 def test_an_op_that_refuses_takes_the_new_state_along(begun: bool, device: torch.device) -> None:
     storage = torch.ones(8, device=device)
-    mine = [
-        nn.Parameter(torch.ones(4, device=device, dtype=torch.float64)),
-        nn.Parameter(storage[:6]),
-        nn.Parameter(storage[2:]),
-    ]
-    optimizer = FusedSGD(mine, **MOMENTUM)
+    mine = [nn.Parameter(torch.ones(4, device=device)), nn.Parameter(storage[:6]), nn.Parameter(storage[2:])]
+    # those with other state are a second call
+    optimizer = FusedAdam([dict(params=mine[:1], amsgrad=True), dict(params=mine[1:])])
     if begun:
         mine[1].grad = torch.ones_like(mine[1])
         optimizer.step()
@@ -859,11 +856,11 @@ def test_an_op_that_refuses_takes_the_new_state_along(begun: bool, device: torch
 
 
 def test_what_was_written_before_a_refusal_keeps_its_state(device: torch.device) -> None:
-    storage = torch.ones(8, device=device, dtype=torch.float64)
+    storage = torch.ones(8, device=device)
     mine = [nn.Parameter(torch.ones(4, device=device)), nn.Parameter(storage[:6]), nn.Parameter(storage[2:])]
-    optimizer = FusedAdam(mine)
+    optimizer = FusedAdam([dict(params=mine[:1]), dict(params=mine[1:], amsgrad=True)])
     give(mine, 0)
-    # float64 parameters are a second call, which refuses
+    # those with other state are a second call, which refuses
     with pytest.raises(ValueError, match='share memory'):
         optimizer.step()
     assert list(optimizer.state) == [mine[0]] and float(optimizer.state[mine[0]]['step']) == 1

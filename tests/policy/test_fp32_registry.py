@@ -14,15 +14,8 @@ from torch import nn
 
 from amp_wrapper import AmpConfigError
 from amp_wrapper.policy import resolve
-from amp_wrapper.policy.fp32_registry import (
-    FP32_OPS,
-    Fp32Op,
-    find,
-    is_function_class,
-    is_module_class,
-    owner,
-    problems_of,
-)
+from amp_wrapper.policy.fp32_registry import FP32_OPS, Fp32Op
+from amp_wrapper.policy.lookup import find, is_function_class, is_module_class, parent_of, problems_of
 
 FULL_MMCV = importlib.util.find_spec('mmcv._ext') is not None
 
@@ -98,7 +91,7 @@ def test_a_function_shadows_its_module(tmp_path: Path, monkeypatch: pytest.Monke
     function = find('shadowing.nms', load=True)
     assert function.__name__ == 'nms' and find('shadowing.nms.NMSop', load=False).__name__ == 'NMSop'
     assert find('shadowing.nms.nms', load=False) is function
-    assert owner('shadowing.nms') == (sys.modules['shadowing'], 'nms')
+    assert parent_of('shadowing.nms') == (sys.modules['shadowing'], 'nms')
 
 
 def test_kinds() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from amp_wrapper.errors import AmpConfigError, nearest
 from amp_wrapper.policy import LEVELS, Policy, dtype_name, parse_dtype, resolve
-from amp_wrapper.policy.loss_scale import LossScaleConfig, is_number
+from amp_wrapper.policy.loss_scale import LossScaleConfig
+from amp_wrapper.policy.options import is_number
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 CAST_LEVELS, PER_OP_LEVELS = ('O0', 'O2', 'O3', 'O5'), ('O1', 'O4')

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import ops
 from amp_wrapper.ops import loader, split
-from amp_wrapper.ops import optimizer_step as reference_step
 
 ROOT = Path(__file__).parents[2]
+#: The ops in plain torch, by name.
+REFERENCE = SimpleNamespace(**ops.REFERENCES)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
 PAIRED = (
@@ -313,7 +315,7 @@ def update_call(
         plain: Whether states are float32 and layouts plain.
     """
     first = prologue_call(name, [float(i % 3 * 50) for i in range(len(shapes))], device, flags)
-    first.run(reference_step)
+    first.run(REFERENCE)
     decision = torch.tensor([skip, 0.3, 0.7, 8.0, 1.0, 1.0, 0.0, 0.0], device=device)
     lists: list[list[Tensor]] = [[] for _ in range(6)]
     for index, shape in enumerate(shapes, start):

@@ -25,7 +25,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ('support'
 import mmengine.runner.runner
 import toy
 
-from amp_wrapper.openmmlab.resume import exact_resume
+from amp_wrapper.openmmlab.resume import data_order, early_stopping, rank_states, seen_data
+from amp_wrapper.openmmlab.resume.exact_resume import ExactResumeHook
 
 # what a process finds out about its machine takes a second and no part
 mmengine.runner.runner.collect_env = dict
@@ -43,22 +44,21 @@ def _restore_at_once(self: Any, loop: Any, go_on: Any) -> None:
     self._go_on = lambda: None
 
 
-original_init = exact_resume._FastForward.__init__
-original_set = exact_resume.ExactResumeHook._set_random_states
-HOOK = exact_resume.ExactResumeHook
+original_init = seen_data.FastForward.__init__
+original_set = ExactResumeHook._set_random_states
 PROTECTIONS: dict[str, tuple[Any, str, Any]] = {
-    'the random states': (exact_resume.random_state, 'restore', lambda *args: []),
-    'the isolation of validations': (HOOK, 'before_val', lambda self, runner: None),
-    'the place in the epoch': (exact_resume, '_rest_of_epoch', _begin_again),
-    'the moment after passing over data': (exact_resume._FastForward, '__init__', _restore_at_once),
+    'the random states': (rank_states.random_state, 'restore', lambda *args: []),
+    'the isolation of validations': (ExactResumeHook, 'before_val', lambda self, runner: None),
+    'the place in the epoch': (seen_data, 'rest_of_epoch', _begin_again),
+    'the moment after passing over data': (seen_data.FastForward, '__init__', _restore_at_once),
     'the states at the start of the epoch': (
-        HOOK,
+        ExactResumeHook,
         '_set_random_states',
         lambda self, runner, moment: original_set(self, runner, 'now'),
     ),
-    'the validation that is due': (HOOK, '_is_validation_due', lambda self, runner, loop: False),
-    'the state of early stopping': (exact_resume, '_restore_early_stopping', lambda runner, states: None),
-    'the seed': (HOOK, '_follow_seeds', lambda self, loop: None),
+    'the validation that is due': (ExactResumeHook, '_is_validation_due', lambda self, runner, loop: False),
+    'the state of early stopping': (early_stopping, 'restore', lambda runner, states: None),
+    'the seed': (data_order, 'follow_seeds', lambda loop, saved: None),
 }
 
 

@@ -1,4 +1,4 @@
-"""A small model, data set and runner for tests of the mmengine doors."""
+"""A small model, data set and runner for tests of the mmengine integration."""
 
 from __future__ import annotations
 

@@ -3,6 +3,9 @@
 ``python tests/system/fuzz_checkpoints.py --files 10000 --seed 0 --report FILE.md``, or ``make fuzz-test``. A runner stands at
 the state of one checkpoint and is asked to resume from a damaged copy of another. Whatever happens, it must be at the first
 state still, or be wholly at the other one.
+
+``--record FILE`` keeps what became of each file, with the two checkpoints that were damaged, and ``--compare FILE`` damages
+those again in the same way and asks for the same verdicts and messages, see ``fuzz_verdicts.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ import mmengine
 import mmengine.runner.runner
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / 'support'))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / 'support')]
+import fuzz_verdicts
 import toy
 from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
@@ -66,14 +70,22 @@ class Target:
         level: The opt level.
         folder: For its files.
         attached: Whether its model is cast before it resumes.
+        files: Checkpoints to take, by name; without them, a run makes its own.
     """
 
-    def __init__(self, level: str, folder: Path, attached: bool) -> None:
+    def __init__(self, level: str, folder: Path, attached: bool, files: dict[str, bytes] | None = None) -> None:
         self.case = toy.everything(level)
         first = folder / f'{level}-{attached}'
-        # an open window is among the things that can be damaged: 7 iterations an epoch, windows of 2
-        toy.run(first, **copy.deepcopy(dict(self.case, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1))))
         self.names = dict(here=first / 'epoch_2.pth', there=first / 'epoch_3.pth')
+        if files is None:
+            # an open window is among the things that can be damaged: 7 iterations an epoch, windows of 2
+            toy.run(
+                first, **copy.deepcopy(dict(self.case, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1)))
+            )
+        else:
+            first.mkdir()
+            for name in self.names.values():
+                name.write_bytes(files[f'{level}/{name.name}'])
         case = dict(copy.deepcopy(self.case), resume=True, load_from=str(self.names['here']))
         case['custom_hooks'] = [*case['custom_hooks'], dict(type='StopWhenBuilt')]
         self.runner = Runner.from_cfg(toy.toy_config(first / 'target', **case))
@@ -287,11 +299,13 @@ class Outcome:
     Attributes:
         counts: Files by kind of damage and outcome.
         failures: One line each.
+        verdicts: What became of each file, for :mod:`fuzz_verdicts`.
     """
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.failures: list[str] = []
+        self.verdicts: list[list[str]] = []
 
 
 def attack(target: Target, path: Path, dice: random.Random, outcome: Outcome) -> None:
@@ -315,6 +329,7 @@ def attack(target: Target, path: Path, dice: random.Random, outcome: Outcome) ->
         target.runner.resume(str(path))
     except AmpError as error:
         outcome.counts[kind, 'refused'] += 1
+        outcome.verdicts.append(fuzz_verdicts.refused(label, error, path))
         if str(path) not in str(error):
             outcome.failures.append(f'{label}: the message does not name the file: {error}')
         rows = toy.differences(target.here, target.state())
@@ -323,20 +338,25 @@ def attack(target: Target, path: Path, dice: random.Random, outcome: Outcome) ->
             target.resumed(target.names['here'])
     except Exception as error:
         outcome.counts[kind, 'untyped'] += 1
+        outcome.verdicts.append(fuzz_verdicts.failed(label, error, path))
         outcome.failures.append(f'{label}: {type(error).__name__}: {str(error)[:300]}')
         target.resumed(target.names['here'])
     else:
         outcome.counts[kind, 'harmless'] += 1
         if kind == 'code':
             outcome.failures.append(f'{label}: accepted')
-        if kind == 'bytes' and toy.differences(target.there, target.state()):
+        rows = toy.differences(target.there, target.state())
+        if kind == 'bytes' and rows:
             outcome.failures.append(f'{label}: damaged bytes were applied')
+        end: Exception | None = None
         try:
             target.can_go_on()
-        except AmpError:
-            pass
+        except AmpError as error:
+            end = error
         except Exception as error:
+            end = error
             outcome.failures.append(f'{label}: accepted, then {type(error).__name__}: {str(error)[:300]}')
+        outcome.verdicts.append(fuzz_verdicts.harmless(label, rows, end, path))
         try:
             _start_over(target)
         except AmpError as error:
@@ -353,7 +373,13 @@ def _start_over(target: Target) -> None:
     target.resumed(target.names['here'])
 
 
-def run(files: int, seed: int, folder: Path, levels: tuple[str, ...] = ('O2', 'O1', 'O5', 'O0')) -> Outcome:
+def run(
+    files: int,
+    seed: int,
+    folder: Path,
+    levels: tuple[str, ...] = ('O2', 'O1', 'O5', 'O0'),
+    checkpoints: dict[str, bytes] | None = None,
+) -> Outcome:
     """Attack with so many files, spread over levels, models cast and not yet cast.
 
     Args:
@@ -361,12 +387,13 @@ def run(files: int, seed: int, folder: Path, levels: tuple[str, ...] = ('O2', 'O
         seed: Of the damage.
         folder: For the files.
         levels: The opt levels.
+        checkpoints: What to damage, from :func:`good_checkpoints`; without them, each target makes its own.
     """
     torch.set_num_threads(1)
     warnings.simplefilter('ignore')
     dice = random.Random(seed)
     outcome = Outcome()
-    targets = [Target(level, folder, attached) for level in levels for attached in (False, True)]
+    targets = [Target(level, folder, attached, checkpoints) for level in levels for attached in (False, True)]
     # thousands of lines about what is wrong with the files
     logging.disable(logging.CRITICAL)
     for number in range(files):
@@ -377,6 +404,17 @@ def run(files: int, seed: int, folder: Path, levels: tuple[str, ...] = ('O2', 'O
         HACKED.unlink()
         outcome.failures.append('code of a file was executed')
     return outcome
+
+
+def good_checkpoints(folder: Path, levels: tuple[str, ...] = ('O2', 'O1', 'O5', 'O0')) -> dict[str, bytes]:
+    """The checkpoints that targets of these levels start from, by ``level/name``."""
+    made = {}
+    for level in levels:
+        for path in Target(level, folder, False).names.values():
+            made[f'{level}/{path.name}'] = path.read_bytes()
+    shutil.rmtree(folder)
+    folder.mkdir()
+    return made
 
 
 def report(outcome: Outcome, seed: int, seconds: float) -> str:
@@ -416,16 +454,29 @@ def main() -> None:
     parser.add_argument('--files', type=int, default=10_000)
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument('--report', type=Path, help='write the result there')
+    parser.add_argument(
+        '--record', type=Path, help='write what became of each file there, and the files it began with beside it'
+    )
+    parser.add_argument('--compare', type=Path, help='what --record wrote: the verdicts must be the same')
+    parser.add_argument(
+        '--loose', action='store_true', help='compare verdicts, errors and named keys, not whole messages'
+    )
     args = parser.parse_args()
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix='fuzz-'))
-    outcome = run(args.files, args.seed, folder)
+    before = fuzz_verdicts.read(args.compare, args.seed) if args.compare else None
+    checkpoints = before.checkpoints if before else good_checkpoints(folder) if args.record else None
+    outcome = run(args.files, args.seed, folder, checkpoints=checkpoints)
     page = report(outcome, args.seed, time.monotonic() - begin)
     print('\n' + page)
     if args.report:
         args.report.write_text(page)
+    if args.record:
+        fuzz_verdicts.write(args.record, args.seed, outcome.verdicts, checkpoints or {})
     shutil.rmtree(folder)
-    if outcome.failures:
+    different = fuzz_verdicts.compare(before, outcome.verdicts, args.loose) if before else []
+    print('\n'.join(different))
+    if outcome.failures or different:
         raise SystemExit(1)
 
 

@@ -1,4 +1,4 @@
-"""Imports point downward between the folders of the package, and form no cycle inside one. Read from the source with ``ast``."""
+"""Imports point downward between the folders of the package, and form no cycle inside one."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from torch import nn
 import amp_wrapper
 import amp_wrapper.ops
 from amp_wrapper import AmpConfigError, AmpOptimWrapper, policy
-from amp_wrapper.policy import LEVELS, dtype_name, fp32_linalg, fp32_registry, resolve
+from amp_wrapper.policy import LEVELS, OPTIONS, dtype_name, fp32_registry, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
@@ -204,13 +204,13 @@ def test_levels_of_the_readme_are_those_of_the_policy() -> None:
     assert all(row[6] for row in rows[1:]), 'each level says when to choose it'
 
 
-@pytest.mark.parametrize('source', ['docs/opt_levels.md', 'the docstring of amp_wrapper.policy'])
+@pytest.mark.parametrize('source', ['docs/opt_levels.md', 'the docstring of amp_wrapper.policy.policy'])
 def test_properties_are_those_of_the_policy(source: str) -> None:
     """The table of properties, in the page and in the docstring, which has another syntax."""
     if source.endswith('.md'):
         rows = [[cell.strip('`') for cell in row] for row in table((ROOT / source).read_text(), 'property')]
     else:
-        lines = (policy.__doc__ or '').splitlines()
+        lines = (policy.policy.__doc__ or '').splitlines()
         rows = [[cell.strip('`') for cell in line.split()] for line in lines if line.startswith(('property', '``'))]
     assert rows[0] == ['property', *LEVELS]
     found = {row[0]: dict(zip(LEVELS, row[1:])) for row in rows[1:]}
@@ -248,7 +248,9 @@ def test_defaults_of_the_arguments() -> None:
     """The second table of the page on levels names real arguments and their defaults."""
     rows = table((ROOT / 'docs/opt_levels.md').read_text(), 'argument')
     words = inspect.signature(AmpOptimWrapper).parameters
-    defaults = {name: word.default for name, word in words.items()} | resolve.__kwdefaults__
+    defaults = {name: word.default for name, word in words.items()} | {
+        name: option.default for name, option in OPTIONS.items()
+    }
     for names, values, _ in rows[1:]:
         stated = values.replace('2^24', str(2.0**24)).split(', ')
         for name, value in zip(re.findall(r'`(\w+)`', names), stated, strict=True):
@@ -267,14 +269,14 @@ def test_the_registry_is_documented() -> None:
         'model': "the caller's type; float32 under autocast",
     }
     # versions of torch differ in what they have of these
-    algebra = set(fp32_linalg.functions())
+    algebra = set(fp32_registry.linalg_functions())
     expected = {
         name: [types(op.cpu), types(op.cuda), rules[op.output], op.reason]
         for name, op in fp32_registry.FP32_OPS.items()
         if name not in algebra
     }
     others = {name.rpartition('.')[2] for name in algebra if not name.startswith('torch.linalg.')}
-    for name in others | fp32_linalg.IN_16_BIT:
+    for name in others | fp32_registry.IN_16_BIT:
         assert f'`{name}`' in (ROOT / 'docs/fp32_ops.md').read_text(), name
     found = {
         name: cells

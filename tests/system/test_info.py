@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from amp_wrapper import info, ops
-from amp_wrapper.ops import loader, reference, schemas
-from amp_wrapper.ops import optimizer_step as reference_step
+from amp_wrapper.ops import loader, norms, optimizer_step, prologue, reference, schemas
+
+#: The modules of the ops in plain torch.
+REFERENCES = (reference, norms, prologue, optimizer_step)
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -54,7 +56,7 @@ def what_served(call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> 
             return getattr(found.module, name)
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == 'call' and frame.f_code.co_filename in (reference.__file__, reference_step.__file__):
+        if event == 'call' and frame.f_code.co_filename in {module.__file__ for module in REFERENCES}:
             seen['reference'] += 1
 
     with monkeypatch.context() as patch:

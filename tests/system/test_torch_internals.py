@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ import amp_wrapper
 from amp_wrapper import torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
+#: What compiles the frames of this thread; None where nothing does.
+frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def test_the_versions_that_were_tried() -> None:
@@ -110,6 +114,107 @@ def test_the_decorator_of_checkpoint() -> None:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch has no torch.distributed')
 def test_built_in_communication_hooks() -> None:
     assert 'FP16_COMPRESS' in torch_internals.builtin_comm_hooks()
+
+
+class Watched:
+    """Methods that are not traced, and what they see: whether they are, and whether what they call is compiled."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, object]] = []
+
+    @torch_internals.untraced
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """Doubles."""
+        return self.look(x)
+
+    @torch_internals.untraced
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        return self.look(x)
+
+    def look(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((torch.compiler.is_compiling(), frame_compiler()))
+        return x * 2
+
+
+def test_untraced_functions_break_the_graph() -> None:
+    watched, graphs = Watched(), []
+    assert Watched.first.__name__ == 'first' and Watched.first.__doc__ == 'Doubles.'
+
+    def backend(module: torch.fx.GraphModule, _: object) -> object:
+        graphs.append([node.name for node in module.graph.nodes if node.op == 'call_function'])
+        return module.forward
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return watched.second(watched.first(x + 1) - 1) + 1
+
+    x = torch.ones(2)
+    assert step(x).tolist() == [7, 7]
+    compiled = torch.compile(step, backend=backend)
+    assert [compiled(x).tolist() for _ in range(2)] == [[7, 7]] * 2
+    # nothing of theirs, and nothing twice
+    assert [len(names) for names in graphs] == [1, 1, 1]
+    assert watched.seen == [(False, None)] * 6
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match='disable'):
+        torch.compile(step, backend=backend, fullgraph=True)(x)
+
+
+@pytest.mark.parametrize('decorate', [torch.compiler.disable, torch_internals.untraced])
+def test_untraced_functions_are_not_compiled_where_others_would_be(decorate: Callable[[Any], Any]) -> None:
+    """A frame that is skipped calls them: nobody has looked at them yet, and what it calls is compiled."""
+    seen: list[tuple[bool, object]] = []
+    graphs: list[object] = []
+
+    def made() -> Callable[[torch.Tensor], torch.Tensor]:
+        @decorate
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return look(x)
+
+        return double
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.compiler.is_compiling(), frame_compiler()))
+        return x * 2
+
+    def backend(module: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(module)
+        return module.forward
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    many = [made() for _ in range(20)]
+
+    @torch._dynamo.disable(recursive=False)
+    def skipped(x: torch.Tensor) -> torch.Tensor:
+        assert frame_compiler() is not None
+        for function in many:
+            x = function(x) / 2
+        return other(x)
+
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(lambda x: skipped(x), backend=backend)
+    assert compiled(torch.ones(2)).tolist() == [2, 2]
+    assert seen == [(False, None)] * 20
+    # the lambda, what follows its break, and the other function, which alone has a graph
+    assert torch._dynamo.utils.counters['frames']['total'] == 3
+    assert len(graphs) == 1
+
+
+def test_constants_of_traced_functions() -> None:
+    calls: list[str] = []
+
+    @torch_internals.constant_when_traced
+    def constant(name: str) -> bool:
+        calls.append(name)
+        return name in frozenset({'cpu'})
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if constant('cpu') else x - 1
+
+    compiled = torch.compile(step, backend='eager', fullgraph=True)
+    assert [compiled(torch.ones(1)).item() for _ in range(2)] == [2, 2]
+    assert calls == ['cpu']
 
 
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])

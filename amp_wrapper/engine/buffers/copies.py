@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ... import ops
 
+#: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
+LARGE = 2**20
 _ALIGNMENT = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -19,119 +21,186 @@ class BufferGroup:
     """Small buffers of one device and type: their copies lie in one tensor, and so does what a step writes back.
 
     Args:
-        places: Of the buffers.
         tensors: The buffers.
         modules: The number of the module that each belongs to.
     """
 
-    def __init__(self, places: list[int], tensors: Sequence[Tensor], modules: Sequence[int]) -> None:
-        self.places = places
-        #: The buffers, unseen by autograd: graphs of passes that wait for their backward may hold them (a generator's, while
-        #: the discriminator takes its step), and none computes with what is written here.
-        self.tensors = [tensor.data for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor], modules: Sequence[int]) -> None:
+        # unseen by autograd: graphs that wait for their backward pass may hold buffers (a generator's, while the discriminator
+        # takes its step), and none computes with what is written here
+        self._tensors = [tensor.data for tensor in tensors]
+        dtype, self.device = tensors[0].dtype, tensors[0].device
+        self.has_nan = has_nan(dtype)
         # one call for all of them, where no two may be views of one another; torch's own loops over them on a CPU
         apart = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-        kind, device = tensors[0].dtype, tensors[0].device
-        self._compiled = apart and kind in ops.COMPILED_DTYPES and ops.backend_of(device) != 'reference'
-        size = tensors[0].element_size()
-        step = max(_ALIGNMENT // size, 1)
-        starts = [0]
-        for tensor in tensors:
-            starts.append(starts[-1] + -(-tensor.numel() // step) * step)
+        compiled = apart and dtype in ops.COMPILED_DTYPES and ops.backend_of(self.device) != 'reference'
+        self._copy = ops.multi_tensor_copy if compiled else _copy_each
+        step = max(_ALIGNMENT // tensors[0].element_size(), 1)
+        self._starts = [0, *itertools.accumulate(-(-tensor.numel() // step) * step for tensor in tensors)]
         # zeros: the gaps are selected too
-        self._copies = torch.zeros(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
-        self._results = torch.zeros_like(self._copies)
-        # as after the last pass but one: made where a step has several passes
-        self._sound: Tensor | None = None
-        self._is_first = True
-        self.copies = [_like(self._copies, start, tensor) for start, tensor in zip(starts, tensors)]
-        self._results_of = [_like(self._results, start, tensor) for start, tensor in zip(starts, tensors)]
-        self._sound_of: list[Tensor] = []
-        self._starts = starts
-        self._knows_nan = has_nan(kind)
-        self._ends = torch.tensor(starts[1:], device=device) - 1
-        self._lengths = torch.tensor([end - start for start, end in itertools.pairwise(starts)], device=device)
-        self._modules = torch.tensor(list(modules), device=device)
+        self._first, self.copies = self._room()
+        self._now, self._now_of = self._room()
+        # as before the last forward call; room is made for it where a step has several
+        self._last: Tensor | None = None
+        self._last_of: list[Tensor] = []
+        self._has_several = False
+        self._ends = torch.tensor(self._starts[1:], device=self.device) - 1
+        lengths = [end - start for start, end in itertools.pairwise(self._starts)]
+        self._lengths = torch.tensor(lengths, device=self.device)
+        self._modules = torch.tensor(list(modules), device=self.device)
 
-    @property
-    def device(self) -> torch.device:
-        return self._copies.device
+    @torch.inference_mode(False)
+    def _room(self) -> tuple[Tensor, list[Tensor]]:
+        """Zeros for all buffers, and the part of each in its shape."""
+        flat = torch.zeros(self._starts[-1], dtype=self._tensors[0].dtype, device=self.device)
+        parts = [flat[start : start + tensor.numel()] for start, tensor in zip(self._starts, self._tensors)]
+        return flat, [part.view(tensor.shape) for part, tensor in zip(parts, self._tensors)]
+
+    def bind(self, index: int, tensor: Tensor | None) -> None:
+        """From now on this is the buffer; None for one that is to be left alone."""
+        self._tensors[index] = self.copies[index] if tensor is None else tensor.data
 
     def take(self) -> None:
         """Copy the buffers: a step begins."""
-        self._copy(self.tensors, self.copies)
-        self._is_first = True
+        self._copy(self._tensors, self.copies)
+        self._has_several = False
 
     def go_on(self) -> None:
-        """Another pass of the same step begins; the ones before have left no NaN that stands."""
-        if self._sound is None:
-            self._sound = torch.zeros_like(self._copies)
-            self._sound_of = [_like(self._sound, start, tensor) for start, tensor in zip(self._starts, self.tensors)]
-        self._copy(self.tensors, self._sound_of)
-        self._is_first = False
+        """Another forward call of the same step begins; the ones before have left no NaN that stands."""
+        if self._last is None:
+            self._last, self._last_of = self._room()
+        self._copy(self._tensors, self._last_of)
+        self._has_several = True
 
-    def read(self, chosen: Sequence[int] | None = None) -> None:
-        """Look at the buffers; before :meth:`mark` and :meth:`select`.
-
-        Args:
-            chosen: Indices into ``places``; None for all.
-        """
-        tensors, results = self.tensors, self._results_of
-        if chosen is not None:
-            self._results.zero_()
-            tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
-        self._copy(tensors, results)
-
-    def _before(self) -> Tensor:
-        return self._copies if self._is_first or self._sound is None else self._sound
-
-    def mark(self, marks: Tensor) -> bool:
-        """Count the NaN that the last pass has left, by module. No host read.
+    def accept(self, index: int, keeps_nan: bool) -> bool:
+        """What was written to a buffer stays. Whether that is possible.
 
         Args:
-            marks: Whole numbers, by number of the module; added to.
-
-        Returns:
-            Whether there can be any in buffers of this type.
+            index: Of the buffer.
+            keeps_nan: Whether new NaN stays, too.
         """
-        if self._knows_nan:
-            counts = (self._results.isnan() & ~self._before().isnan()).cumsum(0)[self._ends]
+        for copies in (self.copies, self._last_of) if self._has_several else (self.copies,):
+            _accept(copies[index], self._tensors[index], keeps_nan)
+        return True
+
+    def read(self, marks: Tensor | None) -> None:
+        """Look at the buffers, and count the NaN that the last forward call has left, by module. No host read.
+
+        Args:
+            marks: Whole numbers, by number of the module; added to. None where no buffer of the device can hold NaN.
+        """
+        self._copy(self._tensors, self._now_of)
+        if self.has_nan and marks is not None:
+            counts = (self._now.isnan() & ~self._before().isnan()).cumsum(0)[self._ends]
             marks.index_add_(0, self._modules, counts.diff(prepend=counts.new_zeros(1)))
-        return self._knows_nan
 
-    def select(
-        self, flag: Tensor | None, marks: Tensor | None, chosen: Sequence[int] | None = None
-    ) -> Callable[[], None]:
+    def select(self, flag: Tensor | None, marks: Tensor | None) -> Callable[[], object]:
         """What the buffers will be; the returned function writes it to them.
 
         Args:
-            flag: Scalar; the copies where it is not zero. None for one that is zero.
-            marks: From :meth:`mark` of all groups; what there was before the last pass where it is not zero. None for zeros.
-            chosen: As for :meth:`read`.
+            flag: Scalar; the copies of the step's beginning where it is not zero. None for one that is zero.
+            marks: What there was before the last forward call where the number of the module is not zero. None for zeros.
         """
-        copies, now, before = (_bits_of(flat) for flat in (self._copies, self._results, self._before()))
         # by bits, so that nothing of a NaN gets through
+        now = _bits_of(self._now)
         if marks is not None:
-            marked = marks[self._modules] > 0
-            marked = torch.repeat_interleave(marked, self._lengths, output_size=len(self._results))
-            torch.where(marked, before, now, out=now)
+            marked = torch.repeat_interleave(marks[self._modules] > 0, self._lengths, output_size=len(now))
+            torch.where(marked, _bits_of(self._before()), now, out=now)
         if flag is not None:
-            torch.where(flag.to(now.device) > 0, copies, now, out=now)
-        tensors, results = self.tensors, self._results_of
-        if chosen is not None:
-            tensors, results = [tensors[index] for index in chosen], [results[index] for index in chosen]
-        return functools.partial(self._copy, results, tensors)
+            torch.where(flag.to(self.device) > 0, _bits_of(self._first), now, out=now)
+        return functools.partial(self._copy, self._now_of, self._tensors)
 
-    def _copy(self, sources: list[Tensor], targets: list[Tensor]) -> None:
-        if self._compiled:
-            ops.multi_tensor_copy(sources, targets)
-        else:
-            torch._foreach_copy_(targets, sources)
+    def close(self) -> None:
+        """The step is over."""
+
+    def _before(self) -> Tensor:
+        return self._last if self._has_several and self._last is not None else self._first
 
 
-def _bits_of(flat: Tensor) -> Tensor:
-    bits = _BITS.get(flat.element_size())
-    return flat if bits is None else flat.view(bits)
+class LargeBuffer:
+    """A buffer that is copied only after its version has moved; one that seems constant has no copy.
+
+    Args:
+        tensor: The buffer.
+        module: The number of the module that it belongs to.
+    """
+
+    def __init__(self, tensor: Tensor, module: int) -> None:
+        self._tensor: Tensor | None = tensor
+        self._module = module
+        self.device = tensor.device
+        self.has_nan = has_nan(tensor.dtype)
+        self.copies: list[Tensor | None] = [None]
+        # the version of what was copied
+        self._copied = -1
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def bind(self, index: int, tensor: Tensor | None) -> None:
+        """As of :class:`BufferGroup`, and so are the others."""
+        self._tensor, self._copied = tensor, -1
+
+    def take(self) -> None:
+        """Copy the buffer, if it has moved."""
+        assert self._tensor is not None
+        if self._copied == self._tensor._version:
+            return
+        with torch.inference_mode(False):
+            copy = self.copies[0] = torch.empty_like(self._tensor) if self.copies[0] is None else self.copies[0]
+            copy.copy_(self._tensor.data)
+        self._copied = self._tensor._version
+
+    def go_on(self) -> None:
+        """Large buffers are copied once in a step."""
+
+    def accept(self, index: int, keeps_nan: bool) -> bool:
+        """What was written to the buffer stays, where there is a copy."""
+        copy = self.copies[0]
+        if copy is None or self._tensor is None:
+            return False
+        _accept(copy, self._tensor.data, keeps_nan)
+        self._copied = self._tensor._version
+        return True
+
+    def read(self, marks: Tensor | None) -> None:
+        """Look at the buffer, if it has moved."""
+        copy, tensor = self.copies[0], self._tensor
+        self._found = None
+        if copy is None or tensor is None or tensor._version == self._copied:
+            return
+        self._found = copy, tensor.data
+        if self.has_nan and marks is not None:
+            marks[self._module] += new_nan(tensor.data, copy)
+
+    def select(self, flag: Tensor | None, marks: Tensor | None) -> Callable[[], object]:
+        """What the buffer will be; the returned function writes it."""
+        up = [number > 0 for number in (flag, None if marks is None else marks[self._module]) if number is not None]
+        if self._found is None or not up:
+            return _nothing
+        copy, tensor = self._found
+        back = functools.reduce(torch.logical_or, [each.to(tensor.device) for each in up])
+        return functools.partial(tensor.copy_, selected(copy, tensor, back))
+
+    def close(self) -> None:
+        """The step is over: what has not moved in it is not kept twice."""
+        if self._tensor is not None and self._copied == self._tensor._version:
+            self.copies[0] = None
+
+
+def _nothing() -> None:
+    """Writes nothing."""
+
+
+def _copy_each(sources: list[Tensor], targets: list[Tensor]) -> None:
+    torch._foreach_copy_(targets, sources)
+
+
+def _accept(copy: Tensor, tensor: Tensor, keeps_nan: bool) -> None:
+    copy.copy_(tensor if keeps_nan else selected(copy, tensor, new_nan(tensor, copy)))
+
+
+def _bits_of(tensor: Tensor) -> Tensor:
+    bits = _BITS.get(tensor.element_size())
+    return tensor if bits is None else tensor.view(bits)
 
 
 def has_nan(dtype: torch.dtype) -> bool:
@@ -144,14 +213,6 @@ def new_nan(tensor: Tensor, before: Tensor) -> Tensor:
     if not has_nan(tensor.dtype):
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
     return (tensor.isnan() & ~before.isnan()).any()
-
-
-def _like(flat: Tensor, start: int, tensor: Tensor) -> Tensor:
-    """A part of ``flat`` with the shape of ``tensor``, and its order of elements where that has no gaps."""
-    part = flat[start : start + tensor.numel()]
-    if torch._debug_has_internal_overlap(tensor) == 0:
-        return part.as_strided(tensor.shape, tensor.stride(), start)
-    return part.view(tensor.shape)
 
 
 def is_tracked(tensor: Tensor | None) -> bool:
@@ -168,24 +229,20 @@ def is_tracked(tensor: Tensor | None) -> bool:
 
 
 def form_of(tensor: Tensor) -> tuple[object, ...]:
+    """What a tensor and its copy have in common."""
     return tensor.dtype, tensor.device, tensor.shape
 
 
 def selected(copy: Tensor, tensor: Tensor, flag: Tensor) -> Tensor:
     """The copy where the flag is up, the tensor otherwise: a selection by bits, so that nothing of a NaN gets through."""
-    flag = flag.to(tensor.device) > 0
-    bits = _BITS.get(tensor.element_size())
-    if bits is None:
-        return torch.where(flag, copy, tensor)
-    return torch.where(flag, copy.view(bits), tensor.detach().view(bits)).view(tensor.dtype)
+    return torch.where(flag.to(tensor.device) > 0, _bits_of(copy), _bits_of(tensor.detach())).view(tensor.dtype)
 
 
 def same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
+    """Whether both are of one form, and equal bit for bit. Syncs."""
     if tensor is None or form_of(tensor) != form_of(copy):
         return False
-    bits = _BITS.get(copy.element_size())
-    tensor = tensor.detach()
-    return copy.equal(tensor) if bits is None else copy.view(bits).equal(tensor.view(bits))
+    return _bits_of(copy).equal(_bits_of(tensor.detach()))
 
 
-__all__ = ['BufferGroup', 'form_of', 'has_nan', 'is_tracked', 'new_nan', 'same_bits', 'selected']
+__all__ = ['LARGE', 'BufferGroup', 'LargeBuffer', 'form_of', 'is_tracked', 'same_bits', 'selected']

@@ -1,17 +1,16 @@
-"""Which losses made use of a forward pass, and whose steps decide on it therefore.
+"""Which losses made use of a forward call, and whose steps decide on it therefore.
 
 A step of an optimizer decides on all that its losses have gone through, the modules of others among it: a generator's loss goes
-through the discriminator, whose weights may be frozen meanwhile. The graph nodes of a pass's outputs tell, as a backward pass
+through the discriminator, whose weights may be frozen meanwhile. The graph nodes of a call's outputs tell, as a backward pass
 comes by.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
-from weakref import WeakMethod, WeakSet, ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -19,7 +18,9 @@ from torch import Tensor
 from ...policy.nested import map_tensors
 
 # whose losses are being run backward, on any thread: autograd has some of its own. The last one is the one that runs
-_under_way: list[tuple[object, ...]] = []
+_under_way: dict[object, tuple[User, ...]] = {}
+# whether anybody has ever waited for a backward pass to come by
+_watched = False
 
 
 class User(Protocol):
@@ -30,69 +31,62 @@ class User(Protocol):
         """Whether it has had gradients since its last step."""
 
 
-class Pass:
-    """A forward pass that some loss may still make use of. Its graph alone keeps it alive.
+class _Output:
+    """Graph hook of the outputs of a forward call that some loss may still make use of. Their graph alone keeps it alive.
 
     Args:
-        told: A method, called with those whose loss made use of it, each time that happens. Its object is not kept alive:
-            scripts keep losses, and with them the graph.
+        deciders: Who is told. Not kept alive: scripts keep losses, and with them the graph.
     """
 
-    __slots__ = ('__weakref__', '_told')
+    __slots__ = ('__weakref__', '_deciders', '_step')
 
-    def __init__(self, told: Callable[[Pass, Sequence[object]], None]) -> None:
-        self._told = WeakMethod(told)
+    def __init__(self, deciders: Deciders) -> None:
+        self._deciders = ref(deciders)
+        self._step = deciders.step
 
-    def watch(self, outputs: Any) -> bool:
-        """Wait for backward passes at the nodes of all tensors in ``outputs``; whether there are any."""
-        nodes = set()
-
-        def look(tensor: Tensor) -> Tensor:
-            if tensor.grad_fn is not None:
-                nodes.add(tensor.grad_fn)
-            return tensor
-
-        map_tensors(look, outputs)
-        for node in nodes:
-            node.register_prehook(functools.partial(_arrives, self))
-        return bool(nodes)
-
-    def used(self) -> None:
-        """A backward pass has come by."""
-        told = self._told()
-        if told is not None:
-            told(self, _under_way[-1] if _under_way else ())
+    def __call__(self, gradients: Any) -> None:
+        deciders = self._deciders()
+        if deciders is not None and deciders.step == self._step:
+            deciders.unused.discard(ref(self))
+            running = list(_under_way.values())
+            deciders.used_by(running[-1] if running else ())
 
 
-def _arrives(seen: Pass, gradients: Any) -> None:
-    seen.used()
+def _nothing() -> None:
+    """A single optimizer decides alone."""
 
 
-@contextmanager
-def backward(users: Sequence[object]) -> Iterator[Callable[[], None]]:
+_ALONE = nullcontext(_nothing)
+
+
+def backward(users: Sequence[User]) -> AbstractContextManager[Callable[[], None]]:
     """Around the backward pass of a loss.
 
     Args:
         users: Whose step decides on it.
 
-    Yields:
-        What to call where the pass begins inside, if others may be under way by then.
+    Returns:
+        A context, which gives what to call where the pass begins inside, if others may be under way by then.
     """
-    mine = tuple(users)
-    _under_way.append(mine)
+    return _naming(tuple(users)) if _watched else _ALONE
+
+
+@contextmanager
+def _naming(users: tuple[User, ...]) -> Iterator[Callable[[], None]]:
+    name = object()
+    _under_way[name] = users
 
     def begins() -> None:
-        _remove(mine)
-        _under_way.append(mine)
+        _under_way[name] = _under_way.pop(name)
 
     try:
         yield begins
     finally:
-        _remove(mine)
+        del _under_way[name]
 
 
 class Deciders:
-    """Whose steps decide on the forward passes that one optimizer's modules have made since its last step.
+    """Whose steps decide on the forward calls that one optimizer's modules have made since its last step.
 
     The optimizer's own step does, whatever others may have done before. While its own losses have brought no gradients, the
     steps of those do whose losses went through the modules; and where no loss has, any step, as soon as nobody holds an output
@@ -104,26 +98,23 @@ class Deciders:
 
     def __init__(self, owner: User | None) -> None:
         self._owner = (lambda: None) if owner is None else ref(owner)
-        # passes that a loss may still make use of, and those that one has made use of
-        self._unused: WeakSet[Pass] = WeakSet()
-        self._used: WeakSet[Pass] = WeakSet()
-        # whether a loss of the owner has come since; others whose losses have made use of passes
-        self._own = False
-        self._users: WeakSet[User] = WeakSet()
-        # up where the step of another optimizer was skipped before any loss went through the passes
+        #: Counts the steps, since outputs of earlier ones may live on.
+        self.step = 0
+        #: Outputs that no loss has made use of yet.
+        self.unused: set[ReferenceType[_Output]] = set()
+        #: Whether a loss of the owner has come since the last step.
+        self.has_own_loss = False
+        # others whose losses have made use of outputs
+        self._users: set[ReferenceType[User]] = set()
+        # up where the step of another optimizer was skipped before any loss went through the calls
         self._doubt: Tensor | None = None
-        # whether others have stepped since the first of the passes
+        # whether others have stepped since the first of the calls
         self._others_stepped = False
-
-    @property
-    def doubts(self) -> bool:
-        """Whether the skipped step of another optimizer decides unless a loss still comes."""
-        return self._doubt is not None
 
     @property
     def wait(self) -> bool:
         """Whether a step that is still to come decides."""
-        return self._owner_has_gradients() or bool(self._unused) or self._others()
+        return self._owner_has_gradients() or bool(self.unused) or self._others_have_gradients()
 
     @property
     def are_done(self) -> bool:
@@ -133,39 +124,44 @@ class Deciders:
     def _owner_has_gradients(self) -> bool:
         # of its own losses, and not thrown away since
         owner = self._owner()
-        return self._own and owner is not None and owner.is_accumulating
+        return self.has_own_loss and owner is not None and owner.is_accumulating
 
-    def _others(self) -> bool:
+    def _others_have_gradients(self) -> bool:
         # one whose gradients were thrown away decides nothing
-        return any(user.is_accumulating for user in self._users)
+        return any(user is not None and user.is_accumulating for user in [found() for found in self._users])
 
     def watch(self, output: Any) -> None:
-        """A forward pass has ended with ``output``."""
-        seen = Pass(self._see_use)
-        if seen.watch(output):
-            self._unused.add(seen)
+        """A forward call has ended with ``output``: any backward pass through its tensors counts as a use."""
+        global _watched
+        _watched = True
+        nodes = set()
 
-    def _see_use(self, seen: Pass, users: Sequence[Any]) -> None:
-        if seen in self._unused or seen in self._used:
-            self._unused.discard(seen)
-            self._used.add(seen)
-            self.used_by(users)
+        def look(tensor: Tensor) -> Tensor:
+            if tensor.grad_fn is not None:
+                nodes.add(tensor.grad_fn)
+            return tensor
+
+        map_tensors(look, output)
+        hook = _Output(self)
+        for node in nodes:
+            node.register_prehook(hook)
+        if nodes:
+            self.unused.add(ref(hook, self.unused.discard))
 
     def used_by(self, users: Iterable[User]) -> None:
-        """Losses of these have made use of passes."""
-        owner = self._owner()
+        """Losses of these have made use of forward calls."""
         self._doubt = None
         for user in users:
-            if user is owner:
-                self._own = True
+            if user is self._owner():
+                self.has_own_loss = True
             else:
-                self._users.add(user)
+                self._users.add(ref(user, self._users.discard))
 
     def other_step(self, user: User, flag: Tensor | None) -> bool:
         """The step of another optimizer is taken or skipped. Whether it decides now.
 
-        What passes gave may have been used without its graph, as a discriminator's loss uses the pictures of a generator. As
-        long as somebody holds an output, a loss of the owner may still come; the step is then remembered until
+        What forward calls gave may have been used without its graph, as a discriminator's loss uses the pictures of a
+        generator. As long as somebody holds an output, a loss of the owner may still come; the step is then remembered until
         :meth:`take_doubt`.
 
         Args:
@@ -173,15 +169,15 @@ class Deciders:
             flag: float32 scalar on any device, not zero where the step is skipped; None for a step that is taken.
         """
         self._others_stepped = True
-        went_through = user in self._users
-        self._users.discard(user)
+        went_through = ref(user) in self._users
+        self._users.discard(ref(user))
         if self._owner_has_gradients():
             return False
         if went_through:
             return True
-        if self._others():
+        if self._others_have_gradients():
             return False
-        if self._unused:
+        if self.unused:
             if flag is not None:
                 self._doubt = flag if self._doubt is None else torch.maximum(self._doubt, flag.to(self._doubt.device))
             return False
@@ -193,19 +189,12 @@ class Deciders:
         return doubt
 
     def forget(self) -> None:
-        """All is decided: the next pass begins anew."""
-        self._own = self._others_stepped = False
+        """All is decided: the next forward call begins anew."""
+        self.step += 1
+        self.has_own_loss = self._others_stepped = False
         self._doubt = None
         self._users.clear()
-        self._unused.clear()
-        self._used.clear()
+        self.unused.clear()
 
 
-def _remove(users: tuple[object, ...]) -> None:
-    for index, other in enumerate(_under_way):
-        if other is users:
-            del _under_way[index]
-            return
-
-
-__all__ = ['Deciders', 'Pass', 'User', 'backward']
+__all__ = ['Deciders', 'User', 'backward']

@@ -1,15 +1,31 @@
-"""A DDP that builds its reducer anew, and is otherwise the same object."""
+"""Which parameters the reducer of a DDP listens to, and a DDP that builds it anew and is otherwise the same object."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
+from .forward_record import record_of
 
+# arguments of DDP's constructor that it keeps under their names
+_ARGUMENTS = (
+    *(
+        'device_ids',
+        'output_device',
+        'dim',
+        'process_group',
+        'broadcast_buffers',
+        'forward_sync_buffers',
+        'static_graph',
+    ),
+    *('find_unused_parameters', 'gradient_as_bucket_view', 'skip_all_reduce_unused_params', 'batched_grad_copy'),
+)
 # what nn.Module.__init__ makes anew, and DDP's constructor calls it
 _MODULE_FIELDS = tuple(nn.Module().__dict__)
 # what DDP's constructor makes anew and its arguments do not tell
@@ -21,6 +37,79 @@ _DDP_FIELDS = (
     'require_backward_grad_sync',
     'require_forward_param_sync',
 )
+
+
+def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """Find the parameters of now; new ones, and new buffers, take the values of the group's first rank.
+
+    Returns:
+        The parameters.
+    """
+    parameters, record = _parameters(ddp), record_of(ddp)
+    if not record.parameters:
+        record.reduced = _listens_to(ddp, parameters)
+    if list(map(id, record.parameters)) != list(map(id, parameters)):
+        record.parameters, record.flags = parameters, None
+    before = set(map(id, ddp._module_parameters)) | set(map(id, getattr(ddp, 'modules_buffers', ())))
+    named = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
+    new = [tensor for name, tensor in named if id(tensor) not in before and name not in ddp.parameters_to_ignore]
+    if new and has_several_ranks(ddp):
+        source = dist.get_global_rank(ddp.process_group, 0)
+        with torch.no_grad():
+            for tensor in new:
+                dist.broadcast(tensor, source, group=ddp.process_group)
+    return parameters
+
+
+def rebuild(ddp: DistributedDataParallel) -> None:
+    """Let a DDP listen to the parameters that are trainable now. Collective: each rank calls it.
+
+    With ``find_unused_parameters`` frozen ones stay in the reducer: those that are frozen by turns must not drop out by turns.
+
+    Args:
+        ddp: After :func:`look_at`.
+    """
+    parameters, record = _parameters(ddp), record_of(ddp)
+    keep = record.reduced if ddp.find_unused_parameters else ()
+    frozen = [p for p in parameters if not p.requires_grad and id(p) in keep]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        trainable = frozenset(id(p) for p in parameters if p.requires_grad)
+        # DDP refuses to be made around a module that is frozen as a whole; the first unfreezing makes up for it
+        if trainable:
+            rebuild_ddp(ddp)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+    record.parameters, record.reduced, record.flags = parameters, trainable, None
+    record.use_up('void')
+
+
+def has_several_ranks(ddp: DistributedDataParallel) -> bool:
+    """Whether there is anything to average."""
+    return ddp.process_group.size() > 1
+
+
+def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """What DDP would listen to, were it trainable."""
+    ignored = ddp.parameters_to_ignore
+    return [parameter for name, parameter in ddp.module.named_parameters() if name not in ignored]
+
+
+def _listens_to(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> frozenset[int]:
+    """What the reducer of a DDP that we did not build listens to, by id."""
+    told = _logged(ddp)
+    # torch tells number and size; where they are those of all parameters, it is all of them
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    if told.get('num_parameter_tensors') == len(parameters) and told.get('total_parameter_size_bytes') == size:
+        return frozenset(map(id, parameters))
+    try:
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    except RuntimeError:
+        # sparse gradients have no bucket before the first backward pass: build it anew at the first forward pass
+        return frozenset()
+    return frozenset(id(parameter) for bucket in buckets for parameter in bucket.parameters())
 
 
 def rebuild_ddp(ddp: DistributedDataParallel) -> None:
@@ -51,42 +140,30 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
         ddp._register_builtin_comm_hook(builtin)  # type: ignore[no-untyped-call]
 
 
-def logged(ddp: DistributedDataParallel) -> dict[str, Any]:
+def _logged(ddp: DistributedDataParallel) -> dict[str, Any]:
     """What the reducer tells about itself: torch keeps it nowhere else."""
     return cast(dict[str, Any], ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
 
 
 def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
     """torch keeps built-in communication hooks in the reducer alone; their name is in its log."""
-    name = str(logged(ddp).get('comm_hook', '')).rpartition('.')[2]
+    name = str(_logged(ddp).get('comm_hook', '')).rpartition('.')[2]
     return torch_internals.builtin_comm_hooks().get(name)
 
 
 def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        'device_ids': ddp.device_ids,
-        'output_device': ddp.output_device,
-        'dim': ddp.dim,
-        'process_group': ddp.process_group,
-        'bucket_cap_mb': ddp.bucket_bytes_cap / (1024 * 1024),
-        'find_unused_parameters': ddp.find_unused_parameters,
-        'gradient_as_bucket_view': ddp.gradient_as_bucket_view,
-        'static_graph': ddp.static_graph,
-    }
+    """The arguments that a DDP was made with, as far as this torch knows them."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    if 'forward_sync_buffers' in known and hasattr(ddp, 'forward_sync_buffers'):
-        settings['forward_sync_buffers'] = ddp.forward_sync_buffers
-    else:
-        settings['broadcast_buffers'] = ddp.broadcast_buffers
-    for name in ('skip_all_reduce_unused_params', 'batched_grad_copy'):
-        if name in known and hasattr(ddp, name):
-            settings[name] = getattr(ddp, name)
+    settings = {name: getattr(ddp, name) for name in _ARGUMENTS if name in known and hasattr(ddp, name)}
+    if 'forward_sync_buffers' in settings:
+        # its other name
+        settings.pop('broadcast_buffers', None)
     if 'init_sync' in known:
         # the ranks agree already, and a broadcast would only reach the rounded weights, not their masters
         settings['init_sync'] = False
-    if getattr(ddp, 'bucket_bytes_cap_default', ddp.bucket_bytes_cap == 25 * 1024 * 1024):
-        # without a bound of its own, DDP starts with a small first bucket; an explicit 25 would change that
-        settings['bucket_cap_mb'] = None
+    # without a bound of its own, DDP starts with a small first bucket; an explicit 25 would change that
+    is_default = getattr(ddp, 'bucket_bytes_cap_default', ddp.bucket_bytes_cap == 25 * 1024 * 1024)
+    settings['bucket_cap_mb'] = None if is_default else ddp.bucket_bytes_cap / (1024 * 1024)
     sizes = getattr(ddp, 'bucket_bytes_cap_list', None)
     if sizes and 'bucket_cap_mb_list' in known:
         settings['bucket_cap_mb_list'] = [size / (1024 * 1024) for size in sizes]

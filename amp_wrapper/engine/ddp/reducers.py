@@ -7,84 +7,19 @@ optimizer wrapper exists, so DDP has to look at the model once more.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
-from weakref import ReferenceType, WeakKeyDictionary, ref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...casting.cast_hooks import AmpHook
 from ...errors import AmpAttachError, AmpUsageError
-from .rebuild import logged, rebuild_ddp
+from .forward_record import NoticeDdp, State, record_of, state_of
+from .rebuild import has_several_ranks, look_at, rebuild
 
 logger = logging.getLogger('amp_wrapper')
-
-
-@dataclasses.dataclass
-class _Seen:
-    """What is known of a DDP; shared by all optimizers that train parts of its module.
-
-    Attributes:
-        parameters: Those it would listen to, were they trainable.
-        reduced: Those its reducer listens to, by id.
-        flags: Which of ``parameters`` were trainable when it was last looked at.
-    """
-
-    parameters: list[nn.Parameter]
-    reduced: frozenset[int]
-    flags: list[bool] | None = None
-
-
-_seen: WeakKeyDictionary[nn.Module, _Seen] = WeakKeyDictionary()
-
-
-class ForwardRecord:
-    """Forward hook of a DDP: what its next backward pass will do with gradients.
-
-    DDP decides in the forward pass, and mmengine leaves ``no_sync`` before it calls backward.
-
-    Attributes:
-        state: 'unknown' before any forward pass with gradients; 'averaged' after one that synchronises; 'local' under
-            ``no_sync``; 'spent' once a backward pass has used it up: DDP averages once for each forward pass; 'void' where
-            the reducer was built anew between the forward pass and its backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.state = 'unknown'
-
-    def __call__(self, module: nn.Module, *_: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if module.require_backward_grad_sync:
-            self.state = 'averaged'
-        elif self.state != 'averaged':
-            self.state = 'local'
-
-
-# model -> the DDP that ran it last, where that was put around it after it had been cast
-_noticed: WeakKeyDictionary[nn.Module, ReferenceType[DistributedDataParallel]] = WeakKeyDictionary()
-
-
-class NoticeDdp(AmpHook):
-    """Forward pre-hook of a model: takes notice of the DDP that runs it, which nobody hands over."""
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not dist.is_available():
-            return
-        ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if ddp is None:
-            return
-        _noticed[module] = ref(ddp)
-        if _record(ddp) is None:
-            record = ForwardRecord()
-            ddp.register_forward_hook(record)
-            # torch may have looked for hooks before this forward pass began
-            record(ddp)
 
 
 #: Lines about parameters that are frozen and unfrozen.
@@ -118,17 +53,10 @@ class Reducers:
         self._outside = False
         self._warned = not speaks
         self._said = 0 if speaks else _ENOUGH
-        self._watched: tuple[nn.Module, ...] = ()
+        self._notices: list[NoticeDdp] = []
         if model is not None:
-            self._find(model)
-
-    def _find(self, model: nn.Module) -> None:
-        self._models.add(id(model))
-        # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
-        new = [module for module in model.modules() if _is_ddp(module) and module not in self.ddps]
-        self.ddps += new
-        if new:
-            self._list()
+            self._models.add(id(model))
+            self._refresh(model.modules())
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
@@ -170,13 +98,12 @@ class Reducers:
         ids = {id(parameter) for parameter in changed}
         for ddp in self.ddps:
             if ids.intersection(map(id, ddp.module.parameters())):
-                _rebuild_and_note(ddp, _seen[ddp].reduced if ddp.find_unused_parameters else frozenset())
+                rebuild(ddp)
 
     def record(self) -> None:
         """Watch the forward passes of the DDP modules. Idempotent."""
         for ddp in self.ddps:
-            if _record(ddp) is None:
-                ddp.register_forward_hook(ForwardRecord())
+            record_of(ddp).watch(ddp)
 
     def watch(self, models: Iterable[nn.Module]) -> None:
         """Find the DDP modules that will be put around these models, when they run. Idempotent.
@@ -184,17 +111,12 @@ class Reducers:
         Args:
             models: Not wrapped.
         """
-        self._watched = tuple(models)
-        for model in self._watched:
-            if not any(isinstance(hook, NoticeDdp) for hook in model._forward_pre_hooks.values()):
-                model.register_forward_pre_hook(NoticeDdp(), prepend=True)
-
-    def _look_around(self) -> None:
-        found = [ddp for ddp in (_noticed[model]() for model in self._watched if model in _noticed) if ddp is not None]
-        new = [ddp for ddp in found if ddp not in self.ddps]
-        self.ddps += new
-        if new or (self.ddps and self._ids != [id(weight) for weight in self._weights()]):
-            self._list()
+        self._notices = []
+        for model in models if dist.is_available() else ():
+            known = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, NoticeDdp)]
+            self._notices += known or [NoticeDdp()]
+            if not known:
+                model.register_forward_pre_hook(self._notices[-1], prepend=True)
 
     # -- before a forward pass ---------------------------------------------------------------------------------------
 
@@ -205,32 +127,31 @@ class Reducers:
 
         Args:
             model: What is about to run; a DDP that was put around the model after it was attached is found here.
-            waiting: Whether any of these parameters, by id, has a gradient waiting in an open window.
+            waiting: Whether any of these parameters, by id, has a gradient waiting for a step.
 
         Raises:
-            AmpUsageError: A change in the middle of a window that DDP cannot follow, or a DDP that cannot be built anew.
+            AmpUsageError: A change in the middle of an accumulation that DDP cannot follow, or a DDP that cannot be built anew.
         """
         if id(model) not in self._models:
-            self._find(model)
+            self._models.add(id(model))
+            self._refresh(model.modules())
             self.record()
         if not self.ddps:
             return
-        if self._ids != [id(weight) for weight in self._weights()]:
-            self._list()
+        self._refresh()
         for ddp in self.ddps:
-            seen = _seen[ddp]
-            flags = [parameter.requires_grad for parameter in seen.parameters]
-            if seen.flags == flags:
+            record = record_of(ddp)
+            flags = [parameter.requires_grad for parameter in record.parameters]
+            if record.flags == flags:
                 continue
-            now = frozenset(id(p) for p, flag in zip(seen.parameters, flags) if flag)
-            grown = bool(now - seen.reduced)
+            now = frozenset(id(p) for p, flag in zip(record.parameters, flags) if flag)
+            grown = bool(now - record.reduced)
             # frozen ones count as unused; with all of them frozen there is no backward pass to wait for
-            if grown or (now and now != seen.reduced and not ddp.find_unused_parameters):
-                self._check_rebuild(ddp, seen.reduced, now, waiting)
-                self._say(now, seen.reduced)
-                # those that are frozen by turns must not drop out by turns
-                _rebuild_and_note(ddp, seen.reduced if ddp.find_unused_parameters else frozenset())
-            seen.flags = flags
+            if grown or (now and now != record.reduced and not ddp.find_unused_parameters):
+                self._check_rebuild(ddp, record.reduced, now, waiting)
+                self._say(now, record.reduced)
+                rebuild(ddp)
+            record.flags = flags
 
     def _check_rebuild(
         self,
@@ -251,28 +172,26 @@ class Reducers:
                 'leave the gradients that are waiting on their ranks: change requires_grad between two steps.'
             )
 
-    def _list(self) -> None:
-        weights = self._weights()
-        self._ids = [id(weight) for weight in weights]
-        owned = set(self._ids)
-        reduced: set[int] = set()
-        inside: set[int] = set()
-        self._mine = []
-        for ddp in self.ddps:
-            parameters = _parameters(ddp)
-            if ddp not in _seen:
-                _seen[ddp] = _Seen(parameters, _listened_to(ddp))
-            elif [id(p) for p in _seen[ddp].parameters] != [id(p) for p in parameters]:
-                _seen[ddp].parameters, _seen[ddp].flags = parameters, None
-            ids = set(map(id, parameters))
-            reduced |= ids
-            inside.update(map(id, ddp.module.parameters()))
-            if ids & owned:
-                self._mine.append(ddp)
-            _sync_new(ddp)
-        self._outside = not owned <= reduced
+    def _refresh(self, found: Iterable[nn.Module | None] = ()) -> None:
+        """Find out which DDP modules average what the optimizer steps. Each rank calls it.
+
+        Args:
+            found: Modules, new DDP among them.
+        """
+        # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
+        new = [module for module in found if _is_ddp(module) and module not in self.ddps]
+        self.ddps += new
+        weights = self._weights() if self.ddps else []
+        ids = [id(weight) for weight in weights]
+        if not new and ids == self._ids:
+            return
+        self._ids = ids
+        listened = {ddp: set(map(id, look_at(ddp))) for ddp in self.ddps}
+        self._mine = [ddp for ddp in self.ddps if not listened[ddp].isdisjoint(ids)]
+        self._outside = not set().union(*listened.values()).issuperset(ids)
+        inside = {id(parameter) for ddp in self.ddps for parameter in ddp.module.parameters()}
         lost = [p for p in weights if p.requires_grad and id(p) not in inside]
-        if lost and not self._warned and any(map(_has_several_ranks, self.ddps)):
+        if lost and not self._warned and any(map(has_several_ranks, self.ddps)):
             self._warned = True
             names = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in lost]
             shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
@@ -301,24 +220,21 @@ class Reducers:
             AmpUsageError: A second backward pass through one forward pass, which DDP does not average, or one whose DDP was
                 built anew since the forward pass.
         """
-        if self._watched:
-            self._look_around()
-        states = [_state(ddp) for ddp in self._mine]
-        if any(map(_has_several_ranks, self._mine)):
-            if states and all(state == 'spent' for state in states):
-                raise AmpUsageError(_SECOND)
-            if 'void' in states:
-                raise AmpUsageError(
-                    'parameters were frozen or unfrozen between a forward pass and its backward pass, and '
-                    'DistributedDataParallel was built anew in between: run the model again before backward().'
-                )
-        self._before = {
-            parameter: _mark(parameter)
-            for ddp, state in zip(self._mine, states)
-            if state == 'spent' and _has_several_ranks(ddp)
-            for parameter in _seen[ddp].parameters
-        }
-        return not states or 'averaged' in states
+        noticed = [notice.ddp() for notice in self._notices if notice.ddp is not None] if self._notices else []
+        if noticed:
+            self._refresh(noticed)
+        if not self._mine:
+            return True
+        spent = self._that_are('spent')
+        if spent and len(spent) == len(self._mine):
+            raise AmpUsageError(_SECOND)
+        if self._that_are('void'):
+            raise AmpUsageError(
+                'parameters were frozen or unfrozen between a forward pass and its backward pass, and '
+                'DistributedDataParallel was built anew in between: run the model again before backward().'
+            )
+        self._before = {parameter: _mark(parameter) for ddp in spent for parameter in record_of(ddp).parameters}
+        return any(state_of(ddp) == 'averaged' for ddp in self._mine)
 
     def end_backward(self) -> None:
         """A backward pass is through: what DDP averaged is averaged.
@@ -326,19 +242,28 @@ class Reducers:
         Raises:
             AmpUsageError: Gradients arrived at a DDP that had averaged for this forward pass already. They are there.
         """
+        if not self._mine:
+            return
         before, self._before = self._before, {}
         if any(mark != _mark(parameter) for parameter, mark in before.items()):
             raise AmpUsageError(_SECOND)
         for ddp in self._mine:
-            record = _record(ddp)
-            if record is not None and record.state == 'averaged' and _is_finalized(ddp):
-                record.state = 'spent'
+            if _is_finalized(ddp):
+                record_of(ddp).use_up('spent')
+
+    def _that_are(self, state: State, everywhere: bool = False) -> list[DistributedDataParallel]:
+        """The DDP modules of several ranks whose next backward pass has this state.
+
+        Args:
+            state: As of :func:`amp_wrapper.engine.ddp.forward_record.state_of`.
+            everywhere: Of all in the model, not only those of this optimizer.
+        """
+        ddps = self.ddps if everywhere else self._mine
+        return [ddp for ddp in ddps if has_several_ranks(ddp) and state_of(ddp) == state] if ddps else []
 
     def is_unfinished(self) -> bool:
         """Whether a backward pass has left a DDP waiting for the gradients of another one."""
-        return any(
-            _has_several_ranks(ddp) and _state(ddp) == 'averaged' and not _is_finalized(ddp) for ddp in self._mine
-        )
+        return bool(self._mine) and not all(map(_is_finalized, self._that_are('averaged')))
 
     def about_to_average(self, everywhere: bool = False) -> frozenset[int]:
         """The parameters, by id, whose gradients the coming backward pass averages over several ranks.
@@ -346,26 +271,25 @@ class Reducers:
         Args:
             everywhere: In all DDP modules of the model, not only in those of this optimizer.
         """
-        return frozenset(
-            id(parameter)
-            for ddp in (self.ddps if everywhere else self._mine)
-            if _has_several_ranks(ddp) and _state(ddp) == 'averaged'
-            for parameter in _seen[ddp].parameters
+        ddps = self._that_are('averaged', everywhere) if self.ddps else []
+        return (
+            frozenset(id(parameter) for ddp in ddps for parameter in record_of(ddp).parameters) if ddps else frozenset()
         )
 
     def is_local(self) -> bool:
         """Whether the last forward pass of any of the DDP modules was under ``no_sync``."""
-        return any(_has_several_ranks(ddp) and _state(ddp) == 'local' for ddp in self._mine)
+        return bool(self._mine) and bool(self._that_are('local'))
 
     def joins(self) -> bool:
         """Whether ranks may take another number of steps: ``DistributedDataParallel.join``."""
-        return any(getattr(getattr(ddp, '_join_config', None), 'enable', False) for ddp in self._mine)
+        ddps = self._mine
+        return bool(ddps) and any(getattr(getattr(ddp, '_join_config', None), 'enable', False) for ddp in ddps)
 
     # -- one decision ------------------------------------------------------------------------------------------------
 
     def same_everywhere(self) -> bool:
         """Whether the gradients of now are averages, and so those of every rank. False without DDP."""
-        return any(map(_has_several_ranks, self._mine)) and not self.groups_to_ask()
+        return any(map(has_several_ranks, self._mine)) and not self.groups_to_ask()
 
     def groups_to_ask(self, always: bool = False) -> list[dist.ProcessGroup]:
         """Where the ranks' gradients may differ at a step: the groups over which they have to agree, one after the other.
@@ -376,15 +300,14 @@ class Reducers:
         Args:
             always: Ask all the same.
         """
-        several = [ddp for ddp in self._mine if _has_several_ranks(ddp)]
+        if not self._mine:
+            return []
         groups: list[dist.ProcessGroup] = []
-        for ddp in several:
+        for ddp in filter(has_several_ranks, self._mine):
             if not any(ddp.process_group is group for group in groups):
                 groups.append(ddp.process_group)
-        averaged = not self._outside and all(
-            not getattr(ddp, '_comm_hooks', ()) and _state(ddp) != 'local' for ddp in several
-        )
-        return [] if averaged and len(groups) < 2 and not always else groups
+            always = always or self._outside or bool(getattr(ddp, '_comm_hooks', ()))
+        return groups if always or len(groups) > 1 or self._that_are('local') else []
 
 
 _SECOND = (
@@ -398,6 +321,10 @@ def _mark(parameter: Tensor) -> tuple[int, int] | None:
     return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
+def _has_several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def check_unknown_listeners(model: nn.Module) -> None:
     """Refuse to cast a model whose gradients somebody listens to from outside: a DDP around it that was not handed over.
 
@@ -407,7 +334,7 @@ def check_unknown_listeners(model: nn.Module) -> None:
     Raises:
         AmpAttachError: Several ranks, and something holds on to the accumulation of a parameter's gradient.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not _has_several_processes():
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -439,7 +366,7 @@ def check_foreign_wrapper(model: nn.Module) -> None:
     Raises:
         AmpAttachError: Several ranks, no DDP inside, and no such word.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not _has_several_processes():
         return
     if any(_is_ddp(module) for module in model.modules()) or getattr(model, 'survives_cast', False):
         return
@@ -450,78 +377,8 @@ def check_foreign_wrapper(model: nn.Module) -> None:
     )
 
 
-def _rebuild_and_note(ddp: DistributedDataParallel, keep: frozenset[int] = frozenset()) -> None:
-    """``keep``: parameters, by id, that stay in the reducer though they are frozen now."""
-    parameters = _parameters(ddp)
-    frozen = [p for p in parameters if not p.requires_grad and id(p) in keep]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        trainable = frozenset(id(p) for p in parameters if p.requires_grad)
-        # DDP refuses to be made around a module that is frozen as a whole; the first unfreezing makes up for it
-        if trainable:
-            rebuild_ddp(ddp)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-    _seen[ddp] = _Seen(parameters, trainable)
-    record = _record(ddp)
-    if record is not None and record.state == 'averaged':
-        record.state = 'void'
-
-
-def _is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
+def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:
     return isinstance(module, DistributedDataParallel) and 'reducer' in module.__dict__
-
-
-def _has_several_ranks(ddp: DistributedDataParallel) -> bool:
-    return ddp.process_group.size() > 1
-
-
-def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
-    """What DDP would listen to, were it trainable."""
-    ignored = ddp.parameters_to_ignore
-    return [parameter for name, parameter in ddp.module.named_parameters() if name not in ignored]
-
-
-def _listened_to(ddp: DistributedDataParallel) -> frozenset[int]:
-    """What the reducer of a DDP that we did not build listens to, by id."""
-    parameters = _parameters(ddp)
-    told = logged(ddp)
-    # torch tells number and size; where they are those of all parameters, it is all of them
-    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    if told.get('num_parameter_tensors') == len(parameters) and told.get('total_parameter_size_bytes') == size:
-        return frozenset(map(id, parameters))
-    try:
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()
-    except RuntimeError:
-        # sparse gradients have no bucket before the first backward pass: build it anew at the first forward pass
-        return frozenset()
-    return frozenset(id(parameter) for bucket in buckets for parameter in bucket.parameters())
-
-
-def _sync_new(ddp: DistributedDataParallel) -> None:
-    """Parameters and buffers that came after the wrapping take the values of the group's first rank."""
-    before = set(map(id, ddp._module_parameters)) | set(map(id, getattr(ddp, 'modules_buffers', ())))
-    named = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
-    new = [tensor for name, tensor in named if id(tensor) not in before and name not in ddp.parameters_to_ignore]
-    if new and _has_several_ranks(ddp):
-        source = dist.get_global_rank(ddp.process_group, 0)
-        with torch.no_grad():
-            for tensor in new:
-                dist.broadcast(tensor, source, group=ddp.process_group)
-
-
-def _record(ddp: nn.Module) -> ForwardRecord | None:
-    return next((hook for hook in ddp._forward_hooks.values() if isinstance(hook, ForwardRecord)), None)
-
-
-def _state(ddp: DistributedDataParallel) -> str:
-    record = _record(ddp)
-    if record is None or record.state == 'unknown':
-        # called by ``forward`` directly: the flag of now is the best there is
-        return 'averaged' if ddp.require_backward_grad_sync else 'local'
-    return record.state
 
 
 def _is_finalized(ddp: DistributedDataParallel) -> bool:

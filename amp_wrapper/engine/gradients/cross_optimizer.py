@@ -62,7 +62,7 @@ class OtherOptimizer:
         return Share(beyond, self._scale, self._checks)
 
 
-class Lending:
+class Rescaling:
     """Around one backward pass: gradients that arrive elsewhere are put on the scale that is expected there.
 
     Each gradient is multiplied by the ratio of the two scales, in float32, and rounded to its own type: exact for powers
@@ -96,7 +96,7 @@ class Lending:
         # open shares: their parameters, and what waited there
         self._waiting: dict[Share, list[tuple[Tensor, Tensor | None]]] = {}
 
-    def __enter__(self) -> Lending:
+    def __enter__(self) -> Rescaling:
         for share in self.shares:
             self.open(share)
         return self

@@ -1,12 +1,11 @@
-"""Gradients that are unscaled as they arrive: each backward pass alone, summed in FP32 with what earlier ones brought.
+"""Gradients that are unscaled at each backward pass, and summed in FP32 with what earlier ones brought.
 
-Scales of several losses must never mix in one gradient, and the sums have to be there, unscaled, between the end of a pass and
-the optimizer's step, where people clip them.
+Scales of several losses must never mix in one gradient, and the sums have to be there, unscaled, between the end of a backward
+pass and the optimizer's step, where people clip them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...casting.param_pairs import ParamPairs, StepLists
 from ...errors import AmpUsageError
-from . import unscale as gradients
+from .store import Held, ScaledGradients
+from .unscale import accumulate_unscaled, check_no_graph
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -24,23 +25,8 @@ logger = logging.getLogger('amp_wrapper')
 Pair = tuple[nn.Parameter, nn.Parameter]
 
 
-@dataclasses.dataclass(eq=False)
-class Held:
-    """Gradients of passes that were not averaged over the ranks: scaled, in ``.grad``, until a pass averages them all.
-
-    Attributes:
-        loss_id: Whose scale they carry.
-        scale: float32 scalar, or None for 1. A copy: it may move in the meantime, where several optimizers share it.
-        before: Unscaled sums of parameters without masters, set aside meanwhile, by ``id``.
-    """
-
-    loss_id: int
-    scale: Tensor | None
-    before: dict[int, Tensor]
-
-
-class Arrivals:
-    """What one engine keeps between backward passes.
+class UnscaledGradients(ScaledGradients):
+    """Pending gradients of one engine: several losses, or several optimizers with shared scales.
 
     The sums lie where the optimizer looks for them: in the ``.grad`` of masters, and of parameters that have none.
 
@@ -51,18 +37,16 @@ class Arrivals:
         speaks: Whether gradients that have no effect are told of.
     """
 
+    unscaled = True
+
     def __init__(self, keeps: bool, speaks: bool = True) -> None:
+        super().__init__()
         self._keeps = keeps
         # id of a weight -> the gradient that was left there, its version
         self._left: dict[int, tuple[Tensor, int]] = {}
         # those that a pass under way has taken off their weights, by id
         self._aside: dict[int, Tensor] = {}
         self._warned = not speaks
-        #: Whether another engine knows of the same gradients.
-        self.is_shared = False
-        self.held: Held | None = None
-        #: Whether a pass is under way.
-        self.open = False
         self._scale: Tensor | None = None
         # what the pass under way adds to, by id
         self._waiting: dict[int, Tensor] = {}
@@ -70,16 +54,17 @@ class Arrivals:
     @property
     def pending_scale(self) -> Tensor | None:
         """What gradients carry that are not unscaled yet, a float32 scalar: of the pass under way, or held. None for 1."""
-        if self.open:
+        if self.in_backward:
             return self._scale
         return None if self.held is None else self.held.scale
 
-    def share(self, other: Arrivals) -> None:
+    def share(self, other: ScaledGradients) -> None:
         """What is left on the weights is known to both: the other engine steps some of them too.
 
         Args:
             other: Whose notes hold from now on.
         """
+        assert isinstance(other, UnscaledGradients)
         self._left, self._aside = other._left, other._aside
         self.is_shared = True
 
@@ -99,13 +84,9 @@ class Arrivals:
             else:
                 self.note_left([(weight, master)])
 
-    def clear(self, pairs: Iterable[Pair]) -> None:
-        """Gradients were cleared, of weights and masters.
-
-        Args:
-            pairs: All of them.
-        """
-        for weight, _ in pairs:
+    def clear(self, params: ParamPairs) -> None:
+        """Gradients were cleared, of weights and masters."""
+        for weight, _ in params.pairs:
             self._left.pop(id(weight), None)
             self._aside.pop(id(weight), None)
         self._waiting.clear()
@@ -170,16 +151,12 @@ class Arrivals:
             if is_same:
                 self._left[id(weight)] = (grad, grad._version)
 
-    def put_back(self, pairs: Sequence[Pair]) -> None:
-        """After a pass, however it ended: weights that got no gradient have the one that was left there before.
-
-        Args:
-            pairs: All of them.
-        """
-        if self.open or self.held is not None or not self._aside:
+    def put_back(self, params: ParamPairs) -> None:
+        """After a pass, however it ended: weights that got no gradient have the one that was left there before."""
+        if self.in_backward or self.held is not None or not self._aside:
             # what lies on the weights will be unscaled, all of it
             return
-        for weight, _ in pairs:
+        for weight, _ in params.pairs:
             gradient = self._aside.pop(id(weight), None)
             if gradient is not None and weight.grad is None:
                 weight.grad = gradient
@@ -219,11 +196,11 @@ class Arrivals:
             pairs: Those with such a gradient.
             found_inf: As in :func:`~amp_wrapper.engine.gradients.unscale.unscale_to_masters`.
         """
-        gradients.accumulate_unscaled(pairs, [], {}, None, found_inf)
+        accumulate_unscaled(pairs, [], {}, None, found_inf)
         self.note_left(pairs)
 
     @contextmanager
-    def arriving(
+    def unscaling(
         self,
         pairs: Sequence[Pair],
         own: Sequence[nn.Parameter],
@@ -263,13 +240,13 @@ class Arrivals:
         if held is None or not averaged:
             for parameter in everything:
                 parameter.grad = None
-        self.open, self._scale, self._waiting = True, scale, waiting
+        self.in_backward, self._scale, self._waiting = True, scale, waiting
         try:
             yield
             check()
-            gradients.check_no_graph(weight for weight, _ in pairs)
+            check_no_graph(weight for weight, _ in pairs)
             if scale is not None:
-                gradients.check_no_graph(own)
+                check_no_graph(own)
             if averaged:
                 before = waiting if held is None else held.before
                 self._unscale(pairs, own, before, scale, found_inf)
@@ -279,7 +256,7 @@ class Arrivals:
             raise
         finally:
             # another dict: what is held goes on with this one
-            self.open, self._scale, self._waiting = False, None, {}
+            self.in_backward, self._scale, self._waiting = False, None, {}
         if averaged:
             self.held = None
         elif self.held is None:
@@ -288,12 +265,12 @@ class Arrivals:
             for parameter in everything:
                 parameter.grad = ops.add_gradients(waiting.get(id(parameter)), parameter.grad)
 
-    def release(self, pairs: Sequence[Pair], own: Sequence[nn.Parameter], found_inf: Tensor | None) -> None:
+    def release(self, params: ParamPairs, found_inf: Tensor | None) -> None:
         """Unscale what is held: a step does not wait for a pass that averages it."""
         held, self.held = self.held, None
         if held is not None:
-            self._unscale(pairs, own, held.before, held.scale, found_inf)
-            self.put_back(pairs)
+            self._unscale(params.pairs, params.without_master(), held.before, held.scale, found_inf)
+            self.put_back(params)
 
     def _unscale(
         self,
@@ -305,5 +282,22 @@ class Arrivals:
     ) -> None:
         # rounded once
         inverse = None if scale is None else scale.reciprocal()
-        gradients.accumulate_unscaled(pairs, own, before, inverse, found_inf)
+        accumulate_unscaled(pairs, own, before, inverse, found_inf)
         self.note_left(pairs)
+
+    # -- the same words as for gradients that stay scaled ------------------------------------------------------------
+
+    def to_step(self, lists: StepLists) -> list[Tensor | None]:
+        """The unscaled gradient of each parameter, for a fused step."""
+        return [parameter.grad for parameter in lists.parameters]
+
+    def unscale(
+        self, params: ParamPairs, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
+    ) -> Tensor | None:
+        """Nothing: done at each backward pass."""
+        return None
+
+    def restore(self, gradients: Sequence[Tensor | None], lists: StepLists) -> None:
+        """Put back what :meth:`save` gave; not changed, and not aliased."""
+        for parameter, gradient in zip(lists.parameters, gradients):
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)

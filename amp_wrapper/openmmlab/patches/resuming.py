@@ -1,50 +1,38 @@
-"""Resuming through mmengine: from the newest complete file, judged as a whole before any of it is applied.
+"""Resuming through mmengine: from the newest complete file, validated as a whole before any of it is applied.
 
-* ``load_or_resume``: mmengine takes what ``last_checkpoint`` names, complete or not, there or not.
-* ``resume``: mmengine applies the weights, then the counters, the optimizer and the schedulers, and fails somewhere in
-  between; unknown and missing weights are a line in the log. Here the whole file is judged first.
-* ``load_checkpoint``, of runners and of the single-device strategy: checksums are compared, nothing in the file is executed,
-  whatever the environment allows, names that begin like a wrapper's ("module_list") stay whole, and wrappers inside the model
-  (one DDP for each child) make no difference.
-
-Each patch is the identity where no wrapper of ours is attached.
+Nothing in a file is executed, whatever the environment allows, and wrappers inside the model (one DDP for each child) make no
+difference to names.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import mmengine._strategy.single_device
-import mmengine.runner.checkpoint
-import mmengine.runner.runner
-from mmengine._strategy import SingleDeviceStrategy
 from mmengine.dist import broadcast_object_list, get_rank
 from mmengine.hooks import CheckpointHook, EMAHook
-from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner import CheckpointLoader, EpochBasedTrainLoop, FlexibleRunner, Runner
+from mmengine.runner import EpochBasedTrainLoop
 
 from ...checkpoint import file as checkpoint_file
-from ...checkpoint import names as model_names
-from ...checkpoint import validate as checkpoint_judge
-from ...checkpoint import validate_schedules as checkpoint_schedules
+from ...checkpoint import schema, validate, validate_optimizer
+from ...checkpoint.names import reader
 from ...errors import AmpCheckpointError
 from ..resume import data_order
-from .saving import WAITING, is_local, wrappers_of
+from ..wrappers import inner_model, wrappers_of
+from .saving import WAITING, is_local
 
 # whether the runner that is loading trains with a wrapper of ours
 _ours: ContextVar[bool] = ContextVar('_ours', default=False)
 
 
 @contextmanager
-def _loaded_for(runner: Any) -> Iterator[None]:
+def _loading_for(runner: Any) -> Iterator[None]:
     token = _ours.set(bool(wrappers_of(runner)) or _ours.get())
     try:
         yield
@@ -83,12 +71,12 @@ def choose_newest(work_dir: str, log: Any, more: list[str]) -> str | None:
         for reason in newest.passed_over:
             log(f'amp: passed over: {reason}')
         if newest.path is not None:
-            found = [str(newest.path)]
+            found[0] = str(newest.path)
         elif newest.passed_over:
-            found = [AmpCheckpointError(
+            found[0] = AmpCheckpointError(
                 f'no checkpoint in {work_dir} is complete ({"; ".join(newest.passed_over)}). To start anew, remove them or '
                 f'choose another work_dir.'
-            )]  # fmt: skip
+            )
     broadcast_object_list(found)
     if isinstance(found[0], AmpCheckpointError):
         raise found[0]
@@ -114,14 +102,17 @@ def _is_local_file(filename: Any) -> bool:
     return isinstance(filename, str) and '://' not in filename and is_local(filename)
 
 
-def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True) -> None:
-    """Judge every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
+def validate_file(runner: Any, filename: str, resume_optimizer: bool, resume_param_scheduler: bool) -> Any:
+    """Check every part of a local checkpoint that :meth:`Runner.resume` would apply, and apply nothing.
 
     Args:
         runner: Whose model, wrappers, schedulers and hooks are built.
         filename: A local file.
         resume_optimizer: As of ``resume``.
         resume_param_scheduler: As of ``resume``.
+
+    Returns:
+        The content of the file; tensors are read when they are used.
 
     Raises:
         AmpCheckpointError: Names file, key and expectation.
@@ -130,13 +121,14 @@ def judge(runner: Any, filename: str, resume_optimizer: bool = True, resume_para
     file = checkpoint_file.load(filename, check=False, mmap=True)
     _warn_of_mid_epoch(runner, file)
     with _naming(filename):
-        _judge_parts(runner, file, resume_optimizer, resume_param_scheduler)
+        _check_parts(runner, file, resume_optimizer, resume_param_scheduler)
+    return file
 
 
 def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
     part = file.get('exact_resume') if isinstance(file, Mapping) else None
     batches = part.get('batches') if isinstance(part, Mapping) else None
-    # without the hook, nobody judges it
+    # without the hook, nobody has checked it
     inside = isinstance(batches, int) and batches > 0
     if inside and not any(hasattr(hook, 'collect_states') for hook in runner.hooks):
         runner.logger.warning(
@@ -145,66 +137,64 @@ def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
         )
 
 
-def _judge_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
-    checkpoint_judge.check_parts(file, resume_optimizer)
-    checkpoint_judge.check_meta(file['meta'])
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
-    own = model_names.plain_names(model)
+def _check_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
+    validate.check_parts(file, resume_optimizer)
+    validate.check_meta(file['meta'])
+    model = inner_model(runner.model)
     state = file['state_dict']
-    read = model_names.reader(
-        model, [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
-    )
-    checkpoint_judge.check_model(state, model, plain=own, read=read)
+    validate.check_model(state, model)
     for hook in runner.hooks:
         if isinstance(hook, EMAHook) and 'ema_state_dict' in file:
-            checkpoint_judge.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None), own, read)
+            validate.check_average(file['ema_state_dict'], model, getattr(hook, 'ema_model', None))
             # the hook swaps the two by name
             for key in file['ema_state_dict']:
-                if key.startswith('module.') and key[len('module.') :] not in file['state_dict']:
+                if key.startswith('module.') and key[len('module.') :] not in state:
                     raise AmpCheckpointError(
                         f'state_dict lacks {key[len("module.") :]!r}, which ema_state_dict has: it is damaged.'
                     )
-    _judge_message_hub(file['message_hub'])
+    _MESSAGE_HUB.check(file['message_hub'], 'message_hub')
     if resume_optimizer:
-        _judge_optimizer(runner, file['optimizer'])
+        _check_optimizer(runner, file['optimizer'])
     schedulers = getattr(runner, 'param_schedulers', None)
     if resume_param_scheduler and 'param_schedulers' in file and isinstance(schedulers, (list, dict)):
         built = schedulers if isinstance(schedulers, dict) else {'': schedulers}
         if all(hasattr(scheduler, 'state_dict') for items in built.values() for scheduler in items):
-            checkpoint_schedules.check_schedulers(file['param_schedulers'], schedulers)
+            validate_optimizer.check_schedulers(file['param_schedulers'], schedulers)
     for hook in runner.hooks:
         check = getattr(hook, 'check_states', None)
         if check is not None:
             check(file)
 
 
-def _judge_message_hub(hub: Any) -> None:
-    if not isinstance(hub, Mapping):
-        raise AmpCheckpointError(f'message_hub must be a dict, but is {type(hub).__name__}: the file is damaged.')
-    for key in ('log_scalars', 'runtime_info', 'resumed_keys'):
-        if not isinstance(hub.get(key), Mapping):
-            raise AmpCheckpointError(f'message_hub[{key!r}] must be a dict: the file is damaged.')
-    for name, kept in hub['resumed_keys'].items():
-        if not isinstance(kept, bool):
-            raise AmpCheckpointError(f"message_hub['resumed_keys'][{name!r}]={kept!r} must be True or False.")
-    for name, buffer in hub['log_scalars'].items():
-        values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
-        if values is not None and (counts is None or getattr(values, 'shape', 0) != getattr(counts, 'shape', 1)):
-            raise AmpCheckpointError(
-                f"message_hub['log_scalars'][{name!r}] is damaged: values and counts do not match."
-            )
-    for key, value in hub['runtime_info'].items():
-        label = f"message_hub['runtime_info'][{key!r}]={value!r}"
-        if key == 'best_score' and not (hasattr(value, '__float__') and not isinstance(value, str)):
-            raise AmpCheckpointError(f'{label} must be a number.')
-        if key in ('best_ckpt', 'last_ckpt') and not isinstance(value, (str, type(None))):
-            raise AmpCheckpointError(f'{label} must be a path.')
-        kind = {'keep_ckpt_ids': Integral, WAITING: str, checkpoint_file.SAVES: str}.get(key)
-        if kind and not (isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)):
-            raise AmpCheckpointError(f'{label} must be a list of {kind.__name__}.')
+def _are_whole(buffer: Any) -> bool:
+    values, counts = getattr(buffer, '_log_history', None), getattr(buffer, '_count_history', None)
+    return values is None or (counts is not None and getattr(values, 'shape', 0) == getattr(counts, 'shape', 1))
 
 
-def _judge_optimizer(runner: Any, state: Any) -> None:
+def _list_of(name: str, kind: type) -> schema.Is:
+    return schema.named(f'a list of {name}', schema.ListOf(schema.kind(name, kind)))
+
+
+_PATH = schema.Maybe(schema.kind('a path', str))
+_MESSAGE_HUB = schema.Record(
+    {
+        'log_scalars': schema.MapOf(schema.Is('', _are_whole, '{path} is damaged: values and counts do not match.')),
+        'runtime_info': schema.Record(
+            optional={
+                'best_score': schema.Is('a number', lambda v: hasattr(v, '__float__') and not isinstance(v, str)),
+                'best_ckpt': _PATH,
+                'last_ckpt': _PATH,
+                'keep_ckpt_ids': _list_of('whole numbers', Integral),
+                WAITING: _list_of('names', str),
+                checkpoint_file.SAVES: _list_of('names', str),
+            }
+        ),
+        'resumed_keys': schema.MapOf(schema.SWITCH),
+    }
+)
+
+
+def _check_optimizer(runner: Any, state: Any) -> None:
     wrappers = wrappers_of(runner)
     if not isinstance(runner.optim_wrapper, OptimWrapperDict):
         for wrapper in wrappers.values():
@@ -224,43 +214,50 @@ def _judge_optimizer(runner: Any, state: Any) -> None:
             raise AmpCheckpointError(f'optimizer[{name!r}]: {error}') from error
 
 
-def _patch_runner(cls: Any) -> None:
-    original_start = cls.load_or_resume
-    original_resume = cls.resume
+def choose_file(runner: Any) -> bool:
+    """Choose what a runner that is told to resume without a path loads.
 
-    @functools.wraps(original_start)
-    def load_or_resume(self: Any) -> None:
-        auto = self._resume is True and self._load_from is None and not self._has_loaded
-        if auto and wrappers_of(self) and is_local(self.work_dir) and not _points_away(self.work_dir):
-            path = choose_newest(self.work_dir, self.logger.warning, _out_dirs(self))
-            if path is None:
-                self.logger.info(f'amp: nothing to resume from in {self.work_dir} yet: the training starts anew')
-                return
-            self.logger.info(f'amp: resuming from {path}, the newest complete checkpoint')
-            self._load_from = path
-        original_start(self)
+    Args:
+        runner: Whose ``load_or_resume`` is called.
 
-    @functools.wraps(original_resume)
-    def resume(
-        self: Any, filename: str, resume_optimizer: bool = True, resume_param_scheduler: bool = True, **kwargs: Any
-    ) -> None:
-        length = None
-        if wrappers_of(self) and _is_local_file(filename):
-            judge(self, filename, resume_optimizer, resume_param_scheduler)
-            length = _epoch_length(filename)
-        with _loaded_for(self), _naming(filename):
-            original_resume(self, filename, resume_optimizer, resume_param_scheduler, **kwargs)
-        if length is not None:
-            _follow_epochs(self, *length)
+    Returns:
+        Whether mmengine may go on.
 
-    cls.load_or_resume = load_or_resume
-    cls.resume = resume
+    Raises:
+        AmpCheckpointError: There are checkpoints, and none is complete.
+    """
+    auto = runner._resume is True and runner._load_from is None and not runner._has_loaded
+    if auto and wrappers_of(runner) and is_local(runner.work_dir) and not _points_away(runner.work_dir):
+        path = choose_newest(runner.work_dir, runner.logger.warning, _out_dirs(runner))
+        if path is None:
+            runner.logger.info(f'amp: nothing to resume from in {runner.work_dir} yet: the training starts anew')
+            return False
+        runner.logger.info(f'amp: resuming from {path}, the newest complete checkpoint')
+        runner._load_from = path
+    return True
 
 
-def _epoch_length(filename: str) -> tuple[int, int] | None:
+def resume(
+    original: Callable[..., None],
+    runner: Any,
+    filename: str,
+    resume_optimizer: bool = True,
+    resume_param_scheduler: bool = True,
+    **kwargs: Any,
+) -> None:
+    """For ``resume`` of runners."""
+    length = None
+    if wrappers_of(runner) and _is_local_file(filename):
+        length = _epoch_length(validate_file(runner, filename, resume_optimizer, resume_param_scheduler))
+    with _loading_for(runner), _naming(filename):
+        original(runner, filename, resume_optimizer, resume_param_scheduler, **kwargs)
+    if length is not None:
+        _follow_epochs(runner, *length)
+
+
+def _epoch_length(file: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many iterations an epoch had when a file was written, and how many of the present one were done (-1 where that is
     guessed); None where the file does not tell."""
-    file = checkpoint_file.load(filename, check=False, mmap=True)
     part, meta = file.get('exact_resume'), file['meta']
     if part:
         return part['length'], part['batches']
@@ -270,7 +267,7 @@ def _epoch_length(filename: str) -> tuple[int, int] | None:
 
 def _follow_epochs(runner: Any, length: int, batches: int) -> None:
     """Other numbers of processes have epochs of other lengths: mmengine would count beyond the end of the training, and
-    divide losses by an accumulation window of no length."""
+    divide losses by a number of accumulated iterations of 0."""
     loop = runner.train_loop
     now = data_order.batches_of(loop)
     if not isinstance(loop, EpochBasedTrainLoop) or now < 1 or length < 1 or now == length:
@@ -297,78 +294,51 @@ def _follow_epochs(runner: Any, length: int, batches: int) -> None:
 
 def _revise_keys(model: Any) -> list[tuple[str, str]]:
     """mmengine's own '^module.' has a dot that stands for any letter: it takes "module_" from "module_list.0.weight"."""
-    inner = model.module if is_model_wrapper(model) else model
-    return [] if hasattr(inner, 'module') else [(r'^module\.', '')]
+    return [] if hasattr(inner_model(model), 'module') else [(r'^module\.', '')]
 
 
-def _patch_load(cls: Any) -> None:
-    original = cls.load_checkpoint
-
-    @functools.wraps(original)
-    def load_checkpoint(self: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
-        if not wrappers_of(self):
-            return original(self, filename, *args, **kwargs)
-        if _is_local_file(filename) and not _ours.get():
-            # a resume has done this
-            checkpoint_file.verify(filename)
-        if len(args) < 3:
-            kwargs.setdefault('revise_keys', _revise_keys(self.model))
-        with _loaded_for(self):
-            return original(self, filename, *args, **kwargs)
-
-    cls.load_checkpoint = load_checkpoint
+def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+    """For ``load_checkpoint`` of runners."""
+    if not wrappers_of(runner):
+        return original(runner, filename, *args, **kwargs)
+    if _is_local_file(filename) and not _ours.get():
+        # a resume has done this
+        checkpoint_file.verify(filename)
+    if len(args) < 3:
+        kwargs.setdefault('revise_keys', _revise_keys(runner.model))
+    with _loading_for(runner):
+        return original(runner, filename, *args, **kwargs)
 
 
-def _patch_strategy() -> None:
-    """``FlexibleRunner`` resumes through its strategy."""
-    original = SingleDeviceStrategy.load_checkpoint
-
-    @functools.wraps(original)
-    def load_checkpoint(self: Any, filename: str, **kwargs: Any) -> Any:
-        if _ours.get():
-            kwargs.setdefault('revise_keys', _revise_keys(self.model))
-        return original(self, filename, **kwargs)
-
-    SingleDeviceStrategy.load_checkpoint = load_checkpoint
+def load_through_strategy(original: Callable[..., Any], strategy: Any, filename: str, **kwargs: Any) -> Any:
+    """For ``SingleDeviceStrategy.load_checkpoint``."""
+    if _ours.get():
+        kwargs.setdefault('revise_keys', _revise_keys(strategy.model))
+    return original(strategy, filename, **kwargs)
 
 
-def _patch_names() -> None:
-    """mmengine takes the wrappers inside a model off while it loads, and expects plain names."""
-    original = mmengine.runner.checkpoint._load_checkpoint_to_model
-
-    @functools.wraps(original)
-    def load_to_model(model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-        state = checkpoint.get('state_dict') if _ours.get() else None
-        if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
-            names = [key for key in state if isinstance(key, str)]
-            read = model_names.reader(model.module if is_model_wrapper(model) else model, names)
-            plain = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
-            checkpoint = {**checkpoint, 'state_dict': plain}
-        return original(model, checkpoint, *args, **kwargs)
-
-    for module in (mmengine.runner.checkpoint, mmengine.runner.runner, mmengine._strategy.single_device):
-        if hasattr(module, '_load_checkpoint_to_model'):
-            module._load_checkpoint_to_model = load_to_model
+def load_local_file(original: Callable[..., Any], filename: str, map_location: Any) -> Any:
+    """In place of the loader that mmengine has registered for local files."""
+    if _ours.get():
+        # typed errors, and no code is run even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let it
+        return checkpoint_file.load(Path(filename).expanduser(), map_location, check=False)
+    return original(filename, map_location)
 
 
-def _patch_loader() -> None:
-    original = CheckpointLoader._get_checkpoint_loader('/')
+def name_plainly(runner: Any, checkpoint: dict[str, Any]) -> None:
+    """What a hook of ours does to a checkpoint before it is applied: mmengine takes the wrappers inside a model off while it
+    loads, and expects plain names.
 
-    @functools.wraps(original)
-    def load_from_local(filename: str, map_location: Any) -> Any:
-        if _ours.get():
-            # typed errors, and no code is run even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let it
-            return checkpoint_file.load(Path(filename).expanduser(), map_location, check=False)
-        return original(filename, map_location)
+    Args:
+        runner: Trains with a wrapper of ours or not.
+        checkpoint: Changed in place.
+    """
+    state = checkpoint.get('state_dict') if wrappers_of(runner) else None
+    if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
+        read = _reader(runner.model, state)
+        checkpoint['state_dict'] = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
 
-    CheckpointLoader.register_scheme(prefixes='', loader=load_from_local, force=True)
 
-
-def patch() -> None:
-    """Put the patches in place; called once, by :func:`amp_wrapper.openmmlab.patches.members.apply`."""
-    for cls in (Runner, FlexibleRunner):
-        _patch_runner(cls)
-        _patch_load(cls)
-    _patch_strategy()
-    _patch_names()
-    _patch_loader()
+def _reader(model: Any, state: Any) -> Callable[[str], str]:
+    names = [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
+    return reader(inner_model(model), names)

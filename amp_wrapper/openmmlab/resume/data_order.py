@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from mmengine.dataset import worker_init_fn
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from ..log import log
 
 
 def restart_iterator(loop: Any) -> None:
@@ -54,6 +57,31 @@ def seeds_of(loader: Any) -> dict[str, int | None]:
         'sampler': seed if isinstance(seed, int) else None,
         'workers': init.keywords.get('seed') if ours and init else None,
     }
+
+
+def follow_seeds(loop: Any, saved: Mapping[str, int | None] | None) -> None:
+    """Samplers and workers are built before a checkpoint is read: give them the seeds they had.
+
+    Args:
+        loop: About to train.
+        saved: Of :func:`seeds_of`; None changes nothing.
+    """
+    loader = loop.dataloader
+    here = seeds_of(loader)
+    if saved is None or here == saved:
+        return
+    if None not in (saved['sampler'], here['sampler']):
+        sampler_of(loader).seed = saved['sampler']
+    if None not in (saved['workers'], here['workers']):
+        outer = loader.worker_init_fn
+        init = getattr(outer, 'then', outer)
+        new = functools.partial(init.func, *init.args, **{**init.keywords, 'seed': saved['workers']})
+        if init is outer:
+            loader.worker_init_fn = new
+        else:
+            outer.then = new
+    restart_iterator(loop)
+    log('the order of the data follows the seed of the checkpoint')
 
 
 def why_inexact(runner: Any, loop: Any) -> list[str]:

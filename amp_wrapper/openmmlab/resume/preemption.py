@@ -38,7 +38,7 @@ class _IgnoreSignals:
             self.then(worker_id)
 
 
-def _in_window(runner: Any) -> bool:
+def _is_accumulating(runner: Any) -> bool:
     """Whether gradients wait for a step in any wrapper, ours or not."""
     wrapper = runner.optim_wrapper
     members = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
@@ -115,7 +115,7 @@ class PreemptionHook(Hook):
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save and end, if a signal has arrived anywhere and the step is complete."""
-        if not self._before or not self._is_time() or _in_window(runner):
+        if not self._before or not self._is_time() or _is_accumulating(runner):
             return
         path = self._save(runner)
         self._stop_listening()

@@ -5,14 +5,14 @@
 #include <cmath>
 
 #include "functors.h"
-#include "update.h"
+#include "optimizer_update.h"
 
 namespace amp_wrapper {
 
 constexpr int kHyper = 7;
 enum class Kind : std::int32_t { kAdam = 0, kSgd = 1 };
 
-// One float as what split.h and update.h work on.
+// One float as what split.h and optimizer_update.h work on.
 struct Single {
   using Floats = float;
   using Ints = std::int32_t;

@@ -1,8 +1,8 @@
 // What the kernels of an optimizer step are handed. Read by nvcc and by g++; knows nothing of torch.
 #pragma once
 
-#include "../common/optimizer.h"
-#include "work.h"
+#include "../common/step_prologue.h"
+#include "kernel_args.h"
 
 namespace amp_wrapper::cuda {
 

@@ -1,4 +1,4 @@
-#include "step.h"
+#include "step_checks.h"
 
 #include <c10/util/Exception.h>
 
@@ -27,14 +27,12 @@ bool is_table(const at::Tensor& table, std::size_t rows, std::int64_t columns) {
 }
 
 void check_rows(const at::Tensor& rows, std::size_t count, const at::Tensor& decision, bool written) {
-  const bool is_double = rows.scalar_type() == at::kDouble;
-  TORCH_CHECK_VALUE((rows.scalar_type() == at::kFloat || is_double) && is_table(rows, count, kRow), "rows has shape ",
-                    shape_of(rows), " and dtype ", name_of(rows.scalar_type()), ": (", count, ", ", static_cast<int>(kRow),
+  TORCH_CHECK_VALUE(rows.scalar_type() == at::kFloat && is_table(rows, count, kRow), "rows has shape ", shape_of(rows),
+                    " and dtype ", name_of(rows.scalar_type()), ": (", count, ", ", static_cast<int>(kRow),
                     ") of torch.float32 is expected.");
   check_own("rows", rows, written);
   TORCH_CHECK_NOT_IMPLEMENTED(rows.device() == decision.device(), "rows is on ", rows.device(), " and decision on ",
                               decision.device(), kOneDevice);
-  TORCH_CHECK_NOT_IMPLEMENTED(!is_double, "rows has dtype torch.float64: the compiled op takes torch.float32.");
 }
 
 bool is_half(c10::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "lists.h"
-#include "optimizer.h"
+#include "step_prologue.h"
 
 namespace amp_wrapper {
 

@@ -1,0 +1,168 @@
+"""What an optimizer steps, and what the model computes with in its place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class StepLists:
+    """Both sides of everything that an optimizer steps, in the order of its groups.
+
+    Attributes:
+        parameters: What the optimizer steps.
+        weights: What the model computes with; backward passes leave their gradients there.
+        copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
+        on_one_device: Whether all weights are on ``device``.
+    """
+
+    def __init__(self, pairs: ParamPairs, parameters: list[nn.Parameter], device: torch.device) -> None:
+        self.parameters = parameters
+        self.weights = list(map(pairs.weight_of, parameters))
+        self.copies: list[Tensor | None] = list(map(pairs.copy_of, parameters))
+        self.on_one_device = all(weight.device == device for weight in self.weights)
+        self._device = device
+        self._types = [weight.dtype for weight in self.weights]
+
+    def are_of(self, parameters: Sequence[nn.Parameter], device: torch.device) -> bool:
+        """Whether these parameters are still the same objects, of the same types."""
+        return (
+            len(parameters) == len(self.parameters)
+            and all(map(operator.is_, parameters, self.parameters))
+            and device == self._device
+            and self._types == [weight.dtype for weight in self.weights]
+        )
+
+
+class ParamPairs:
+    """The parameters of one optimizer, each of which is stepped in the type that the model computes with.
+
+    So it is at O0, O1, O3 and O4. :class:`~amp_wrapper.casting.masters.Fp32Masters` and
+    :class:`~amp_wrapper.casting.split_masters.SplitMasters` are the kinds whose 16-bit weights have FP32 values.
+
+    Args:
+        optimizer: Holds the parameters; None for inference.
+    """
+
+    #: Whether 16-bit weights have an FP32 value beside their own.
+    have_fp32_values = False
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self.optimizer = optimizer
+        self._lists: StepLists | None = None
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the optimizer steps: FP32 masters where there are any, else the model's own parameters."""
+        if self.optimizer is None:
+            return []
+        return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
+
+    def weights(self) -> list[nn.Parameter]:
+        """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
+        return self.parameters()
+
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(model weight, FP32 master) for every weight that has a master tensor of its own, in the optimizer's order."""
+        return []
+
+    def without_master(self) -> list[nn.Parameter]:
+        """The parameters that are stepped themselves."""
+        return self.parameters()
+
+    def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The model weight behind a master; any other parameter itself."""
+        return parameter
+
+    def copy_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """What a fused update writes beside a parameter; None for nothing."""
+        return None
+
+    def lists(self, device: torch.device) -> StepLists:
+        """Both sides of everything that is stepped now. Kept from step to step, and made anew where anything changed.
+
+        Args:
+            device: Where the step runs.
+        """
+        parameters = self.parameters()
+        lists = self._lists
+        if lists is None or self.has_unfrozen or not lists.are_of(parameters, device):
+            self.adopt()
+            lists = self._lists = StepLists(self, self.parameters(), device)
+        return lists
+
+    # -- parameters that come late -----------------------------------------------------------------------------------
+
+    @property
+    def has_unfrozen(self) -> bool:
+        """Whether a 16-bit weight without an FP32 value, for it was frozen, is trained now: :meth:`adopt` makes one."""
+        return False
+
+    def adopt(self) -> None:
+        """Give FP32 values to 16-bit parameters that came into the optimizer later, or are trained from now on."""
+
+    # -- weights and FP32 values agree -------------------------------------------------------------------------------
+
+    def synchronise(self, refuses: bool = True) -> None:
+        """Let the older side of each pair follow the one that somebody else wrote to. No host read.
+
+        Args:
+            refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+
+        Raises:
+            AmpUsageError: A weight and its master were both written to. Nothing has been changed.
+        """
+
+    def follow_idle(self, busy: Container[Tensor] = ()) -> None:
+        """Before a step: masters of weights without a gradient follow edits of the weights through ``.data``.
+
+        Args:
+            busy: Weights whose gradient lies elsewhere.
+        """
+
+    def write_weights(self) -> None:
+        """Model weight = master, rounded to nearest-even. Idempotent."""
+
+    def settle(self) -> None:
+        """Both sides agree now: take them as they are."""
+
+    def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
+        """Somebody says that weights were edited, through ``.data`` perhaps: FP32 values follow. Syncs.
+
+        Args:
+            tensors: The edited weights; all by default.
+
+        Returns:
+            The names of those that differed from their FP32 value.
+
+        Raises:
+            AmpUsageError: It is not clear which side counts.
+        """
+        return []
+
+    def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
+        """Somebody says that masters were edited, through ``.data`` perhaps: their weights follow. No host read.
+
+        Args:
+            tensors: The edited masters; all by default.
+
+        Raises:
+            AmpUsageError: It is not clear which side counts.
+        """
+
+    def refresh(self) -> list[str]:
+        """The weights win: wherever one differs from its FP32 value rounded, that takes the value of the weight. Syncs.
+
+        Returns:
+            The names of the weights that had been changed.
+        """
+        return []
+
+    def release(self) -> None:
+        """Put the model's own parameters back into the optimizer. The caller gives them their FP32 values."""

@@ -1,0 +1,165 @@
+"""How gradients are clipped, after unscaling."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from .. import ops
+from ..errors import AmpConfigError, nearest
+from ..policy.options import is_number
+
+_CLIP_KEYS = {
+    'norm': ('max_norm', 'norm_type', 'error_if_nonfinite', 'foreach'),
+    'value': ('clip_value', 'foreach'),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientClip:
+    """How gradients are clipped, after unscaling: mmengine's ``clip_grad`` in a typed form.
+
+    Attributes:
+        kind: 'norm' or 'value'.
+        arguments: Keyword arguments of :func:`torch.nn.utils.clip_grad_norm_` or ``clip_grad_value_``.
+    """
+
+    kind: str
+    arguments: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, clip_grad: Mapping[str, Any] | None) -> GradientClip | None:
+        """Read mmengine's dict without changing it.
+
+        Args:
+            clip_grad: ``dict(max_norm=..., norm_type=..., error_if_nonfinite=...)``, or
+                ``dict(type='value', clip_value=...)``, or None.
+
+        Raises:
+            AmpConfigError: An unknown type or key, or a missing or impossible limit.
+        """
+        if clip_grad is None:
+            return None
+        if not isinstance(clip_grad, Mapping) or not clip_grad:
+            raise AmpConfigError(
+                [
+                    f'clip_grad={clip_grad!r} must be a dict such as dict(max_norm=1.0) or dict(type="value", clip_value=1.0).'
+                ]
+            )
+        words = dict(clip_grad)
+        kind = words.pop('type', 'norm')
+        if kind not in _CLIP_KEYS:
+            raise AmpConfigError([f"clip_grad['type']={kind!r} must be 'norm' or 'value'."])
+        known = _CLIP_KEYS[kind]
+        problems = [
+            f'clip_grad has an unknown key {key!r}{nearest(str(key), known)}: known are {", ".join(known)}.'
+            for key in words
+            if key not in known
+        ]
+        limit = known[0]
+        value: Any = words.get(limit)
+        if limit not in words:
+            problems.append(f'clip_grad lacks {limit!r}: write dict(type={kind!r}, {limit}=1.0), say.')
+        elif not ((isinstance(value, Tensor) and value.numel() == 1) or (is_number(value) and value >= 0)):
+            problems.append(f'clip_grad[{limit!r}]={value!r} must be a number of at least 0.')
+        if problems:
+            raise AmpConfigError(problems)
+        return cls(kind, words)
+
+    @property
+    def raises_on_nonfinite(self) -> bool:
+        """Whether a non-finite norm is an error."""
+        return bool(self.arguments.get('error_if_nonfinite', False))
+
+    @property
+    def fits_prologue(self) -> bool:
+        """Whether a fused step can clip so: by value, by the Euclidean or by the maximum norm, with a limit on the host."""
+        limit = self.arguments[_CLIP_KEYS[self.kind][0]]
+        if isinstance(limit, Tensor) and limit.device.type != 'cpu':
+            return False
+        return self.kind == 'value' or float(self.arguments.get('norm_type', 2.0)) in (2.0, math.inf)
+
+    @property
+    def not_in_prologue(self) -> str:
+        """What to say where :attr:`fits_prologue` has to hold."""
+        return (
+            f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split', whose gradients are clipped while they "
+            "are used: by value, or by norm_type=2 or 'inf' with a number as limit. Write one of these, or master_weights=True."
+        )
+
+    def refuse_nonfinite(self, norm: Tensor, found_inf: Tensor | None, learns: bool) -> None:
+        """``error_if_nonfinite``, before anything is clipped. Syncs.
+
+        Args:
+            norm: float32 scalar.
+            found_inf: float32 scalar: whether gradients are non-finite, here or on another rank; None where nobody looked.
+            learns: Whether a dynamic loss scale is there, which learns from an overflow: it is skipped, and no error.
+
+        Raises:
+            RuntimeError: As torch's own.
+        """
+        length, found = torch.stack(
+            [norm, torch.zeros_like(norm) if found_inf is None else found_inf.view_as(norm)]
+        ).tolist()
+        if (found > 0 and not learns) or (found == 0 and not math.isfinite(length)):
+            raise RuntimeError(
+                'The total norm of gradients is non-finite, here or on another rank, so it cannot be clipped. '
+                'error_if_nonfinite=False skips such steps where gradients are checked.'
+            )
+
+    def prologue(self) -> dict[str, float]:
+        """What :func:`~amp_wrapper.ops.step_prologue` is told."""
+        name = _CLIP_KEYS[self.kind][0]
+        return {name: float(self.arguments[name])}
+
+    def norm(self, gradients: Sequence[Tensor], found_inf: Tensor | None) -> Tensor:
+        """The norm of gradients as they are, and whether they are finite, in one pass.
+
+        Args:
+            gradients: Dense; not changed.
+            found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
+
+        Returns:
+            float32 scalar on the device.
+        """
+        greatest = float(self.arguments.get('norm_type', 2.0)) == math.inf
+        norm = ops.multi_tensor_maxnorm if greatest else ops.multi_tensor_l2norm
+        return norm(gradients, None, found_inf)[0]
+
+    @property
+    def is_euclidean(self) -> bool:
+        """Whether gradients are clipped by their Euclidean norm, and no error is asked for."""
+        return (
+            self.kind == 'norm' and not self.raises_on_nonfinite and float(self.arguments.get('norm_type', 2.0)) == 2.0
+        )
+
+    def apply(self, parameters: Sequence[Tensor], norm: Tensor | None = None) -> Tensor | None:
+        """Clip the gradients of ``parameters`` in place.
+
+        Args:
+            parameters: FP32 (at O3: 16-bit) tensors; those without a gradient are passed over.
+            norm: Their Euclidean norm, where it is known.
+
+        Returns:
+            The norm before clipping, a scalar on the device; None for 'value' and where there is no gradient.
+        """
+        chosen = [p for p in parameters if p.requires_grad and p.grad is not None]
+        if not chosen:
+            return None
+        if self.kind == 'value':
+            clip_grad_value_(chosen, **self.arguments)
+            return None
+        if norm is not None:
+            # the coefficient of torch's clip_grad_norm_
+            coefficient = (self.arguments['max_norm'] / (norm + 1e-6)).clamp(max=1.0)
+            gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+            ops.multi_tensor_scale(gradients, gradients, coefficient.float())
+            return norm
+        total: Tensor = clip_grad_norm_(chosen, **self.arguments)
+        return total

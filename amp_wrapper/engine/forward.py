@@ -1,0 +1,74 @@
+"""What happens around a training forward call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from ..autocast import regions
+from ..casting import roots
+from ..casting.modules import module_device
+from ..casting.region_hooks import autocast_context
+from ..errors import AmpError, AmpUsageError
+from .parts import EngineParts
+
+
+def prepare(parts: EngineParts, model: nn.Module) -> None:
+    """Before a forward call; see :meth:`AmpEngine.before_forward`."""
+    parts.params.synchronise()
+    for other in parts.others:
+        if isinstance(other, EngineParts):
+            other.params.synchronise()
+    if parts.policy.runs_16_bit and hasattr(model, '_orig_mod'):
+        roots.check_compiled(model)
+    if parts.ddp.joins() and not parts.is_plain:
+        raise AmpUsageError(
+            'DistributedDataParallel.join(): ranks that take more steps than others would move their loss scale and '
+            'masters alone. Give every rank the same number of iterations, or use O0.'
+        )
+
+    def waits(ids: Iterable[int]) -> bool:
+        chosen = set(ids)
+        return parts.is_accumulating and parts.has_gradient(w for w in parts.weights() if id(w) in chosen)
+
+    parts.ddp.follow(model, waits)
+
+
+@contextmanager
+def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
+    """Around a forward call; see :meth:`AmpEngine.forward_context`."""
+    dtype = parts.policy.autocast_dtype if parts.policy.enabled else None
+    context = autocast_context(module_device(model).type, dtype)
+    if torch.compiler.is_compiling():
+        with context or nullcontext():
+            yield
+        return
+    # what an interrupted validation left open
+    regions.unwind_stale()
+    before = regions.count()
+    try:
+        if parts.op_set is not None or context is not None:
+            # for models whose train_step does not call them
+            regions.enter(None if parts.op_set is None else parts.op_set.keys, autocast=context)
+        yield
+    except RuntimeError as error:
+        _explain(parts, error, model)
+        raise
+    finally:
+        regions.unwind(before)
+
+
+def _explain(parts: EngineParts, error: RuntimeError, model: nn.Module) -> None:
+    """A module list that changed behind torch's registration hooks shows as an error about types."""
+    if isinstance(error, AmpError) or parts.casts is None or not parts.casts.casts:
+        return
+    new = [name for name, p in roots.unwrap(model).named_parameters() if id(p) not in parts.names]
+    if new:
+        raise AmpUsageError(
+            f'the model has parameters that it did not have when it was cast ({", ".join(new[:5])}): they are in '
+            f'FP32, without masters, and the optimizer may not know them. Call optim_wrapper.detach(), change the '
+            f'model, give its parameters to the optimizer, and attach again.'
+        ) from error

@@ -1,0 +1,195 @@
+"""Where gradients wait between a backward pass and the step: scaled, beside the model's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...casting.param_pairs import ParamPairs, StepLists
+from ...policy.nested import HALF_TYPES
+from .unscale import unscale_to_masters
+
+
+@dataclasses.dataclass(eq=False)
+class Held:
+    """Gradients of backward passes that were not averaged over the ranks: scaled, in ``.grad``, until one averages them all.
+
+    Attributes:
+        loss_id: Whose scale they carry.
+        scale: float32 scalar, or None for 1. A copy: it may move in the meantime, where several optimizers share it.
+        before: Unscaled sums of parameters without masters, set aside meanwhile, by ``id``.
+    """
+
+    loss_id: int
+    scale: Tensor | None
+    before: dict[int, Tensor]
+
+
+class ScaledGradients:
+    """Gradients stay scaled in ``.grad`` of the model's weights until the step unscales them: one loss, one optimizer.
+
+    Args:
+        sums: FP32 sums beside 16-bit gradients, for ``accumulate_in_fp32``; None for sums in the type of the weights.
+    """
+
+    #: Whether gradients are unscaled at each backward pass; they lie where the optimizer looks for them then.
+    unscaled = False
+    #: Whether a backward pass is under way that unscales what it brings.
+    in_backward = False
+    #: What waits for a backward pass that is averaged over the ranks.
+    held: Held | None = None
+    #: Whether other engines know of the same gradients.
+    is_shared = False
+
+    def __init__(self, sums: Fp32Sums | None = None) -> None:
+        self.sums = sums
+
+    def share(self, other: ScaledGradients) -> None:
+        """What is left on the weights is known to both; nothing is."""
+
+    def take_over(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Masters may have gradients of an optimizer that nobody has any more; only what is unscaled there counts."""
+
+    @property
+    def busy(self) -> Container[Tensor]:
+        """Weights whose gradient lies elsewhere than in ``.grad``."""
+        return () if self.sums is None else self.sums
+
+    def before_backward(self, averaged: Container[int]) -> None:
+        """A backward pass begins.
+
+        Args:
+            averaged: The weights, by id, whose gradients it averages over the ranks.
+        """
+        if self.sums is not None:
+            self.sums.give_back(averaged)
+
+    def collect(self, weights: Iterable[nn.Parameter]) -> None:
+        """A backward pass has left gradients at these weights."""
+        if self.sums is not None:
+            self.sums.take(weights)
+
+    def clear(self, params: ParamPairs) -> None:
+        """Gradients were cleared, of weights and masters."""
+        if self.sums is not None:
+            self.sums.clear()
+
+    def put_back(self, params: ParamPairs) -> None:
+        """A backward pass has ended, however it did."""
+
+    def release(self, params: ParamPairs, found_inf: Tensor | None) -> None:
+        """Unscale what waits for a backward pass that is averaged; nothing waits."""
+
+    def to_step(self, lists: StepLists) -> list[Tensor | None]:
+        """The gradient of each parameter for a fused step; scaled, of any floating type; None for none."""
+        found = [weight.grad for weight in lists.weights]
+        if self.sums is None or not len(self.sums):
+            return found
+        return [ops.add_gradients(self.sums.get(weight), grad) for weight, grad in zip(lists.weights, found)]
+
+    def unscale(
+        self, params: ParamPairs, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
+    ) -> Tensor | None:
+        """Bring unscaled gradients to where the optimizer looks for them.
+
+        Args:
+            params: What it steps.
+            inverse_scale: float32 scalar, or None for 1.
+            found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
+            norm: Whether to find their Euclidean norm in the same pass.
+
+        Returns:
+            The norm, where it was asked for and came with the pass.
+        """
+        sums = self.sums
+        found = unscale_to_masters(
+            params.pairs,
+            params.without_master(),
+            inverse_scale,
+            found_inf,
+            (lambda weight: None) if sums is None else sums.get,
+            norm,
+        )
+        if sums is not None:
+            # they are the masters' gradients now
+            sums.clear()
+        return found
+
+    def save(self, lists: StepLists) -> list[Tensor | None]:
+        """Copies of the gradients of an open accumulation, in the order of the groups, for a checkpoint."""
+        return [None if gradient is None else gradient.detach().clone() for gradient in self.to_step(lists)]
+
+    def restore(self, gradients: Sequence[Tensor | None], lists: StepLists) -> None:
+        """Put back what :meth:`save` gave; not changed, and not aliased."""
+        for weight, gradient in zip(lists.weights, gradients):
+            weight.grad = None
+            if gradient is not None and self.sums is not None and weight.dtype in HALF_TYPES:
+                self.sums.put(weight, gradient)
+            elif gradient is not None:
+                weight.grad = gradient.to(weight.device, weight.dtype, copy=True)
+
+
+class Fp32Sums:
+    """FP32 sums of 16-bit gradients over the micro-batches of one step.
+
+    After each backward pass the gradient of every 16-bit weight is added to its sum and freed, so that an accumulation costs
+    4 bytes per weight between two backward passes, where ``.grad`` would cost 2. Sums are still multiplied by the loss
+    scale. FP32 weights need none: their ``.grad`` is a sum in FP32 already.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+    def __contains__(self, weight: object) -> bool:
+        return id(weight) in self._sums
+
+    def get(self, weight: Tensor) -> Tensor | None:
+        """The sum of ``weight``: float32, of its shape; a live tensor. None without one."""
+        found = self._sums.get(id(weight))
+        return None if found is None else found[1]
+
+    def put(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Let ``gradient`` (any floating type) be the sum of ``weight``."""
+        self._sums[id(weight)] = (weight, gradient.to(weight.device, torch.float32, copy=True))
+
+    @torch.no_grad()
+    def take(self, weights: Iterable[nn.Parameter]) -> None:
+        """Move gradients into the sums.
+
+        Args:
+            weights: Those that are not 16-bit, or have no gradient, are passed over.
+        """
+        for weight in weights:
+            gradient = weight.grad
+            if gradient is None or weight.dtype not in HALF_TYPES:
+                continue
+            before, wide = self.get(weight), gradient.float()
+            if before is None or before.is_sparse != wide.is_sparse:
+                total = ops.add_gradients(before, wide)
+                assert total is not None
+            else:
+                total = before.add_(wide)
+            self._sums[id(weight)] = (weight, total)
+            weight.grad = None
+
+    @torch.no_grad()
+    def give_back(self, ids: Container[int]) -> None:
+        """Put sums, rounded, where DDP looks for gradients: what stayed here would stay on its rank.
+
+        Args:
+            ids: The weights, by id, whose gradients are about to be averaged.
+        """
+        for key in [key for key in self._sums if key in ids]:
+            weight, total = self._sums.pop(key)
+            weight.grad = ops.add_gradients(total.to(weight.dtype), weight.grad)
+
+    def clear(self) -> None:
+        """Forget every sum."""
+        self._sums.clear()

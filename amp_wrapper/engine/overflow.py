@@ -1,0 +1,328 @@
+"""Non-finite gradients: the flags of one step on the device, what a step did, and what the host gets to know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+logger = logging.getLogger('amp_wrapper')
+
+#: Where the numbers of a step's info stand (:func:`amp_wrapper.ops.step_prologue`).
+SKIP, GRAD_NORM, LOSS_SCALE, SKIPS, STREAK = 0, 4, 5, 6, 7
+#: The same for what :attr:`StepResult.shows`.
+COLUMNS = {'grad_norm': GRAD_NORM, 'loss_scale': LOSS_SCALE, 'skips': SKIPS}
+
+
+class Overflow:
+    """The ``found_inf`` flags of one optimizer step. All are float32 scalars, 0.0 or 1.0, made when they are first needed.
+
+    Three things can be non-finite: gradients at the parameters of this optimizer, gradients that its losses brought to
+    parameters of other optimizers, and gradients that losses of others brought here. Each makes the step be skipped. A loss
+    scale learns from the first two: what others brought is for their scales to learn from.
+
+    Args:
+        losses: Number of losses with a scale of their own.
+        per_backward: Whether the gradients of each backward pass are checked alone, before they are added up.
+
+    Attributes:
+        used: Whether each loss has had a backward pass since the last step.
+        others_are_local: Whether losses of others brought something in a pass that was not averaged over the ranks.
+        named: Whether a backward pass that was meant for this optimizer has come since the last step, whosever scale it used.
+        reached_by_others: Whether a backward pass that was meant for other optimizers alone has brought something.
+        checked_before: Whether the gradients that were there before the first backward pass were checked.
+    """
+
+    def __init__(self, losses: int, per_backward: bool = False) -> None:
+        self._per_backward = per_backward
+        self._device = torch.device('cpu')
+        self._losses = losses
+        #: Flags that are down, and that nobody has yet.
+        self._spare: list[Tensor] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """After a step, and when gradients are cleared."""
+        self.used = [False] * self._losses
+        self._found: list[Tensor | None] = [None] * self._losses
+        self._elsewhere: list[Tensor | None] = [None] * self._losses
+        self._has_elsewhere = False
+        self.forget_others()
+        self.named = False
+
+    def forget_others(self) -> None:
+        """What losses of others brought here has been cleared."""
+        self._of_others: Tensor | None = None
+        self.others_are_local = self.checked_before = self.reached_by_others = False
+
+    def to(self, device: torch.device) -> None:
+        """Where flags are made from now on."""
+        self._device = device
+        self._spare = []
+
+    def new(self) -> Tensor:
+        """A flag that is down."""
+        if self._device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+            # a graph has to lower its flag each time it runs
+            return torch.zeros((), dtype=torch.float32, device=self._device)
+        if not self._spare:
+            # one kernel for many steps
+            self._spare = list(torch.zeros(64, dtype=torch.float32, device=self._device).unbind())
+        return self._spare.pop()
+
+    def found(self, loss_id: int) -> Tensor:
+        """The flag of the gradients at our own parameters; a live tensor."""
+        found = self._found[loss_id]
+        if found is None:
+            found = self._found[loss_id] = self.new()
+        return found
+
+    def add(self, loss_id: int, found_inf: Tensor) -> None:
+        """A backward pass of a loss of ours is through, with a flag of its own."""
+        self._found[loss_id] = self._larger(self._found[loss_id], found_inf)
+
+    def add_elsewhere(self, loss_id: int, found_inf: Tensor) -> None:
+        """A loss of ours brought gradients to parameters of another optimizer."""
+        self._elsewhere[loss_id] = self._larger(self._elsewhere[loss_id], found_inf)
+        self._has_elsewhere = True
+
+    def add_of_others(self, found_inf: Tensor, locally: bool) -> None:
+        """A loss of another optimizer brought gradients here, in a pass that was not averaged where ``locally``."""
+        self._of_others = self._larger(self._of_others, found_inf)
+        self.others_are_local = self.others_are_local or locally
+
+    def _larger(self, before: Tensor | None, found_inf: Tensor) -> Tensor:
+        found_inf = found_inf.to(self._device)
+        return found_inf if before is None else torch.maximum(before, found_inf)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a loss of this optimizer has had a backward pass since the last step."""
+        return any(self.used)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether losses of other optimizers brought anything, finite or not."""
+        return self._of_others is not None
+
+    def agree(self, groups: Iterable[ProcessGroup]) -> None:
+        """A flag that is up on one rank is up on every rank of the groups. Collective.
+
+        Args:
+            groups: One after the other; each rank calls this with the same ones.
+        """
+        groups = list(groups)
+        if not groups:
+            return
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        flags = torch.stack([zero if flag is None else flag for flag in self._all()])
+        for group in groups:
+            torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
+        *each, self._of_others = flags.unbind()
+        self._found, self._elsewhere = list(each[: self._losses]), list(each[self._losses :])
+        self._has_elsewhere = True
+
+    def _all(self) -> list[Tensor | None]:
+        return [*self._found, *self._elsewhere, self._of_others]
+
+    def skipped(self) -> Tensor | None:
+        """1.0 where any flag is up; None where nothing was checked."""
+        flags = [flag for flag in self._all() if flag is not None]
+        if len(flags) < 2:
+            return flags[0] if flags else None
+        return torch.stack(flags).max()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether only losses of this optimizer, and only at its own parameters, were checked."""
+        return self._of_others is None and not self._has_elsewhere
+
+    def learned(self, loss_id: int) -> Tensor:
+        """Whether the scale of a loss was too large."""
+        found, elsewhere = self.found(loss_id), self._elsewhere[loss_id]
+        if self._of_others is not None and not self._per_backward:
+            # the gradients were added up
+            found = (found - self._of_others).clamp_(min=0)
+        return found if elsewhere is None else torch.maximum(found, elsewhere)
+
+    def state(self) -> tuple[list[float], float | None]:
+        """The flags of our own gradients, and of those that others brought (None where none did). Syncs."""
+        found = [0.0 if flag is None else float(flag) for flag in self._found]
+        return found, None if self._of_others is None else float(self._of_others)
+
+    def restore(self, used: Iterable[bool], found: Iterable[float], of_others: float | None) -> None:
+        """Put back what :meth:`state` told."""
+        self.clear()
+        self.used = list(used)
+        for index, value in enumerate(found):
+            if self.used[index]:
+                self.found(index).fill_(value)
+        if of_others is not None:
+            self._of_others = torch.full((), of_others, device=self._device)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        skipped: Whether the step was left out because a gradient was non-finite; None where the host has not asked:
+            :meth:`was_skipped` does.
+        info: float32 tensor of eight on the device, of :func:`amp_wrapper.ops.step_prologue`; None where nothing was
+            scaled, checked or clipped.
+        shows: Which of ``grad_norm``, ``loss_scale`` and ``skips`` there are.
+    """
+
+    skipped: bool | None
+    info: Tensor | None = None
+    shows: tuple[str, ...] = ()
+
+    def was_skipped(self) -> bool:
+        """Whether the step was left out. Syncs, where ``skipped`` is None."""
+        if self.skipped is not None:
+            return self.skipped
+        return self.info is not None and bool(self.info[SKIP] > 0)
+
+    def _number(self, name: str) -> Tensor | None:
+        return None if self.info is None or name not in self.shows else self.info[COLUMNS[name]]
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm before clipping, a float32 scalar on the device; None without norm clipping and for a step that is known to
+        be skipped, NaN for one that is not known to be."""
+        return None if self.skipped else self._number('grad_norm')
+
+    @property
+    def loss_scale(self) -> Tensor | None:
+        """The scale after the step, a float32 scalar on the device; None where it does not move."""
+        return self._number('loss_scale')
+
+    @property
+    def skips(self) -> Tensor | None:
+        """Steps skipped so far, a float32 scalar on the device; None where nothing is checked."""
+        return self._number('skips')
+
+
+def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
+    """The info of a step that was put together from single parts, as the prologue would have told it.
+
+    Args:
+        skip: float32 scalar, or None for a step that is never skipped.
+        norm: Scalar of any floating type, or None.
+        scale: float32 scalar after the step.
+        counts: int64 (3,) after the step.
+
+    Returns:
+        float32 (8,) on the device of the first that is there.
+    """
+    first = next(value for value in (skip, norm, scale) if value is not None)
+    one = torch.ones((), dtype=torch.float32, device=first.device)
+    nothing = torch.full_like(one, torch.nan)
+    shown = nothing if norm is None else norm.detach().to(one)
+    if skip is not None:
+        shown = torch.where(skip > 0, nothing, shown)
+    skipped = torch.zeros_like(one) if skip is None else skip
+    unlimited = torch.full_like(one, torch.inf)
+    return torch.stack([skipped, one, one, unlimited, shown, scale, counts[1].float(), counts[2].float()])
+
+
+class OverflowMonitor:
+    """Follows skipped steps from the step infos that the host gets to see, some of them late.
+
+    A step that nobody waits for leaves its info on the device. Integrations read it together with the log values and hand it
+    over. A row of skips that may reach the limit with the next one makes that step wait, so that the error comes while the
+    gradients that caused it are there.
+
+    Args:
+        limit: Skips in a row that end the training, or None.
+        verbosity: 0 says nothing about skipped steps.
+    """
+
+    def __init__(self, limit: int | None, verbosity: int) -> None:
+        self._limit = limit
+        self._verbosity = verbosity
+        self._streak = 0
+        self._unseen = 0
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the next step could be the one too many, as far as the host knows.
+
+        Where nobody hands infos over, that is so once in ``limit`` steps.
+        """
+        return self._limit is not None and self._streak + self._unseen + 1 >= self._limit
+
+    def pass_unseen(self) -> None:
+        """A step whose info the host has not seen."""
+        self._unseen += 1
+
+    def start(self, streak: int) -> None:
+        """Begin with so many skips in a row: after a state was loaded."""
+        self._streak, self._unseen = streak, 0
+
+    def record(self, skipped: bool, skips: int, streak: int, scale: Callable[[], str], label: str = '') -> bool:
+        """Take notice of one step, the latest so far, and say so where it was skipped.
+
+        Args:
+            skipped: Whether it was.
+            skips: In all, with this one.
+            streak: In a row, with this one.
+            scale: Gives what to say of the loss scale after it.
+            label: What to call the engine.
+
+        Returns:
+            Whether the limit is reached.
+        """
+        self._streak, self._unseen = streak, 0
+        if not skipped:
+            return False
+        if self._limit is not None and streak >= self._limit:
+            return True
+        # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling
+        if self._verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
+            name = f'{label}: ' if label else ''
+            logger.warning(
+                f'amp: {name}non-finite gradients, optimizer step skipped ({skips} so far, {streak} in a row); '
+                f'loss scale now {scale()}',
+            )
+        return False
+
+    def review(
+        self, infos: Iterable[Sequence[float]], scales: Callable[[], str], one_loss: bool = True, label: str = ''
+    ) -> None:
+        """Take notice of steps that nobody waited for.
+
+        Args:
+            infos: Those of steps that nobody waited for, in order, up to the latest, as numbers.
+            scales: Gives what to say of the present loss scales.
+            one_loss: Whether an info tells the loss scale of its step.
+            label: What to call the engine.
+        """
+        known = (self._streak, self._unseen)
+        for info in infos:
+            # where nothing is scaled, none is told
+            told = one_loss and not math.isnan(info[LOSS_SCALE])
+            scale = f'{info[LOSS_SCALE]:g}'.strip if told else scales
+            self.record(info[SKIP] > 0, int(info[SKIPS]), int(info[STREAK]), scale, label)
+        if not known[1]:
+            # a later step was waited for
+            self._streak, self._unseen = known
+
+
+__all__ = [
+    'COLUMNS',
+    'GRAD_NORM',
+    'LOSS_SCALE',
+    'SKIP',
+    'SKIPS',
+    'STREAK',
+    'Overflow',
+    'OverflowMonitor',
+    'StepResult',
+    'info_of',
+]

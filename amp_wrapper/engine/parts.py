@@ -1,0 +1,283 @@
+"""Everything that mixed precision holds for one optimizer: one part for each idea, and what several of them do together."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import ops
+from ..autocast.op_set import OpSet
+from ..casting import plan, roots, split_masters
+from ..casting.param_pairs import ParamPairs, StepLists
+from ..checkpoint.format import SavedAmp
+from ..policy import Policy
+from .buffers.snapshots import BufferSnapshots
+from .ddp.reducers import Reducers
+from .gradients.cross_optimizer import OtherOptimizer, Rescaling, Share
+from .gradients.per_backward import UnscaledGradients
+from .gradients.store import Fp32Sums, ScaledGradients
+from .loss_scale import LossScaler
+from .loss_scales import LossScales
+from .overflow import Overflow, OverflowMonitor
+from .pass_watch import PassWatch
+
+
+class Stage(enum.Enum):
+    """Where an engine stands between two optimizer steps."""
+
+    DETACHED = 'not attached to a model'
+    READY = 'attached, no gradients'
+    ACCUMULATING = 'gradients of one or more backward passes'
+
+
+class EngineParts:
+    """What an :class:`~amp_wrapper.engine.AmpEngine` is composed of.
+
+    Args:
+        policy: The configuration.
+        optimizer: Whose step it is; None for inference.
+        scalers: Loss scales that several engines share; None for scales of its own.
+
+    Attributes:
+        params: What the optimizer steps, and what the model computes with.
+        scales: The loss scales.
+        overflow: The flags of the present step.
+        monitor: What the host knows of skipped steps.
+        gradients: Where gradients wait for the step.
+        ddp: The DDP modules that average them.
+        buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
+        others: Whose parameters the losses of this engine may reach as well.
+        pass_watch: What a script is told of gradients that came another way; None where no other way is.
+        casts: The handle that takes the casts off the model; None without.
+        op_set: The registered functions that the model can reach.
+        label: What log lines call this engine, where there are several.
+    """
+
+    def __init__(self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.stage = Stage.DETACHED
+        self.label = ''
+        self.device = torch.device('cpu')
+        self.names: dict[int, str] = {}
+        self.params = ParamPairs(optimizer)
+        self.scales = LossScales(policy, scalers)
+        # several scales must never mix in one gradient
+        unscaled = policy.enabled and (policy.num_losses > 1 or self.scales.are_shared)
+        self.gradients: ScaledGradients = (
+            UnscaledGradients(keeps=self.scales.are_shared, speaks=policy.verbosity >= 1)
+            if unscaled
+            else ScaledGradients(Fp32Sums() if policy.sums_in_fp32 else None)
+        )
+        self.overflow = Overflow(policy.num_losses, unscaled)
+        self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity)
+        self.ddp = Reducers(None, self.weights)
+        self.buffers: BufferSnapshots | None = None
+        self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
+        self.pass_watch: PassWatch | None = None
+        self.casts: plan.CastHandle | None = None
+        self.op_set: OpSet | None = None
+        #: Read from a checkpoint before there was a model to put it into.
+        self.pending: SavedAmp | None = None
+        #: Backward passes of other optimizers' losses that are under way, and what they may bring here.
+        self.rescalings: list[tuple[Rescaling, Share]] = []
+        #: The call of ``backward()`` that the last backward pass was a part of.
+        self.call = -1
+        #: Whether the optimizer's own ``step`` runs, and what stands for its methods where somebody is in front of them.
+        self.steps = False
+        self.own_methods: Mapping[str, Callable[..., Any]] = {}
+        # group lengths, when masters were last looked for
+        self._lengths: list[int] = []
+        if policy.enabled and optimizer is not None:
+            roots.check_optimizer(optimizer)
+            if policy.split_masters:
+                split_masters.check_optimizer(optimizer)
+
+    def reset(self) -> None:
+        """The model was let go."""
+        self.ddp = Reducers(None, self.weights)
+        self.params = ParamPairs(self.optimizer)
+        self.buffers = self.casts = self.op_set = None
+        self.stage = Stage.DETACHED
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def attached(self) -> bool:
+        """Whether a model was attached, or none is needed."""
+        return self.stage is not Stage.DETACHED
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients have come since the last step."""
+        return self.stage is Stage.ACCUMULATING
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients go from backward to the optimizer untouched and unchecked."""
+        return not self.policy.enabled or (self.scales.is_one and not self.scales.check and not self.policy.casts_model)
+
+    def weights(self) -> list[nn.Parameter]:
+        """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""
+        return self.params.weights()
+
+    def lists(self) -> StepLists:
+        """Both sides of what the optimizer steps."""
+        return self.params.lists(self.device)
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """The qualified name of a weight, or of the weight behind a master."""
+        weight = self.params.weight_of(parameter)
+        return self.names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
+
+    def own(self, method: str) -> Callable[..., Any]:
+        """``step`` or ``zero_grad`` of the optimizer itself."""
+        found: Callable[..., Any] = self.own_methods.get(method) or getattr(self.optimizer, method)
+        return found
+
+    def own_step(self, kwargs: Mapping[str, Any]) -> None:
+        """Call the optimizer's own ``step``."""
+        self.steps = True
+        try:
+            self.own('step')(**kwargs)
+        finally:
+            self.steps = False
+
+    def has_gradient(self, weights: Iterable[nn.Parameter]) -> bool:
+        """Whether any of ``weights`` has one waiting, as ``.grad``, as a sum beside it, or on its master."""
+        chosen, busy = {id(weight) for weight in weights}, self.gradients.busy
+        return any(
+            weight.grad is not None or stepped.grad is not None or weight in busy
+            for weight, stepped in zip(self.weights(), self.params.parameters())
+            if id(weight) in chosen
+        )
+
+    # -- gradients come and go ---------------------------------------------------------------------------------------
+
+    def add_of_others(self, found_inf: Tensor) -> None:
+        """A flag of gradients that no loss of this engine has brought."""
+        self.overflow.add_of_others(found_inf, self.ddp.is_local())
+
+    def adopt_late(self) -> None:
+        """Masters for what ``add_param_group`` brought, before gradients arrive."""
+        if self.gradients.unscaled and self.params.have_fp32_values and self.optimizer is not None:
+            lengths = [len(group['params']) for group in self.optimizer.param_groups]
+            if lengths != self._lengths or self.params.has_unfrozen:
+                self._lengths = lengths
+                self.params.adopt()
+
+    def take_up(self, makes_room: bool) -> None:
+        """Masters follow what happened to the gradients of their weights since the last backward pass.
+
+        Args:
+            makes_room: Whether a backward pass is about to begin.
+        """
+        if not isinstance(self.gradients, UnscaledGradients):
+            return
+        plain = self.gradients.take_up(self.params.pairs, makes_room)
+        if plain:
+            flag = self.overflow.new() if self.scales.check else None
+            self.gradients.add(plain, flag)
+            if flag is not None:
+                self.add_of_others(flag)
+
+    def check_rest(self) -> None:
+        """Check once per step the gradients that were there before the first scaled backward pass."""
+        if not self.scales.are_shared or self.overflow.checked_before or not self.scales.check:
+            return
+        self.overflow.checked_before = True
+        found = [parameter.grad for parameter in self.params.parameters() if parameter.grad is not None]
+        values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
+        if values:
+            flag = self.overflow.new()
+            ops.multi_tensor_isnonfinite(values, flag)
+            self.add_of_others(flag)
+
+    def receive(self, found_inf: Tensor, at: Sequence[Tensor]) -> None:
+        """Gradients of another engine's loss have arrived at some of our weights, on our scale.
+
+        Args:
+            found_inf: float32 scalar, 1.0 where one of them is non-finite.
+            at: The weights that the loss could reach.
+        """
+        gradients = self.gradients
+        if isinstance(gradients, UnscaledGradients):
+            if gradients.held is None and not gradients.in_backward:
+                reached = {id(weight) for weight in at if weight.grad is not None}
+                gradients.add([pair for pair in self.params.pairs if id(pair[0]) in reached], None)
+        else:
+            gradients.collect(self.weights())
+        self.overflow.reached_by_others = True
+        # this engine's own pass may average the gradients themselves, but not the flag
+        self.add_of_others(found_inf)
+        if self.attached:
+            self.stage = Stage.ACCUMULATING
+
+    def share(self, beyond: Sequence[Tensor]) -> Share:
+        """How gradients of another engine's loss have to look for this one.
+
+        Args:
+            beyond: Those of :meth:`weights` that the other one does not step.
+        """
+        gradients = self.gradients
+        if isinstance(gradients, UnscaledGradients):
+            # unscaled as they arrive, but not those that wait for the end of a pass
+            return Share(beyond, lambda: gradients.pending_scale, self.scales.check)
+        return Share(beyond, lambda: self.scales.current(0), self.scales.check and self.attached)
+
+    def end_rescalings(self) -> None:
+        """What backward passes for other optimizers have brought here so far carries their scale: put it on ours."""
+        for rescaling, share in self.rescalings:
+            rescaling.close(share)
+
+    def forget_cleared(self) -> None:
+        """The model's own ``zero_grad()`` clears gradients, and nobody tells whose loss they came from."""
+        gradients, overflow = self.gradients, self.overflow
+        if gradients.unscaled and not gradients.in_backward:
+            if gradients.held is not None and not any(weight.grad is not None for weight in self.weights()):
+                gradients.held = None
+                for _, master in self.params.pairs:
+                    master.grad = None
+            if gradients.held is None:
+                self.take_up(makes_room=True)
+        used = overflow.is_used
+        if (self.scales.are_shared if used else overflow.has_others) and not self.has_gradient(self.weights()):
+            if used:
+                self.drop()
+            overflow.forget_others()
+
+    def drop(self) -> None:
+        """Gradients are cleared before anybody stepped: what their scales were too large for, they learn all the same."""
+        overflow, named = self.overflow, self.overflow.named
+        if self.scales.are_shared and overflow.is_used and self.gradients.held is None and not self.ddp.is_local():
+            self.scales.update(overflow, self.device)
+        if self.pass_watch is not None:
+            self.pass_watch.note_clear(named)
+        overflow.clear()
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Clear the gradients of the optimizer's parameters and of the model weights behind its masters.
+
+        Args:
+            **kwargs: For ``Optimizer.zero_grad`` (``set_to_none``).
+        """
+        if self.overflow.is_used or self.overflow.has_others or self.pass_watch is not None:
+            self.drop()
+        self.gradients.clear(self.params)
+        for rescaling, share in self.rescalings:
+            rescaling.forget(share)
+        self.own('zero_grad')(**kwargs)
+        for weight, master in self.params.pairs:
+            if kwargs.get('set_to_none', True):
+                weight.grad = None
+            elif weight.grad is not None:
+                weight.grad.zero_()
+            # a master's gradient is made anew at each step: keeping zeros would only cost memory
+            master.grad = None
+        if self.attached:
+            self.stage = Stage.READY

@@ -1,0 +1,68 @@
+"""The arguments of ``AmpOptimWrapper``: every conflict in one message, before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from .. import policy
+from ..engine.clipping import GradientClip
+from ..errors import AmpConfigError, nearest
+from .patches.schedules import ON_SKIP
+
+_PARENT_WORDS = ('optimizer', 'accumulative_counts', 'clip_grad')
+
+
+def resolve(
+    options: Mapping[str, Any], on_skip: str, use_fsdp: bool, parent: Mapping[str, Any], own: Sequence[str]
+) -> tuple[policy.Policy, GradientClip | None]:
+    """Read the arguments of a wrapper, changing nothing.
+
+    Args:
+        options: For :func:`amp_wrapper.policy.resolve`.
+        on_skip: As of the wrapper.
+        use_fsdp: As of the wrapper.
+        parent: Keyword arguments for mmengine's ``OptimWrapper``.
+        own: The names that the wrapper itself knows.
+
+    Returns:
+        The resolved configuration, and how gradients are clipped.
+
+    Raises:
+        AmpConfigError: Every conflict.
+    """
+    problems: list[str] = []
+    resolved, clip = None, None
+    try:
+        resolved = policy.resolve(**options)
+    except AmpConfigError as error:
+        problems += error.problems
+    try:
+        clip = GradientClip.parse(parent.get('clip_grad'))
+    except AmpConfigError as error:
+        problems += error.problems
+    if on_skip not in ON_SKIP:
+        problems.append(
+            f"on_skip={on_skip!r} must be 'advance' (iteration-based schedules move on at a skipped step, as in mmengine) "
+            "or 'hold' (they wait)."
+        )
+    if options['master_weights'] == 'split' and clip is not None and not clip.fits_prologue:
+        problems.append(clip.not_in_prologue)
+    problems += _check_parent(parent, [*own, *_PARENT_WORDS])
+    if use_fsdp:
+        problems.append('use_fsdp=True: sharded training is not supported yet; use DistributedDataParallel.')
+    if problems or resolved is None:
+        raise AmpConfigError(problems)
+    return resolved, clip
+
+
+def _check_parent(words: Mapping[str, Any], known: list[str]) -> Iterator[str]:
+    """What mmengine would only assert on."""
+    for name in words:
+        if name not in _PARENT_WORDS:
+            yield f'unknown argument {name!r}{nearest(name, known)}: known are {", ".join(known)}.'
+    if words.get('optimizer') is None:
+        yield "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
+    counts = words.get('accumulative_counts', 1)
+    if not isinstance(counts, int) or isinstance(counts, bool) or counts < 1:
+        yield f'accumulative_counts={counts!r} must be a whole number of at least 1.'

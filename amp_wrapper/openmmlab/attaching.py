@@ -1,0 +1,51 @@
+"""From mmengine's models and wrappers to those that the engine knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..engine import AmpEngine
+from ..engine.ddp import reducers as model_wrappers
+from ..engine.gradients.cross_optimizer import OtherOptimizer
+from .data_elements import cast_data_element
+
+
+def attach(engine: AmpEngine, model: nn.Module, foreign: Iterable[Tensor] = ()) -> nn.Module:
+    """Attach an engine to a model of mmengine: preprocessors are left alone, averages and data elements leave in FP32.
+
+    Args:
+        engine: Not attached yet.
+        model: Wrapped or not.
+        foreign: Parameters that others step.
+
+    Returns:
+        The model without mmengine's wrapper.
+    """
+    # the engine takes DDP off by itself; mmengine's other wrappers are known only here
+    known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
+    if not known and (engine.policy.casts_model or engine.policy.accumulate_in_fp32):
+        model_wrappers.check_foreign_wrapper(model)
+    inner = model if known else cast(nn.Module, model.module)
+    engine.attach(
+        inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign, enter=cast_data_element
+    )
+    return inner
+
+
+def other_optimizer(wrapper: Any) -> OtherOptimizer:
+    """What the engine is told of an optimizer wrapper of mmengine.
+
+    Args:
+        wrapper: None of this package.
+    """
+    scaler = getattr(wrapper, 'loss_scaler', None)
+    if scaler is None:
+        return OtherOptimizer(wrapper.optimizer)
+    # mmengine's own AmpOptimWrapper divides by its scale, and checks
+    return OtherOptimizer(wrapper.optimizer, lambda: torch.tensor(scaler.get_scale()), checks=True)

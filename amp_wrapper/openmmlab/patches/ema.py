@@ -1,0 +1,116 @@
+"""mmengine's averaged models: averages see FP32 masters, are validated, and give everything back bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mmengine.hooks import EMAHook
+from mmengine.model import is_model_wrapper
+from torch import Tensor, nn
+
+from ...casting import fp32_values as twins
+from ...casting.find_hooks import is_cast
+from ...casting.state_dict_hooks import restore_fp32_copy
+from ...checkpoint import names as model_names
+from ...engine import averages
+from ...engine.buffers import snapshots as buffer_snapshots
+from ...errors import AmpUsageError
+from ..wrappers import wrappers_of
+
+
+def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """For ``BaseAveragedModel.__init__``."""
+    original(average, model, *args, **kwargs)
+    if restore_fp32_copy(average.module, model) and average.update_buffers:
+        # these were live references into the copy before it became FP32
+        average.avg_parameters = average.module.state_dict()
+
+
+def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
+    """For ``BaseAveragedModel.update_parameters``."""
+    with buffer_snapshots.averaging(average.module, model):
+        original(average, averages.Fp32View(model) if is_cast(model) else model)
+
+
+@torch.no_grad()
+def swap_parameters(original: Callable[..., None], hook: Any) -> None:
+    """For ``EMAHook._swap_ema_parameters``."""
+    average, source = hook.ema_model.module, hook.src_model
+    if not is_cast(source):
+        original(hook)
+        return
+    with_buffers = hook.ema_model.update_buffers
+    means = itertools.chain(average.parameters(), average.buffers() if with_buffers else ())
+    sources = itertools.chain(source.parameters(), source.buffers() if with_buffers else ())
+    # where the model cannot hold the exact average, it waits here until the swap back
+    waiting: dict[int, Tensor] = hook.__dict__.pop('_amp_exact_averages', {})
+    kept: dict[int, Tensor] = {}
+    for index, (mean, weight) in enumerate(zip(means, sources)):
+        # an edit of the weight that nobody announced belongs to the master first
+        twins.agree_on_host(weight)
+        exact = twins.fp32_value(weight)
+        before = mean.detach().clone()
+        mean.data.copy_(weight.data if exact is None else exact)
+        if exact is None:
+            weight.data.copy_(before)
+            is_rounded = weight.dtype != mean.dtype
+        else:
+            twins.write_fp32(weight, before)
+            # not every average can be split
+            is_rounded = twins.remainder_of(weight) is not None
+        if index in waiting:
+            mean.data.copy_(waiting[index])
+        elif is_rounded:
+            kept[index] = before
+    hook._amp_exact_averages = kept
+
+
+def check_runner(runner: Any) -> None:
+    """Refuse an ``EMAHook`` that mmengine could not save.
+
+    Args:
+        runner: About to run.
+
+    Raises:
+        AmpUsageError: Says what to use instead.
+    """
+    wrapped = hasattr(runner, 'strategy') and is_model_wrapper(runner.model) and wrappers_of(runner)
+    if wrapped and any(isinstance(hook, EMAHook) for hook in runner.hooks):
+        raise AmpUsageError(
+            f'EMAHook under {type(runner.strategy).__name__}: mmengine saves such a model under other names than its '
+            f'average, and fails at the first checkpoint. Use Runner (no strategy) with several processes.'
+        )
+
+
+def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any, checkpoint: dict[str, Any]) -> None:
+    """For ``EMAHook.after_load_checkpoint``."""
+    if not hasattr(hook, 'ema_model'):
+        # FlexibleRunner loads before it calls before_run, which would make the average anew
+        check_runner(runner)
+        hook.before_run(runner)
+        hook.before_run = lambda runner: hook.__dict__.pop('before_run')
+    if wrappers_of(runner):
+        _name_for_average(checkpoint, hook.ema_model.module, runner._resume)
+    original(hook, runner, checkpoint)
+
+
+def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: bool) -> None:
+    """The names of a file, plain or not, become those of an averaged model that was copied with wrappers inside or not."""
+    read = model_names.reader(average, checkpoint['state_dict'])
+    checkpoint['state_dict'] = {read(key): value for key, value in checkpoint['state_dict'].items()}
+    if 'ema_state_dict' not in checkpoint or not resumes:
+        return
+    wanted = {plain: key for key, plain in model_names.plain_names(average).items()}
+
+    def name(plain: str) -> str:
+        return wanted.get(plain, plain)
+
+    checkpoint['ema_state_dict'] = {
+        f'module.{name(read(key[len("module.") :]))}' if key.startswith('module.') else key: value
+        for key, value in checkpoint['ema_state_dict'].items()
+    }
+    # the hook swaps the two by name; ours makes them plain again
+    checkpoint['state_dict'] = {name(key): value for key, value in checkpoint['state_dict'].items()}

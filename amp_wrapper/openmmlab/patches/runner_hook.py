@@ -1,0 +1,58 @@
+"""The hook that every runner is given: what mmengine has official places for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mmengine.hooks import Hook
+
+from . import ema, resuming, saving
+
+
+class AmpRunnerHook(Hook):
+    """Checks, names and folders around a training. Does nothing where no wrapper of ours trains.
+
+    It comes last among the hooks of the config: averages have been made, and ``CheckpointHook`` knows its folder.
+    """
+
+    priority = 'LOWEST'
+
+    def before_run(self, runner: Any) -> None:
+        """Refuse what is not supported."""
+        ema.check_runner(runner)
+
+    def before_train(self, runner: Any) -> None:
+        """Prepare the folders that checkpoints go to."""
+        saving.prepare_folders(runner)
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Give the weights the names that mmengine looks for."""
+        resuming.name_plainly(runner, checkpoint)
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Take out what could not be read back."""
+        saving.make_readable(runner, checkpoint)
+
+
+def register_hooks(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
+    """For ``register_hooks`` of runners."""
+    original(runner, *args, **kwargs)
+    give_hook(runner)
+
+
+def load_or_resume(original: Callable[..., None], runner: Any) -> None:
+    """For ``load_or_resume`` of runners."""
+    give_hook(runner)
+    if resuming.choose_file(runner):
+        original(runner)
+
+
+def give_hook(runner: Any) -> None:
+    """Register the hook, once; a runner may be older than our patches, which come with the scope of a type in its config.
+
+    Args:
+        runner: Calls no hook at the moment.
+    """
+    if not any(isinstance(hook, AmpRunnerHook) for hook in runner.hooks):
+        runner.register_hook(AmpRunnerHook())

@@ -1,0 +1,93 @@
+"""``OptimWrapperDict``: its members know of each other, and attach together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from mmengine.optim import OptimWrapperDict
+from torch import nn
+
+from ..log import log, warn
+from ..wrappers import amp_wrappers
+
+# wrapper -> the OptimWrapperDict it is a member of
+_dicts: weakref.WeakKeyDictionary[Any, weakref.ref[OptimWrapperDict]] = weakref.WeakKeyDictionary()
+
+
+def introduce_members(original: Callable[..., None], wrappers: Any, **members: Any) -> None:
+    """For ``OptimWrapperDict.__init__``."""
+    original(wrappers, **members)
+    for member in members.values():
+        _dicts[member] = weakref.ref(wrappers)
+    for name, member in amp_wrappers(wrappers).items():
+        others = {key: other for key, other in members.items() if other is not member}
+        member.member_name = name
+        member.join(others.values())
+        if member.policy.verbosity >= 1:
+            _speak_of_scales(name, member, others)
+
+
+def _speak_of_scales(name: str, member: Any, others: Mapping[str, Any]) -> None:
+    ours = {key: other for key, other in others.items() if amp_wrappers(other)}
+    strangers = [key for key in others if key not in ours]
+    half = [
+        key
+        for key, other in ours.items()
+        if torch.float16 in (other.policy.cast_model_type, other.policy.autocast_dtype)
+    ]
+    has_scale = not all(scaler.is_one for scaler in member.loss_scalers)
+    if strangers and has_scale:
+        # losses of ours bring gradients to others on their scale; losses of others know of no scale
+        warn(
+            f"{strangers[0]} is mmengine's {type(others[strangers[0]]).__name__}: gradients that its loss brings to the "
+            f'parameters of {name} are not on their loss scale. Detach them, or use AmpOptimWrapper with '
+            f"opt_level='O0' in its place.",
+        )
+    if half and not has_scale and member.policy.enabled:
+        # small gradients are lost, and overflows unseen, on their way through float16 modules of others
+        log(
+            f'{name} has no loss scale: if its loss flows back through {half[0]}, which computes in '
+            f"float16, write loss_scale='dynamic' for {name}, too",
+        )
+
+
+def initialize_count_status(
+    original: Callable[..., None], wrappers: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> None:
+    """For ``OptimWrapperDict.initialize_count_status``."""
+    original(wrappers, model, *args, **kwargs)
+    attach_members(wrappers, model)
+
+
+def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
+    """Attach every member whose parameters ``model`` holds, telling each what the others step.
+
+    Args:
+        wrappers: Whose members are ours or not.
+        model: Wrapped or not.
+    """
+    stepped = {
+        name: [parameter for group in member.optimizer.param_groups for parameter in group['params']]
+        for name, member in wrappers.items()
+    }
+    inside = {id(parameter) for parameter in model.parameters()}
+    for name, member in amp_wrappers(wrappers).items():
+        if inside.issuperset(map(id, stepped[name])):
+            foreign = [p for other, parameters in stepped.items() if other != name for p in parameters]
+            member.attach(model, foreign=foreign)
+
+
+def attach_siblings(wrapper: Any, model: nn.Module) -> None:
+    """Attach a member of an ``OptimWrapperDict`` together with its siblings; nothing for a wrapper on its own.
+
+    Args:
+        wrapper: Of this package.
+        model: Wrapped or not.
+    """
+    reference = _dicts.get(wrapper)
+    together = None if reference is None else reference()
+    if together is not None:
+        attach_members(together, model)

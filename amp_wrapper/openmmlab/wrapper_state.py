@@ -1,0 +1,46 @@
+"""The state dict of ``AmpOptimWrapper``: the engine's, and what mmengine's wrapper keeps beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+
+from ..checkpoint import amp_part, schema
+from ..checkpoint.validate_optimizer import check_settings
+
+
+class WrapperState(NamedTuple):
+    """A state dict in its parts.
+
+    Attributes:
+        engine: For the engine.
+        base: mmengine's ``base_param_settings``, or None.
+        inner_count: Iterations done.
+    """
+
+    engine: dict[str, Any]
+    base: Mapping[str, Any] | None
+    inner_count: int
+
+
+def split(state_dict: Any, optimizer: Optimizer, inner_count: int) -> WrapperState:
+    """Take a saved state apart, without a look at the engine's part.
+
+    Args:
+        state_dict: Not changed.
+        optimizer: That it is for.
+        inner_count: Where the state has none: files of mmengine's own wrappers.
+
+    Raises:
+        AmpCheckpointError: Names the key and what was expected.
+    """
+    schema.MapOf().check(state_dict, 'an optimizer state')
+    state = dict(state_dict)
+    base = state.pop('base_param_settings', None)
+    if base is not None:
+        check_settings(base, optimizer, "'base_param_settings'")
+    count: Any = amp_part(state).get('inner_count', inner_count)
+    schema.whole(bits=None).check(count, "amp['inner_count']")
+    return WrapperState(state, base, count)

@@ -1,0 +1,100 @@
+"""What is loaded by importing the package, by the report and by the answers to ``--help``: no more than they need."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_wrapper.checkpoint import convert
+from amp_wrapper.policy import LEVELS
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ('train', 'test', 'convert_checkpoint', 'migrate_from_apex')
+LOADED = """
+import importlib, json, sys
+import torch
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+before = set(sys.modules)
+from amp_wrapper import amp
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+WITHOUT_MMENGINE = """
+import sys
+import importlib.util as util
+for name in ('mmengine', 'mmcv'):
+    sys.modules[name] = None
+find_spec = util.find_spec
+util.find_spec = lambda name, *rest: None if name in ('mmengine', 'mmcv') else find_spec(name, *rest)
+"""
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def others(code: str, first: list[str]) -> list[str]:
+    """Modules that ``from amp_wrapper import amp`` loads beside the package's own, after torch and others."""
+    found = json.loads(run('-c', code, json.dumps(first)).stdout)
+    assert 'amp_wrapper.amp' in found
+    return [name for name in found if name.partition('.')[0] != 'amp_wrapper']
+
+
+def test_the_package_loads_nothing_beside_torch() -> None:
+    assert others(WITHOUT_MMENGINE + LOADED, []) == []
+
+
+def test_the_package_loads_nothing_beside_torch_and_mmengine() -> None:
+    import mmengine  # noqa: F401
+
+    first = others(LOADED, [])
+    assert 'torch._dynamo' not in first
+    assert others(LOADED, [name for name in first if name.partition('.')[0] == 'mmengine']) == []
+
+
+def imported(*words: str) -> set[str]:
+    """What a command imports, with its parents."""
+    lines = run('-X', 'importtime', *words).stderr.splitlines()
+    return {found[1] for line in lines if (found := re.fullmatch(r'import time:[ \d|]+\| +([\w.]+)', line))}
+
+
+def test_the_report_does_without_what_takes_long() -> None:
+    found = imported('-m', 'amp_wrapper.info')
+    assert {'torch', 'amp_wrapper', 'argparse'} <= found
+    assert not {'torch._dynamo', 'mmengine.optim', 'mmengine.runner', 'amp_wrapper.openmmlab.optim_wrapper'} & found
+    assert 'mmengine' not in imported('-m', 'amp_wrapper.info', '--help')
+
+
+@pytest.mark.parametrize('name', TOOLS)
+def test_help_does_without_what_takes_long(name: str) -> None:
+    if name in ('train', 'test'):
+        import mmengine  # noqa: F401
+    if name == 'migrate_from_apex':
+        pytest.importorskip('libcst')
+    found = imported(f'tools/{name}.py', '--help')
+    assert 'argparse' in found
+    assert not {'torch._dynamo', 'amp_wrapper', 'mmengine.optim', 'mmengine.runner'} & found
+
+
+def test_every_tool_is_tried() -> None:
+    commands = {path.stem for path in (ROOT / 'tools').glob('*.py') if "__name__ == '__main__'" in path.read_text()}
+    assert commands == set(TOOLS)
+
+
+def test_what_the_tools_offer_is_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They read their options before they import the package."""
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    import convert_checkpoint
+
+    assert tuple(convert.WEIGHT_TYPES) == convert_checkpoint.WEIGHT_TYPES
+    assert convert_checkpoint.WEIGHTS == convert.WEIGHTS
+    import options
+
+    assert options.LEVELS == LEVELS
