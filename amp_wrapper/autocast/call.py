@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import islice
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ _FLOAT32 = frozenset({torch.float32})
 # x.add_(y), x += y
 _WRITES = re.compile(r'(?:.*[^_]_|__i(?:add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__)')
 
-_Function = TypeVar('_Function', bound=Callable[..., Any])
 #: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
 #: between sees autocast and the patched functions of the FP32 registry as they are.
 untraced = torch_internals.untraced
@@ -150,8 +149,8 @@ def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwarg
     devices = devices_of(tensors) or [
         t.device.type for m in args[held:] if isinstance(m, nn.Module) for t in islice(m.parameters(), 1)
     ]
+    args, kwargs = _wide_types(op, devices, args, kwargs)
     with autocast_off(op, devices):
-        args, kwargs = _wide_types(op, devices, args, kwargs)
         if not narrow:
             return function(*args, **kwargs)
         result = _cast_call(function, args, kwargs, held, torch.float32, HALF_TYPES)

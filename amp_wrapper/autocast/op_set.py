@@ -44,7 +44,7 @@ class OpSet:
 
     Args:
         extra: Functions beyond the registry, or their dotted names; checked by
-            :func:`amp_wrapper.policy.fp32_registry.problems_of` before.
+            :func:`amp_wrapper.policy.lookup.problems_of` before.
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``ENTRY_METHODS`` open a region.
         casts: Whether the tables of O1 and O4 act in its regions, and what the user registered.
         allow_banned: Whether these run in FP32 what they refuse otherwise.

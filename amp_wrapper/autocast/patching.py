@@ -148,62 +148,32 @@ class _Namespace:
 
     def __init__(self, holder: Any) -> None:
         self.holder = holder
-        self._space: Any = vars(holder)
+        self.space: Any = vars(holder)
         # classes notice what is set on them, and modules of a class of their own may
-        self._is_plain = type(holder) is ModuleType
+        self.is_plain = type(holder) is ModuleType
         self.targets: dict[str, Target] = {}
         # by name: what is put there, what is there at rest, and which is inherited then
         self.patches: dict[str, Any] = {}
-        self._at_rest: dict[str, Any] = {}
-        self._inherited: list[str] = []
+        self.at_rest: dict[str, Any] = {}
+        self.inherited: list[str] = []
 
-    def install(self) -> None:
-        """Patch. Where the same is there as at the last time, two walks through a dict in C are all that it takes."""
-        space = self._space
-        if (
-            len(self.patches) != len(self.targets)
-            or not self._at_rest.items() <= space.items()
-            or not space.keys().isdisjoint(self._inherited)
-        ):
-            self.patches, self._at_rest, self._inherited = {}, {}, []
-            for name in self.targets:
-                self._prepare(name)
-        self._set(self.patches)
+    def look(self) -> None:
+        """Find out what is there at rest."""
+        self.patches, self.at_rest, self.inherited = {}, {}, []
+        for name in self.targets:
+            self.prepare(name)
 
-    def install_one(self, name: str) -> None:
-        """Patch one more name, where the others are patched."""
-        self._prepare(name)
-        if name in self.patches:
-            setattr(self.holder, name, self.patches[name])
-
-    def remove(self) -> None:
-        """Put back what was there, but for what somebody has replaced."""
-        space = self._space
-        if not self._inherited and self.patches.items() <= space.items():
-            self._set(self._at_rest)
-            return
-        for name, patch in self.patches.items():
-            if space.get(name) is patch:
-                if name in self._at_rest:
-                    setattr(self.holder, name, self._at_rest[name])
-                else:
-                    delattr(self.holder, name)
-
-    def _prepare(self, name: str) -> None:
+    def prepare(self, name: str) -> bool:
+        """Find out what is there under one name; False where it is not to be patched."""
         target = self.targets[name]
-        if target.prepare():
-            self.patches[name] = target.patch
-            if target.at_rest is _ABSENT:
-                self._inherited.append(name)
-            else:
-                self._at_rest[name] = target.at_rest
-
-    def _set(self, values: dict[str, Any]) -> None:
-        if self._is_plain:
-            self._space.update(values)
+        if not target.prepare():
+            return False
+        self.patches[name] = target.patch
+        if target.at_rest is _ABSENT:
+            self.inherited.append(name)
         else:
-            for name, value in values.items():
-                setattr(self.holder, name, value)
+            self.at_rest[name] = target.at_rest
+        return True
 
 
 class Patches:
@@ -261,8 +231,7 @@ class Patches:
             self._look_around()
             if not self._users:
                 try:
-                    for names in self._namespaces.values():
-                        names.install()
+                    self._install()
                 except BaseException:
                     self._remove()
                     raise
@@ -283,9 +252,32 @@ class Patches:
             with self._lock:
                 self._look_around()
 
-    def _remove(self) -> None:
+    def _install(self) -> None:
+        """Patch. Of a plain module that is as it was the last time, that takes two walks through a dict in C."""
         for names in self._namespaces.values():
-            names.remove()
+            space = names.space
+            as_before = len(names.patches) == len(names.targets) and names.at_rest.items() <= space.items()
+            if not (as_before and space.keys().isdisjoint(names.inherited)):
+                names.look()
+            if names.is_plain:
+                space.update(names.patches)
+            else:
+                for name, patch in names.patches.items():
+                    setattr(names.holder, name, patch)
+
+    def _remove(self) -> None:
+        """Put back what was there, but for what somebody has replaced."""
+        for names in self._namespaces.values():
+            space, patches = names.space, names.patches
+            if names.is_plain and not names.inherited and patches.items() <= space.items():
+                space.update(names.at_rest)
+                continue
+            for name, patch in patches.items():
+                if space.get(name) is patch:
+                    if name in names.at_rest:
+                        setattr(names.holder, name, names.at_rest[name])
+                    else:
+                        delattr(names.holder, name)
 
     @staticmethod
     def _now() -> tuple[Any, ...]:
@@ -353,8 +345,8 @@ class Patches:
         target = self.targets[id(holder), name] = Target(patched, holder, name, imported)
         names = self._namespaces.setdefault(id(holder), _Namespace(holder))
         names.targets[name] = target
-        if self._users:
-            names.install_one(name)
+        if self._users and names.prepare(name):
+            setattr(holder, name, target.patch)
         return target
 
     def _scan(self, module: Any) -> None:

@@ -1,6 +1,6 @@
 """Checkpointed segments: what runs again in a backward pass sees the casts that its forward pass saw.
 
-torch gives a segment its autocast back. What it cannot know of, our open passes, is remembered here: whatever enters
+torch gives a segment its autocast back. What it cannot know of, our open regions, is remembered here: whatever enters
 :func:`torch.utils.checkpoint.checkpoint` has its function wrapped in a :class:`Segment`, which notes at its first call what is
 open, and opens that again at every later call. So it holds in any backward pass, on any thread, with any arguments.
 

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as nn_module
 
 from . import state
@@ -28,7 +29,7 @@ _covered = 0
 
 def enter(
     keys: frozenset[str] | None,
-    owner: Any = None,
+    module: nn.Module | None = None,
     autocast: AbstractContextManager[Any] | None = None,
     covers: bool = False,
     dtype: torch.dtype | None = None,
@@ -37,7 +38,7 @@ def enter(
 
     Args:
         keys: What it makes active; nothing, in one that only keeps the casts of others out; None leaves that as it is.
-        owner: A module, from whose hook this is called; by it the region is found again. None for a block.
+        module: From whose hook this is called; by it the region is found again. None for a block.
         autocast: Entered now, and left when the region is closed.
         covers: Whether copies of weights that autocast keeps end at its borders, unless they are of the same type.
         dtype: Of a region that covers: the type of its autocast.
@@ -47,8 +48,8 @@ def enter(
     """
     regions = thread.regions
     outer = regions[-1] if regions else None
-    region = Region(owner, keys, outer)
-    if owner is not None:
+    region = Region(module, keys, outer)
+    if module is not None:
         region.frame = _calling_frame()
     if keys and outer is not None and outer.patched:
         patches.refresh()
@@ -103,13 +104,13 @@ def _cover_interrupts(change: int) -> None:
             vars(nn_module).pop('Exception', None)
 
 
-def is_innermost(owner: Any) -> bool:
-    """Whether the innermost region is that of ``owner``: a hook that failed before its own has opened nothing."""
+def is_innermost(module: nn.Module) -> bool:
+    """Whether the innermost region is that of ``module``: a hook that failed before its own has opened nothing."""
     regions = thread.regions
-    if regions and regions[-1].owner is not owner and any(region.owner is owner for region in regions):
+    if regions and regions[-1].module is not module and any(region.module is module for region in regions):
         # what an interrupt has left open inside
         unwind_stale()
-    return bool(regions) and regions[-1].owner is owner
+    return bool(regions) and regions[-1].module is module
 
 
 def count() -> int:
@@ -204,12 +205,7 @@ def global_casts_begin(token: object, keys: frozenset[str]) -> None:
     thread.global_casts[token] = keys
 
 
-def global_casts_end(token: object) -> object | None:
-    """The counterpart of :func:`global_casts_begin`.
-
-    Returns:
-        The newest of those that are left, or None.
-    """
+def global_casts_end(token: object) -> None:
+    """The counterpart of :func:`global_casts_begin`."""
     del thread.global_casts[token]
     patches.release()
-    return next(reversed(thread.global_casts), None)

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+from torch import nn
 
 from .. import torch_internals
 
@@ -29,7 +30,7 @@ class Region:
     """What one forward, or one block, has opened on a thread.
 
     Attributes:
-        owner: The module, or any object, by which it is closed.
+        module: Whose hook opened it; None for a block.
         keys: What it makes active of the FP32 registry; None where it leaves that to the regions around it.
         active: What is active inside: its own keys, and those of the regions around it.
         depth: The number of regions with keys, up to this one.
@@ -45,8 +46,9 @@ class Region:
         acquired: Whether for itself.
     """
 
-    def __init__(self, owner: Any, keys: frozenset[str] | None, outer: Region | None) -> None:
-        self.owner, self.keys = owner, keys
+    def __init__(self, module: nn.Module | None, keys: frozenset[str] | None, outer: Region | None) -> None:
+        self.module: Any = module
+        self.keys = keys
         self.active: frozenset[str] = frozenset() if outer is None else outer.active
         self.depth: int = 0 if outer is None else outer.depth
         self.casts: bool = outer is not None and outer.casts

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..autocast import generators
+from ..autocast import generators, state
 from ..errors import ScriptingError
 from ..policy.nested import CASTABLE, EnterObject, cast_tensors
+from . import fp32_values
 
 
 class _Unscriptable:
@@ -66,10 +67,19 @@ class CastInputs(AmpHook):
         dtype: The type the module computes in.
     """
 
+    #: Whether the module has weights with masters: they follow these where somebody calls the module directly.
+    follows_masters = False
+
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # what torch.compile traces is inside of a call of the model, or compiled apart from it
+        if self.follows_masters and not torch.compiler.is_compiling():
+            regions = state.thread.regions
+            if not regions or not regions[-1].depth:
+                # with those below, which some modules use without calling them
+                fp32_values.synchronise(module.parameters())
         dtype = self.dtype
         # the usual case, tensors of the right type and a few flags, must cost next to nothing
         for values in (args, kwargs.values()) if kwargs else (args,):

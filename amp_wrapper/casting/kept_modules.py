@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..errors import AmpConfigError, nearest
-from ..policy import fp32_registry, lookup
+from ..policy.fp32_registry import FP32_OPS
+from ..policy.lookup import find, is_module_class
 from ..policy.policy import Policy
 from .modules import module_device, some
 
@@ -66,8 +67,8 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
     modules = [module for _, root in roots for module in root.modules()]
     problems = []
     for op in policy.fp32_ops:
-        cls = lookup.find(op.name, load=False)
-        if lookup.is_module_class(cls) and not any(isinstance(module, cls) for module in modules):
+        cls = find(op.name, load=False)
+        if is_module_class(cls) and not any(isinstance(module, cls) for module in modules):
             known = sorted({type(module).__name__ for module in modules})
             problems.append(
                 f'fp32_ops={op.name!r} matches no module{nearest(op.name.rpartition(".")[2], known)}. '
@@ -77,6 +78,6 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
         raise AmpConfigError(problems)
     dtype = policy.cast_model_type if policy.casts_model else policy.autocast_dtype
     device = module_device(roots[0][1]).type if roots else 'cpu'
-    named = [op.name for op in fp32_registry.FP32_OPS.values() if dtype in op.avoids(device)]
-    found = (lookup.find(name, load=False) for name in (*named, *(op.name for op in policy.fp32_ops)))
-    return tuple(value for value in found if lookup.is_module_class(value))
+    named = [op.name for op in FP32_OPS.values() if dtype in op.avoids(device)]
+    found = (find(name, load=False) for name in (*named, *(op.name for op in policy.fp32_ops)))
+    return tuple(value for value in found if is_module_class(value))

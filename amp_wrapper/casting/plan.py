@@ -52,7 +52,7 @@ class CastPlan:
         enter: Casts tensors inside output objects of a framework's own kind.
         covers_forward: For the functional API: at O1 and O4 every forward of a root or of a module below it runs with
             casts, in training and evaluation, and gives FP32 outputs (``policy.cast_model_outputs``). At the other levels
-            the casts of other models end at the doors of the roots. False leaves autocast to the caller.
+            the casts of other models end at the roots. False leaves autocast to the caller.
 
     Attributes:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
@@ -299,14 +299,14 @@ class CastPlan:
 
     def _let_types_meet(self) -> None:
         """Beside frozen 16-bit weights at O0: each module computes in the type of its own weights, as at the other levels."""
-        owners = [
+        with_weights = [
             (module, own[0].dtype)
             for module in self._modules()
             if not isinstance(module, (*self._leave, torch.jit.ScriptModule))
             and (own := [p for p in module.parameters(recurse=False) if p.dtype in CASTABLE])
         ]
-        if any(dtype in HALF_TYPES for _, dtype in owners):
-            for module, dtype in owners:
+        if any(dtype in HALF_TYPES for _, dtype in with_weights):
+            for module, dtype in with_weights:
                 if not has_hook(module, CastInputs):
                     module.register_forward_pre_hook(Fp32Inputs(dtype), with_kwargs=True)
 

@@ -227,7 +227,7 @@ class EnterBelow(EnterRegion):
             # a checkpointed segment that runs again has what the region of its forward had, and no FP32 outputs inside
             if not state.is_resumed():
                 self.open(module, args, kwargs)
-        elif cover.owner is module:
+        elif cover.module is module:
             # a module that calls itself: so that each call finds its own end
             self.open(module, args, kwargs, again=True)
         elif cover.grad is not torch.is_grad_enabled():
@@ -266,8 +266,8 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
         return (
             cover is None
             # a module that is called by itself has to close what it opened, also where it calls itself
-            or cover.owner._forward_pre_hooks is self
-            or cover.owner._forward_hooks is self
+            or cover.module._forward_pre_hooks is self
+            or cover.module._forward_hooks is self
             # the hook has to see to copies of weights that were made in the other mode
             or cover.grad is not torch.is_grad_enabled()
         )

@@ -62,7 +62,7 @@ def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
 
 
 def _explain(parts: EngineParts, error: RuntimeError, model: nn.Module) -> None:
-    """A module list that changed behind torch's registration hooks shows as an error about types."""
+    """A module with weights that joined after the cast shows as an error about types."""
     if isinstance(error, AmpError) or parts.casts is None or not parts.casts.casts:
         return
     new = [name for name, p in roots.unwrap(model).named_parameters() if id(p) not in parts.names]

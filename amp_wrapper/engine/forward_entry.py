@@ -10,13 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch
 from torch import nn
 
-from ..autocast import state
 from ..autocast.call import untraced
 from ..casting import fp32_values
-from ..casting.cast_hooks import AmpHook
+from ..casting.cast_hooks import AmpHook, CastInputs
 from ..casting.masters import Fp32Masters
 from . import averages
 
@@ -53,22 +51,6 @@ class FollowMasters(AmpHook):
         return {'followed': []}
 
 
-class FollowOwn(AmpHook):
-    """Forward pre-hook of a module with weights of its own: does the same for these where somebody calls it directly.
-
-    Inside a forward call of a model it costs two tests.
-    """
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        # what torch.compile traces is inside of a call of the model, or compiled apart from it
-        if torch.compiler.is_compiling():
-            return
-        regions = state.thread.regions
-        if not regions or not regions[-1].depth:
-            # with those below, which some modules use without calling them
-            fp32_values.synchronise(module.parameters())
-
-
 def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
     """Let the weights of models follow masters before every forward call.
 
@@ -84,7 +66,8 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
             root.register_forward_pre_hook(hook, prepend=True)
         hook.followed.append(ref(masters))
         for module in root.modules():
-            own = module.parameters(recurse=False)
-            known = any(isinstance(hook, FollowOwn) for hook in module._forward_pre_hooks.values())
-            if not known and any(fp32_values.master_of(weight) is not None for weight in own):
-                module.register_forward_pre_hook(FollowOwn(), prepend=True)
+            if any(fp32_values.master_of(weight) is not None for weight in module.parameters(recurse=False)):
+                for own in module._forward_pre_hooks.values():
+                    if isinstance(own, CastInputs):
+                        # where somebody calls the module directly
+                        own.follows_masters = True
