@@ -72,7 +72,7 @@ class Tree:
     Attributes:
         label: Its name on the page.
         path: Its folder.
-        seconds: Command to the times of its processes.
+        seconds: Command to the times of its processes: by the clock, and of the processor.
         loaded: Modules beside torch's, and mmengine's where it is not hidden; by whether it is.
         counts: (way, level) to calls and changes of file.
         ratios: (way, level) to the medians of each process: of torch and of ours, without and with the backward pass.
@@ -80,7 +80,7 @@ class Tree:
 
     label: str
     path: Path
-    seconds: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    seconds: dict[str, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
     loaded: dict[bool, list[str]] = dataclasses.field(default_factory=dict)
     counts: dict[tuple[str, str], tuple[int, int]] = dataclasses.field(default_factory=dict)
     ratios: dict[tuple[str, str], list[dict[str, Sequence[float]]]] = dataclasses.field(default_factory=dict)
@@ -134,11 +134,12 @@ def measure_imports(trees: Sequence[Tree], rounds: int) -> None:
     for index in range(rounds + 1):
         for tree in trees:
             for name, words in tree.commands():
-                start = time.perf_counter()
+                start, used = time.perf_counter(), children()
                 tree.run(*words)
                 # the first round writes what is compiled to bytecode, and fills the file cache
                 if index:
-                    tree.seconds.setdefault(name, []).append(time.perf_counter() - start)
+                    spent = (time.perf_counter() - start, children() - used)
+                    tree.seconds.setdefault(name, []).append(spent)
     for tree in trees:
         first: list[str] = []
         if has_mmengine():
@@ -146,6 +147,12 @@ def measure_imports(trees: Sequence[Tree], rounds: int) -> None:
             first = [name for name in found if name.partition('.')[0] == 'mmengine']
             tree.loaded[False] = json.loads(tree.run('-c', LOADED, json.dumps(first)))
         tree.loaded[True] = json.loads(tree.run('-c', HIDDEN + LOADED, '[]'))
+
+
+def children() -> float:
+    """Seconds of the processor that ended processes have taken."""
+    used = os.times()
+    return used.children_user + used.children_system
 
 
 def measure_calls(trees: Sequence[Tree], levels: Sequence[str]) -> None:
@@ -185,16 +192,13 @@ def import_lines(trees: Sequence[Tree], rounds: int) -> list[str]:
     lines = [
         '## Importing',
         '',
-        f'Seconds of a whole process, the fastest of {rounds} by turns (noise only adds), and in brackets how many more than '
-        'those of `import torch` with the same tree. The aim: the report and `--help` within half a second of it.',
+        f'Seconds of a whole process by the clock, the fastest of {rounds} by turns (noise only adds); then those of the '
+        'processor, their median, and in brackets how many more than for `import torch` with the same tree. The aim: the '
+        'report and `--help` within half a second of it.',
         *_head('', *(tree.label for tree in trees)),
     ]
     for name in dict.fromkeys(name for tree in trees for name in tree.seconds):
-        cells = []
-        for tree in trees:
-            base, found = min(tree.seconds['`import torch`']), min(tree.seconds.get(name, [float('nan')]))
-            cells.append(f'{found:.2f} ({found - base:+.2f})')
-        lines.append(_row(name, *cells))
+        lines.append(_row(name, *(seconds(tree, name) for tree in trees)))
     lines += ['', 'Modules that `from amp_wrapper import amp` loads, and neither torch nor mmengine does:']
     lines += _head('', *(tree.label for tree in trees))
     for hidden in (False, True):
@@ -202,6 +206,15 @@ def import_lines(trees: Sequence[Tree], rounds: int) -> list[str]:
             title = 'mmengine hidden' if hidden else 'beside mmengine'
             lines.append(_row(title, *(modules(tree.loaded[hidden]) for tree in trees)))
     return lines
+
+
+def seconds(tree: Tree, name: str) -> str:
+    """A cell: by the clock, of the processor, and beyond those of torch."""
+    if name not in tree.seconds:
+        return ''
+    clock, used = zip(*tree.seconds[name])
+    base = statistics.median(used for _, used in tree.seconds['`import torch`'])
+    return f'{min(clock):.2f}; {statistics.median(used):.2f} ({statistics.median(used) - base:+.2f})'
 
 
 def modules(names: Sequence[str]) -> str:
