@@ -204,6 +204,7 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.ops
 	$(BIN)/python -m benchmarks.hooks
+	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.buffers
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.distributed

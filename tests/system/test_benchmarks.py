@@ -32,6 +32,56 @@ def test_cost_of_giving_buffers_back() -> None:
     assert '27 buffers of ' in text
 
 
+def test_calls_and_changes_of_file_are_counted_as_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called from outside of the package, through it, and what is no function of Python."""
+    from benchmarks.host_probe import Counts
+
+    package = tmp_path / 'counted'
+    package.mkdir()
+    (package / '__init__.py').write_text('')
+    (package / 'a.py').write_text(
+        'from . import b\n\n\ndef one():\n    return max([1], key=lambda x: x) + b.two()\n\n\n'
+        'def other():\n    return sum(x for x in (1, 2))\n'
+    )
+    (package / 'b.py').write_text('def two():\n    return three() + three()\n\n\ndef three():\n    return 1\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from counted import a  # type: ignore[import-not-found]
+
+    def call() -> None:
+        a.one()
+        json.dumps([1])
+        a.other()
+
+    found = Counts(str(package)).of(call)
+    # one, its lambda, two, three, three, other, and its generator, which is entered three times
+    assert (found.calls, found.changes) == (9, 3)
+    assert sum(found.table.values()) == 9 and sum(n for (file, _), n in found.table.items() if file == 'b.py') == 3
+    assert Counts(str(tmp_path / 'count')).of(call).calls == 0
+
+
+@pytest.mark.slow
+def test_cost_on_the_host(tmp_path: Path) -> None:
+    """The page comes whole, for a tree that is named; what is on it depends on the machine, but for the modules."""
+    page = tmp_path / 'host.md'
+    words = ['--tree', f'here={ROOT}', '--levels', 'O0', 'O2', '--rounds', '1', '--processes', '1', '--steps', '3']
+    done = subprocess.run(
+        [sys.executable, '-m', 'benchmarks.host', *words, '--write', str(page)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=900,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    text = page.read_text()
+    assert text.count('| functional, `FusedAdamW` | O2 |') == 2
+    assert '| mmengine hidden | none |' in text
+    assert 'nan' not in text
+    refused = subprocess.run(
+        [sys.executable, '-m', 'benchmarks.host', '--tree', f'x={tmp_path}'], capture_output=True, text=True, cwd=ROOT
+    )
+    assert refused.returncode == 2 and 'is not LABEL=PATH' in refused.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed')
 def test_bytes_of_the_gradient_exchange(tmp_path: Path) -> None:
