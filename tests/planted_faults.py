@@ -31,6 +31,8 @@ except ImportError:  # Python 3.10, where pytest brings it
 ROOT = next(folder for folder in Path(__file__).parents if (folder / 'pyproject.toml').exists())
 LIST = ROOT / 'tests' / 'data' / 'planted_faults.toml'
 SOURCES = ('amp_wrapper', 'csrc')
+#: Tests with environments of their own.
+APART = {'downstream', 'foreign_packages'}
 #: What a copy leaves out: nothing of it is needed, or it is made anew.
 LEFT_OUT = (
     '.git',
@@ -106,7 +108,7 @@ def tests_of(tree: Path, fault: Fault) -> list[str]:
     """
     paths = []
     for name in fault.tests.split():
-        found = sorted((tree / 'tests').rglob(name))
+        found = sorted(path for path in (tree / 'tests').rglob(name) if not APART & set(path.parts))
         if not found:
             raise Stale(f'there is no {name} below tests')
         paths += map(str, found)
@@ -127,10 +129,12 @@ def run(tree: Path, fault: Fault) -> tuple[str, str]:
     if done.returncode == 5:
         return 'stale', f'no test is called {fault.only!r}'
     if done.returncode not in (0, 1):
-        return 'broken', said
-    # a fault that cannot be imported says nothing about the tests
-    broken = done.returncode == 1 and any(line.startswith('ERROR') for line in failed)
-    return ('broken' if broken else 'red' if done.returncode else 'green'), said.removeprefix('FAILED ')
+        return 'broken', (done.stderr.strip().splitlines() or [said])[-1]
+    # a fault that cannot be imported says nothing about the tests; one may show when a test is over, as an error
+    broken = done.returncode == 1 and not any('::' in line for line in failed)
+    return ('broken' if broken else 'red' if done.returncode else 'green'), said.removeprefix('FAILED ').removeprefix(
+        'ERROR '
+    )
 
 
 def _called(tree: Path, fault: Fault, command: list[str]) -> subprocess.CompletedProcess[str]:
