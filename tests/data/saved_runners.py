@@ -24,11 +24,11 @@ from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
 from mmengine.model import BaseModel
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapperDict
-from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.runner import FlexibleRunner, Runner
 from saved_runs import MOVING, Exact, added
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler
 
 import amp_wrapper  # noqa: F401  (takes over the registry names)
 
@@ -77,6 +77,14 @@ class SavedData(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         drawn = random.randrange(4) + int(np.random.randint(4)) + int(torch.randint(0, 4, ()))
         return dict(inputs=torch.tensor((index - 3) / 4 + drawn / 16))
+
+
+@DATA_SAMPLERS.register_module()
+class SavedRandomSampler(RandomSampler):
+    """torch's own, whose order comes from the global generator."""
+
+    def __init__(self, dataset: Any, shuffle: bool = True, seed: int | None = None) -> None:
+        super().__init__(dataset)
 
 
 @METRICS.register_module()
@@ -133,12 +141,12 @@ class SavedPair:
         return OptimWrapperDict(**members)
 
 
-def loader(train: bool, by_epoch: bool = True) -> dict[str, Any]:
+def loader(train: bool, sampler: str = 'DefaultSampler') -> dict[str, Any]:
     return dict(
         batch_size=1,
         num_workers=0,
         dataset=dict(type='SavedData'),
-        sampler=dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=train),
+        sampler=dict(type=sampler, shuffle=train),
         collate_fn=dict(type='default_collate'),
     )
 
@@ -154,6 +162,8 @@ def case(
     save_within: bool = False,
     flexible: bool = False,
     nets: int = 1,
+    sampler: str | None = None,
+    second: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One training.
 
@@ -168,6 +178,8 @@ def case(
         save_within: Whether checkpoints are saved by iterations in a loop of epochs.
         flexible: Whether mmengine's ``FlexibleRunner`` trains.
         nets: Models within the model.
+        sampler: Of the training data.
+        second: What the run that goes on has in its config instead.
     """
     limits = dict(max_epochs=end, val_interval=1) if by_epoch else dict(max_iters=end, val_interval=4)
     warm_up = dict(type='LinearLR', start_factor=0.25, by_epoch=False, begin=0, end=9)
@@ -178,7 +190,7 @@ def case(
         model=dict(type='SavedModel', nets=nets),
         work_dir='work',
         default_scope='mmengine',
-        train_dataloader=loader(True, by_epoch),
+        train_dataloader=loader(True, sampler or ('DefaultSampler' if by_epoch else 'InfiniteSampler')),
         val_dataloader=loader(False),
         val_evaluator=dict(type='SavedScore'),
         train_cfg=dict(by_epoch=by_epoch, **limits),
@@ -206,7 +218,7 @@ def case(
         config['param_scheduler'] = dict.fromkeys(('part0', 'part1'), config['param_scheduler'])
     if flexible:
         config |= dict(strategy=dict(type='SingleDeviceStrategy'), randomness=dict(seed=0), env_cfg={})
-    return dict(config=config, kept=kept, flexible=flexible, ending=list(ending))
+    return dict(config=config, kept=kept, flexible=flexible, ending=list(ending), second=second or {})
 
 
 def ours(level: str, optimizer: dict[str, Any], **words: Any) -> dict[str, Any]:
@@ -280,6 +292,14 @@ def _cases() -> dict[str, dict[str, Any]]:
         'dict_O1_ema': case(
             _pair('O1', **moving), 'iter_5.pth', by_epoch=False, end=11, interval=5, nets=2, hooks=(EMA,)
         ),
+        # the order of the data is drawn anew from the states at the start of the epoch
+        'within_O4_sampler': case(
+            ours('O4', SGD), 'iter_10.pth', end=3, interval=5, save_within=True, sampler='SavedRandomSampler'
+        ),
+        # a script that knows no seed before it reads the file
+        'epochs_O4_no_seed': case(
+            ours('O4', FUSED_SGD), 'epoch_1.pth', end=3, second=dict(randomness=dict(seed=None, deterministic=True))
+        ),
         'O0': case(ours('O0', SGD), 'epoch_1.pth', end=2),
         'O3': case(ours('O3', FUSED_SGD), 'epoch_1.pth', end=2),
         'disabled': case(ours('O2', FUSED_ADAMW, enabled=False), 'epoch_1.pth', end=2),
@@ -348,7 +368,7 @@ def resume(folder: Path, words: dict[str, Any], saved: bytes) -> tuple[bytes, by
     folder.mkdir(parents=True, exist_ok=True)
     (folder / 'saved.pth').write_bytes(saved)
     again = dict(type='SavedAgain', folder=str(folder))
-    _train(folder, words, resume=True, load_from=str(folder / 'saved.pth'), hooks=[again])
+    _train(folder, words, resume=True, load_from=str(folder / 'saved.pth'), hooks=[again], **words['second'])
     return (folder / 'again.pth').read_bytes(), last(folder)
 
 
