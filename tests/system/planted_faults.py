@@ -1,6 +1,6 @@
 """Plants faults, one after the other, and asks the tests whether they notice.
 
-``python tests/planted_faults.py [--only NAME ...]``: each fault of ``data/planted_faults.toml`` takes a protection away. It is
+``python tests/system/planted_faults.py [--only NAME ...]``: each fault of ``data/planted_faults.toml`` takes a protection away. It is
 planted in a copy of the tree, the tests that should notice are run there, and red is good. ``--green`` runs the same tests on
 the copy without a fault first: they have to be green.
 
@@ -178,7 +178,7 @@ def table(rows: Iterable[tuple[Fault, str, str, str]]) -> str:
     lines = [
         '# Planted faults',
         '',
-        f'`python tests/planted_faults.py`: {red} of {len(rows)} are noticed. Each takes one protection away; the test named '
+        f'`python tests/system/planted_faults.py`: {red} of {len(rows)} are noticed. Each takes one protection away; the test named '
         'is the first that fails.',
         '',
         '| room | fault | what is protected | file | noticed | by |',

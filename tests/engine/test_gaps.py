@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_wrapper import AmpOptimWrapper, FusedSGD, amp, buffer_snapshots
+from amp_wrapper import AmpOptimWrapper, FusedSGD, amp
+from amp_wrapper.engine.buffers import snapshots as buffer_snapshots
 
 TINY = torch.finfo(torch.float32).tiny
 
