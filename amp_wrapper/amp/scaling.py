@@ -58,7 +58,7 @@ def scaled(
         hook = None
         if result.requires_grad and result is not loss:
             hook = result.register_hook(begin)  # type: ignore[no-untyped-call]
-        waits = any(engine.waits_for_average for engine in engines)
+        waits = any(engine.parts.gradients.held is not None for engine in engines)
         try:
             yield result
         finally:

@@ -120,7 +120,7 @@ class Session:
                 self.thread = threading.get_ident()
                 return self._step(engine, inner_step, name, args, kwargs)
 
-            inner_optimizers.lead(each, lambda: engine.in_own_step, take)
+            inner_optimizers.lead(each, lambda: engine.parts.in_own_step, take)
 
         @functools.wraps(getattr(own_step, '__func__', own_step))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class Session:
         @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
             self.thread = threading.get_ident()
-            with engine.behind(zero_grad=own_zero_grad):
+            with engine.parts.behind(zero_grad=own_zero_grad):
                 engine.zero_grad(**_named('set_to_none', args, kwargs))
 
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
@@ -176,7 +176,7 @@ class Session:
 
         # optimizers compute in FP32: what is cast for models is not cast here
         casts = nullcontext() if self.policy.autocast_dtype is None else autocast_state.suspended()
-        with casts, engine.behind(step=bare_step):
+        with casts, engine.parts.behind(step=bare_step):
             outcome = engine.step(None) if closure is None else engine.step(None, closure=closure)
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if outcome.skipped is None and outcome.info is not None and not capturing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,14 +17,13 @@ from ..policy import Policy
 from ..policy.nested import EnterObject
 from . import attach, forward, state
 from .backward import BackwardPass, backward_pass, scale_of
-from .buffers import snapshots
 from .clipping import GradientClip
 from .gradients.cross_optimizer import OtherOptimizer
 from .gradients.unscale import NO_GRAPH
 from .loss_scale import LossScaler
 from .overflow import StepResult
 from .parts import EngineParts, Stage
-from .step import EagerStep, FusedStep, StepChecks, finish_gradients, result_of
+from .step import EagerStep, FusedStep, StepChecks, finish_gradients, step_with_closure
 
 
 class AmpEngine:
@@ -37,12 +36,12 @@ class AmpEngine:
     3. :meth:`step` looks for weights that somebody else changed (they win over their masters),
     4. finds out whether any gradient element is non-finite, and how long the gradient is,
     5. decides, the same on every rank,
-    6. unscales, clips, steps the optimizer and brings masters to the model weights; or skips all of it,
-    7. moves the loss scale.
+    6. unscales, clips, steps the optimizer and brings masters to the model weights, or skips it all; 7. moves the loss scale.
 
     With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one
-    pass over everything, and the host reads nothing (:class:`~amp_wrapper.engine.step.FusedStep`). With any other one, unscaling
-    comes first, together with 4, and each of the rest is a pass of its own (:class:`~amp_wrapper.engine.step.EagerStep`).
+    pass over everything, and the host reads nothing (:class:`~amp_wrapper.engine.step.FusedStep`). With any other one,
+    unscaling comes first, together with 4, and each of the rest is a pass of its own
+    (:class:`~amp_wrapper.engine.step.EagerStep`).
     Gradients of several losses, and of engines that share their scales, are unscaled at the end of 2
     (:class:`~amp_wrapper.engine.gradients.per_backward.UnscaledGradients`).
 
@@ -106,55 +105,9 @@ class AmpEngine:
         return self.parts.attached
 
     @property
-    def casts(self) -> bool:
-        """Whether any parameter changed its type."""
-        return self.parts.casts is not None and self.parts.casts.casts
-
-    @property
     def is_plain(self) -> bool:
         """Whether gradients go from backward to the optimizer untouched and unchecked."""
         return self.parts.is_plain
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether gradients have come since the last step."""
-        return self.parts.is_accumulating
-
-    @property
-    def has_own_gradients(self) -> bool:
-        """Whether a loss of this engine has had a backward pass since the last step."""
-        return self.parts.overflow.is_used
-
-    @property
-    def waits_for_average(self) -> bool:
-        """Whether gradients are held, scaled, until DDP averages them."""
-        return self.parts.gradients.held is not None
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether there are gradients that only ``step`` of this engine puts right: scaled ones, and such as masters lack.
-
-        False while the optimizer's own ``step`` runs for it. No device read.
-        """
-        return self.parts.awaits_step
-
-    @property
-    def in_own_step(self) -> bool:
-        """Whether the optimizer's own ``step`` runs, or is about to."""
-        return 'step' in self.parts.own_methods
-
-    @contextmanager
-    def behind(self, **methods: Callable[..., Any]) -> Iterator[None]:
-        """Inside, these are the optimizer's own methods: the caller stands in front of it.
-
-        Args:
-            **methods: ``step`` or ``zero_grad``, which take their arguments by name.
-        """
-        before, self.parts.own_methods = self.parts.own_methods, methods
-        try:
-            yield
-        finally:
-            self.parts.own_methods = before
 
     # -- weights and masters -----------------------------------------------------------------------------------------
 
@@ -197,14 +150,6 @@ class AmpEngine:
             AmpUsageError: No ``tensors``, and the weights are split, or a weight was written to as well; a weight among them.
         """
         self.parts.params.masters_changed(tensors)
-
-    def synchronise(self) -> None:
-        """Before a forward pass: weights follow masters that somebody wrote to, and the other way round. No host read.
-
-        Raises:
-            AmpUsageError: A weight and its master were both written to. Nothing has been changed.
-        """
-        self.parts.params.synchronise()
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
@@ -390,7 +335,7 @@ class AmpEngine:
         if parts.gradients.unscaled:
             finish_gradients(parts)
         if kwargs.get('closure') is not None:
-            return self._step_with_closure(clip, kwargs)
+            return step_with_closure(parts, clip, kwargs)
         lists = parts.params.lists(parts.device)
         parts.params.before_step(parts.gradients.busy)
         gradients = None
@@ -404,15 +349,6 @@ class AmpEngine:
         if parts.pass_watch is not None:
             parts.pass_watch.note_step(parts.params.parameters())
         return result
-
-    def _step_with_closure(self, clip: GradientClip | None, kwargs: Mapping[str, Any]) -> StepResult:
-        """The closure's backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
-        parts = self.parts
-        norm = None if clip is None else clip.apply(parts.params.parameters())
-        snapshots.settle_step(parts, parts.buffers, None)
-        parts.own_step(kwargs)
-        parts.stage = Stage.READY
-        return result_of(parts, False, None, norm)
 
     def review(self, infos: Iterable[Sequence[float]]) -> None:
         """Take notice of steps that nobody waited for: says what was skipped, and finds rows of skips.

@@ -14,7 +14,7 @@ from .host_read import mark_harmless
 
 
 class Holder(Protocol):
-    """What steps an optimizer; :class:`amp_wrapper.engine.AmpEngine`."""
+    """What steps an optimizer; :class:`amp_wrapper.engine.parts.EngineParts`."""
 
     @property
     def awaits_step(self) -> bool:

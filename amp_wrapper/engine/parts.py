@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -143,6 +144,24 @@ class EngineParts:
         """The qualified name of a weight, or of the weight behind a master."""
         weight = self.params.weight_of(parameter)
         return self.names.get(id(weight), f'<parameter of shape {tuple(weight.shape)}>')
+
+    @property
+    def in_own_step(self) -> bool:
+        """Whether the optimizer's own ``step`` runs, or is about to."""
+        return 'step' in self.own_methods
+
+    @contextmanager
+    def behind(self, **methods: Callable[..., Any]) -> Iterator[None]:
+        """Inside, these are the optimizer's own methods: the caller stands in front of it.
+
+        Args:
+            **methods: ``step`` or ``zero_grad``, which take their arguments by name.
+        """
+        before, self.own_methods = self.own_methods, methods
+        try:
+            yield
+        finally:
+            self.own_methods = before
 
     def own(self, method: str) -> Callable[..., Any]:
         """``step`` or ``zero_grad`` of the optimizer itself."""

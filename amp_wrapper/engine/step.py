@@ -237,8 +237,8 @@ class StepChecks:
             kwargs: Of the step.
 
         Raises:
-            AmpUsageError: Inside of a backward pass; no backward pass since the last step; a closure under a loss scale; weights
-                that another optimizer has given FP32 values after this one was attached without any.
+            AmpUsageError: Inside of a backward pass; no backward pass since the last step; a closure under a loss scale;
+                weights that another optimizer has given FP32 values after this one was attached without any.
         """
         parts = self._parts
         scales, params = parts.scales, parts.params
@@ -271,6 +271,15 @@ class StepChecks:
                 f'to them. Step the later optimizer, and make a new one where two are wanted: amp.initialize([], optimizer).'
             )
         self._known = fp32_values.pairs.made
+
+
+def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Mapping[str, Any]) -> StepResult:
+    """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
+    norm = None if clip is None else clip.apply(parts.params.parameters())
+    snapshots.settle_step(parts, parts.buffers, None)
+    parts.own_step(kwargs)
+    parts.stage = Stage.READY
+    return result_of(parts, False, None, norm)
 
 
 def finish_gradients(parts: EngineParts) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..casting import save_pretrained as hf_saving
 from ..checkpoint import amp_part
-from ..engine import AmpEngine, Stage, held_optimizers
+from ..engine import AmpEngine, held_optimizers
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
 from ..errors import AmpAttachError
@@ -160,7 +160,7 @@ class AmpOptimWrapper(OptimWrapper):
     @property
     def in_window(self) -> bool:
         """Whether accumulated gradients wait for their step; those that only losses of other members brought do not count."""
-        return self._engine.stage is Stage.ACCUMULATING and self._engine.has_own_gradients
+        return self._engine.parts.is_accumulating and self._engine.parts.overflow.is_used
 
     @property
     def member_name(self) -> str:
@@ -202,7 +202,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         if not self._engine.attached:
             hf_saving.watch([attaching.attach(self._engine, model, foreign)])
-            held_optimizers.hold(self.optimizer, self._engine)
+            held_optimizers.hold(self.optimizer, self._engine.parts)
 
     def detach(self) -> None:
         """Give the model its FP32 weights (the masters) and the optimizer its own parameters. Under DDP, on every rank.

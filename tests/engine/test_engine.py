@@ -167,7 +167,7 @@ def test_attach(level: str, verbosity: int, device: torch.device, log: list[str]
     run = Run(level, device, verbosity=verbosity)
     assert run.engine.attached and run.engine.stage is Stage.READY
     assert run.parameter('fc.weight').dtype is CAST_LEVELS.get(level, F32)
-    assert run.engine.casts == (level in CAST_LEVELS)
+    assert run.engine.parts.casts.casts == (level in CAST_LEVELS)
     run.engine.attach(run.model)
     run.train(0, 1)
     wanted = {'fc.weight', 'fc.bias', 'out.weight', 'out.bias'} | ({'bn.weight', 'bn.bias'} if level == 'O3' else set())
@@ -900,7 +900,7 @@ def test_disabled_is_a_plain_optimizer(level: str, device: torch.device) -> None
     run.train(0, 1, 2)
     assert differ(plain.bits(), run.bits()) == []
     assert same(run.engine.state_dict(), plain.optimizer.state_dict())
-    assert not run.engine.casts and not run.model._forward_pre_hooks
+    assert run.engine.parts.casts is None and not run.model._forward_pre_hooks
     state = copy.deepcopy(run.engine.state_dict())
     notes = run.engine.load_state_dict(state)
     assert notes == ['saved without mixed precision, resumed without mixed precision: kept: weights, optimizer state']

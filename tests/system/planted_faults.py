@@ -1,8 +1,8 @@
 """Plants faults, one after the other, and asks the tests whether they notice.
 
-``python tests/system/planted_faults.py [--only NAME ...]``: each fault of ``data/planted_faults.toml`` takes a protection away. It is
-planted in a copy of the tree, the tests that should notice are run there, and red is good. ``--green`` runs the same tests on
-the copy without a fault first: they have to be green.
+``python tests/system/planted_faults.py [--only NAME ...]``: each fault of ``data/planted_faults.toml`` takes a protection away.
+It is planted in a copy of the tree, the tests that should notice are run there, and red is good. ``--green`` runs the same
+tests on the copy without a fault first: they have to be green.
 
 Files move and tests are sorted anew, so neither is found by its path. A fault is found by its text, which has to stand in
 exactly one place of the package and ``csrc``; how it is wrapped over lines does not matter. Its tests are found by the names of
@@ -178,8 +178,8 @@ def table(rows: Iterable[tuple[Fault, str, str, str]]) -> str:
     lines = [
         '# Planted faults',
         '',
-        f'`python tests/system/planted_faults.py`: {red} of {len(rows)} are noticed. Each takes one protection away; the test named '
-        'is the first that fails.',
+        f'`python tests/system/planted_faults.py`: {red} of {len(rows)} are noticed. Each takes one protection away; the test '
+        'named is the first that fails.',
         '',
         '| room | fault | what is protected | file | noticed | by |',
         '| --- | --- | --- | --- | --- | --- |',

@@ -369,19 +369,8 @@ def averaging(average: nn.Module, model: nn.Module) -> Iterator[None]:
         snapshots.averaged(average)
 
 
-def decided(user: User, flag: Tensor | None) -> None:
-    """An optimizer takes a step or skips it: what its losses did to the buffers of other optimizers' modules is settled.
-
-    Args:
-        user: Whose step it is.
-        flag: As for :meth:`BufferSnapshots.restore`.
-    """
-    for snapshots in _all():
-        snapshots.decide(user, flag)
-
-
 def settle_step(user: User, own: BufferSnapshots | None, flag: Tensor | None) -> None:
-    """An optimizer takes a step or skips it: :meth:`BufferSnapshots.restore` for its own, and :func:`decided` for the others.
+    """An optimizer takes a step or skips it: what its losses did to buffers, of its modules or of others, is settled.
 
     Args:
         user: Whose step it is.
@@ -391,7 +380,8 @@ def settle_step(user: User, own: BufferSnapshots | None, flag: Tensor | None) ->
     if own is not None:
         own.restore(flag)
     if len(_living) > (own is not None):
-        decided(user, flag)
+        for snapshots in _all():
+            snapshots.decide(user, flag)
 
 
 def are_several() -> bool:
@@ -405,4 +395,4 @@ def settle() -> None:
         snapshots.settle()
 
 
-__all__ = ['LARGE', 'BufferSnapshots', 'are_several', 'averaging', 'decided', 'settle', 'settle_step']
+__all__ = ['LARGE', 'BufferSnapshots', 'are_several', 'averaging', 'settle', 'settle_step']
