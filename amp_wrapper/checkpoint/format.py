@@ -251,10 +251,11 @@ def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
         },
         {
             'foreign_found_inf': schema.Maybe(schema.FLAG),
-            'buffers': schema.named('a dict of tensors by name', _TENSORS),
-            'averages': schema.named(
-                "a list of dicts 'before' and 'now' of tensors by name",
-                schema.ListOf(schema.Record({'before': _TENSORS, 'now': _TENSORS})),
+            'buffers': schema.Is('', _TENSORS.fits, '{path} must be a dict of tensors by name.'),
+            'averages': schema.Is(
+                '',
+                schema.ListOf(schema.Record({'before': _TENSORS, 'now': _TENSORS})).fits,
+                "{path} must be a list of dicts 'before' and 'now' of tensors by name.",
             ),
         },
     )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_wrapper import amp
+from amp_wrapper.casting.param_pairs import ParamPairs
 from amp_wrapper.engine.gradients.per_backward import UnscaledGradients
 
 pytestmark = pytest.mark.skipif(
@@ -103,9 +104,9 @@ def test_clearing_inside_the_pass_that_averages_clears_what_was_held() -> None:
 
     def arrive(value: float, averaged: bool, clears: bool = False) -> None:
         scale = torch.tensor(4.0)
-        with arrivals.arriving([], [parameter], 0, scale, averaged, None, lambda: None):
+        with arrivals.unscaling([], [parameter], 0, scale, averaged, None, lambda: None):
             if clears:
-                arrivals.clear([])
+                arrivals.clear(ParamPairs(None))
                 parameter.grad = None
             arrived = torch.tensor([value])
             parameter.grad = arrived if parameter.grad is None else parameter.grad + arrived

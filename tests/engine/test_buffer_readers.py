@@ -348,7 +348,7 @@ def test_a_discriminator_that_is_frozen_meanwhile(
     assert min(both.counts()) > 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(
     level=st.sampled_from(['O1', 'O2']),
     api=st.sampled_from(APIS),

@@ -73,10 +73,11 @@ class BufferSnapshots:
         self._looked = True
         # whether what was written until now was loaded together with the copies
         self._loaded = False
+        self._collect()
         _collect_again()
+        # complete from here on: hooks of torch ask all that are listed
         _living.add(ref(self, _living.discard))
         _listen()
-        self._collect()
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -329,7 +330,8 @@ _listens = False
 
 
 def _all() -> list[BufferSnapshots]:
-    found = [reference() for reference in tuple(_living)]
+    # references go whenever garbage is collected
+    found = [reference() for reference in _living.copy()]
     return [snapshots for snapshots in found if snapshots is not None]
 
 
