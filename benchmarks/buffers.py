@@ -74,7 +74,7 @@ class Loop:
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """What is added to a step, by name."""
-        snapshots = self.wrapper._engine._buffers
+        snapshots = self.wrapper._engine.parts.buffers
         assert snapshots is not None
         flag = torch.zeros((), device=self.device)
 
@@ -181,7 +181,7 @@ def measure(
             buffers = list(loops[True].model.buffers())
             held = sum(
                 flat.numel() * flat.element_size()
-                for group in loops[True].wrapper._engine._buffers._tracked.parts  # type: ignore[union-attr]
+                for group in loops[True].wrapper._engine.parts.buffers._tracked.parts  # type: ignore[union-attr]
                 for flat in (group._first, group._now)  # type: ignore[union-attr]
             )
             bytes_ = sum(buffer.numel() * buffer.element_size() for buffer in buffers)

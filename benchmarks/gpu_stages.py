@@ -172,7 +172,8 @@ def steps(stage: str, arch: str = '') -> list[Step]:
     if stage == 'engine':
         host = _bench('hooks', '--write', beside_a_gpu('hooks'), needs=())
         files = _bench('checkpoints', '--write', beside_a_gpu('checkpoints'), needs=('mmengine',))
-        return [_tests(stage), Step('bench', (host, files), 0.5)]
+        calls = _bench('host', '--write', beside_a_gpu('host'), needs=('mmengine',))
+        return [_tests(stage), Step('bench', (host, files, calls), 0.5)]
     if stage == 'end-to-end':
         bench = _bench('step', '--device', 'cuda', '--end-to-end', '--rounds', '5', '--write')
         return [Step('whole training steps beside torch.amp and stock AMP', (bench,))]

@@ -453,11 +453,17 @@ def wrong_conversions(device: torch.device) -> dict[str, int]:
     return found
 
 
+#: Where modules lie that test files share.
+SHARED = [str(ROOT / 'tests' / name) for name in ('support', 'engine')]
+
+
 def in_fresh_process(*arguments: str, environment: dict[str, str] | None = None, folder: Path = ROOT) -> Any:
     """What ``python *arguments`` prints last, as JSON."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | {'PYTHONPATH': str(folder), 'OMP_NUM_THREADS': '1'} | (environment or {}),
+        env=os.environ
+        | {'PYTHONPATH': os.pathsep.join([str(folder), *SHARED]), 'OMP_NUM_THREADS': '1'}
+        | (environment or {}),
         capture_output=True,
         text=True,
         timeout=300,
