@@ -52,9 +52,9 @@ def test_entries_of_other_packages_import_nothing() -> None:
     """In a fresh process: the registry is consulted, and no package of the table is loaded for it."""
     code = (
         'import sys, json, torch\n'
-        'from amp_wrapper import fp32_ops\n'
+        'from amp_wrapper.autocast import regions\nfrom amp_wrapper.autocast.op_set import OpSet\n'
         'before = set(sys.modules)\n'
-        'fp32_ops.enter(fp32_ops.OpSet()); fp32_ops.leave()\n'
+        'regions.enter(OpSet().keys); regions.leave()\n'
         'print(json.dumps(sorted(set(sys.modules) - before)))\n'
         'print(json.dumps([m for m in sys.modules if m in ("mmcv.ops", "mmdet")]))'
     )
