@@ -272,7 +272,7 @@ AMP_OP(step_prologue, 6,
 AMP_OP(fused_adam, 8, void(Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
 AMP_OP(fused_sgd, 6, void(Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
 
-// -- amp_wrapper/ops/identity.py, where these are told in words
+// -- amp_wrapper/ops/attributes.py, where these are told in words
 
 class Items {
  public:
@@ -336,6 +336,94 @@ PyObject* fingerprint(PyObject*, PyObject* const* args, Py_ssize_t count, PyObje
   END_HANDLE_TH_ERRORS
 }
 
+// The tensors of a list whose attributes nobody has replaced in Python; null for None.
+std::vector<const at::Tensor*> plain_tensors(const Items& items) {
+  std::vector<const at::Tensor*> tensors;
+  tensors.reserve(items.size());
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    PyObject* item = items.data()[i];
+    const bool is_plain = item == Py_None || THPVariable_CheckExact(item);
+    TORCH_CHECK_NOT_IMPLEMENTED(is_plain, "A list with ", type_of(item), " is walked through in Python.");
+    tensors.push_back(item == Py_None ? nullptr : &THPVariable_Unpack(item));
+  }
+  return tensors;
+}
+
+template <typename F>
+PyObject* number_of_each(PyObject* sequence, F number) {
+  const Items items(sequence);
+  std::vector<std::int64_t> numbers;
+  numbers.reserve(items.size());
+  for (const at::Tensor* tensor : plain_tensors(items)) numbers.push_back(tensor == nullptr ? -1 : number(*tensor));
+  return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers.data()),
+                                   static_cast<Py_ssize_t>(numbers.size() * sizeof(std::int64_t)));
+}
+
+template <typename F>
+PyObject* tensor_of_each(PyObject* sequence, F made) {
+  const Items items(sequence);
+  const std::vector<const at::Tensor*> tensors = plain_tensors(items);
+  THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  if (list.get() == nullptr) throw python_error();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    // an undefined tensor becomes None
+    PyObject* item = THPVariable_Wrap(tensors[i] == nullptr ? at::Tensor() : made(*tensors[i]));
+    if (item == nullptr) throw python_error();
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), item);
+  }
+  return list.release();
+}
+
+PyObject* versions(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1, "versions() takes 1 positional argument, ", count, " were given.");
+  return number_of_each(args[0], [](const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor._version()); });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* addresses(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1, "addresses() takes 1 positional argument, ", count, " were given.");
+  return number_of_each(args[0], [](const at::Tensor& tensor) { return reinterpret_cast<std::int64_t>(tensor.data_ptr()); });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* gradients(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1, "gradients() takes 1 positional argument, ", count, " were given.");
+  return tensor_of_each(args[0], [](const at::Tensor& tensor) { return tensor.grad(); });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* float32_like(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1, "float32_like() takes 1 positional argument, ", count, " were given.");
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return tensor_of_each(args[0], [](const at::Tensor& tensor) {
+    return at::empty_like(tensor, tensor.options().dtype(at::kFloat).requires_grad(std::nullopt));
+  });
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* set_gradients(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 2, "set_gradients() takes 2 positional arguments, ", count, " were given.");
+  const Items parameters(args[0]);
+  const std::vector<const at::Tensor*> targets = plain_tensors(parameters);
+  if (args[1] == Py_None) {
+    for (const at::Tensor* target : targets) target->mutable_grad().reset();
+    Py_RETURN_NONE;
+  }
+  const Items given(args[1]);
+  const std::vector<const at::Tensor*> values = plain_tensors(given);
+  TORCH_CHECK_VALUE(values.size() == targets.size(), values.size(), " gradients for ", targets.size(), " parameters.");
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    targets[i]->mutable_grad() = values[i] == nullptr ? at::Tensor() : *values[i];
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
 #define AMP_METHOD(name) \
   {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(name)), METH_FASTCALL | METH_KEYWORDS, nullptr}
 
@@ -355,6 +443,11 @@ PyMethodDef methods[] = {
     AMP_METHOD(same),
     AMP_METHOD(holds),
     AMP_METHOD(fingerprint),
+    AMP_METHOD(versions),
+    AMP_METHOD(addresses),
+    AMP_METHOD(gradients),
+    AMP_METHOD(float32_like),
+    AMP_METHOD(set_gradients),
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpUsageError
+from ..ops import attributes
 from ..policy.nested import HALF_TYPES, is_frozen_16bit
 from ..policy.options import is_number
 from ..policy.policy import dtype_name
@@ -22,7 +22,7 @@ from .param_pairs import ParamPairs
 
 logger = logging.getLogger('amp_wrapper')
 
-_version: Callable[[Tensor], int] = operator.attrgetter('_version')
+_NOTHING_AGREED = (b'', b'', b'')
 
 
 class Fp32Masters(ParamPairs):
@@ -58,9 +58,9 @@ class Fp32Masters(ParamPairs):
         self._records: list[Master] = []
         self._index_of_weight: dict[int, int] = {}
         self._weight_of: dict[int, nn.Parameter] = {}
-        # the version counters of all weights and masters, and the addresses of the masters, when all pairs last agreed. Lists,
-        # since every step and every forward call compares them
-        self._agreed: tuple[list[int], list[int]] = ([], [])
+        # the version counters of all weights and masters, and the addresses of the masters, when all pairs last agreed: every
+        # step and every forward call compares them
+        self._agreed = _NOTHING_AGREED
         # weights that were 16-bit and frozen before the cast
         self._frozen: list[nn.Parameter] = []
         known = {id(weight) for weight in weights.values()}
@@ -70,9 +70,9 @@ class Fp32Masters(ParamPairs):
         return len(self._weights)
 
     @property
-    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """(model weight, FP32 master), in the optimizer's order."""
-        return list(zip(self._weights, self._masters))
+    def paired(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The weights and their masters, in the optimizer's order."""
+        return self._weights, self._masters
 
     def weights(self) -> list[nn.Parameter]:
         """The weights behind masters, and parameters that are stepped themselves."""
@@ -132,7 +132,7 @@ class Fp32Masters(ParamPairs):
                 self._weights.append(weight)
                 self._masters.append(master)
                 self._records.append(record)
-                self._agreed = ([], [])
+                self._agreed = _NOTHING_AGREED
                 self._paired(weight, record)
 
     # -- both sides agree --------------------------------------------------------------------------------------------
@@ -153,16 +153,14 @@ class Fp32Masters(ParamPairs):
     def settle(self) -> None:
         """Masters and weights agree now: take both as they are."""
         self._agreed = self._state()
-        versions, addresses = self._agreed
-        count = len(self._records)
-        for record, agreed in zip(self._records, zip(versions[:count], versions[count:], addresses)):
+        for record, agreed in zip(self._records, zip(*map(attributes.numbers_of, self._agreed))):
             record.settled = agreed
 
     def synchronise(self, refuses: bool = True) -> None:
         """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
 
         torch's version counters tell; see :class:`~amp_wrapper.casting.fp32_values.Master`. Where nobody wrote, this
-        compares two lists of numbers.
+        compares numbers.
 
         Args:
             refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
@@ -173,8 +171,12 @@ class Fp32Masters(ParamPairs):
         if self._state() != self._agreed and twins.bring_together(self._with_records(self._weights), refuses):
             self._agreed = self._state()
 
-    def _state(self) -> tuple[list[int], list[int]]:
-        return [*map(_version, self._weights), *map(_version, self._masters)], list(map(Tensor.data_ptr, self._masters))
+    def _state(self) -> tuple[bytes, bytes, bytes]:
+        return (
+            attributes.versions(self._weights),
+            attributes.versions(self._masters),
+            attributes.addresses(self._masters),
+        )
 
     def _with_records(self, weights: Iterable[Tensor]) -> list[tuple[Tensor, Master]]:
         """Those of the weights that are 16-bit, with their records.
@@ -205,11 +207,8 @@ class Fp32Masters(ParamPairs):
         Args:
             busy: Weights whose gradient lies elsewhere.
         """
-        idle = [
-            weight
-            for weight, master in zip(self._weights, self._masters)
-            if weight.grad is None and master.grad is None and weight not in busy
-        ]
+        found = zip(self._weights, attributes.gradients(self._weights), attributes.gradients(self._masters))
+        idle = [weight for weight, here, there in found if here is None and there is None and weight not in busy]
         if idle:
             pairs = [(weight, record) for weight, record in self._with_records(idle) if not record.moved()]
             if pairs:
@@ -308,7 +307,7 @@ class Fp32Masters(ParamPairs):
                         self.optimizer.state[weight] = self.optimizer.state.pop(parameter)
         for kept in (self._weights, self._masters, self._records, self._index_of_weight, self._weight_of):
             kept.clear()  # type: ignore[attr-defined]
-        self._agreed = ([], [])
+        self._agreed = _NOTHING_AGREED
 
 
 def cast_state_to_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:

@@ -70,7 +70,12 @@ class ParamPairs:
     @property
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """(model weight, FP32 master) for every weight that has a master tensor of its own, in the optimizer's order."""
-        return []
+        return list(zip(*self.paired))
+
+    @property
+    def paired(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """The weights and the masters of :attr:`pairs`, not to be changed."""
+        return [], []
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that are stepped themselves."""

@@ -134,9 +134,10 @@ class LossScaler:
         if not self.checks:
             return
         left_out = skipped.to(torch.int64)
-        self._counts[0] += 1
-        self._counts[1] += left_out
-        self._counts[2].add_(1).mul_(left_out)
+        steps, skips, streak = self._counts.unbind()
+        steps.add_(1)
+        skips.add_(left_out)
+        streak.add_(1).mul_(left_out)
 
     def update(self, found_inf: Tensor, skipped: Tensor | None = None) -> None:
         """Move scale, trackers and counters after one optimizer step, taken or skipped.
@@ -145,22 +146,30 @@ class LossScaler:
             found_inf: float32 scalar on the same device, 0.0 or 1.0: whether this loss overflowed.
             skipped: Likewise, whether the step was skipped, where other losses have a say; None for ``found_inf``.
         """
-        if not self.checks:
-            return
-        self.count_step(found_inf if skipped is None else skipped)
-        if self.config.dynamic:
-            ops.update_scale(
-                self._scale,
-                self._growth_tracker,
-                self._hysteresis_tracker,
-                found_inf,
-                self.config.growth_factor,
-                self.config.backoff_factor,
-                self.config.growth_interval,
-                self.config.hysteresis,
-                self.config.min_scale,
-                self.config.max_scale,
-            )
+        if self.checks:
+            self.count_step(found_inf if skipped is None else skipped)
+            if self.is_dynamic:
+                self.move(found_inf)
+
+    def move(self, found_inf: Tensor) -> None:
+        """Move a dynamic scale and its trackers after one optimizer step, taken or skipped.
+
+        Args:
+            found_inf: As for :meth:`update`.
+        """
+        config = self.config
+        ops.update_scale(
+            self._scale,
+            self._growth_tracker,
+            self._hysteresis_tracker,
+            found_inf,
+            config.growth_factor,
+            config.backoff_factor,
+            config.growth_interval,
+            config.hysteresis,
+            config.min_scale,
+            config.max_scale,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """State in ``torch.amp.GradScaler``'s key names, and further keys that it ignores. Syncs.

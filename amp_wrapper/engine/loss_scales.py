@@ -70,25 +70,29 @@ class LossScales:
         for scaler in (*self.scalers, self.steps):
             scaler.to(device)
 
-    def update(self, overflow: Overflow, device: torch.device) -> None:
+    def update(self, overflow: Overflow, device: torch.device, is_counted: bool = False) -> None:
         """After a step, taken or skipped: move the scales of the losses that took part, and count the step.
 
         Args:
             overflow: The flags of the step; cleared.
             device: Where they are.
+            is_counted: Whether :attr:`steps` has counted it already.
         """
         worst = overflow.skipped()
         skipped = torch.zeros((), device=device) if worst is None else worst
         self._updated = tuple(index for index, used in enumerate(overflow.used) if used)
-        for index, scaler in enumerate(self.scalers):
+        for index in self._updated:
             # a step is skipped for all losses; a scale moves only for a loss that took part
-            if index in self._updated and scaler.checks:
-                there = scaler.current_scale.device
-                scaler.update(overflow.learned(index).to(there), skipped.to(there))
-            elif not self.are_shared:
-                scaler.count_step(skipped)
+            scaler = self.scalers[index]
+            if scaler.is_dynamic:
+                scaler.move(overflow.learned(index).to(scaler.current_scale.device))
+        # scales of several engines count only their own steps
+        counting = [self.scalers[index] for index in self._updated] if self.are_shared else list(self.scalers)
         if self.are_shared:
-            self.steps.count_step(skipped)
+            counting.append(self.steps)
+        for scaler in counting:
+            if scaler.checks and not (is_counted and scaler is self.steps):
+                scaler.count_step(skipped.to(scaler.counts.device))
         overflow.clear()
 
     def describe(self) -> str:

@@ -16,6 +16,7 @@ from ..autocast.op_set import OpSet
 from ..casting import plan, roots, split_masters
 from ..casting.param_pairs import ParamPairs, StepLists
 from ..checkpoint.format import SavedAmp
+from ..ops import attributes
 from ..policy import Policy
 from .buffers.snapshots import BufferSnapshots
 from .ddp.reducers import Reducers
@@ -301,12 +302,14 @@ class EngineParts:
         for rescaling, share in self.rescalings:
             rescaling.forget(share)
         self.own('zero_grad')(**kwargs)
-        for weight, master in self.params.pairs:
-            if kwargs.get('set_to_none', True):
-                weight.grad = None
-            elif weight.grad is not None:
-                weight.grad.zero_()
-            # a master's gradient is made anew at each step: keeping zeros would only cost memory
-            master.grad = None
+        weights, masters = self.params.paired
+        if kwargs.get('set_to_none', True):
+            attributes.set_gradients(weights)
+        else:
+            for gradient in attributes.gradients(weights):
+                if gradient is not None:
+                    gradient.zero_()
+        # made anew at each step: keeping zeros would only cost memory
+        attributes.set_gradients(masters)
         if self.attached:
             self.stage = Stage.READY

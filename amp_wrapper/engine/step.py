@@ -21,7 +21,7 @@ from .buffers import snapshots
 from .clipping import GradientClip
 from .gradients.unscale import nonfinite_names
 from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
-from .overflow import GRAD_NORM, SKIP, SKIPS, STREAK, StepResult, info_of
+from .overflow import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of
 from .parts import EngineParts, Stage
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
@@ -63,14 +63,14 @@ class FusedStep:
         assert info is not None
         norm = None if clip is None or clip.kind == 'value' else info[GRAD_NORM]
         if parts.gradients.unscaled:
-            skip = parts.overflow.skipped()
-            parts.scales.update(parts.overflow, parts.device)
-            result = result_of(parts, None, None, norm, skip)
+            parts.scales.update(parts.overflow, parts.device, is_counted=True)
+            # the prologue was told of no scale, for the gradients carry none
+            info[LOSS_SCALE] = parts.scales.first.current_scale
         else:
             if parts.gradients.sums is not None:
                 parts.gradients.clear(parts.params)
             parts.overflow.clear()
-            result = result_of(parts, None, info, norm)
+        result = result_of(parts, None, info, norm)
         if not parts.scales.check:
             return dataclasses.replace(result, skipped=False)
         if not waits:
@@ -88,7 +88,11 @@ class FusedStep:
         # unscaled at each backward pass, and checked there
         done = parts.gradients.unscaled
         flag = overflow.found(0) if scales.check and not done else None
-        words: dict[str, Any] = {} if done else scales.first.prologue(overflow.used[0])
+        words: dict[str, Any]
+        if done:
+            words = {'counts': scales.steps.counts} if scales.check else {}
+        else:
+            words = scales.first.prologue(overflow.used[0])
         if clip is not None:
             words |= clip.prologue()
         if clip is not None and clip.kind == 'norm':

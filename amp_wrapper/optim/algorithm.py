@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpUsageError
-from ..ops.identity import same
+from ..ops.attributes import same
 from .tensor_lists import Bucket
 
 _LR = operator.itemgetter('lr')

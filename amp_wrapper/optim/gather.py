@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import ops
 from ..errors import AmpUsageError
+from ..ops.attributes import fingerprints
 from ..ops.checks import check_lists
-from ..ops.identity import fingerprints
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import dtype_name
 from .algorithm import Algorithm

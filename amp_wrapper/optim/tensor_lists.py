@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.identity import Column, fingerprints, unchanged
+from ..ops.attributes import Column, fingerprints, unchanged
 
 _PARAMS = operator.itemgetter('params')
 

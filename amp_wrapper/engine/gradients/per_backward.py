@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ... import ops
 from ...casting.param_pairs import ParamPairs, StepLists
 from ...errors import AmpUsageError
+from ...ops import attributes
+from .added import AddedGradients
 from .store import Held, ScaledGradients
 from .unscale import accumulate_unscaled, check_no_graph
 
@@ -42,8 +44,7 @@ class UnscaledGradients(ScaledGradients):
     def __init__(self, keeps: bool, speaks: bool = True) -> None:
         super().__init__()
         self._keeps = keeps
-        # id of a weight -> the gradient that was left there, its version
-        self._left: dict[int, tuple[Tensor, int]] = {}
+        self._added = AddedGradients()
         # those that a pass under way has taken off their weights, by id
         self._aside: dict[int, Tensor] = {}
         self._warned = not speaks
@@ -65,7 +66,7 @@ class UnscaledGradients(ScaledGradients):
             other: Whose notes hold from now on.
         """
         assert isinstance(other, UnscaledGradients)
-        self._left, self._aside = other._left, other._aside
+        self._added, self._aside = other._added, other._aside
         self.is_shared = True
 
     def take_over(self, pairs: Iterable[Pair]) -> None:
@@ -77,17 +78,18 @@ class UnscaledGradients(ScaledGradients):
             pairs: All of them.
         """
         for weight, master in pairs:
-            if master.grad is None or id(weight) in self._left:
+            if master.grad is None or self._added.get(weight) is not None:
                 continue
             if weight.grad is None:
                 master.grad = None
             else:
-                self.note_left([(weight, master)])
+                self._note_added([weight])
 
     def clear(self, params: ParamPairs) -> None:
         """Gradients were cleared, of weights and masters."""
-        for weight, _ in params.pairs:
-            self._left.pop(id(weight), None)
+        weights = _weights_of(params.pairs)
+        self._added.forget(weights)
+        for weight in weights if self._aside else ():
             self._aside.pop(id(weight), None)
         self._waiting.clear()
         if self.held is not None:
@@ -108,22 +110,27 @@ class UnscaledGradients(ScaledGradients):
         Returns:
             The pairs whose weight has a gradient of such a pass.
         """
+        if not self._added:
+            found = attributes.gradients(_weights_of(pairs))
+            return [pair for pair, gradient in zip(pairs, found) if gradient is not None]
+        if not makes_room and self._added.are_as_noted(_weights_of(pairs)):
+            return []
         self._recognise(pairs)
         plain: list[Pair] = []
         written: list[Pair] = []
         for pair in pairs:
             weight, master = pair
-            left = self._left.get(id(weight))
-            if left is not None and weight.grad is left[0] and weight.grad._version == left[1]:
+            added = self._added.get(weight)
+            if added is not None and self._added.has(weight):
                 if makes_room:
-                    self._aside[id(weight)], weight.grad = weight.grad, None
-                    del self._left[id(weight)]
+                    self._aside[id(weight)], weight.grad = added[0], None
+                    self._added.forget([weight])
                 continue
-            self._left.pop(id(weight), None)
-            if left is None:
+            self._added.forget([weight])
+            if added is None:
                 if weight.grad is not None:
                     plain.append(pair)
-            elif weight.grad is left[0]:
+            elif weight.grad is added[0]:
                 written.append(pair)
             else:
                 # cleared; perhaps another one has come
@@ -135,21 +142,20 @@ class UnscaledGradients(ScaledGradients):
         return plain
 
     def _recognise(self, pairs: Sequence[Pair]) -> None:
-        """What was left may lie in another tensor now. Syncs where any does.
+        """What was added may lie in another tensor now. Syncs where any does.
 
         DDP with ``gradient_as_bucket_view`` moves gradients when it builds its buckets anew, before its second forward pass.
         """
-        moved: list[tuple[nn.Parameter, Tensor]] = []
+        moved: list[nn.Parameter] = []
         same: list[Tensor] = []
         for weight, _ in pairs:
-            left, grad = self._left.get(id(weight)), weight.grad
-            if left is None or grad is None or grad is left[0] or grad.is_sparse or left[0].is_sparse:
+            added, grad = self._added.get(weight), weight.grad
+            if added is None or grad is None or grad is added[0] or grad.is_sparse or added[0].is_sparse:
                 continue
-            moved.append((weight, grad))
-            same.append(((grad == left[0]) | (grad.isnan() & left[0].isnan())).all())
-        for (weight, grad), is_same in zip(moved, torch.stack(same).tolist() if same else []):
-            if is_same:
-                self._left[id(weight)] = (grad, grad._version)
+            moved.append(weight)
+            same.append(((grad == added[0]) | (grad.isnan() & added[0].isnan())).all())
+        are_same = torch.stack(same).tolist() if same else []
+        self._added.note([weight for weight, is_same in zip(moved, are_same) if is_same])
 
     def put_back(self, params: ParamPairs) -> None:
         """After a pass, however it ended: weights that got no gradient have the one that was left there before."""
@@ -160,7 +166,7 @@ class UnscaledGradients(ScaledGradients):
             gradient = self._aside.pop(id(weight), None)
             if gradient is not None and weight.grad is None:
                 weight.grad = gradient
-                self._left[id(weight)] = (gradient, gradient._version)
+                self._added.note([weight])
 
     def _take_up_written(self, pairs: Sequence[Pair], makes_room: bool) -> None:
         """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs."""
@@ -172,7 +178,7 @@ class UnscaledGradients(ScaledGradients):
                 master.grad = None if master.grad.is_sparse else torch.zeros_like(master.grad)
             if makes_room and weight.grad is not None:
                 self._aside[id(weight)], weight.grad = weight.grad, None
-        self.note_left(pairs)
+        self._note_added(_weights_of(pairs))
         if not all(zero) and not self._warned:
             self._warned = True
             logger.warning(
@@ -181,13 +187,12 @@ class UnscaledGradients(ScaledGradients):
                 f'amp.master_params(optimizer), and scale every loss.'
             )
 
-    def note_left(self, pairs: Sequence[Pair]) -> None:
+    def _note_added(self, weights: Sequence[nn.Parameter]) -> None:
         """The weights' gradients have been added to the masters'."""
-        for weight, _ in pairs:
-            if not self._keeps:
-                weight.grad = None
-            elif weight.grad is not None:
-                self._left[id(weight)] = (weight.grad, weight.grad._version)
+        if self._keeps:
+            self._added.note(weights)
+            return
+        attributes.set_gradients(weights)
 
     def add(self, pairs: Sequence[Pair], found_inf: Tensor | None) -> None:
         """Add gradients of weights that carry no scale.
@@ -197,7 +202,7 @@ class UnscaledGradients(ScaledGradients):
             found_inf: As in :func:`~amp_wrapper.engine.gradients.unscale.unscale_to_masters`.
         """
         accumulate_unscaled(pairs, [], {}, None, found_inf)
-        self.note_left(pairs)
+        self._note_added(_weights_of(pairs))
 
     @contextmanager
     def unscaling(
@@ -233,20 +238,19 @@ class UnscaledGradients(ScaledGradients):
                 f'average them (no_sync): their scales would mix. Finish the accumulation of one loss before the next, or use '
                 f'one loss_id for both.'
             )
-        everything = [*own, *(weight for weight, _ in pairs)]
+        weights = _weights_of(pairs)
+        everything = [*own, *weights]
         # this pass adds to what is held, where it is averaged
         copies = in_buckets if held is None else averaged
-        waiting = {id(p): p.grad.clone() if copies else p.grad for p in everything if p.grad is not None}
-        if held is None or not averaged:
-            for parameter in everything:
-                parameter.grad = None
+        found = zip(everything, attributes.gradients(everything))
+        waiting = {id(p): grad.clone() if copies else grad for p, grad in found if grad is not None}
+        if waiting and (held is None or not averaged):
+            attributes.set_gradients(everything)
         self.in_backward, self._scale, self._waiting = True, scale, waiting
         try:
             yield
             check()
-            check_no_graph(weight for weight, _ in pairs)
-            if scale is not None:
-                check_no_graph(own)
+            check_no_graph(weights if scale is None else everything)
             if averaged:
                 before = waiting if held is None else held.before
                 self._unscale(pairs, own, before, scale, found_inf)
@@ -283,13 +287,13 @@ class UnscaledGradients(ScaledGradients):
         # rounded once
         inverse = None if scale is None else scale.reciprocal()
         accumulate_unscaled(pairs, own, before, inverse, found_inf)
-        self.note_left(pairs)
+        self._note_added(_weights_of(pairs))
 
     # -- the same words as for gradients that stay scaled ------------------------------------------------------------
 
     def to_step(self, lists: StepLists) -> list[Tensor | None]:
         """The unscaled gradient of each parameter, for a fused step."""
-        return [parameter.grad for parameter in lists.parameters]
+        return attributes.gradients(lists.parameters)
 
     def unscale(
         self, params: ParamPairs, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
@@ -301,3 +305,7 @@ class UnscaledGradients(ScaledGradients):
         """Put back what :meth:`save` gave; not changed, and not aliased."""
         for parameter, gradient in zip(lists.parameters, gradients):
             parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+
+
+def _weights_of(pairs: Iterable[Pair]) -> list[nn.Parameter]:
+    return [weight for weight, _ in pairs]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...casting.param_pairs import ParamPairs, StepLists
+from ...ops import attributes
 from ...policy.nested import HALF_TYPES
 from .unscale import unscale_to_masters
 
@@ -83,7 +84,7 @@ class ScaledGradients:
 
     def to_step(self, lists: StepLists) -> list[Tensor | None]:
         """The gradient of each parameter for a fused step; scaled, of any floating type; None for none."""
-        found = [weight.grad for weight in lists.weights]
+        found = attributes.gradients(lists.weights)
         if self.sums is None or not len(self.sums):
             return found
         return [ops.add_gradients(self.sums.get(weight), grad) for weight, grad in zip(lists.weights, found)]
@@ -108,7 +109,7 @@ class ScaledGradients:
             params.without_master(),
             inverse_scale,
             found_inf,
-            (lambda weight: None) if sums is None else sums.get,
+            None if sums is None else sums.get,
             norm,
         )
         if sums is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ... import ops
 from ...errors import AmpUsageError
+from ...ops import attributes
 
 
 def unscale_to_masters(
@@ -17,7 +19,7 @@ def unscale_to_masters(
     own: Iterable[nn.Parameter],
     inverse_scale: Tensor | None,
     found_inf: Tensor | None,
-    fp32_sum: Callable[[Tensor], Tensor | None] = lambda weight: None,
+    fp32_sum: Callable[[Tensor], Tensor | None] | None = None,
     norm: bool = False,
 ) -> Tensor | None:
     """Bring scaled gradients to where the optimizer looks for them, unscaled.
@@ -27,7 +29,7 @@ def unscale_to_masters(
         own: Parameters that the optimizer steps themselves, unscaled in place.
         inverse_scale: float32 scalar, or None for 1.
         found_inf: float32 scalar set to 1.0 where a gradient element is non-finite, in place; None for no check.
-        fp32_sum: Gives the FP32 gradient of a weight where it was summed beside ``.grad``, else None.
+        fp32_sum: Gives the FP32 gradient of a weight where it was summed beside ``.grad``, else None. None: there are none.
         norm: Whether to find the Euclidean norm in the same pass.
 
     Sparse gradients are coalesced and stay sparse.
@@ -39,66 +41,116 @@ def unscale_to_masters(
     Raises:
         AmpUsageError: A gradient shares memory with another, or has elements that share it. No gradient changes then.
     """
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
-    # what becomes of each gradient, once nothing can be refused any more
-    results: list[tuple[nn.Parameter, Tensor | None]] = []
-    for weight, master in pairs:
-        # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
-        master.requires_grad = weight.requires_grad
-        total = fp32_sum(weight)
-        gradient = ops.add_gradients(total, weight.grad)
-        if gradient is None:
-            results.append((master, None))
-        elif gradient.is_sparse:
-            if found_inf is not None:
-                ops.multi_tensor_isnonfinite([gradient._values()], found_inf)
-            # rows that occur twice are summed in FP32: a finite sum that 16-bit cannot hold is no overflow
-            summed = gradient.to(master.dtype).coalesce()
-            results.append((master, summed))
-            sources.append(summed._values())
-            targets.append(summed._values())
-        else:
-            # a sum of ours becomes the gradient itself: nobody else holds it
-            target = gradient if total is not None else torch.empty_like(gradient, dtype=master.dtype)
-            results.append((master, target))
-            sources.append(gradient)
-            targets.append(target)
-    for parameter in own:
-        total = fp32_sum(parameter)
-        if total is not None:
-            # without masters the optimizer reads 16-bit: rounded once, after the unscaling
-            gradient = ops.add_gradients(total, parameter.grad)
-            assert gradient is not None
-            if gradient.is_sparse:
-                gradient = gradient.coalesce()
-                rounded = gradient.to(parameter.dtype).coalesce()
-                results.append((parameter, rounded))
-                sources.append(gradient._values())
-                targets.append(rounded._values())
-            else:
-                target = torch.empty_like(parameter)
-                results.append((parameter, target))
-                sources.append(gradient)
-                targets.append(target)
-        elif parameter.grad is not None and (inverse_scale is not None or found_inf is not None):
-            gradient = parameter.grad.coalesce() if parameter.grad.is_sparse else parameter.grad
-            values = gradient._values() if gradient.is_sparse else gradient
-            results.append((parameter, gradient))
-            sources.append(values)
-            targets.append(values)
-    everything = all(
-        result is None or (result.layout is torch.strided and parameter.requires_grad) for parameter, result in results
-    ) and (inverse_scale is not None or found_inf is not None)
+    acts = inverse_scale is not None or found_inf is not None
+    changes = _Changes([], [], [], [])
+    changes.to_masters(list(pairs), found_inf, fp32_sum)
+    changes.in_place(own, fp32_sum, acts)
     total_norm = None
     with refused_gradients():
-        if norm and everything and sources:
-            total_norm = ops.multi_tensor_scale_l2norm(sources, targets, inverse_scale, found_inf)
+        if norm and acts and changes.sources and changes.are_clipped():
+            total_norm = ops.multi_tensor_scale_l2norm(changes.sources, changes.targets, inverse_scale, found_inf)
         else:
-            ops.multi_tensor_scale(sources, targets, inverse_scale, found_inf)
-    for parameter, result in results:
-        parameter.grad = result
+            ops.multi_tensor_scale(changes.sources, changes.targets, inverse_scale, found_inf)
+    if changes.results:
+        attributes.set_gradients(*zip(*changes.results))
     return total_norm
+
+
+@dataclasses.dataclass
+class _Changes:
+    """What is unscaled, where to, and what becomes of each gradient once nothing can be refused any more.
+
+    Attributes:
+        parameters: Those that have a gradient.
+        sources: The scaled gradient of each, dense; of a sparse one, its values.
+        targets: Where it goes, unscaled; some are the sources themselves.
+        results: (parameter, its gradient from then on), for parameters that get another tensor.
+    """
+
+    parameters: list[nn.Parameter]
+    sources: list[Tensor]
+    targets: list[Tensor]
+    results: list[tuple[nn.Parameter, Tensor | None]]
+
+    def to_masters(
+        self,
+        pairs: Sequence[tuple[nn.Parameter, nn.Parameter]],
+        found_inf: Tensor | None,
+        fp32_sum: Callable[[Tensor], Tensor | None] | None,
+    ) -> None:
+        """Gradients of weights go to their masters."""
+        for weight, master in pairs:
+            # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
+            if weight.requires_grad is not master.requires_grad:
+                master.requires_grad = weight.requires_grad
+        found = attributes.gradients([weight for weight, _ in pairs])
+        if fp32_sum is None and not any(gradient is None or gradient.is_sparse for gradient in found):
+            self.parameters = [master for _, master in pairs]
+            self.sources = found  # type: ignore[assignment]
+            self.targets = attributes.float32_like(self.sources)
+            self.results = list(zip(self.parameters, self.targets))
+            return
+        for weight, master in pairs:
+            gradient, total = weight.grad, None
+            if fp32_sum is not None:
+                total = fp32_sum(weight)
+                gradient = ops.add_gradients(total, gradient)
+            if gradient is None:
+                self.results.append((master, None))
+            elif gradient.is_sparse:
+                if found_inf is not None:
+                    ops.multi_tensor_isnonfinite([gradient._values()], found_inf)
+                # rows that occur twice are summed in FP32: a finite sum that 16-bit cannot hold is no overflow
+                summed = gradient.to(master.dtype).coalesce()
+                self._add_sparse(master, summed, summed)
+            else:
+                # a sum of ours becomes the gradient itself: nobody else holds it
+                target = gradient if total is not None else torch.empty_like(gradient, dtype=master.dtype)
+                self.parameters.append(master)
+                self.sources.append(gradient)
+                self.targets.append(target)
+                self.results.append((master, target))
+
+    def in_place(
+        self, parameters: Iterable[nn.Parameter], fp32_sum: Callable[[Tensor], Tensor | None] | None, acts: bool
+    ) -> None:
+        """Gradients of parameters without masters stay where they are; those that ``acts`` says nothing is done to are left."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            total = None if fp32_sum is None else fp32_sum(parameter)
+            if total is not None:
+                # without masters the optimizer reads 16-bit: rounded once, after the unscaling
+                gradient = ops.add_gradients(total, gradient)
+                assert gradient is not None
+                if gradient.is_sparse:
+                    gradient = gradient.coalesce()
+                    self._add_sparse(parameter, gradient, gradient.to(parameter.dtype).coalesce())
+                    continue
+                target = torch.empty_like(parameter)
+                self.results.append((parameter, target))
+            elif gradient is None or not acts:
+                continue
+            elif gradient.is_sparse:
+                gradient = gradient.coalesce()
+                self._add_sparse(parameter, gradient, gradient)
+                continue
+            else:
+                target = gradient
+            self.parameters.append(parameter)
+            self.sources.append(gradient)
+            self.targets.append(target)
+
+    def _add_sparse(self, parameter: nn.Parameter, gradient: Tensor, result: Tensor) -> None:
+        self.parameters.append(parameter)
+        self.sources.append(gradient._values())
+        self.targets.append(result._values())
+        self.results.append((parameter, result))
+
+    def are_clipped(self) -> bool:
+        """Whether clipping looks at all of these gradients, as dense ones."""
+        return all(parameter.requires_grad for parameter in self.parameters) and not any(
+            result is not None and result.is_sparse for _, result in self.results
+        )
 
 
 @contextlib.contextmanager
@@ -121,13 +173,13 @@ NO_GRAPH = (
 )
 
 
-def check_no_graph(parameters: Iterable[Tensor]) -> None:
+def check_no_graph(parameters: Sequence[Tensor]) -> None:
     """Refuse gradients that can be differentiated, of parameters whose gradients are about to be unscaled or made FP32.
 
     Raises:
         AmpUsageError: One of them is of a ``backward(create_graph=True)``.
     """
-    if any(parameter.grad is not None and parameter.grad.requires_grad for parameter in parameters):
+    if any(gradient is not None and gradient.requires_grad for gradient in attributes.gradients(parameters)):
         raise AmpUsageError(NO_GRAPH)
 
 
@@ -147,6 +199,13 @@ def accumulate_unscaled(
         inverse_scale: float32 scalar, or None for 1.
         found_inf: As in :func:`unscale_to_masters`.
     """
+    pairs, own = list(pairs), list(own)
+    if not before and not any(
+        gradient is not None for gradient in attributes.gradients([master for _, master in pairs])
+    ):
+        # the first of a sum
+        unscale_to_masters(pairs, own, inverse_scale, found_inf)
+        return
     added: list[Tensor] = []
     sums: list[Tensor] = []
     other_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -168,8 +227,9 @@ def accumulate_unscaled(
             targets.append(parameter.grad)
         else:
             other_own.append(parameter)
-    with refused_gradients():
-        ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
+    if added:
+        with refused_gradients():
+            ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
 
     # sparse gradients, and the first of a sum
     earlier_sums = {id(master): master.grad for _, master in other_pairs if master.grad is not None}
