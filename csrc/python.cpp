@@ -395,6 +395,17 @@ PyObject* gradients(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* any_requires_grad(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(count == 1, "any_requires_grad() takes 1 positional argument, ", count, " were given.");
+  const Items items(args[0]);
+  const std::vector<const at::Tensor*> tensors = plain_tensors(items);
+  return PyBool_FromLong(std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* tensor) {
+    return tensor != nullptr && tensor->requires_grad();
+  }));
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* float32_like(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(count == 1, "float32_like() takes 1 positional argument, ", count, " were given.");
@@ -446,6 +457,7 @@ PyMethodDef methods[] = {
     AMP_METHOD(versions),
     AMP_METHOD(addresses),
     AMP_METHOD(gradients),
+    AMP_METHOD(any_requires_grad),
     AMP_METHOD(float32_like),
     AMP_METHOD(set_gradients),
     {nullptr, nullptr, 0, nullptr},

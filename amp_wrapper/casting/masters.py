@@ -56,6 +56,7 @@ class Fp32Masters(ParamPairs):
         self._weights: list[nn.Parameter] = []
         self._masters: list[nn.Parameter] = []
         self._records: list[Master] = []
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._index_of_weight: dict[int, int] = {}
         self._weight_of: dict[int, nn.Parameter] = {}
         # the version counters of all weights and masters, and the addresses of the masters, when all pairs last agreed: every
@@ -73,6 +74,11 @@ class Fp32Masters(ParamPairs):
     def paired(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The weights and their masters, in the optimizer's order."""
         return self._weights, self._masters
+
+    @property
+    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """(model weight, FP32 master), in the optimizer's order; not to be changed."""
+        return self._pairs
 
     def weights(self) -> list[nn.Parameter]:
         """The weights behind masters, and parameters that are stepped themselves."""
@@ -131,6 +137,7 @@ class Fp32Masters(ParamPairs):
                 self._weight_of[id(master)] = weight
                 self._weights.append(weight)
                 self._masters.append(master)
+                self._pairs.append((weight, master))
                 self._records.append(record)
                 self._agreed = _NOTHING_AGREED
                 self._paired(weight, record)
@@ -305,7 +312,7 @@ class Fp32Masters(ParamPairs):
                     group['params'][index] = weight
                     if parameter in self.optimizer.state:
                         self.optimizer.state[weight] = self.optimizer.state.pop(parameter)
-        for kept in (self._weights, self._masters, self._records, self._index_of_weight, self._weight_of):
+        for kept in (self._weights, self._masters, self._pairs, self._records, self._index_of_weight, self._weight_of):
             kept.clear()  # type: ignore[attr-defined]
         self._agreed = _NOTHING_AGREED
 

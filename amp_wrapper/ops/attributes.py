@@ -109,6 +109,15 @@ def _set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | N
         tensor.grad = gradient
 
 
+def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether one of them can be differentiated."""
+    return _walk('any_requires_grad', _any_requires_grad, tensors)
+
+
+def _any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
+    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 def float32_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A float32 tensor like each, whose memory nobody has written to."""
     return _walk('float32_like', _float32_like, tensors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from ... import ops
 from ...errors import AmpUsageError
 from ...ops import attributes
+
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 
 
 def unscale_to_masters(
@@ -79,13 +82,14 @@ class _Changes:
         fp32_sum: Callable[[Tensor], Tensor | None] | None,
     ) -> None:
         """Gradients of weights go to their masters."""
-        for weight, master in pairs:
+        weights, masters = [weight for weight, _ in pairs], [master for _, master in pairs]
+        if list(map(_requires_grad, weights)) != list(map(_requires_grad, masters)):
             # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
-            if weight.requires_grad is not master.requires_grad:
+            for weight, master in pairs:
                 master.requires_grad = weight.requires_grad
-        found = attributes.gradients([weight for weight, _ in pairs])
+        found = attributes.gradients(weights)
         if fp32_sum is None and not any(gradient is None or gradient.is_sparse for gradient in found):
-            self.parameters = [master for _, master in pairs]
+            self.parameters = masters
             self.sources = found  # type: ignore[assignment]
             self.targets = attributes.float32_like(self.sources)
             self.results = list(zip(self.parameters, self.targets))
@@ -179,7 +183,7 @@ def check_no_graph(parameters: Sequence[Tensor]) -> None:
     Raises:
         AmpUsageError: One of them is of a ``backward(create_graph=True)``.
     """
-    if any(gradient is not None and gradient.requires_grad for gradient in attributes.gradients(parameters)):
+    if attributes.any_requires_grad(attributes.gradients(parameters)):
         raise AmpUsageError(NO_GRAPH)
 
 
