@@ -336,103 +336,105 @@ PyObject* fingerprint(PyObject*, PyObject* const* args, Py_ssize_t count, PyObje
   END_HANDLE_TH_ERRORS
 }
 
-// The tensors of a list whose attributes nobody has replaced in Python; null for None.
-std::vector<const at::Tensor*> plain_tensors(const Items& items) {
-  std::vector<const at::Tensor*> tensors;
-  tensors.reserve(items.size());
-  for (Py_ssize_t i = 0; i < items.size(); ++i) {
-    PyObject* item = items.data()[i];
-    const bool is_plain = item == Py_None || THPVariable_CheckExact(item);
-    TORCH_CHECK_NOT_IMPLEMENTED(is_plain, "A list with ", type_of(item), " is walked through in Python.");
-    tensors.push_back(item == Py_None ? nullptr : &THPVariable_Unpack(item));
-  }
-  return tensors;
+// Subclasses of tensors may have attributes of their own, which Python finds.
+bool is_plain(PyObject* item) { return THPVariable_CheckExact(item); }
+
+THPObjectPtr attribute(PyObject* item, const char* name) {
+  THPObjectPtr value(PyObject_GetAttrString(item, name));
+  if (value.get() == nullptr) throw python_error();
+  return value;
 }
 
+// Eight bytes for each item of a sequence, -1 for None.
 template <typename F>
 PyObject* number_of_each(PyObject* sequence, F number) {
   const Items items(sequence);
   std::vector<std::int64_t> numbers;
   numbers.reserve(items.size());
-  for (const at::Tensor* tensor : plain_tensors(items)) numbers.push_back(tensor == nullptr ? -1 : number(*tensor));
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    numbers.push_back(items.data()[i] == Py_None ? -1 : number(items.data()[i]));
+  }
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers.data()),
                                    static_cast<Py_ssize_t>(numbers.size() * sizeof(std::int64_t)));
 }
 
+// A list with a new reference to what is made of each item of a sequence.
 template <typename F>
-PyObject* tensor_of_each(PyObject* sequence, F made) {
+PyObject* object_of_each(PyObject* sequence, F made) {
   const Items items(sequence);
-  const std::vector<const at::Tensor*> tensors = plain_tensors(items);
-  THPObjectPtr list(PyList_New(static_cast<Py_ssize_t>(tensors.size())));
+  THPObjectPtr list(PyList_New(items.size()));
   if (list.get() == nullptr) throw python_error();
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    // an undefined tensor becomes None
-    PyObject* item = THPVariable_Wrap(tensors[i] == nullptr ? at::Tensor() : made(*tensors[i]));
-    if (item == nullptr) throw python_error();
-    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(i), item);
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    PyObject* object = made(items.data()[i]);
+    if (object == nullptr) throw python_error();
+    PyList_SET_ITEM(list.get(), i, object);
   }
   return list.release();
 }
 
-PyObject* versions(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1, "versions() takes 1 positional argument, ", count, " were given.");
-  return number_of_each(args[0], [](const at::Tensor& tensor) { return static_cast<std::int64_t>(tensor._version()); });
-  END_HANDLE_TH_ERRORS
-}
+#define AMP_WALK(name, arguments)                                                                                        \
+  PyObject* name##_of(PyObject* const* args);                                                                            \
+  PyObject* name(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {                                        \
+    HANDLE_TH_ERRORS                                                                                                     \
+    TORCH_CHECK_TYPE(count == arguments, #name "() takes " #arguments " positional arguments, ", count, " were given."); \
+    return name##_of(args);                                                                                              \
+    END_HANDLE_TH_ERRORS                                                                                                 \
+  }                                                                                                                      \
+  PyObject* name##_of(PyObject* const* args)
 
-PyObject* addresses(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1, "addresses() takes 1 positional argument, ", count, " were given.");
-  return number_of_each(args[0], [](const at::Tensor& tensor) { return reinterpret_cast<std::int64_t>(tensor.data_ptr()); });
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* gradients(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1, "gradients() takes 1 positional argument, ", count, " were given.");
-  return tensor_of_each(args[0], [](const at::Tensor& tensor) { return tensor.grad(); });
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* any_requires_grad(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1, "any_requires_grad() takes 1 positional argument, ", count, " were given.");
-  const Items items(args[0]);
-  const std::vector<const at::Tensor*> tensors = plain_tensors(items);
-  return PyBool_FromLong(std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor* tensor) {
-    return tensor != nullptr && tensor->requires_grad();
-  }));
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* float32_like(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 1, "float32_like() takes 1 positional argument, ", count, " were given.");
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  return tensor_of_each(args[0], [](const at::Tensor& tensor) {
-    return at::empty_like(tensor, tensor.options().dtype(at::kFloat).requires_grad(std::nullopt));
+AMP_WALK(versions, 1) {
+  return number_of_each(args[0], [](PyObject* item) {
+    if (is_plain(item)) return static_cast<std::int64_t>(THPVariable_Unpack(item)._version());
+    return number_of<std::int64_t>(attribute(item, "_version").get());
   });
-  END_HANDLE_TH_ERRORS
 }
 
-PyObject* set_gradients(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject*) {
-  HANDLE_TH_ERRORS
-  TORCH_CHECK_TYPE(count == 2, "set_gradients() takes 2 positional arguments, ", count, " were given.");
+AMP_WALK(addresses, 1) {
+  return number_of_each(args[0], [](PyObject* item) {
+    if (is_plain(item)) return reinterpret_cast<std::int64_t>(THPVariable_Unpack(item).data_ptr());
+    THPObjectPtr address(PyObject_CallMethod(item, "data_ptr", nullptr));
+    if (address.get() == nullptr) throw python_error();
+    return number_of<std::int64_t>(address.get());
+  });
+}
+
+AMP_WALK(gradients, 1) {
+  return object_of_each(args[0], [](PyObject* item) {
+    // an undefined tensor becomes None
+    return is_plain(item) ? THPVariable_Wrap(THPVariable_Unpack(item).grad()) : attribute(item, "grad").release();
+  });
+}
+
+AMP_WALK(set_gradients, 2) {
   const Items parameters(args[0]);
-  const std::vector<const at::Tensor*> targets = plain_tensors(parameters);
-  if (args[1] == Py_None) {
-    for (const at::Tensor* target : targets) target->mutable_grad().reset();
-    Py_RETURN_NONE;
-  }
-  const Items given(args[1]);
-  const std::vector<const at::Tensor*> values = plain_tensors(given);
-  TORCH_CHECK_VALUE(values.size() == targets.size(), values.size(), " gradients for ", targets.size(), " parameters.");
-  for (std::size_t i = 0; i < targets.size(); ++i) {
-    targets[i]->mutable_grad() = values[i] == nullptr ? at::Tensor() : *values[i];
+  const bool clears = args[1] == Py_None;
+  const Items found(clears ? args[0] : args[1]);
+  TORCH_CHECK_VALUE(found.size() == parameters.size(), found.size(), " gradients for ", parameters.size(), " tensors.");
+  for (Py_ssize_t i = 0; i < parameters.size(); ++i) {
+    PyObject* parameter = parameters.data()[i];
+    PyObject* gradient = clears ? Py_None : found.data()[i];
+    if (!is_plain(parameter) || !(gradient == Py_None || is_plain(gradient))) {
+      if (PyObject_SetAttrString(parameter, "grad", gradient) < 0) throw python_error();
+    } else {
+      THPVariable_Unpack(parameter).mutable_grad() = gradient == Py_None ? at::Tensor() : THPVariable_Unpack(gradient);
+    }
   }
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+}
+
+AMP_WALK(any_requires_grad, 1) {
+  const Items items(args[0]);
+  return PyBool_FromLong(std::any_of(items.data(), items.data() + items.size(), [](PyObject* item) {
+    return item != Py_None && tensor_of("each item that is not None", item).requires_grad();
+  }));
+}
+
+AMP_WALK(float32_like, 1) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return object_of_each(args[0], [](PyObject* item) {
+    const at::Tensor& tensor = tensor_of("each item", item);
+    return THPVariable_Wrap(at::empty_like(tensor, tensor.options().dtype(at::kFloat).requires_grad(std::nullopt)));
+  });
 }
 
 #define AMP_METHOD(name) \

@@ -56,29 +56,16 @@ class Fp32Masters(ParamPairs):
         self._weights: list[nn.Parameter] = []
         self._masters: list[nn.Parameter] = []
         self._records: list[Master] = []
-        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._index_of_weight: dict[int, int] = {}
         self._weight_of: dict[int, nn.Parameter] = {}
         # the version counters of all weights and masters, and the addresses of the masters, when all pairs last agreed: every
         # step and every forward call compares them
         self._agreed = _NOTHING_AGREED
-        # weights that were 16-bit and frozen before the cast
-        self._frozen: list[nn.Parameter] = []
         known = {id(weight) for weight in weights.values()}
         self._make(lambda parameter: id(parameter) in known or existing(parameter) is not None)
 
     def __len__(self) -> int:
         return len(self._weights)
-
-    @property
-    def paired(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The weights and their masters, in the optimizer's order."""
-        return self._weights, self._masters
-
-    @property
-    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """(model weight, FP32 master), in the optimizer's order; not to be changed."""
-        return self._pairs
 
     def weights(self) -> list[nn.Parameter]:
         """The weights behind masters, and parameters that are stepped themselves."""
@@ -106,7 +93,7 @@ class Fp32Masters(ParamPairs):
     @property
     def has_unfrozen(self) -> bool:
         """Whether a weight without a master, for it was 16-bit and frozen, is trained now: :meth:`adopt` makes one."""
-        return bool(self._frozen) and any(weight.requires_grad for weight in self._frozen)
+        return any(weight.requires_grad for weight in self._frozen)
 
     def _make(self, wanted: Callable[[nn.Parameter], bool]) -> None:
         assert self.optimizer is not None
@@ -137,7 +124,7 @@ class Fp32Masters(ParamPairs):
                 self._weight_of[id(master)] = weight
                 self._weights.append(weight)
                 self._masters.append(master)
-                self._pairs.append((weight, master))
+                self.pairs.append((weight, master))
                 self._records.append(record)
                 self._agreed = _NOTHING_AGREED
                 self._paired(weight, record)
@@ -312,7 +299,7 @@ class Fp32Masters(ParamPairs):
                     group['params'][index] = weight
                     if parameter in self.optimizer.state:
                         self.optimizer.state[weight] = self.optimizer.state.pop(parameter)
-        for kept in (self._weights, self._masters, self._pairs, self._records, self._index_of_weight, self._weight_of):
+        for kept in (self._weights, self._masters, self.pairs, self._records, self._index_of_weight, self._weight_of):
             kept.clear()  # type: ignore[attr-defined]
         self._agreed = _NOTHING_AGREED
 

@@ -54,6 +54,10 @@ class ParamPairs:
     def __init__(self, optimizer: Optimizer | None) -> None:
         self.optimizer = optimizer
         self._lists: StepLists | None = None
+        #: (model weight, FP32 master) for every weight that has a master tensor of its own, in the optimizer's order.
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        # 16-bit weights without FP32 values, as long as they are frozen
+        self._frozen: list[nn.Parameter] = []
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -66,16 +70,6 @@ class ParamPairs:
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
         return self.parameters()
-
-    @property
-    def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """(model weight, FP32 master) for every weight that has a master tensor of its own, in the optimizer's order."""
-        return list(zip(*self.paired))
-
-    @property
-    def paired(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The weights and the masters of :attr:`pairs`, not to be changed."""
-        return [], []
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that are stepped themselves."""
@@ -97,7 +91,7 @@ class ParamPairs:
         """
         parameters = self.parameters()
         lists = self._lists
-        if lists is None or self.has_unfrozen or not lists.are_of(parameters, device):
+        if lists is None or (self._frozen and self.has_unfrozen) or not lists.are_of(parameters, device):
             self.adopt()
             lists = self._lists = StepLists(self, self.parameters(), device)
         return lists

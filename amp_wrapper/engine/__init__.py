@@ -5,7 +5,7 @@ it translate their words.
 """
 
 from .engine import AmpEngine
-from .loss_scales import new_scalers
+from .loss_scale import new_scalers
 from .overflow import StepResult
 from .parts import Stage
 

@@ -335,6 +335,6 @@ def backward_pass(engine: EngineParts, loss_id: int) -> BackwardPass | SimplePas
         or engine.gradients.unscaled
         or engine.ddp.ddps
         or engine.overflow.has_others
-        or snapshots.are_several()
+        or len(snapshots.living) > 1
     )
     return SimplePass(engine) if simple else BackwardPass([engine], loss_id)

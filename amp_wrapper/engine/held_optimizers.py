@@ -16,6 +16,9 @@ from .host_read import mark_harmless
 class Holder(Protocol):
     """What steps an optimizer; :class:`amp_wrapper.engine.parts.EngineParts`."""
 
+    #: Whether it calls the optimizer's ``step`` itself now.
+    steps: bool
+
     @property
     def awaits_step(self) -> bool:
         """Whether there are gradients that only its own step unscales."""
@@ -43,7 +46,7 @@ def hold(optimizer: Optimizer, holder: Holder) -> None:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     reference = _held.get(optimizer)
     holder = None if reference is None else reference()
-    if holder is not None and holder.awaits_step:
+    if holder is not None and not holder.steps and holder.awaits_step:
         raise AmpUsageError(
             f'{type(optimizer).__name__}.step() beside the wrapper that holds the optimizer: the gradients of its backward() '
             f'carry the loss scale, or have not come to the FP32 masters yet. Call optim_wrapper.step() or '

@@ -23,8 +23,7 @@ from .ddp.reducers import Reducers
 from .gradients.cross_optimizer import OtherOptimizer, Rescaling, Share
 from .gradients.per_backward import UnscaledGradients
 from .gradients.store import Fp32Sums, ScaledGradients
-from .loss_scale import LossScaler
-from .loss_scales import LossScales
+from .loss_scale import LossScaler, LossScales
 from .overflow import Overflow, OverflowMonitor
 from .pass_watch import PassWatch
 
@@ -122,7 +121,7 @@ class EngineParts:
     @property
     def awaits_step(self) -> bool:
         """Whether there are gradients that only ``step`` of the engine puts right: scaled ones, and such as masters lack."""
-        if self.steps or not self.policy.enabled:
+        if not self.policy.enabled:
             return False
         if self.stage is Stage.ACCUMULATING and not self.scales.is_one:
             return True
@@ -302,14 +301,13 @@ class EngineParts:
         for rescaling, share in self.rescalings:
             rescaling.forget(share)
         self.own('zero_grad')(**kwargs)
-        weights, masters = self.params.paired
-        if kwargs.get('set_to_none', True):
-            attributes.set_gradients(weights)
-        else:
-            for gradient in attributes.gradients(weights):
-                if gradient is not None:
-                    gradient.zero_()
-        # made anew at each step: keeping zeros would only cost memory
-        attributes.set_gradients(masters)
-        if self.attached:
+        weights = [weight for weight, _ in self.params.pairs]
+        kept = not kwargs.get('set_to_none', True)
+        for gradient in attributes.gradients(weights) if kept else ():
+            if gradient is not None:
+                gradient.zero_()
+        # a master's gradient is made anew at each step: keeping zeros would only cost memory
+        masters = [master for _, master in self.params.pairs]
+        attributes.set_gradients(masters if kept else [*weights, *masters], None)
+        if self.stage is not Stage.DETACHED:
             self.stage = Stage.READY

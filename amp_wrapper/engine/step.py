@@ -61,7 +61,7 @@ class FusedStep:
             parts.own_step(kwargs)
         info = update.decision
         assert info is not None
-        norm = None if clip is None or clip.kind == 'value' else info[GRAD_NORM]
+        result = result_of(parts, None, info, None if clip is None or clip.kind == 'value' else info[GRAD_NORM])
         if parts.gradients.unscaled:
             parts.scales.update(parts.overflow, parts.device, is_counted=True)
             # the prologue was told of no scale, for the gradients carry none
@@ -70,7 +70,6 @@ class FusedStep:
             if parts.gradients.sums is not None:
                 parts.gradients.clear(parts.params)
             parts.overflow.clear()
-        result = result_of(parts, None, info, norm)
         if not parts.scales.check:
             return dataclasses.replace(result, skipped=False)
         if not waits:
@@ -100,7 +99,8 @@ class FusedStep:
         elif flag is not None:
             ops.multi_tensor_isnonfinite(found, flag)
         if scales.check:
-            agree(parts)
+            if parts.ddp.ddps:
+                agree(parts)
             words['found_inf'] = overflow.skipped()
             snapshots.settle_step(parts, parts.buffers, words['found_inf'])
             if not done and not overflow.is_own:
@@ -178,7 +178,8 @@ class EagerStep:
         known = self._unscale(clip)
         skip = None
         if scales.check:
-            agree(parts)
+            if parts.ddp.ddps:
+                agree(parts)
             skip = parts.overflow.skipped()
         snapshots.settle_step(parts, parts.buffers, skip)
         by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
@@ -300,8 +301,7 @@ def finish_gradients(parts: EngineParts) -> None:
 
 def agree(parts: EngineParts) -> None:
     """Where the ranks' gradients may differ, they exchange the flags. Collective."""
-    if parts.ddp.ddps:
-        parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
+    parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
 
 
 def result_of(

@@ -1,11 +1,11 @@
 """Walks through lists of tensors: cheap enough to be made several times in a step, for hundreds of tensors.
 
-The compiled library makes them in a tenth of the time, wherever all tensors are plain ones; a subclass may have attributes of
-its own.
+The compiled library makes them in a tenth of the time.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import loader
 
-_R = TypeVar('_R')
+_F = TypeVar('_F', bound=Callable[..., Any])
 
 #: What each of some dicts held under a name.
 Column = tuple[Sequence[Mapping[str, Any]], str, Sequence[Any]]
@@ -43,41 +43,46 @@ def unchanged(pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]], columns: Ite
     return all(starmap(compiled.same, pairs)) and all(starmap(compiled.holds, columns))
 
 
-def _walk(name: str, in_python: Callable[..., _R], *lists: Any) -> _R:
+def fingerprints(*lists: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
+    """Shape, dtype, layout and device of each tensor of each list, and which are missing, to be compared with ``==``."""
     compiled = loader.library().module
     if compiled is not None:
         try:
-            return getattr(compiled, name)(*lists)  # type: ignore[no-any-return]
+            return tuple(map(compiled.fingerprint, lists))
         except NotImplementedError:
+            # tensors that tell their shape in Python
             pass
-    return in_python(*lists)
+    return tuple(
+        tuple(None if t is None else (t.shape, t.dtype, t.layout, t.device) for t in tensors) for tensors in lists
+    )
 
 
-def fingerprints(*lists: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
-    """Shape, dtype, layout and device of each tensor of each list, and which are missing, to be compared with ``==``."""
-    return tuple(_walk('fingerprint', _fingerprint, tensors) for tensors in lists)
+def _compiled(meaning: _F) -> _F:
+    """The function of the same name in the compiled library, if there is one: looked for at the first call.
+
+    It then stands in this module in place of ``meaning``, so that a call costs no frame of Python: write
+    ``attributes.versions(...)``, and import no name from here.
+    """
+
+    @functools.wraps(meaning)
+    def first(*args: Any) -> Any:
+        chosen = getattr(loader.library().module, meaning.__name__, meaning)
+        globals()[meaning.__name__] = chosen
+        return chosen(*args)
+
+    return first  # type: ignore[return-value]
 
 
-def _fingerprint(tensors: Sequence[Tensor | None]) -> Hashable:
-    return tuple(None if t is None else (t.shape, t.dtype, t.layout, t.device) for t in tensors)
-
-
+@_compiled
 def versions(tensors: Sequence[Tensor | None]) -> bytes:
     """torch's version counter of each tensor, -1 for None: eight bytes each, to be compared, or read by :func:`numbers_of`."""
-    return _walk('versions', _versions, tensors)
-
-
-def _versions(tensors: Sequence[Tensor | None]) -> bytes:
     return array('q', [-1 if tensor is None else tensor._version for tensor in tensors]).tobytes()
 
 
-def addresses(tensors: Sequence[Tensor]) -> bytes:
+@_compiled
+def addresses(tensors: Sequence[Tensor | None]) -> bytes:
     """Where the memory of each tensor begins, as :func:`versions` gives numbers."""
-    return _walk('addresses', _addresses, tensors)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> bytes:
-    return array('q', map(Tensor.data_ptr, tensors)).tobytes()
+    return array('q', [-1 if tensor is None else tensor.data_ptr() for tensor in tensors]).tobytes()
 
 
 def numbers_of(told: bytes) -> Sequence[int]:
@@ -85,43 +90,36 @@ def numbers_of(told: bytes) -> Sequence[int]:
     return memoryview(told).cast('q')
 
 
+@_compiled
 def gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """``.grad`` of each tensor."""
-    return _walk('gradients', _gradients, tensors)
-
-
-def _gradients(tensors: Sequence[Tensor]) -> list[Tensor | None]:
     return [tensor.grad for tensor in tensors]
 
 
-def set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | None = None) -> None:
+@_compiled
+def set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | None) -> None:
     """Set ``.grad`` of each tensor.
 
     Args:
         tensors: Leaves of the graph.
-        found: One of its shape, dtype and device for each, or None; None clears all of them.
+        found: One of its shape, dtype and device for each, or None; None in place of all clears all.
+
+    Raises:
+        ValueError: Another number of gradients; nothing is set then.
     """
-    _walk('set_gradients', _set_gradients, tensors, found)
-
-
-def _set_gradients(tensors: Sequence[Tensor], found: Sequence[Tensor | None] | None) -> None:
+    if found is not None and len(found) != len(tensors):
+        raise ValueError(f'{len(found)} gradients for {len(tensors)} tensors.')
     for tensor, gradient in zip(tensors, repeat(None) if found is None else found):
         tensor.grad = gradient
 
 
+@_compiled
 def any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
     """Whether one of them can be differentiated."""
-    return _walk('any_requires_grad', _any_requires_grad, tensors)
-
-
-def _any_requires_grad(tensors: Sequence[Tensor | None]) -> bool:
     return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+@_compiled
 def float32_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A float32 tensor like each, whose memory nobody has written to."""
-    return _walk('float32_like', _float32_like, tensors)
-
-
-def _float32_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A dense float32 tensor like each, whose memory nobody has written to."""
     return [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpUsageError
-from ..ops.attributes import same
 from .tensor_lists import Bucket
 
 _LR = operator.itemgetter('lr')
@@ -116,8 +115,6 @@ class HyperParameters:
 
     def rates_on(self, device: torch.device) -> tuple[list[Tensor], list[int]]:
         """The rates that the ops read on a device, and their groups."""
-        if not self.tensors:
-            return [], []
         found = [(rate, group) for group, rate in self.tensors if rate.device.type != 'cpu' or device.type == 'cpu']
         return [rate.detach().to(device, torch.float32) for rate, _ in found], [group for _, group in found]
 
@@ -144,7 +141,7 @@ def hyper_parameters(
     rates = list(map(_LR, groups))
     if known is not None and (known.is_mutable or known.is_on_host != is_on_host or known.options is not options):
         known = None
-    if known is not None and not known.reads and same(known.rates, rates):
+    if known is not None and not known.reads and all(map(operator.is_, known.rates, rates)):
         return known
     tensors = [(index, rate) for index, rate in enumerate(rates) if isinstance(rate, Tensor)]
     first = [_rate(index, rate, is_on_host) for index, rate in enumerate(rates)]

@@ -239,11 +239,11 @@ class FusedOptimizer(Optimizer):
                     # the owner keeps it
                     place.decision = torch.empty_like(place.decision)
                 table = (place.decision, place.rows, place.steps, hyper.table, place.groups, self._algorithm.kind)
-                ops.step_prologue(*table, *hyper.rates_on(place.device), **given)
+                ops.step_prologue(*table, *(hyper.rates_on(place.device) if hyper.tensors else ((), ())), **given)
                 counted.append(place)
             for place in lists.devices:
                 for bucket in place.buckets:
-                    mine = bucket.pick(gradients)
+                    mine = gradients if bucket.indices is None else bucket.pick(gradients)
                     if bucket.group is None:
                         self._algorithm.update(bucket, mine, place.decision)
                     else:

@@ -47,7 +47,7 @@ class Bucket:
     rows: Tensor
 
     def pick(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Those of this bucket."""
+        """Those of this bucket, of all that are there."""
         return gradients if self.indices is None else [gradients[index] for index in self.indices]
 
 

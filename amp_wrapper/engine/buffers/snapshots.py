@@ -76,13 +76,13 @@ class BufferSnapshots:
         self._collect()
         _collect_again()
         # complete from here on: hooks of torch ask all that are listed
-        _living.add(ref(self, _living.discard))
+        living.add(ref(self, living.discard))
         _listen()
 
     def remove(self) -> None:
         """Take the hooks off."""
         self._hooked.hook([])
-        _living.discard(ref(self))
+        living.discard(ref(self))
         _collect_again()
 
     # -- which buffers -------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class BufferSnapshots:
             self._active = max(self._active - 1, 0)
             self._tracked.note()
         # a single optimizer decides alone
-        if len(_living) > 1 and self._live:
+        if len(living) > 1 and self._live:
             self._deciders.watch(output)
 
     def _begin(self, has_graph: bool) -> None:
@@ -325,13 +325,14 @@ class BufferSnapshots:
 
 # -- all of them -----------------------------------------------------------------------------------------------------------
 
-_living: set[ReferenceType[BufferSnapshots]] = set()
+#: One for each optimizer whose skipped steps give buffers back.
+living: set[ReferenceType[BufferSnapshots]] = set()
 _listens = False
 
 
 def _all() -> list[BufferSnapshots]:
     # references go whenever garbage is collected
-    found = [reference() for reference in _living.copy()]
+    found = [reference() for reference in living.copy()]
     return [snapshots for snapshots in found if snapshots is not None]
 
 
@@ -381,14 +382,9 @@ def settle_step(user: User, own: BufferSnapshots | None, flag: Tensor | None) ->
     """
     if own is not None:
         own.restore(flag)
-    if len(_living) > (own is not None):
+    if len(living) > (own is not None):
         for snapshots in _all():
             snapshots.decide(user, flag)
-
-
-def are_several() -> bool:
-    """Whether several optimizers have buffers that their skipped steps give back."""
-    return len(_living) > 1
 
 
 def settle() -> None:
@@ -397,4 +393,4 @@ def settle() -> None:
         snapshots.settle()
 
 
-__all__ = ['LARGE', 'BufferSnapshots', 'are_several', 'averaging', 'settle', 'settle_step']
+__all__ = ['LARGE', 'BufferSnapshots', 'averaging', 'living', 'settle', 'settle_step']

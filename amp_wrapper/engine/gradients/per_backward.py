@@ -192,7 +192,7 @@ class UnscaledGradients(ScaledGradients):
         if self._keeps:
             self._added.note(weights)
             return
-        attributes.set_gradients(weights)
+        attributes.set_gradients(weights, None)
 
     def add(self, pairs: Sequence[Pair], found_inf: Tensor | None) -> None:
         """Add gradients of weights that carry no scale.
@@ -245,7 +245,7 @@ class UnscaledGradients(ScaledGradients):
         found = zip(everything, attributes.gradients(everything))
         waiting = {id(p): grad.clone() if copies else grad for p, grad in found if grad is not None}
         if waiting and (held is None or not averaged):
-            attributes.set_gradients(everything)
+            attributes.set_gradients(everything, None)
         self.in_backward, self._scale, self._waiting = True, scale, waiting
         try:
             yield

@@ -88,7 +88,7 @@ class _Changes:
             for weight, master in pairs:
                 master.requires_grad = weight.requires_grad
         found = attributes.gradients(weights)
-        if fp32_sum is None and not any(gradient is None or gradient.is_sparse for gradient in found):
+        if fp32_sum is None and all(type(gradient) is Tensor and not gradient.is_sparse for gradient in found):
             self.parameters = masters
             self.sources = found  # type: ignore[assignment]
             self.targets = attributes.float32_like(self.sources)
