@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -361,3 +362,22 @@ class Patches:
 
 
 patches = Patches()
+
+
+@contextmanager
+def in_backward(keys: frozenset[str]) -> Iterator[None]:
+    """Around a backward pass: a forward that is recomputed in it by hand sees the same types as before, on any thread.
+
+    While it lasts, functions of the registry run in FP32 on unrelated threads, too. Segments of torch's checkpointing know by
+    themselves what they ran in: see :mod:`.recompute`.
+
+    Args:
+        keys: What is active in the forwards of the model.
+    """
+    patches.acquire()
+    state.backward_passes.append(keys)
+    try:
+        yield
+    finally:
+        state.backward_passes.remove(keys)
+        patches.release()

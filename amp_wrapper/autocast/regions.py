@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from . import state
+from .patching import in_backward as in_backward
 from .patching import patches
 from .state import Region, thread
 
@@ -178,25 +179,6 @@ def resumed(before: state.Snapshot) -> Iterator[None]:
         thread.suspended = suspended
         unwind(depth)
         thread.resumed -= opens
-
-
-@contextmanager
-def in_backward(keys: frozenset[str]) -> Iterator[None]:
-    """Around a backward pass: a forward that is recomputed in it by hand sees the same types as before, on any thread.
-
-    While it lasts, functions of the registry run in FP32 on unrelated threads, too. Segments of torch's checkpointing know by
-    themselves what they ran in: see :mod:`.recompute`.
-
-    Args:
-        keys: What is active in the forwards of the model.
-    """
-    patches.acquire()
-    state.backward_passes.append(keys)
-    try:
-        yield
-    finally:
-        state.backward_passes.remove(keys)
-        patches.release()
 
 
 def global_casts_begin(token: object, keys: frozenset[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import torch_internals
-from ..autocast import regions
+from ..autocast import patching
 from ..errors import AmpUsageError
 from .buffers import snapshots
 from .buffers import users as buffer_users
@@ -79,7 +79,7 @@ class BackwardPass:
         self._flags = [engine.overflow.new() if engine.scales.check else None for engine in self.engines]
         if self.first.op_set is not None:
             # checkpointed segments are recomputed in there
-            stack.enter_context(regions.in_backward(self.first.op_set.keys))
+            stack.enter_context(patching.in_backward(self.first.op_set.keys))
         self._unscale_on_exit(stack, averaged)
         self._tell_buffers = stack.enter_context(buffer_users.backward(self.engines))
 
@@ -297,7 +297,7 @@ class SimplePass:
     def __init__(self, engine: EngineParts) -> None:
         self._engine = engine
         # checkpointed segments are recomputed in there
-        self._context = None if engine.op_set is None else regions.in_backward(engine.op_set.keys)
+        self._context = None if engine.op_set is None else patching.in_backward(engine.op_set.keys)
 
     def __enter__(self) -> None:
         if self._context is not None:

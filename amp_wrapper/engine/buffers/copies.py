@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -110,9 +110,6 @@ class BufferGroup:
             torch.where(flag.to(self.device) > 0, _bits_of(self._first), now, out=now)
         return functools.partial(self._copy, self._now_of, self._tensors)
 
-    def close(self) -> None:
-        """The step is over."""
-
     def _before(self) -> Tensor:
         return self._last if self._has_several and self._last is not None else self._first
 
@@ -186,6 +183,23 @@ class LargeBuffer:
             self.copies[0] = None
 
 
+def write_back(
+    parts: Sequence[BufferGroup | LargeBuffer], flag: Tensor | None, marks: Mapping[torch.device, Tensor]
+) -> None:
+    """Let buffers become what :meth:`BufferGroup.select` says.
+
+    Args:
+        parts: All that may share memory.
+        flag: Scalar, or None.
+        marks: By device: zeros, by number of the module; changed.
+    """
+    for part in parts:
+        part.read(marks.get(part.device))
+    # all is read before anything is written: buffers may be views of one another
+    for write in [part.select(flag, marks.get(part.device)) for part in parts]:
+        write()
+
+
 def _nothing() -> None:
     """Writes nothing."""
 
@@ -245,4 +259,4 @@ def same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
     return _bits_of(copy).equal(_bits_of(tensor.detach()))
 
 
-__all__ = ['LARGE', 'BufferGroup', 'LargeBuffer', 'form_of', 'is_tracked', 'same_bits', 'selected']
+__all__ = ['LARGE', 'BufferGroup', 'LargeBuffer', 'form_of', 'is_tracked', 'same_bits', 'selected', 'write_back']

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from .copies import LARGE, BufferGroup, LargeBuffer, form_of, is_tracked, same_bits
+from .copies import LARGE, BufferGroup, LargeBuffer, form_of, is_tracked, same_bits, write_back
 
 _version: Callable[[Tensor], int] = operator.attrgetter('_version')
 
@@ -65,6 +65,7 @@ class TrackedBuffers:
             self._copies.update({place: (group, index) for index, place in enumerate(places)})
         #: All copies, group by group.
         self.parts = list({id(part): part for part, _ in self._copies.values()}.values())
+        self._large = [part for part in self.parts if isinstance(part, LargeBuffer)]
         # where NaN is counted
         self._devices = {part.device for part in self.parts if part.has_nan}
 
@@ -152,11 +153,7 @@ class TrackedBuffers:
     def write_back(self, flag: Tensor | None) -> None:
         """Modules in whose buffers the last forward call has left NaN get theirs back, and all where ``flag`` is up."""
         marks = {device: torch.zeros(self._count, dtype=torch.int64, device=device) for device in self._devices}
-        for part in self.parts:
-            part.read(marks.get(part.device))
-        # all is read before anything is written: buffers may be views of one another
-        for write in [part.select(flag, marks.get(part.device)) for part in self.parts]:
-            write()
+        write_back(self.parts, flag, marks)
 
     def close(self) -> None:
         """The step is over."""
@@ -164,8 +161,8 @@ class TrackedBuffers:
             # looked at again as the next one begins
             self._memory[place] = (0, -1)
         self._left_alone.clear()
-        for part in self.parts:
-            part.close()
+        for large in self._large:
+            large.close()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
