@@ -1,4 +1,4 @@
-"""Which parameters belong to models of ``amp.initialize``, and a check of other optimizers that step them."""
+"""Remembers the parameters of models given to ``amp.initialize``, and checks other optimizers that step them."""
 
 from __future__ import annotations
 

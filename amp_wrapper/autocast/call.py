@@ -1,4 +1,4 @@
-"""One call by a rule, of the FP32 registry or of the user: inputs are cast, autocast is set, in-place results are kept."""
+"""Calls one function by a rule of the FP32 registry or of the user: casts inputs, sets autocast, keeps in-place results."""
 
 from __future__ import annotations
 

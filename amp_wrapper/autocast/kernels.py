@@ -1,9 +1,9 @@
-"""The op table of O1 and O4 at work: kernels below the autocast key of a device, which act only in our regions.
+"""Dispatcher kernels for the ops that O1 and O4 cast and that torch's autocast does not; they act only in our regions.
 
-torch's dispatcher asks the autocast key of a device first, while autocast is on. Where a device's own list says nothing
-about an op, a kernel from here stands there: it casts in a region of the functional API
-(:func:`amp_wrapper.autocast.state.casts_on`) and hands on everywhere else. So an op is found under each of its names:
-``x ** 2``, ``x.pow(2)``, ``torch.pow(x, 2)``, and from inside functions of Python and C++.
+torch's dispatcher asks the autocast key of a device first, while autocast is on. Where torch has no kernel for an op at that
+key, one from here is registered: it casts in a region of the functional API (:func:`amp_wrapper.autocast.state.casts_on`) and
+calls the op unchanged everywhere else. So an op is found under each of its names: ``x ** 2``, ``x.pow(2)``,
+``torch.pow(x, 2)``, and from inside functions of Python and C++.
 
 The kernels come when the first region asks for them and stay. With autocast off the dispatcher does not see them.
 """

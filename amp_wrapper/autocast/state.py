@@ -1,4 +1,4 @@
-"""What is open on this thread: the regions of forward passes, casts outside of any model, and what suspends them.
+"""Which casts are active on this thread: regions of forward passes, casts outside of any model, and what suspends them.
 
 Regions are opened and closed by :mod:`.regions`. This is the one place that answers "does a cast apply here, now?", and it
 holds nothing but what is open.

@@ -1,4 +1,4 @@
-"""The weights as a model brings them, before anything is cast: 16-bit already, without a shape, beyond the range of float16."""
+"""Checks a model's tensors before they are cast: 16-bit already, without a shape, beyond the range of float16."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dt
         largest = max(float(weights[name].detach().abs().nan_to_num(0, 0, 0).max()) for name in refused)
         raise AmpAttachError(
             f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
-            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_owner(refused[0])!r}]), or use bfloat16 '
+            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_module_of(refused[0])!r}]), or use bfloat16 '
             f"(opt_level='O5')."
         )
     return beyond
@@ -122,10 +122,10 @@ def say_infinite(buffers: Sequence[str], policy: Policy) -> None:
     if buffers and policy.verbosity >= 1:
         logger.warning(
             f'amp: {len(buffers)} buffers have numbers beyond the range of float16, which become infinite: {some(buffers)}. '
-            f'Where they are more than a mask, keep their modules in FP32: keep_fp32=[{_owner(buffers[0])!r}].'
+            f'Where they are more than a mask, keep their modules in FP32: keep_fp32=[{_module_of(buffers[0])!r}].'
         )
 
 
-def _owner(name: str) -> str:
-    """A pattern of ``keep_fp32`` for the module that owns a parameter; its class cannot be told here."""
+def _module_of(name: str) -> str:
+    """A pattern of ``keep_fp32`` for the module that has a tensor of this name."""
     return name.rpartition('.')[0] or name

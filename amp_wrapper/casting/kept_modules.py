@@ -1,4 +1,4 @@
-"""Which modules of a model stay in FP32 by their name or class."""
+"""Finds the modules of a model that stay in FP32 because of their name or class."""
 
 from __future__ import annotations
 

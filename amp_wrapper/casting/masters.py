@@ -16,7 +16,7 @@ from ..errors import AmpUsageError
 from ..policy.nested import HALF_TYPES, is_frozen_16bit
 from ..policy.options import is_number
 from ..policy.policy import dtype_name
-from . import fp32_values as twins
+from . import fp32_values
 from .fp32_values import Master
 from .param_pairs import ParamPairs
 
@@ -45,8 +45,8 @@ class Fp32Masters(ParamPairs):
         self,
         optimizer: Optimizer,
         weights: Mapping[str, nn.Parameter],
-        paired: Callable[[nn.Parameter, Master], None] = twins.pair,
-        existing: Callable[[Tensor], Master | None] = twins.master_of,
+        paired: Callable[[nn.Parameter, Master], None] = fp32_values.pair,
+        existing: Callable[[Tensor], Master | None] = fp32_values.master_of,
     ) -> None:
         super().__init__(optimizer)
         self._paired = paired
@@ -135,7 +135,7 @@ class Fp32Masters(ParamPairs):
                 self._agreed = ([], [])
                 self._paired(weight, record)
 
-    # -- both sides agree --------------------------------------------------------------------------------------------
+    # -- weights and masters agree -----------------------------------------------------------------------------------
 
     def write_weights(self, chosen: Iterable[nn.Parameter] | None = None) -> None:
         """Model weight = master, rounded to nearest-even. Idempotent.
@@ -148,7 +148,7 @@ class Fp32Masters(ParamPairs):
                 ops.multi_tensor_copy(self._masters, self._weights)
             self.settle()
         else:
-            twins.copy_masters(self._with_records(chosen))
+            fp32_values.copy_masters(self._with_records(chosen))
 
     def settle(self) -> None:
         """Masters and weights agree now: take both as they are."""
@@ -159,18 +159,18 @@ class Fp32Masters(ParamPairs):
             record.settled = agreed
 
     def synchronise(self, refuses: bool = True) -> None:
-        """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
+        """Copy within each pair of weight and master, from the one that somebody else wrote to, to the other. No host read.
 
-        torch's version counters tell; see :class:`~amp_wrapper.casting.fp32_values.Master`. Where nobody wrote, this
-        compares two lists of numbers.
+        torch's version counters show which one that is; see :class:`~amp_wrapper.casting.fp32_values.Master`. Where nobody
+        wrote, this compares two lists of numbers.
 
         Args:
-            refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+            refuses: Whether it is an error if both were written to; such a pair is left alone otherwise.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        if self._state() != self._agreed and twins.bring_together(self._with_records(self._weights), refuses):
+        if self._state() != self._agreed and fp32_values.bring_together(self._with_records(self._weights), refuses):
             self._agreed = self._state()
 
     def _state(self) -> tuple[list[int], list[int]]:
@@ -199,8 +199,8 @@ class Fp32Masters(ParamPairs):
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Masters of weights without a gradient take up what was done to the weights through ``.data``.
 
-        Nothing else tells of such edits, and nobody announces them: a key encoder, say, that is moved after each iteration.
-        Only pairs without a gradient are compared, on the device; a master that somebody wrote to stands.
+        Such edits leave no other trace: those of a key encoder, say, that is moved after each iteration. Only pairs without a
+        gradient are compared, on the device; a master that somebody wrote to keeps its value.
 
         Args:
             busy: Weights whose gradient lies elsewhere.
@@ -213,10 +213,10 @@ class Fp32Masters(ParamPairs):
         if idle:
             pairs = [(weight, record) for weight, record in self._with_records(idle) if not record.moved()]
             if pairs:
-                twins.take_weights(pairs)
+                fp32_values.take_weights(pairs)
 
     def edited(self) -> list[nn.Parameter]:
-        """The weights that were written to since both sides agreed, as torch's version counters tell.
+        """The weights that were written to since they last agreed with their masters, by torch's version counters.
 
         Edits through ``.data`` do not count there; :meth:`refresh` finds those by comparing.
         """
@@ -232,7 +232,7 @@ class Fp32Masters(ParamPairs):
             The names of the weights that had been changed.
         """
         chosen = self._with_records(self._weights if weights is None else weights)
-        flags = twins.take_weights(chosen).tolist() if chosen else []
+        flags = fp32_values.take_weights(chosen).tolist() if chosen else []
         return [self.name(weight) for (weight, _), differs in zip(chosen, flags) if differs]
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:

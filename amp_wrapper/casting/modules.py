@@ -1,4 +1,4 @@
-"""What a module is, and what it owns."""
+"""Questions about one module: its own tensors, its device, whether it is a loss or a BatchNorm."""
 
 from __future__ import annotations
 

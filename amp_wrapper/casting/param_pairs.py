@@ -1,4 +1,4 @@
-"""What an optimizer steps, and what the model computes with in its place."""
+"""Pairs what an optimizer steps with what the model computes with: FP32 masters and 16-bit weights, or the same tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 class StepLists:
-    """Both sides of everything that an optimizer steps, in the order of its groups.
+    """What an optimizer steps, and the model weights behind it, as lists in the order of its groups.
 
     Attributes:
         parameters: What the optimizer steps.
@@ -85,7 +85,7 @@ class ParamPairs:
         return None
 
     def lists(self, device: torch.device) -> StepLists:
-        """Both sides of everything that is stepped now. Kept from step to step, and made anew where anything changed.
+        """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed.
 
         Args:
             device: Where the step runs.
@@ -110,10 +110,10 @@ class ParamPairs:
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
     def synchronise(self, refuses: bool = True) -> None:
-        """Let the older side of each pair follow the one that somebody else wrote to. No host read.
+        """Copy within each pair of weight and master, from the one that somebody else wrote to, to the other. No host read.
 
         Args:
-            refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+            refuses: Whether it is an error if both were written to; such a pair is left alone otherwise.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
@@ -130,7 +130,7 @@ class ParamPairs:
         """Model weight = master, rounded to nearest-even. Idempotent."""
 
     def settle(self) -> None:
-        """Both sides agree now: take them as they are."""
+        """Weights and masters agree now: take them as they are."""
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
         """Somebody says that weights were edited, through ``.data`` perhaps: FP32 values follow. Syncs.

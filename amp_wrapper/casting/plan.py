@@ -1,4 +1,4 @@
-"""Casting a model to 16-bit and back: which tensors, and which hooks at its modules."""
+"""Casts a model to 16-bit and back: decides which tensors become 16-bit and which modules get which hooks."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ class CastPlan:
         return handle
 
     def _put_region(self, root: nn.Module, before: OpSet | None) -> None:
-        """Let every forward of a root open a region, in place of one that is there for less."""
+        """Let every forward of a root open a region; it replaces hooks for regions that do less."""
         ops = before if self.ops is None else self.ops if before is None else before | self.ops
         if self.casts_ops:
             drop_regions(root, (FORWARD, PLAIN, CASTS))
@@ -349,7 +349,7 @@ class CastHandle:
         watched: Sequence[nn.Module] = (),
     ) -> None:
         self.roots = roots
-        # modules that leave the model before its casts do are let go with it
+        # weak, so that modules which were taken out of the model are not kept alive
         self._watched = WeakSet(watched)
         self.parameters = parameters
         self._buffers = buffers

@@ -21,8 +21,9 @@ logger = logging.getLogger('amp_wrapper')
 class Fp32StateDict(AmpHook):
     """State-dict hook of a module that owns cast tensors: FP32 values, the exact ones where there are masters.
 
-    The side that somebody else wrote to last wins. A weight that was edited through ``.data`` wins as well: its master follows
-    it first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+    Of a weight and its master, the one that somebody else wrote to last is saved. A weight that was edited through ``.data``
+    is saved as well: its master takes the value first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the
+    variables and gets them as they are.
 
     Args:
         module: Held by a weak reference, which neither copies nor pickled modules have.
@@ -110,7 +111,7 @@ class LoadFp32(AmpHook):
                     fp32_values.write_fp32(old, value)
                     continue
             if old._version != versions.get(name):
-                # newer than whatever was written to either side before
+                # newer than whatever was written to the weight or its master before
                 fp32_values.take_weight(old)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

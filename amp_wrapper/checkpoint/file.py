@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read with proof that they are whole, and never executed.
+"""Writes checkpoint files whole or not at all, and reads them with a check that they are whole, without running any code.
 
 A file is written under another name beside its own, flushed to the disk, and renamed: whoever looks sees the old file or
 the new one. torch writes zip archives with a checksum per record but does not verify them when it reads; this does.

@@ -1,4 +1,4 @@
-"""The names of a state dict where wrappers, such as one DDP for each child, stand inside a model."""
+"""Translates the names in state dicts of models that have wrappers inside, such as one DDP for each child."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
         found = ('.'.join(parts[:index] + parts[index + 1 :]) for index, part in enumerate(parts) if part == 'module')
         return next((name for name in found if name in plain), None)
 
-    # a real submodule called "module" makes a single name ambiguous; the file as a whole tells
+    # a real submodule called "module" makes a single name ambiguous: the other names of the file decide
     wrapped = any(key not in plain and (key in own or shorter(key) is not None) for key in keys)
 
     def read(key: str) -> str:

@@ -1,4 +1,4 @@
-"""What becomes of a checkpoint under another configuration, in words: a line each for kept, converted, dropped, new."""
+"""Describes what a resume took over from a checkpoint: a line each for what was kept, converted, dropped, and is new."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def window_fits(saved: SavedAmp, policy: Policy) -> bool:
     """Whether the gradients of an open accumulation window mean the same under ``policy``.
 
     Args:
-        saved: With a window or without.
+        saved: What was read.
         policy: The configuration that resumes.
     """
     mine = policy.to_dict()

@@ -1,11 +1,11 @@
-"""What saved data may be, said once: small descriptions that are put together, and one typed error for all of them.
+"""Schemas of saved data: small descriptions that are composed, and one typed error for all of them.
 
 Example::
 
     POSITION = Record({'epoch': whole(), 'iter': whole()}, optional={'seed': Maybe(whole())})
     POSITION.check(file['meta'], 'meta')  # AmpCheckpointError: meta['epoch']=-1 must be a whole number of at least 0 ...
 
-An error names the path of the key, the value where it is short, and what was expected there. The first problem is told.
+An error names the path of the key, the value where it is short, and what was expected there: the first problem found.
 Values are of the types that torch, mmengine and NumPy write; nothing is converted and nothing is changed.
 """
 

@@ -1,4 +1,4 @@
-"""A model becomes one of an engine, and is let go: casts, FP32 masters, DDP, buffers."""
+"""Attaches a model to an engine and detaches it: casts, FP32 masters, DDP, buffers."""
 
 from __future__ import annotations
 
@@ -256,12 +256,12 @@ def watch_buffers(
     """Where steps may be skipped, their forward calls' changes of buffers are given back."""
     if parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
         return
-    strangers = list(foreign)
+    others = list(foreign)
 
-    def owners() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
-        return parts.weights(), [*strangers, *(weight for other in parts.others for weight in other.weights())]
+    def stepped() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
+        return parts.weights(), [*others, *(weight for other in parts.others for weight in other.weights())]
 
-    parts.buffers = BufferSnapshots(named, owners, leave, parts)
+    parts.buffers = BufferSnapshots(named, stepped, leave, parts)
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:

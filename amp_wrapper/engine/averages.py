@@ -1,7 +1,7 @@
-"""Averages of weights see FP32 values: torch's, and those of libraries that read a model's parameters as they are.
+"""Patches weight averages (torch's, timm's, torch_ema's) to read FP32 values in place of a cast model's 16-bit parameters.
 
-Every change is the identity for models that carry no casts. What reads ``state_dict()``, or averages ``amp.master_params``,
-needs nothing of this.
+For models without casts the patched methods do what they did. Averages that read ``state_dict()`` or ``amp.master_params``
+get FP32 values anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Before every forward call, 16-bit weights and their FP32 masters take over what was written to the other of the two.
+"""A forward pre-hook that makes 16-bit weights and their FP32 masters agree before every forward call.
 
 Whatever goes through ``optimizer.param_groups`` writes to FP32 masters: SAM, schedulefree, Lookahead, a clamp, the swap of an
 average. The 16-bit weights follow before a model computes with them, whoever calls it, in training and evaluation.

@@ -1,4 +1,4 @@
-"""Refuses ``optimizer.step()`` of an optimizer that belongs to a wrapper, while its gradients are scaled."""
+"""Refuses direct calls of ``optimizer.step()`` where a wrapper has the optimizer and its gradients are still scaled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer's state dict with what mixed precision adds to it."""
+"""Saves and loads the state of an engine: the optimizer's state dict with loss scales and open accumulation."""
 
 from __future__ import annotations
 

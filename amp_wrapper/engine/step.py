@@ -82,7 +82,7 @@ class FusedStep:
         return dataclasses.replace(result, skipped=numbers[SKIP] > 0)
 
     def _decide(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
-        """The first pass over the gradients, and what the step is decided from."""
+        """Read the gradients once, for norm and flag; returns the prologue's arguments, from which it decides."""
         parts = self._parts
         scales, overflow = parts.scales, parts.overflow
         # unscaled at each backward pass, and checked there
@@ -283,7 +283,7 @@ def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Map
 
 
 def finish_gradients(parts: EngineParts) -> None:
-    """Before a step, where gradients are unscaled at each backward pass: all of them are, and were checked."""
+    """Before a step, where gradients are unscaled at each backward pass: unscale and check those that were not yet."""
     gradients, overflow = parts.gradients, parts.overflow
     held = gradients.held
     if held is not None:
@@ -295,7 +295,7 @@ def finish_gradients(parts: EngineParts) -> None:
 
 
 def agree(parts: EngineParts) -> None:
-    """Where the ranks' gradients may differ, they exchange the flags. Collective."""
+    """Exchange the overflow flags where the ranks' gradients may differ. Collective."""
     if parts.ddp.ddps:
         parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
 

@@ -1,4 +1,4 @@
-"""``AmpOptimWrapper``: the opt levels in mmengine's words."""
+"""``AmpOptimWrapper``: the opt levels as an optimizer wrapper of mmengine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
 
 from .. import ops
-from ..casting import save_pretrained as hf_saving
+from ..casting import save_pretrained
 from ..checkpoint import amp_part
 from ..engine import AmpEngine, held_optimizers
 from ..engine.loss_scale import LossScaler
@@ -139,7 +139,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def opt_level(self) -> str:
-        """'O0' to 'O5', after ``dtype`` had its say."""
+        """'O0' to 'O5', after ``dtype`` was applied."""
         return self._engine.policy.opt_level
 
     @property
@@ -159,7 +159,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def in_window(self) -> bool:
-        """Whether accumulated gradients wait for their step; those that only losses of other members brought do not count."""
+        """Whether accumulated gradients wait for their step. Gradients of other members' losses alone do not count."""
         return self._engine.parts.is_accumulating and self._engine.parts.overflow.is_used
 
     @property
@@ -201,7 +201,7 @@ class AmpOptimWrapper(OptimWrapper):
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
         """
         if not self._engine.attached:
-            hf_saving.watch([attaching.attach(self._engine, model, foreign)])
+            save_pretrained.watch([attaching.attach(self._engine, model, foreign)])
             held_optimizers.hold(self.optimizer, self._engine.parts)
 
     def detach(self) -> None:
@@ -258,7 +258,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def _attach_all(self, model: nn.Module) -> None:
         if not self._engine.attached:
-            # members of an OptimWrapperDict stand and fall together
+            # members of an OptimWrapperDict attach together, so that each knows what the others step
             attach_siblings(self, model)
             self.attach(model)
 
@@ -342,7 +342,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         state = self._engine.state_dict()
         if self.policy.enabled:
-            # members of an OptimWrapperDict are told their count by nobody
+            # mmengine sets the count of a resumed wrapper, but not of the members of an OptimWrapperDict
             amp_part(state)['inner_count'] = self._inner_count
         if self.base_param_settings is not None:
             state['base_param_settings'] = self.base_param_settings

@@ -26,11 +26,11 @@ class WrapperState(NamedTuple):
 
 
 def split(state_dict: Any, optimizer: Optimizer, inner_count: int) -> WrapperState:
-    """Take a saved state apart, without a look at the engine's part.
+    """Take a saved state apart, without validating what the engine will load.
 
     Args:
         state_dict: Not changed.
-        optimizer: That it is for.
+        optimizer: The one that will load it.
         inner_count: Where the state has none: files of mmengine's own wrappers.
 
     Raises:

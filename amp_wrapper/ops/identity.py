@@ -1,4 +1,4 @@
-"""Whether lists are what they were: cheap enough to ask in every step about hundreds of tensors.
+"""Compares lists of tensors by identity and by shape and type, cheap enough for hundreds of tensors in every step.
 
 The compiled library compares the same way, in a tenth of the time.
 """
@@ -45,7 +45,7 @@ def fingerprints(*lists: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
         try:
             return tuple(map(compiled.fingerprint, lists))
         except NotImplementedError:
-            # tensors that tell their shape in Python
+            # tensor subclasses whose shape is a Python method
             pass
     return tuple(
         tuple(None if t is None else (t.shape, t.dtype, t.layout, t.device) for t in tensors) for tensors in lists

@@ -1,4 +1,4 @@
-"""The meaning of the norms, in plain torch, with sums in one fixed order."""
+"""The reference implementation of the norms, in plain torch, with sums in one fixed order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reference import batches_of, device_of, factor_on, groups_of, multi_tensor
 #: The order of sums of squares, as in ``csrc/common/planner.h``: rows of lanes make a block, blocks are summed in pairs.
 LANES, ROWS = 64, 16
 BLOCK = LANES * ROWS
-#: How many elements are brought to FP32 at a time.
+#: How many elements are converted to FP32 at a time.
 _PIECE = 2**22
 
 
@@ -83,9 +83,9 @@ def multi_tensor_l2norm(
     """The Euclidean norm over all elements, ``sqrt(sum(x * x)) * inverse_scale``, in float32.
 
     The order of the sum depends on shapes alone (and on strides, where a tensor without gaps is not contiguous), so the
-    result is the same on every device, with any number of threads and however the work is grouped. It is told in
-    ``csrc/common/planner.h``. Squares are not scaled: finite elements
-    above 1.8e19 give infinity, and those below 1e-23 count as zero, as in torch.
+    result is the same on every device, with any number of threads and however the work is grouped;
+    ``csrc/common/planner.h`` describes it. Squares are not scaled: finite elements above 1.8e19 give infinity, and those
+    below 1e-23 count as zero, as in torch.
 
     Args:
         tensors: Dense floating tensors of any dtype; the list may be empty.

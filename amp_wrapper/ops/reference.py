@@ -1,4 +1,4 @@
-"""The meaning of the ops on elements and of the loss scale, in plain torch. No reference of an op reads the device."""
+"""The reference implementation of the element-wise ops and of the loss scale's rule, in plain torch. No host read."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def factor_on(scalar: Tensor, device: torch.device) -> Tensor:
 def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
     """Set ``found_inf`` to 1.0 where any element of any tensor is infinite or NaN; leave it alone otherwise.
 
-    Elements are judged, not sums: the maximum norm of finite elements is finite, so there are no false alarms.
+    Each element is looked at, no sum that could overflow: large finite elements never raise the flag.
 
     Args:
         tensors: Dense floating or complex tensors of any shape, dtype and device; the list may be empty.
@@ -279,7 +279,7 @@ def update_scale(
     min_scale: float | None = None,
     max_scale: float | None = None,
 ) -> None:
-    """One step of the dynamic loss scale, in place; the rule is told in :class:`~amp_wrapper.engine.loss_scale.LossScaler`.
+    """One step of the dynamic loss scale, in place, by the rule of :class:`~amp_wrapper.engine.loss_scale.LossScaler`.
 
     Args:
         scale: float32 scalar.

@@ -1,4 +1,4 @@
-"""From a level and the overrides of a configuration to a :class:`Policy`, or to one error with every conflict."""
+"""Resolves a level and the overrides of a configuration to a :class:`Policy`, or to one error with every conflict."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def _check_masters(
     given: Mapping[str, Any],
     problems: list[str],
 ) -> None:
-    """What ``master_weights`` and several losses ask of each other and of the model's type."""
+    """Refuse ``master_weights`` and ``accumulate_in_fp32`` where the number of losses or the model's type rules them out."""
     masters, losses = read['master_weights'], read['num_losses']
     if masters == 'split':
         if level.opt_level and not _casts_per_op(level) and model_type not in HALF_TYPES:

@@ -1,4 +1,4 @@
-"""Which modules' buffers belong to which optimizer."""
+"""Finds the modules whose buffers a skipped step of an optimizer restores."""
 
 from __future__ import annotations
 

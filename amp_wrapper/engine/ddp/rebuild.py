@@ -1,4 +1,4 @@
-"""Which parameters the reducer of a DDP listens to, and a DDP that builds it anew and is otherwise the same object."""
+"""Finds the parameters that the reducer of a DDP listens to, and makes a DDP build a new reducer in place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ARGUMENTS = (
 )
 # what nn.Module.__init__ makes anew, and DDP's constructor calls it
 _MODULE_FIELDS = tuple(nn.Module().__dict__)
-# what DDP's constructor makes anew and its arguments do not tell
+# what DDP's constructor makes anew, and no argument of it sets
 _DDP_FIELDS = (
     '_join_config',
     '_ddp_sink_clone',
@@ -99,10 +99,10 @@ def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 def _listens_to(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> frozenset[int]:
     """What the reducer of a DDP that we did not build listens to, by id."""
-    told = _logged(ddp)
-    # torch tells number and size; where they are those of all parameters, it is all of them
+    logged = _logged(ddp)
+    # torch logs number and size; where they are those of all parameters, it is all of them
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    if told.get('num_parameter_tensors') == len(parameters) and told.get('total_parameter_size_bytes') == size:
+    if logged.get('num_parameter_tensors') == len(parameters) and logged.get('total_parameter_size_bytes') == size:
         return frozenset(map(id, parameters))
     try:
         buckets = ddp.reducer._get_zeros_like_grad_buckets()
@@ -141,7 +141,7 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
 
 
 def _logged(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What the reducer tells about itself: torch keeps it nowhere else."""
+    """What the reducer logs about itself: torch keeps it nowhere else."""
     return cast(dict[str, Any], ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around and inside a model: what a cast, an unfrozen parameter or a second loss do to it.
+"""Keeps DistributedDataParallel averaging gradients where a cast, an unfrozen parameter or a second loss would stop it.
 
 DDP sorts gradients into buckets by the types it finds when it wraps a model, and listens to the parameters that are
 trainable then. A cast or an unfreezing afterwards ends gradient averaging without a word. mmengine wraps before any
@@ -31,7 +31,7 @@ class Reducers:
 
     Args:
         model: The model, wrapped in DDP, holding DDP modules, or neither.
-        weights: Returns the model's side of what the optimizer steps: weights, not their masters.
+        weights: Returns the model's parameters that the optimizer steps: weights, not their masters.
         named: The model's parameters by name, for messages.
         speaks: Whether there are messages.
     """
@@ -240,7 +240,7 @@ class Reducers:
         """A backward pass is through: what DDP averaged is averaged.
 
         Raises:
-            AmpUsageError: Gradients arrived at a DDP that had averaged for this forward call already. They are there.
+            AmpUsageError: A DDP that had averaged for this forward call already got further gradients, which stay there.
         """
         if not self._mine:
             return

@@ -1,4 +1,4 @@
-"""mmengine's averaged models: averages see FP32 masters, are validated, and give everything back bit for bit."""
+"""Patches mmengine's averaged models to average FP32 masters, and ``EMAHook`` to swap and restore them bit for bit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from ...casting import fp32_values as twins
+from ...casting import fp32_values
 from ...casting.find_hooks import is_cast
 from ...casting.state_dict_hooks import restore_fp32_copy
-from ...checkpoint import names as model_names
+from ...checkpoint import names
 from ...engine import averages
-from ...engine.buffers import snapshots as buffer_snapshots
+from ...engine.buffers import snapshots
 from ...errors import AmpUsageError
 from ..wrappers import wrappers_of
 
@@ -31,7 +31,7 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
     """For ``BaseAveragedModel.update_parameters``."""
-    with buffer_snapshots.averaging(average.module, model):
+    with snapshots.averaging(average.module, model):
         original(average, averages.Fp32View(model) if is_cast(model) else model)
 
 
@@ -50,17 +50,17 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     kept: dict[int, Tensor] = {}
     for index, (mean, weight) in enumerate(zip(means, sources)):
         # an edit of the weight that nobody announced belongs to the master first
-        twins.agree_on_host(weight)
-        exact = twins.fp32_value(weight)
+        fp32_values.agree_on_host(weight)
+        exact = fp32_values.fp32_value(weight)
         before = mean.detach().clone()
         mean.data.copy_(weight.data if exact is None else exact)
         if exact is None:
             weight.data.copy_(before)
             is_rounded = weight.dtype != mean.dtype
         else:
-            twins.write_fp32(weight, before)
+            fp32_values.write_fp32(weight, before)
             # not every average can be split
-            is_rounded = twins.remainder_of(weight) is not None
+            is_rounded = fp32_values.remainder_of(weight) is not None
         if index in waiting:
             mean.data.copy_(waiting[index])
         elif is_rounded:
@@ -99,11 +99,11 @@ def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any,
 
 def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: bool) -> None:
     """The names of a file, plain or not, become those of an averaged model that was copied with wrappers inside or not."""
-    read = model_names.reader(average, checkpoint['state_dict'])
+    read = names.reader(average, checkpoint['state_dict'])
     checkpoint['state_dict'] = {read(key): value for key, value in checkpoint['state_dict'].items()}
     if 'ema_state_dict' not in checkpoint or not resumes:
         return
-    wanted = {plain: key for key, plain in model_names.plain_names(average).items()}
+    wanted = {plain: key for key, plain in names.plain_names(average).items()}
 
     def name(plain: str) -> str:
         return wanted.get(plain, plain)

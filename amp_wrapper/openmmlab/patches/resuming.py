@@ -27,7 +27,7 @@ from ..resume import data_order
 from ..wrappers import inner_model, wrappers_of
 from .saving import WAITING, is_local
 
-# whether the runner that is loading trains with a wrapper of ours
+# whether the runner that is loading trains with a wrapper of this package
 _ours: ContextVar[bool] = ContextVar('_ours', default=False)
 
 
@@ -42,7 +42,7 @@ def _loading_for(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def _naming(filename: str) -> Iterator[None]:
-    """Say of which file it is that an error inside speaks."""
+    """Name the file in errors raised inside."""
     try:
         yield
     except AmpCheckpointError as error:
@@ -215,7 +215,7 @@ def _check_optimizer(runner: Any, state: Any) -> None:
 
 
 def choose_file(runner: Any) -> bool:
-    """Choose what a runner that is told to resume without a path loads.
+    """Choose what a runner with ``resume=True`` and no path loads.
 
     Args:
         runner: Whose ``load_or_resume`` is called.
@@ -257,7 +257,7 @@ def resume(
 
 def _epoch_length(file: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many iterations an epoch had when a file was written, and how many of the present one were done (-1 where that is
-    guessed); None where the file does not tell."""
+    guessed); None where it is unknown."""
     part, meta = file.get('exact_resume'), file['meta']
     if part:
         return part['length'], part['batches']
@@ -273,7 +273,7 @@ def _follow_epochs(runner: Any, length: int, batches: int) -> None:
     if not isinstance(loop, EpochBasedTrainLoop) or now < 1 or length < 1 or now == length:
         return
     if batches < 0:
-        # guessed: the file of an iteration inside an epoch would tell another length
+        # guessed: dividing the iterations by the epochs is wrong for a file of an iteration inside an epoch
         if loop._epoch * now <= loop._iter <= (loop._epoch + 1) * now:
             return
         batches = 0
@@ -326,11 +326,11 @@ def load_local_file(original: Callable[..., Any], filename: str, map_location: A
 
 
 def name_plainly(runner: Any, checkpoint: dict[str, Any]) -> None:
-    """What a hook of ours does to a checkpoint before it is applied: mmengine takes the wrappers inside a model off while it
-    loads, and expects plain names.
+    """Give the weights of a checkpoint plain names before it is applied: mmengine takes the wrappers inside a model off
+    while it loads, and looks for those.
 
     Args:
-        runner: Trains with a wrapper of ours or not.
+        runner: Trains with a wrapper of this package or not.
         checkpoint: Changed in place.
     """
     state = checkpoint.get('state_dict') if wrappers_of(runner) else None

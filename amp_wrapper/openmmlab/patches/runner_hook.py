@@ -1,4 +1,4 @@
-"""The hook that every runner is given: what mmengine has official places for."""
+"""The hook that every runner is given, for all that mmengine's own hook methods suffice for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import ema, resuming, saving
 
 
 class AmpRunnerHook(Hook):
-    """Checks, names and folders around a training. Does nothing where no wrapper of ours trains.
+    """Checks, names and folders around a training. Does nothing where no wrapper of this package trains.
 
     It comes last among the hooks of the config: averages have been made, and ``CheckpointHook`` knows its folder.
     """

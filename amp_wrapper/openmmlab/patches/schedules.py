@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: What may become of iteration-based schedules at a skipped step: mmengine's way, and the other one.
+#: What iteration-based schedules do at a skipped step: they move on, as in mmengine, or stay where they are.
 ON_SKIP = ('advance', 'hold')
 
 

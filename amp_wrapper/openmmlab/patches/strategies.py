@@ -1,4 +1,4 @@
-"""What is not supported yet is refused before anything is changed; DeepSpeed keeps the names of its optimizers."""
+"""Refuses strategies of mmengine and ``torch.compile`` where they are not supported, before anything is changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.registry import OPTIMIZERS
 from torch import nn
 
-from ...casting import roots as scope
+from ...casting import roots
 from ...errors import AmpAttachError, AmpConfigError
 from ...optim import FusedAdam
 from ..wrappers import amp_wrappers, wrappers_of
@@ -36,7 +36,7 @@ def build_optim_wrapper(original: Callable[..., Any], strategy: Any, optim_wrapp
     _check_strategy(strategy, wrapper)
     # the strategies compile first, and then everything that the model's step calls
     if isinstance(model, nn.Module) and any(member.policy.runs_16_bit for member in amp_wrappers(wrapper).values()):
-        scope.check_compiled(model)
+        roots.check_compiled(model)
     return wrapper
 
 

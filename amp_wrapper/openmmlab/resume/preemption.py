@@ -25,7 +25,7 @@ from .exact_resume import ExactResumeHook
 
 
 class _IgnoreSignals:
-    """A ``worker_init_fn``: the workers end when their loader tells them to, or when the training is gone."""
+    """A ``worker_init_fn`` that makes data workers ignore the signals: they end with their loader, or with the training."""
 
     def __init__(self, signals: Sequence[signal.Signals], then: Any) -> None:
         self.signals = signals
@@ -50,10 +50,10 @@ class PreemptionHook(Hook):
     """On SIGTERM, saves a checkpoint at the next step boundary and ends the process.
 
     ``custom_hooks=[dict(type='amp_wrapper.PreemptionHook')]``, or ``tools/train.py --save-on-sigterm``. The step boundary
-    is the end of the running iteration, or of its accumulation window; during a validation, the end of the iteration after
-    it. With several processes a signal to any of them counts for all: they exchange one number an iteration, on the CPU over
-    gloo. The checkpoint is ``preempted.pth``: a resume without a path
-    finds it, and it goes when the next regular checkpoint stands.
+    is the end of the running iteration, or of the accumulation that it is in; during a validation, the end of the iteration
+    after it. With several processes a signal to any of them counts for all: they exchange one number an iteration, on the CPU
+    over gloo. The checkpoint is ``preempted.pth``: a resume without a path finds it, and it is removed once the next regular
+    checkpoint is written.
 
     Args:
         signals: Names of the signals.
@@ -89,7 +89,7 @@ class PreemptionHook(Hook):
             )
             return
         self._received = ''
-        self._let_workers_live(runner)
+        self._protect_workers(runner)
         if not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
             runner.logger.warning(
                 'amp: PreemptionHook saves in the middle of epochs, which mmengine begins again after a resume: add '
@@ -100,7 +100,7 @@ class PreemptionHook(Hook):
         for number in self.signals:
             self._before[number] = signal.signal(number, self._receive)
 
-    def _let_workers_live(self, runner: Any) -> None:
+    def _protect_workers(self, runner: Any) -> None:
         """Schedulers send the signal to every process, and a data worker that dies of it would take the training along."""
         loops = [runner.train_loop, runner.val_loop]
         for loader in (loop.dataloader for loop in loops if isinstance(getattr(loop, 'dataloader', None), DataLoader)):
@@ -114,7 +114,7 @@ class PreemptionHook(Hook):
         self._received = signal.Signals(number).name
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Save and end, if a signal has arrived anywhere and the step is complete."""
+        """Save and end the process, if any rank has got a signal and the step is complete."""
         if not self._before or not self._is_time() or _is_accumulating(runner):
             return
         path = self._save(runner)

@@ -75,7 +75,7 @@ def restore_statistics(runner: Any, saved: Mapping[str, Any]) -> None:
 
 
 def warn_of_other_ranks(saved: Mapping[str, Any]) -> None:
-    """Say that another number of processes was at work.
+    """Warn where the file was saved by another number of processes.
 
     Args:
         saved: The whole record.
