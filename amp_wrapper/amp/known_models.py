@@ -130,6 +130,3 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
 def _is_scaled(policy: Policy) -> bool:
     scale = policy.loss_scale
     return scale.enabled and (scale.dynamic or scale.init_scale != 1.0)
-
-
-__all__ = ['is_known', 'policies_of', 'remember']

@@ -98,6 +98,3 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         for note in scaler.load_state_dict(state):
             if speaks:
                 logger.info(f'amp: loss {index}: {note}')
-
-
-__all__ = ['load_state_dict', 'state_dict']

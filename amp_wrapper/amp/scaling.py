@@ -69,6 +69,3 @@ def scaled(
             for engine in engines:
                 if engine.parts.pass_watch is not None:
                     engine.parts.pass_watch.see_block(engine.weights())
-
-
-__all__ = ['scaled']

@@ -365,15 +365,3 @@ def master_params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     if session is not None:
         return session.engine(optimizer).master_params()
     return (parameter for group in optimizer.param_groups for parameter in group['params'])
-
-
-__all__ = [
-    'Session',
-    'check_new',
-    'disable',
-    'engines_of',
-    'is_disabled',
-    'master_params_of',
-    'session_of',
-    'sessions',
-]

@@ -72,6 +72,8 @@ class _Thread(threading.local):
         self.regions: list[Region] = []
         # the casts that a handle turned on outside of any model; the newest counts
         self.global_casts: dict[object, frozenset[str]] = {}
+        # the objects that did so and have not restored autocast yet, in order
+        self.started: list[Any] = []
         # open disable_casts()
         self.suspended = 0
         # the devices whose autocast the outermost of them turned off

@@ -125,7 +125,7 @@ def master_of(weight: Tensor) -> Master | None:
     return found if isinstance(found, Master) else None
 
 
-def has_twin(weight: Tensor) -> bool:
+def has_fp32_value(weight: Tensor) -> bool:
     """Whether ``weight`` has an FP32 value beside its own, of either kind."""
     return weight in _fp32_of
 
@@ -233,11 +233,6 @@ def agree(weight: Tensor) -> Tensor | bool:
         bring_together([(weight, found)])
         return False
     return take_weights([(weight, found)])[0]
-
-
-def agree_on_host(weight: Tensor) -> bool:
-    """As :func:`agree`. Syncs where there is a master."""
-    return bool(agree(weight))
 
 
 def take_weight(weight: Tensor) -> None:

@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from ..autocast import generators, kernels, regions, state
-from ..autocast.call import tensors_in, untraced
+from ..autocast.call import tensors_in
 from ..autocast.op_set import OpSet, refuses_bce
 from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..errors import AmpAttachError, BannedOpError
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
+from ..torch_internals import untraced
 from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks
 from .modules import module_device

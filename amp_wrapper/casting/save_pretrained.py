@@ -71,6 +71,3 @@ def _type_of(state: Mapping[str, Any] | None) -> str:
         if isinstance(value, Tensor) and value.is_floating_point():
             return dtype_name(value.dtype)
     return 'float32'
-
-
-__all__ = ['watch']

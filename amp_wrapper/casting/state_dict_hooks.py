@@ -43,7 +43,8 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            if fp32_values.agree_on_host(tensor) and self.speaks:
+            # reads the flag of a master from the device
+            if bool(fp32_values.agree(tensor)) and self.speaks:
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
@@ -105,7 +106,12 @@ class LoadFp32(AmpHook):
                 owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
                 old.copy_(now)
                 owner[name] = old
-            if old.dtype in HALF_TYPES and value is not None and value.shape == old.shape and fp32_values.has_twin(old):
+            if (
+                old.dtype in HALF_TYPES
+                and value is not None
+                and value.shape == old.shape
+                and fp32_values.has_fp32_value(old)
+            ):
                 value = value.to(old.device, torch.float32)
                 if value.to(old.dtype).view(torch.int16).equal(old.detach().view(torch.int16)):
                     fp32_values.write_fp32(old, value)

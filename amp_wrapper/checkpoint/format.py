@@ -229,12 +229,11 @@ def _read_own(rest: dict[str, Any], amp: Any) -> SavedAmp:
     scalers = list(amp['loss_scalers'])
     for index, state in enumerate(scalers):
         check_scaler_state(state, f"amp['loss_scalers'][{index}]: loss_scaler")
-    saved = amp.get('window')
+    saved, window = amp.get('window'), None
     if saved is not None:
         _accumulation(rest, len(scalers)).check(saved, "amp['window']")
-    return SavedAmp(
-        'own', rest, amp['opt_level'], amp['properties'], scalers, None if saved is None else _window(saved)
-    )
+        window = Window(**{name: saved[name] for name in Window.__dataclass_fields__ if name in saved})
+    return SavedAmp('own', rest, amp['opt_level'], amp['properties'], scalers, window)
 
 
 def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
@@ -259,17 +258,4 @@ def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
                 "{path} must be a list of dicts 'before' and 'now' of tensors by name.",
             ),
         },
-    )
-
-
-def _window(saved: Mapping[str, Any]) -> Window:
-    foreign = saved.get('foreign_found_inf')
-    return Window(
-        saved['gradients'],
-        saved['unscaled'],
-        list(saved['used']),
-        [float(value) for value in saved['found_inf']],
-        None if foreign is None else float(foreign),
-        dict(saved.get('buffers', {})),
-        list(saved.get('averages', [])),
     )

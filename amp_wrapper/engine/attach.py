@@ -57,8 +57,7 @@ def attach_model(
     _make_masters(parts, plan)
     parts.casts = plan.apply()
     _take_cast(parts, plan, shared_weights)
-    given_weights.say_rounded(plan.rounded, policy)
-    given_weights.say_infinite(plan.infinite, policy)
+    given_weights.warn(plan.rounded, plan.infinite, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
@@ -109,8 +108,7 @@ def attach_together(engines: Sequence[EngineParts], models: Sequence[nn.Module],
     for engine in engines:
         _make_masters(engine, plan)
     handle = plan.apply()
-    given_weights.say_rounded(plan.rounded, policy)
-    given_weights.say_infinite(plan.infinite, policy)
+    given_weights.warn(plan.rounded, plan.infinite, policy)
     for engine in engines:
         _take_cast(engine, plan)
         if named:

@@ -12,10 +12,10 @@ from weakref import ReferenceType, ref
 
 from torch import nn
 
-from ..autocast.call import untraced
 from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, CastInputs
 from ..casting.masters import Fp32Masters
+from ..torch_internals import untraced
 from . import averages
 
 

@@ -50,6 +50,3 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f'optim_wrapper.update_params(loss). Optimizers whose steps have parts of their own, as first_step() and '
             f'second_step() of SAM, train through amp.initialize(model, optimizer) and amp.scale_loss.'
         )
-
-
-__all__ = ['Holder', 'hold']

@@ -158,14 +158,3 @@ def before_post_hooks(optimizer: Optimizer, call: Callable[[], None] | None) -> 
         handle.remove()
     if waiting:
         call()
-
-
-__all__ = [
-    'LateRead',
-    'before_post_hooks',
-    'flagged',
-    'has_pre_hooks',
-    'late_gradients',
-    'mark_harmless',
-    'takes_flag',
-]

@@ -314,17 +314,3 @@ class OverflowMonitor:
         if not known[1]:
             # a later step was waited for
             self._streak, self._unseen = known
-
-
-__all__ = [
-    'COLUMNS',
-    'GRAD_NORM',
-    'LOSS_SCALE',
-    'SKIP',
-    'SKIPS',
-    'STREAK',
-    'Overflow',
-    'OverflowMonitor',
-    'StepResult',
-    'info_of',
-]

@@ -95,6 +95,3 @@ class PassWatch:
         if text in self._open:
             self._open.discard(text)
             logger.warning(f'amp: {self._label} {text}')
-
-
-__all__ = ['PassWatch']

@@ -139,6 +139,3 @@ class AveragedBuffers:
 def _give_back(mean: Tensor, copy: Tensor, flag: Tensor | None) -> None:
     if flag is not None and form_of(mean) == form_of(copy):
         mean.data.copy_(selected(copy, mean, flag))
-
-
-__all__ = ['AveragedBuffers']

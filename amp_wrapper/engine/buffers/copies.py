@@ -243,6 +243,3 @@ def same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
     if tensor is None or form_of(tensor) != form_of(copy):
         return False
     return _bits_of(copy).equal(_bits_of(tensor.detach()))
-
-
-__all__ = ['LARGE', 'BufferGroup', 'LargeBuffer', 'form_of', 'is_tracked', 'same_bits', 'selected']

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...autocast.call import untraced
+from ...torch_internals import untraced
 
 
 @dataclasses.dataclass(slots=True)
@@ -202,6 +202,3 @@ def is_broadcast() -> bool:
     frame = _calling(lambda code: code is DistributedDataParallel.forward.__code__)
     ddp = None if frame is None else frame.f_locals.get('self')
     return isinstance(ddp, DistributedDataParallel) and bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
-
-
-__all__ = ['BufferHook', 'Call', 'Calls', 'HookedModules', 'is_broadcast', 'is_checkpointed']

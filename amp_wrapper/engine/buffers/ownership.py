@@ -42,6 +42,3 @@ def owned_modules(
             yield from visit(child, f'{name}.{key}' if name else key, belongs)
 
     return [found for name, root in roots for found in visit(root, name, True)]
-
-
-__all__ = ['owned_modules']

@@ -192,6 +192,3 @@ class TrackedBuffers:
             if value is not None and copy is not None and value.shape == copy.shape:
                 copy.copy_(value)
                 part.bind(index, self.tensors[place])
-
-
-__all__ = ['TrackedBuffers']

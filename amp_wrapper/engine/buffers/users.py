@@ -195,6 +195,3 @@ class Deciders:
         self._doubt = None
         self._users.clear()
         self.unused.clear()
-
-
-__all__ = ['Deciders', 'User', 'backward']

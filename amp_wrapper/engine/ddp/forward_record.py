@@ -99,6 +99,3 @@ class NoticeDdp(AmpHook):
 
     def __getstate__(self) -> dict[str, Any]:
         return {'ddp': None}
-
-
-__all__ = ['ForwardRecord', 'NoticeDdp', 'State', 'record_of', 'state_of']

@@ -50,7 +50,7 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     kept: dict[int, Tensor] = {}
     for index, (mean, weight) in enumerate(zip(means, sources)):
         # an edit of the weight that nobody announced belongs to the master first
-        fp32_values.agree_on_host(weight)
+        fp32_values.agree(weight)
         exact = fp32_values.fp32_value(weight)
         before = mean.detach().clone()
         mean.data.copy_(weight.data if exact is None else exact)
