@@ -116,8 +116,8 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
             scaled[id(parameter)] = policy
     _seen[optimizer] = count
     # gradients of what initialised optimizers step are in order; an optimizer around another one shares its parameters
-    for parameter in stepped() if scaled else ():
-        scaled.pop(id(parameter), None)
+    for weight in stepped() if scaled else ():
+        scaled.pop(id(weight), None)
     if scaled:
         level = next(iter(scaled.values())).opt_level
         logger.warning(

@@ -27,6 +27,7 @@ from ..engine.attach import attach_together, take_over
 from ..engine.host_read import LateRead
 from ..engine.pass_watch import PassWatch
 from ..errors import AmpAttachError, AmpUsageError
+from ..policy.nested import parameters_of
 from ..policy.policy import Policy
 from . import known_models
 
@@ -362,6 +363,4 @@ def sessions(optimizers: Any = None) -> list[Session]:
 def master_params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     """What an optimizer steps, initialised or not."""
     session = session_of(optimizer)
-    if session is not None:
-        return session.engine(optimizer).master_params()
-    return (parameter for group in optimizer.param_groups for parameter in group['params'])
+    return parameters_of(optimizer) if session is None else session.engine(optimizer).master_params()

@@ -19,13 +19,7 @@ from typing import Any
 
 import torch
 
-from ..policy.fp32_registry import (
-    CALLER,
-    FLOAT32,
-    FP32_OPS,
-    MODEL,
-    Fp32Op,
-)
+from ..policy.fp32_registry import CALLER, FLOAT32, FP32_OPS, MODEL, Fp32Op
 from ..policy.lookup import find, is_function_class, is_module_class, parent_of
 from . import autograd_functions, state
 from .call import CallRule, call, call_by_rule, rule_applies, tensors_in

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
-from ..errors import AmpUsageError
+from ..errors import AmpUsageError, some
 from ..ops.split import join, split
 from ..policy.nested import HALF_TYPES
 
@@ -290,7 +290,11 @@ def bring_together(pairs: Iterable[tuple[Tensor, Master]], refuses: bool = True)
         elif edited:
             weights.append((weight, master))
     if both and refuses:
-        raise both_moved(both)
+        raise AmpUsageError(
+            f'both sides of {some(both)} were written to since they last agreed: the 16-bit weight in the model, and the '
+            f'FP32 master that the optimizer steps (amp.master_params, optimizer.param_groups). One would be lost. Write to one '
+            f'side only, or say which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
+        )
     if masters:
         copy_masters(masters)
     if weights:
@@ -304,13 +308,3 @@ def copy_masters(pairs: Sequence[tuple[Tensor, Master]]) -> None:
     ops.multi_tensor_copy([master.tensor for _, master in pairs], [weight for weight, _ in pairs])
     for weight, master in pairs:
         master.settle(weight)
-
-
-def both_moved(names: Sequence[str]) -> AmpUsageError:
-    """The error for weights that were written to, and whose masters were, too."""
-    shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
-    return AmpUsageError(
-        f'both sides of {shown} were written to since they last agreed: the 16-bit weight in the model, and the FP32 master '
-        f'that the optimizer steps (amp.master_params, optimizer.param_groups). One would be lost. Write to one side only, or '
-        f'say which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
-    )

@@ -8,10 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..errors import AmpAttachError
+from ..errors import AmpAttachError, some
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import Policy, dtype_name
-from .modules import some
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -73,12 +72,12 @@ def warn(rounded: Collection[str], infinite: Collection[str], policy: Policy) ->
             now = 'their FP32 masters begin with the rounded values'
         else:
             now = 'they are stepped without masters'
-        logger.warning(f'amp: {len(rounded)} trainable weights were 16-bit before ({some([*rounded])}): {now}.')
+        logger.warning(f'amp: {len(rounded)} trainable weights were 16-bit before ({some(rounded)}): {now}.')
     if infinite:
         first, *_ = infinite
         logger.warning(
             f'amp: {len(infinite)} buffers have numbers beyond the range of float16, which become infinite: '
-            f'{some([*infinite])}. Where they are more than a mask, keep their modules in FP32: '
+            f'{some(infinite)}. Where they are more than a mask, keep their modules in FP32: '
             f'keep_fp32=[{_module_of(first)!r}].'
         )
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import AmpConfigError, nearest
+from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.lookup import find, is_module_class
 from ..policy.policy import Policy
-from .modules import module_device, some
+from .modules import module_device
 
 #: (qualified name, module) pairs.
 Roots = Sequence[tuple[str, nn.Module]]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..errors import AmpUsageError
-from ..policy.nested import HALF_TYPES, is_frozen_16bit
+from ..errors import AmpUsageError, some
+from ..policy.nested import HALF_TYPES, is_frozen_16bit, parameters_of
 from ..policy.options import is_number
 from ..policy.policy import dtype_name
 from . import fp32_values
@@ -283,10 +283,9 @@ class Fp32Masters(ParamPairs):
     @staticmethod
     def _refuse_unclear(call: str, names: Sequence[str], others: str) -> None:
         if names:
-            shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
             raise AmpUsageError(
-                f'{call}() without names, but the {others} of {shown} were written to as well, and that would be lost. Name '
-                f'what you edited: {call}([...]).'
+                f'{call}() without names, but the {others} of {some(names)} were written to as well, and that would be lost. '
+                f'Name what you edited: {call}([...]).'
             )
 
     def name(self, weight: Tensor) -> str:
@@ -364,8 +363,7 @@ def keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         saved: The state dict.
     """
     keys = [key for group in saved['param_groups'] for key in group['params']]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-    for key, parameter in zip(keys, parameters):
+    for key, parameter in zip(keys, parameters_of(optimizer)):
         for name, value in saved['state'].get(key, {}).items():
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 loaded = optimizer.state[parameter].get(name)

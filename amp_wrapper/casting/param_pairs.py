@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..policy.nested import parameters_of
+
 
 class StepLists:
     """What an optimizer steps, and the model weights behind it, as lists in the order of its groups.
@@ -59,9 +61,7 @@ class ParamPairs:
 
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: FP32 masters where there are any, else the model's own parameters."""
-        if self.optimizer is None:
-            return []
-        return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
+        return [] if self.optimizer is None else parameters_of(self.optimizer)
 
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""

@@ -208,14 +208,11 @@ class CastPlan:
             frozen = any(isinstance(t, nn.Parameter) and id(t) not in trained for t in own)
             for tensor in own:
                 kept = id(tensor) in self._kept_tensors or (norms and isinstance(module, _NORMS))
-                if kept or (not self.policy.casts_model and self.policy.from_16bit and self._is_raised(tensor, frozen)):
+                # what is trained, and buffers of modules in which nothing is frozen and 16-bit
+                trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else not frozen
+                if kept or (trains and not self.policy.casts_model and self.policy.from_16bit):
                     found[id(tensor)] = tensor
         return list(found.values())
-
-    @staticmethod
-    def _is_raised(tensor: Tensor, beside_frozen: bool) -> bool:
-        """At a level with FP32 weights: what is trained, and buffers of modules in which nothing is frozen and 16-bit."""
-        return tensor.requires_grad if isinstance(tensor, nn.Parameter) else not beside_frozen
 
     def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
         kept = id(tensor) in self._kept_tensors or id(tensor) in self._sources

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+_WRAPPERS = (DataParallel, DistributedDataParallel)
+
 
 def plain_names(model: nn.Module) -> dict[str, str]:
     """The names of a state dict without the ``module.`` of wrappers *inside* a model (one DDP for each child, say).
@@ -17,7 +19,8 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     Returns:
         Each name of the model's state dict, and its plain form: the same where nothing is wrapped.
     """
-    wrappers = [name.split('.') for name, module in model.named_modules() if name and _is_wrapper(module)]
+    named = model.named_modules()
+    wrappers = [name.split('.') for name, module in named if name and isinstance(module, _WRAPPERS)]
     names = {}
     # a model may have another signature
     for key in nn.Module.state_dict(model, keep_vars=True):
@@ -60,7 +63,3 @@ def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
         return read(key[len('module.') :]) if key.startswith('module.') and key not in plain else key
 
     return read
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, (DataParallel, DistributedDataParallel))

@@ -12,7 +12,7 @@ Values are of the types that torch, mmengine and NumPy write; nothing is convert
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, some
 from ..policy.options import is_number
 
 #: Longer values are not shown in messages.
@@ -167,8 +167,8 @@ class Record(Schema):
         extra = [key for key in value if key not in self.required and key not in self.optional]
         for keys, text in ((lost, self.missing), (extra, self.unknown)):
             if keys and text:
-                found = some(value, str, 16) or 'nothing'
-                raise AmpCheckpointError(text.format(path=path, keys=some(keys), first=keys[0], found=found))
+                found = some(value, 16) or 'nothing'
+                raise AmpCheckpointError(text.format(path=path, keys=some(keys, 4, repr), first=keys[0], found=found))
         for key, schema in {**self.required, **self.optional}.items():
             if key in value or key in self.required:
                 schema.check(value.get(key), _inside(path, key), show)
@@ -228,12 +228,6 @@ def _error(path: str, value: Any, expected: str, show: bool, text: str) -> AmpCh
     if show and len(shown) <= _SHOWN:
         return AmpCheckpointError(f'{path}={shown} must be {expected}.')
     return AmpCheckpointError(f'{path} must be {expected}: the file is damaged.')
-
-
-def some(keys: Collection[Any], form: Callable[[Any], str] = repr, most: int = 4) -> str:
-    """The first few of many keys, for a message."""
-    shown = ', '.join(map(form, list(keys)[:most]))
-    return shown + (f' and {len(keys) - most} more' if len(keys) > most else '')
 
 
 # -- names, numbers and switches ----------------------------------------------------------------------------------------

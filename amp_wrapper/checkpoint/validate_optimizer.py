@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, some
 from ..policy.options import is_number
 from . import schema
 from .format import SavedAmp
@@ -67,7 +67,7 @@ def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
     unknown = [key for key in state if isinstance(key, int) and key not in parameters]
     if unknown:
         raise AmpCheckpointError(
-            f"'state' has {schema.some(unknown)}, which no parameter group has: the file is damaged."
+            f"'state' has {some(unknown, 4, repr)}, which no parameter group has: the file is damaged."
         )
     for key in parameters:
         schema.MapOf().check(state.get(key, {}), f"'state'[{key}]")

@@ -16,7 +16,7 @@ from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_los
 from ..casting.modules import module_device
 from ..casting.plan import CastHandle, CastPlan
 from ..casting.split_masters import SplitMasters
-from ..errors import AmpAttachError, AmpUsageError
+from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES, EnterObject
@@ -286,9 +286,8 @@ def check_once(engine: EngineParts, names: Mapping[int, str]) -> None:
             twice.append(names.get(id(weight), f'one of shape {tuple(weight.shape)}'))
         seen.add(id(weight))
     if twice:
-        shown = ', '.join(twice[:5]) + (f' and {len(twice) - 5} more' if len(twice) > 5 else '')
         raise AmpAttachError(
-            f'{type(engine.optimizer).__name__} has parameters twice ({shown}): give it each of them once, such as '
+            f'{type(engine.optimizer).__name__} has parameters twice ({some(twice)}): give it each of them once, such as '
             f'{{id(p): p for p in parameters}}.values().'
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import ops
 from ..casting import fp32_values
 from ..casting.param_pairs import StepLists
-from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError
+from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
 from .buffers import snapshots
 from .clipping import GradientClip
@@ -341,8 +341,7 @@ def _raise_streak(parts: EngineParts, streak: int) -> NoReturn:
     named = [(name(p), p) for p in (*params.without_master(), *(master for _, master in params.pairs))]
     # after a fused step they lie where backward put them
     named += [(name(weight), weight) for weight, master in params.pairs if master.grad is None]
-    names = nonfinite_names(named)
-    shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
+    shown = some(nonfinite_names(named), 8)
     scale = parts.scales.describe()
     parts.zero_grad()
     raise OverflowStreakError(

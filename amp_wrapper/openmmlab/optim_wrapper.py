@@ -21,7 +21,6 @@ from ..checkpoint import amp_part
 from ..engine import AmpEngine, held_optimizers
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
-from ..errors import AmpAttachError
 from ..policy import Policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolve import Fp32Names
@@ -390,4 +389,4 @@ _OWN_ARGUMENTS = [name for name in AmpOptimWrapper.__init__.__annotations__ if n
 ROOT_OPTIM_WRAPPERS.register_module(name='TorchAmpOptimWrapper', module=TorchAmpOptimWrapper, force=True)
 ROOT_OPTIM_WRAPPERS.register_module(name='AmpOptimWrapper', module=AmpOptimWrapper, force=True)
 
-__all__ = ['AmpAttachError', 'AmpOptimWrapper', 'TorchAmpOptimWrapper']
+__all__ = ['AmpOptimWrapper', 'TorchAmpOptimWrapper']

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ... import ops
 from ...errors import AmpUsageError
+from ...policy.nested import parameters_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +59,7 @@ class OtherOptimizer:
 
     def weights(self) -> list[nn.Parameter]:
         """What it steps."""
-        return [parameter for group in self._optimizer.param_groups for parameter in group['params']]
+        return parameters_of(self._optimizer)
 
     def share(self, beyond: Sequence[Tensor]) -> Share:
         """As of an engine."""

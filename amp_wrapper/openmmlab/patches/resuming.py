@@ -335,10 +335,5 @@ def name_plainly(runner: Any, checkpoint: dict[str, Any]) -> None:
     """
     state = checkpoint.get('state_dict') if wrappers_of(runner) else None
     if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
-        read = _reader(runner.model, state)
+        read = reader(inner_model(runner.model), [key for key in state if isinstance(key, str)])
         checkpoint['state_dict'] = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
-
-
-def _reader(model: Any, state: Any) -> Callable[[str], str]:
-    names = [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
-    return reader(inner_model(model), names)

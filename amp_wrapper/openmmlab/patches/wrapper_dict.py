@@ -10,6 +10,7 @@ import torch
 from mmengine.optim import OptimWrapperDict
 from torch import nn
 
+from ...policy.nested import parameters_of
 from ..log import log, warn
 from ..wrappers import amp_wrappers
 
@@ -70,10 +71,7 @@ def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
         wrappers: With members of this package, of mmengine, or both.
         model: Wrapped or not.
     """
-    stepped = {
-        name: [parameter for group in member.optimizer.param_groups for parameter in group['params']]
-        for name, member in wrappers.items()
-    }
+    stepped = {name: parameters_of(member.optimizer) for name, member in wrappers.items()}
     inside = {id(parameter) for parameter in model.parameters()}
     for name, member in amp_wrappers(wrappers).items():
         if inside.issuperset(map(id, stepped[name])):

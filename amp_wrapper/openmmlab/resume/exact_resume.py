@@ -15,7 +15,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from mmengine.dist import get_world_size
+from mmengine.dist import all_gather_object, get_world_size
 from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
@@ -200,7 +200,7 @@ class ExactResumeHook(Hook):
             runner: On every rank, right before saving.
         """
         now = self._before_val if self._before_val is not None else rank_states.capture(runner)
-        self._collected = rank_states.gather(self._part(runner, now))
+        self._collected = all_gather_object(self._part(runner, now))
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Add the part of this hook to checkpoints that can be resumed from."""

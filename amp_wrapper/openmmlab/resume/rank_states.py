@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from mmengine.dist import all_gather_object, get_rank, get_world_size
+from mmengine.dist import get_rank, get_world_size
 
 from ...checkpoint import random_state
 from ..log import warn
@@ -54,11 +54,6 @@ def part_of_this_rank(runner: Any, moments: Mapping[str, Any]) -> dict[str, Any]
         # the model part of a file holds those of rank 0; without SyncBN each rank has its own
         statistics = {name: value.detach().cpu().clone() for name, value in _statistics(runner)}
     return {**moments, 'seeds': data_order.seeds_of(_loader(runner)), 'statistics': statistics}
-
-
-def gather(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of all ranks; every rank calls this."""
-    return all_gather_object(part) if get_world_size() > 1 else [part]
 
 
 def restore_statistics(runner: Any, saved: Mapping[str, Any]) -> None:
