@@ -292,8 +292,8 @@ def bring_together(pairs: Iterable[tuple[Tensor, Master]], refuses: bool = True)
     if both and refuses:
         raise AmpUsageError(
             f'both sides of {some(both)} were written to since they last agreed: the 16-bit weight in the model, and the '
-            f'FP32 master that the optimizer steps (amp.master_params, optimizer.param_groups). One would be lost. Write to one '
-            f'side only, or say which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
+            f'FP32 master that the optimizer steps (amp.master_params, optimizer.param_groups). One would be lost. Write to '
+            f'one side only, or say which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
         )
     if masters:
         copy_masters(masters)
