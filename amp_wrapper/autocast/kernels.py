@@ -22,6 +22,7 @@ from .. import torch_internals
 from ..policy.autocast_lists import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from ..policy.nested import CASTABLE
 from . import state
+from .call import tensors_in
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
 
@@ -108,22 +109,12 @@ def _target(rule: OpRule, device_type: str, args: tuple[Any, ...], kwargs: dict[
     if rule.rule == HALF:
         return torch.get_autocast_dtype(device_type)
     if rule.rule == PROMOTE:
-        values = (*args, *kwargs.values())
-        types = {t.dtype for t in _tensors(values) if t.dtype in CASTABLE and t.device.type == device_type}
+        found = tensors_in(args, kwargs)
+        types = {t.dtype for t in found if t.dtype in CASTABLE and t.device.type == device_type}
         return types.pop() if len(types) == 1 else torch.float32
     assert rule.rule == FOLLOW
     written: torch.dtype = args[0].dtype
     return written
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return found
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:

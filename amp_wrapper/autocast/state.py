@@ -82,6 +82,8 @@ class _Thread(threading.local):
         self.overruled = 0
         # open segments that run again
         self.resumed = 0
+        # whether nn.Module._apply of an attached model is under way, which calls it for the children
+        self.in_apply = False
 
 
 thread = _Thread()

@@ -12,7 +12,6 @@ have got.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..autocast import state
 from ..errors import AmpUsageError
 from ..policy.nested import CASTABLE
 from ..policy.policy import Policy, dtype_name
@@ -90,30 +90,21 @@ def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> No
 # -- conversions -------------------------------------------------------------------------------------------------------
 
 
-class _UnderWay(threading.local):
-    """Whether this thread is inside of ``_apply`` of a model, which calls it for its children."""
-
-    inside = False
-
-
-_under_way = _UnderWay()
-
-
 def _wrapped(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(apply)
     def checked_apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        if not _attached or _under_way.inside:
+        if not _attached or state.thread.in_apply:
             return apply(self, fn, *args, **kwargs)
         found = [module for module in self.modules() if module in _attached and module not in _late]
         if not found:
             return apply(self, fn, *args, **kwargs)
         _check(found, fn)
         # children are converted by the same function, which has been checked
-        _under_way.inside = True
+        state.thread.in_apply = True
         try:
             result = apply(self, fn, *args, **kwargs)
         finally:
-            _under_way.inside = False
+            state.thread.in_apply = False
         for module in found:
             for weight in module.parameters(recurse=False):
                 fp32_values.follow_device(weight)

@@ -110,7 +110,7 @@ class CastPlan:
         self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
-            classes = sorted({type(m) for m in self._modules()}, key=_class_name)
+            classes = sorted({type(m) for m in self._modules()}, key=lambda cls: f'{cls.__module__}.{cls.__qualname__}')
             self.ops = OpSet(policy.fp32_ops, classes, casts=self.casts_ops)
 
     @property
@@ -378,7 +378,3 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
     tensor.data = tensor.data.to(dtype)
     tensor.grad = None if grad is None else grad.to(dtype)
-
-
-def _class_name(cls: type) -> str:
-    return f'{cls.__module__}.{cls.__qualname__}'

@@ -32,14 +32,15 @@ _META = Record(
 
 
 def check_parts(file: Any, resume_optimizer: bool = True) -> None:
-    """Whether a file is a training checkpoint at all.
+    """Whether a file is a training checkpoint at all, with epoch, iteration and seed in order.
 
     Args:
         file: What was read.
         resume_optimizer: Whether the optimizer's state is wanted.
 
     Raises:
-        AmpCheckpointError: Names the missing part and what the file seems to be.
+        AmpCheckpointError: Names the missing part and what the file seems to be; or a key of ``meta``, its value and what was
+            expected.
     """
     MapOf().check(file, 'a checkpoint')
     if 'state_dict' not in file and 'model' in file and 'optimizer' in file:
@@ -50,18 +51,7 @@ def check_parts(file: Any, resume_optimizer: bool = True) -> None:
     parts = ('state_dict', 'meta', 'message_hub', *(['optimizer'] if resume_optimizer else []))
     missing = f'it has no key {{keys}} (found: {{found}}), which a training goes on from: {WEIGHTS_ONLY}.'
     Record(dict.fromkeys(parts, ANYTHING), missing=missing).check(file, '')
-
-
-def check_meta(meta: Any) -> None:
-    """Epoch, iteration and seed.
-
-    Args:
-        meta: The part of that name.
-
-    Raises:
-        AmpCheckpointError: Names the key, its value and what was expected.
-    """
-    _META.check(meta, 'meta')
+    _META.check(file['meta'], 'meta')
 
 
 def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: str = '') -> None:

@@ -356,7 +356,8 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Names the key and what was expected.
         """
-        self._engine.check_state_dict(wrapper_state.split(state_dict, self.optimizer, self.inner_count).engine)
+        state, _, _ = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
+        self._engine.check_state_dict(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from our own checkpoints, those of mmengine's stock wrappers or apex's; logs what cannot be kept.
@@ -367,11 +368,11 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
         """
-        saved = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        notes = self._engine.load_state_dict(saved.engine)
-        self._inner_count = saved.inner_count
-        if saved.base is not None:
-            self.base_param_settings = dict(saved.base)
+        state, base, count = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
+        notes = self._engine.load_state_dict(state)
+        self._inner_count = count
+        if base is not None:
+            self.base_param_settings = dict(base)
         label = f'{self.member_name}: ' if self.member_name else ''
         for note in notes:
             self._say(f'amp: {label}{note}')

@@ -51,11 +51,6 @@ def batches_of(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
     return batches
 
 
-def _raise_flag(found_inf: Tensor, bad: Tensor) -> None:
-    # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
-    torch.maximum(found_inf, bad.to(found_inf).view_as(found_inf), out=found_inf)
-
-
 def factor_on(scalar: Tensor, device: torch.device) -> Tensor:
     """A scalar argument on a device, without dimensions."""
     # one element of any shape is allowed, and torch's lists take those without dimensions only
@@ -80,7 +75,9 @@ def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> No
         filled = real_parts([tensors[i] for i in indices if tensors[i].numel() > 0])
         if filled:
             norms = torch._foreach_norm(filled, math.inf)
-            _raise_flag(found_inf, torch.stack([norm.isfinite() for norm in norms]).all().logical_not())
+            bad = torch.stack([norm.isfinite() for norm in norms]).all().logical_not()
+            # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
+            torch.maximum(found_inf, bad.to(found_inf).view_as(found_inf), out=found_inf)
 
 
 def real_parts(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -51,10 +51,6 @@ def _is_scale(value: Any) -> bool:
     return is_number(value) and bool(_SMALLEST_SCALE <= value <= _LARGEST_SCALE)
 
 
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and bool(-math.inf < value < math.inf)
-
-
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
@@ -74,7 +70,7 @@ _WORDS: Mapping[str, Option] = MappingProxyType(
     {
         'init_scale': Option(2.0**16, _is_scale, _SCALE, float),
         'growth_factor': Option(
-            2.0, lambda value: _is_finite(value) and value > 1.0, 'must be above 1.0 and finite', float
+            2.0, lambda value: is_number(value) and 1.0 < value < math.inf, 'must be above 1.0 and finite', float
         ),
         'backoff_factor': Option(
             0.5, lambda value: is_number(value) and 0.0 < value < 1.0, 'must lie between 0.0 and 1.0', float

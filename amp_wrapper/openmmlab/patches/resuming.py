@@ -139,7 +139,6 @@ def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
 
 def _check_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
     validate.check_parts(file, resume_optimizer)
-    validate.check_meta(file['meta'])
     model = inner_model(runner.model)
     state = file['state_dict']
     validate.check_model(state, model)

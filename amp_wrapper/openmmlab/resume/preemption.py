@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ...checkpoint import file as checkpoint_file
 from ...errors import AmpConfigError
+from ...policy.options import is_whole
 from ...registry import HOOKS
 from ..patches.saving import PREEMPTED, collect_states, is_local, mark_save
 from .data_order import restart_iterator
@@ -71,7 +72,7 @@ class PreemptionHook(Hook):
         for name in names:
             if name not in signal.Signals.__members__ or name in ('SIGKILL', 'SIGSTOP'):
                 problems.append(f"signals={name!r} is no signal that can be caught: write 'SIGTERM' or 'SIGUSR1', say.")
-        if not isinstance(exit_code, int) or isinstance(exit_code, bool) or not 0 <= exit_code <= 255:
+        if not is_whole(exit_code, 0, 256):
             problems.append(f'exit_code={exit_code!r} must be a whole number from 0 to 255.')
         if problems:
             raise AmpConfigError(problems)
