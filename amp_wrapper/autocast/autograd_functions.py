@@ -16,7 +16,7 @@ from .call import Copies, autocast_off, devices_of, is_narrow, narrowed, tensors
 _MARK = '_amp_wrapper_fp32'
 _WRAPPED = '_amp_wrapper_backward'
 
-#: Tells whether, and how, a function is to run in FP32 at this moment.
+#: Returns the rule by which a function runs in FP32 at this moment; None where it does not.
 ActiveOp = Callable[[], 'Fp32Op | None']
 
 

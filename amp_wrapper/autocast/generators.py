@@ -52,7 +52,7 @@ class _Surroundings:
             with regions.resumed(self._active):
                 yield
         finally:
-            # a block that is open at a yield is the body's own affair
+            # the body may have an autocast block open at a yield: it finds that again
             self._autocast = _autocast_now()
             _set_autocast(callers)
             torch.autocast_decrement_nesting()

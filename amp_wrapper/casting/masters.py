@@ -236,7 +236,7 @@ class Fp32Masters(ParamPairs):
         return [self.name(weight) for (weight, _), differs in zip(chosen, flags) if differs]
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
-        """Somebody says that weights were edited, through ``.data`` perhaps: as :meth:`refresh`. Syncs.
+        """Take up edits of weights, also those through ``.data``, as :meth:`refresh` does. Syncs.
 
         Args:
             tensors: The edited weights; all by default.
@@ -260,7 +260,7 @@ class Fp32Masters(ParamPairs):
         return self.refresh(weight for weight in self._weights if id(weight) in wanted)
 
     def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
-        """Somebody says that masters were edited, through ``.data`` perhaps: their weights follow. No host read.
+        """Copy edited masters to their weights, also after edits through ``.data``. No host read.
 
         Args:
             tensors: The edited masters; all by default.

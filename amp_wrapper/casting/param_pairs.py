@@ -133,7 +133,7 @@ class ParamPairs:
         """Weights and masters agree now: take them as they are."""
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
-        """Somebody says that weights were edited, through ``.data`` perhaps: FP32 values follow. Syncs.
+        """Take up edits of weights, also those through ``.data``, in their FP32 values. Syncs.
 
         Args:
             tensors: The edited weights; all by default.
@@ -142,18 +142,18 @@ class ParamPairs:
             The names of those that differed from their FP32 value.
 
         Raises:
-            AmpUsageError: It is not clear which side counts.
+            AmpUsageError: Masters may have been edited as well, and it is not clear which value counts.
         """
         return []
 
     def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
-        """Somebody says that masters were edited, through ``.data`` perhaps: their weights follow. No host read.
+        """Copy edited masters to their weights, also after edits through ``.data``. No host read.
 
         Args:
             tensors: The edited masters; all by default.
 
         Raises:
-            AmpUsageError: It is not clear which side counts.
+            AmpUsageError: Weights may have been edited as well, and it is not clear which value counts.
         """
 
     def refresh(self) -> list[str]:

@@ -114,7 +114,7 @@ class SplitMasters(ParamPairs):
         return [weight for weight, held in self._held.values() if held.is_stale(weight) and weight.dtype in HALF_TYPES]
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
-        """Somebody says that weights were edited, through ``.data`` perhaps: their remainders become zero.
+        """Take up edits of weights, also those through ``.data``: their remainders become zero.
 
         Args:
             tensors: The edited weights.
@@ -123,7 +123,7 @@ class SplitMasters(ParamPairs):
             The names of those that are split.
 
         Raises:
-            AmpUsageError: ``tensors`` is None: nothing tells the edited weights from the others, which would be rounded.
+            AmpUsageError: ``tensors`` is None: the edited weights cannot be found, and all others would be rounded.
         """
         if tensors is None:
             raise AmpUsageError(

@@ -68,7 +68,7 @@ class Content:
 
 
 def identify(file: Any) -> Content:
-    """Tell what kind of file this is, and validate it.
+    """Find out what kind of file this is, and validate it.
 
     Args:
         file: As it was read; not changed.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Reviewer(Protocol):
-    """Is given the rows of steps that the host has not read, once the log has brought them over."""
+    """Is given the rows of steps that the host had not read, once the log has copied them to the host."""
 
     def review(self, rows: Sequence[Sequence[float]], /) -> None:
         """Look at rows of numbers, in the order of their steps."""

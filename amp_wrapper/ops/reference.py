@@ -159,8 +159,8 @@ def multi_tensor_axpby(
         a: float32 scalar, or None for 1.
         b: float32 scalar, or None for 1.
         found_inf: float32 scalar set to 1.0 where a checked element is non-finite, in place; None to skip the check.
-        check_x: Whether the flag speaks of the xs.
-        check_y: Whether it speaks of the ys.
+        check_x: Whether the xs are checked.
+        check_y: Whether the ys are.
 
     Raises:
         ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.

@@ -49,7 +49,7 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     waiting: dict[int, Tensor] = hook.__dict__.pop('_amp_exact_averages', {})
     kept: dict[int, Tensor] = {}
     for index, (mean, weight) in enumerate(zip(means, sources)):
-        # an edit of the weight that nobody announced belongs to the master first
+        # an edit of the weight has to reach the master first
         fp32_values.agree(weight)
         exact = fp32_values.fp32_value(weight)
         before = mean.detach().clone()

@@ -25,7 +25,7 @@ from ...errors import AmpCheckpointError
 from ..log import warn
 from ..wrappers import inner_model, wrappers_of
 
-#: The checkpoint of a run that was told to stop; the next regular one takes its place.
+#: The checkpoint that a signal to stop has caused; the next regular one replaces it.
 PREEMPTED = 'preempted.pth'
 #: Where a checkpoint keeps the paths that were due to be deleted when it was written.
 WAITING = 'amp_waiting_removals'
