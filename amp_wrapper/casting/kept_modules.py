@@ -46,15 +46,15 @@ def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) ->
                 if hit:
                     named.add(id(module))
                     unmatched.discard(item)
-    problems = []
-    for item in sorted(unmatched, key=str):
-        label = item if isinstance(item, str) else item.__name__
-        problems.append(
-            f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. '
-            f'The model has {some(names or sorted(classes))}.'
+    labels = [item if isinstance(item, str) else item.__name__ for item in sorted(unmatched, key=str)]
+    if labels:
+        known = some(names or sorted(classes))
+        raise AmpConfigError(
+            [
+                f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. The model has {known}.'
+                for label in labels
+            ]
         )
-    if problems:
-        raise AmpConfigError(problems)
     return named
 
 

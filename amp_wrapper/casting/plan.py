@@ -83,7 +83,6 @@ class CastPlan:
         self._average = (AveragedModel, *average) if policy.casts_model else ()
         self._cast_modules: list[nn.Module] = []
         self._kept_modules: list[tuple[nn.Module, bool, bool]] = []
-        self._named: set[int] = set()
         self._classes: tuple[type[nn.Module], ...] = ()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()

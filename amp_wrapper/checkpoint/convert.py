@@ -157,14 +157,8 @@ def to_weights(
             result[name] = value
             continue
         target = torch.float32 if dtype == torch.float16 and name.rpartition('.')[2] in _STATISTICS else dtype
-        key = (
-            value.untyped_storage().data_ptr(),
-            value.storage_offset(),
-            value.shape,
-            value.stride(),
-            value.dtype,
-            target,
-        )
+        memory = value.untyped_storage().data_ptr(), value.storage_offset()
+        key = (*memory, value.shape, value.stride(), value.dtype, target)
         if key not in cast:
             cast[key] = value.to(target)
             if (cast[key].isinf() & value.isfinite()).any():

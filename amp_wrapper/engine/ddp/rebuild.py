@@ -14,29 +14,17 @@ from ... import torch_internals
 from .forward_record import record_of
 
 # arguments of DDP's constructor that it keeps under their names
-_ARGUMENTS = (
-    *(
-        'device_ids',
-        'output_device',
-        'dim',
-        'process_group',
-        'broadcast_buffers',
-        'forward_sync_buffers',
-        'static_graph',
-    ),
-    *('find_unused_parameters', 'gradient_as_bucket_view', 'skip_all_reduce_unused_params', 'batched_grad_copy'),
-)
+_ARGUMENTS = """
+    device_ids output_device dim process_group broadcast_buffers forward_sync_buffers static_graph find_unused_parameters
+    gradient_as_bucket_view skip_all_reduce_unused_params batched_grad_copy
+"""
 # what nn.Module.__init__ makes anew, and DDP's constructor calls it
 _MODULE_FIELDS = tuple(nn.Module().__dict__)
 # what DDP's constructor makes anew, and no argument of it sets
-_DDP_FIELDS = (
-    '_join_config',
-    '_ddp_sink_clone',
-    '_divide_by_initial_world_size',
-    'device_mesh',
-    'require_backward_grad_sync',
-    'require_forward_param_sync',
-)
+_DDP_FIELDS = """
+    _join_config _ddp_sink_clone _divide_by_initial_world_size device_mesh require_backward_grad_sync
+    require_forward_param_sync
+"""
 
 
 def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -131,7 +119,7 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     del ddp.reducer, before['reducer']
     del ddp.logger, before['logger']
     DistributedDataParallel.__init__(ddp, ddp.module, **settings)
-    for name in (*_MODULE_FIELDS, *_DDP_FIELDS):
+    for name in (*_MODULE_FIELDS, *_DDP_FIELDS.split()):
         if name in before:
             ddp.__dict__[name] = before[name]
     for hook, state in comm_hooks:
@@ -154,7 +142,7 @@ def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
 def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
     """The arguments that a DDP was made with, as far as this torch knows them."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    settings = {name: getattr(ddp, name) for name in _ARGUMENTS if name in known and hasattr(ddp, name)}
+    settings = {name: getattr(ddp, name) for name in _ARGUMENTS.split() if name in known and hasattr(ddp, name)}
     if 'forward_sync_buffers' in settings:
         # its other name
         settings.pop('broadcast_buffers', None)
