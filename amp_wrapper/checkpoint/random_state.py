@@ -49,7 +49,7 @@ def restore(states: Mapping[str, Any], generators: Iterable[torch.Generator] = (
     """Set the generators to states of :func:`capture`.
 
     Args:
-        states: That :data:`STATES` describes.
+        states: That :func:`check` has taken.
         generators: In the order they were captured in.
 
     Returns:
@@ -76,6 +76,19 @@ def restore(states: Mapping[str, Any], generators: Iterable[torch.Generator] = (
     for generator, state in zip(mine, states['generators']):
         generator.set_state(state.cpu())
     return notes
+
+
+def check(states: Any, name: str) -> None:
+    """Validate saved states, applying nothing.
+
+    Args:
+        states: From a checkpoint.
+        name: How messages call it.
+
+    Raises:
+        AmpCheckpointError: Names the key and what was expected.
+    """
+    STATES.check(states, name, show=False)
 
 
 def _words(count: int) -> schema.Is:
