@@ -60,8 +60,8 @@ class Counter(TorchDispatchMode):
     cannot avoid, given that each of them goes through memory.
 
     Two operations do other things than their schemas say. torch's fused optimizers write gradients where they unscale
-    them alone. Our
-    fused ones leave a partner that is the parameter itself alone, only write a 16-bit one, and read and write a remainder.
+    them alone. Our fused ones leave a partner that is the parameter itself alone, only write a 16-bit one, and read and
+    write a remainder.
 
     Args:
         host: Addresses of tensors that are on the host on every device, whose reads wait for nothing.

@@ -107,11 +107,7 @@ class LeaveRegion(AmpHook):
     """
 
     def __init__(
-        self,
-        kind: str,
-        dtype: torch.dtype | None = None,
-        enter: EnterObject | None = None,
-        gives_back: bool = False,
+        self, kind: str, dtype: torch.dtype | None = None, enter: EnterObject | None = None, gives_back: bool = False
     ) -> None:
         self.kind = kind
         self.dtype = dtype
@@ -161,10 +157,7 @@ def run_in_fp32(module: nn.Module, gives_back: bool) -> None:
 
 
 def autocast_forward(
-    module: nn.Module,
-    dtype: torch.dtype,
-    outputs: torch.dtype = torch.float32,
-    enter: EnterObject | None = None,
+    module: nn.Module, dtype: torch.dtype, outputs: torch.dtype = torch.float32, enter: EnterObject | None = None
 ) -> None:
     """Put :class:`torch.autocast` around every forward of ``module``; :func:`.strip_hooks` takes it off.
 

@@ -299,8 +299,7 @@ SETTING = _number('a number', _fits_float32)
 NOT_NEGATIVE = _number('a number of at least 0', lambda value: _fits_float32(value) and value >= 0)
 #: A counter of a schedule, of any type; it begins at -1.
 COUNTER = _number(
-    'a whole number of at least -1',
-    lambda value: math.isfinite(value) and float(value).is_integer() and value >= -1,
+    'a whole number of at least -1', lambda value: math.isfinite(value) and float(value).is_integer() and value >= -1
 )
 POSITIVE = Is(
     'a positive finite number that float32 can hold',

@@ -141,10 +141,7 @@ def _maxima(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def multi_tensor_scale_l2norm(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> Tensor:
     """``target = source * scale`` and the Euclidean norm of the sources in one pass, with the bits of the two ops apart.
 

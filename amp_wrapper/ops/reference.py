@@ -88,10 +88,7 @@ def real_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def multi_tensor_scale(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> None:
     """``target = source * scale``, with a non-finite flag.
 

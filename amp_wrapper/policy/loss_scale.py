@@ -60,10 +60,7 @@ _COUNT = 'must be a whole number of at least 1'
 _BOUND = Option(None, optional(_is_scale), _SCALE, _float)
 #: The bounds of a dynamic scale, as arguments of their own.
 BOUNDS: Mapping[str, Option] = MappingProxyType(
-    {
-        'min_loss_scale': _BOUND,
-        'max_loss_scale': dataclasses.replace(_BOUND, default=DEFAULT_MAX_LOSS_SCALE),
-    }
+    {'min_loss_scale': _BOUND, 'max_loss_scale': dataclasses.replace(_BOUND, default=DEFAULT_MAX_LOSS_SCALE)}
 )
 #: The keys of a ``loss_scale`` that is a dict: the words of :class:`torch.amp.GradScaler`, and ours.
 _WORDS: Mapping[str, Option] = MappingProxyType(

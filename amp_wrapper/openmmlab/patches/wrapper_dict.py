@@ -46,13 +46,13 @@ def _log_scale_problems(name: str, member: Any, others: Mapping[str, Any]) -> No
         warn(
             f"{stock[0]} is mmengine's {type(others[stock[0]]).__name__}: gradients that its loss brings to the "
             f'parameters of {name} are not on their loss scale. Detach them, or use AmpOptimWrapper with '
-            f"opt_level='O0' in its place.",
+            f"opt_level='O0' in its place."
         )
     if half and not has_scale and member.policy.enabled:
         # small gradients are lost, and overflows unseen, on their way through float16 modules of others
         log(
             f'{name} has no loss scale: if its loss flows back through {half[0]}, which computes in '
-            f"float16, write loss_scale='dynamic' for {name}, too",
+            f"float16, write loss_scale='dynamic' for {name}, too"
         )
 
 
