@@ -251,7 +251,7 @@ def watch_buffers(
     leave: tuple[type, ...] = (),
     foreign: Iterable[Tensor] = (),
 ) -> None:
-    """Where steps may be skipped, their forward calls' changes of buffers are given back."""
+    """Restore buffers after skipped steps from now on, where steps may be skipped."""
     if parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
         return
     others = list(foreign)

@@ -239,7 +239,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._engine.masters_changed(tensors)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """As of mmengine's wrapper. The weights are final by now, so the model is cast here."""
+        """As mmengine's wrapper does, and cast the model: its weights were initialised or loaded by now."""
         super().initialize_count_status(model, init_counts, max_counts)
         self._attach_all(model)
 

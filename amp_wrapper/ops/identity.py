@@ -19,7 +19,7 @@ Column = tuple[Sequence[Mapping[str, Any]], str, Sequence[Any]]
 
 
 def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects in the same order. ``==`` of tensors would compare numbers, and read them."""
+    """Whether two lists hold the same objects in the same order. ``==`` would compare the tensors' values, and sync."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 

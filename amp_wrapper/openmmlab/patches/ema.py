@@ -22,7 +22,7 @@ from ..wrappers import wrappers_of
 
 
 def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """For ``BaseAveragedModel.__init__``."""
+    """Replaces ``BaseAveragedModel.__init__``: the copy of a cast model becomes FP32, with the values of the masters."""
     original(average, model, *args, **kwargs)
     if restore_fp32_copy(average.module, model) and average.update_buffers:
         # these were live references into the copy before it became FP32
@@ -30,14 +30,14 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
-    """For ``BaseAveragedModel.update_parameters``."""
+    """Replaces ``BaseAveragedModel.update_parameters``: averages the FP32 values of a cast model."""
     with snapshots.averaging(average.module, model):
         original(average, averages.Fp32View(model) if is_cast(model) else model)
 
 
 @torch.no_grad()
 def swap_parameters(original: Callable[..., None], hook: Any) -> None:
-    """For ``EMAHook._swap_ema_parameters``."""
+    """Replaces ``EMAHook._swap_ema_parameters``: swaps the average with the masters, so that both come back bit for bit."""
     average, source = hook.ema_model.module, hook.src_model
     if not is_cast(source):
         original(hook)
@@ -86,7 +86,7 @@ def check_runner(runner: Any) -> None:
 
 
 def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any, checkpoint: dict[str, Any]) -> None:
-    """For ``EMAHook.after_load_checkpoint``."""
+    """Replaces ``EMAHook.after_load_checkpoint``: makes an average that is missing, and gives the weights its names."""
     if not hasattr(hook, 'ema_model'):
         # FlexibleRunner loads before it calls before_run, which would make the average anew
         check_runner(runner)

@@ -244,7 +244,7 @@ def resume(
     resume_param_scheduler: bool = True,
     **kwargs: Any,
 ) -> None:
-    """For ``resume`` of runners."""
+    """Replaces ``resume`` of runners: the whole file is validated before any of it is applied."""
     length = None
     if wrappers_of(runner) and _is_local_file(filename):
         length = _epoch_length(validate_file(runner, filename, resume_optimizer, resume_param_scheduler))
@@ -297,7 +297,7 @@ def _revise_keys(model: Any) -> list[tuple[str, str]]:
 
 
 def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
-    """For ``load_checkpoint`` of runners."""
+    """Replaces ``load_checkpoint`` of runners: compares checksums, and cuts only a real ``module.`` off names."""
     if not wrappers_of(runner):
         return original(runner, filename, *args, **kwargs)
     if _is_local_file(filename) and not _ours.get():
@@ -310,14 +310,14 @@ def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *a
 
 
 def load_through_strategy(original: Callable[..., Any], strategy: Any, filename: str, **kwargs: Any) -> Any:
-    """For ``SingleDeviceStrategy.load_checkpoint``."""
+    """Replaces ``SingleDeviceStrategy.load_checkpoint``: cuts only a real ``module.`` off names."""
     if _ours.get():
         kwargs.setdefault('revise_keys', _revise_keys(strategy.model))
     return original(strategy, filename, **kwargs)
 
 
 def load_local_file(original: Callable[..., Any], filename: str, map_location: Any) -> Any:
-    """In place of the loader that mmengine has registered for local files."""
+    """Replaces mmengine's loader for local files: runs no code from a file, and raises typed errors."""
     if _ours.get():
         # typed errors, and no code is run even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let it
         return checkpoint_file.load(Path(filename).expanduser(), map_location, check=False)

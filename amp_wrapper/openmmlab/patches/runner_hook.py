@@ -36,20 +36,21 @@ class AmpRunnerHook(Hook):
 
 
 def register_hooks(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``register_hooks`` of runners."""
+    """Replaces ``register_hooks`` of runners: registers :class:`AmpRunnerHook` as well."""
     original(runner, *args, **kwargs)
     give_hook(runner)
 
 
 def load_or_resume(original: Callable[..., None], runner: Any) -> None:
-    """For ``load_or_resume`` of runners."""
+    """Replaces ``load_or_resume`` of runners: chooses the newest complete file where none is named."""
     give_hook(runner)
     if resuming.choose_file(runner):
         original(runner)
 
 
 def give_hook(runner: Any) -> None:
-    """Register the hook, once; a runner may be older than our patches, which come with the scope of a type in its config.
+    """Register :class:`AmpRunnerHook`, once. A runner may be older than the patches: mmengine imports the package only when it
+    builds a type of it.
 
     Args:
         runner: Calls no hook at the moment.

@@ -53,7 +53,7 @@ def _saving(runner: Any, meta: Mapping[str, Any]) -> Iterator[None]:
 
 
 def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``save_checkpoint`` of runners."""
+    """Replaces ``save_checkpoint`` of runners: buffers are settled first, and the caller's ``meta`` is kept."""
     given = kwargs.get('meta')
     if isinstance(given, dict):
         # mmengine writes into it
@@ -102,7 +102,7 @@ def write_whole_file(
     file_client_args: Any = None,
     backend_args: Any = None,
 ) -> None:
-    """For mmengine's function ``save_checkpoint``."""
+    """Replaces mmengine's function ``save_checkpoint``: local files are written whole or not at all."""
     if _given_meta.get() is None or file_client_args is not None or not is_local(filename, backend_args):
         original(checkpoint, filename, file_client_args, backend_args)
         return
@@ -116,7 +116,7 @@ _warned = False
 
 
 def _warn_if_unreadable(path: str) -> None:
-    """Found out now, not when the run is to be resumed."""
+    """Read a new file back, once, so that a warning comes now and no error when the run is resumed."""
     global _warned
     if _warned:
         return
@@ -131,7 +131,7 @@ def _warn_if_unreadable(path: str) -> None:
 
 
 def save_with_step(original: Callable[..., None], hook: Any, runner: Any, step: int, meta: dict[str, Any]) -> None:
-    """For ``CheckpointHook._save_checkpoint_with_step``."""
+    """Replaces ``CheckpointHook._save_checkpoint_with_step``: gathers states of all ranks, and deletes old files last."""
     collect_states(runner)
     if not wrappers_of(runner):
         original(hook, runner, step, meta)
@@ -144,13 +144,13 @@ def save_with_step(original: Callable[..., None], hook: Any, runner: Any, step: 
 
 
 def save_best(original: Callable[..., None], hook: Any, runner: Any, metrics: dict[str, Any]) -> None:
-    """For ``CheckpointHook._save_best_checkpoint``."""
+    """Replaces ``CheckpointHook._save_best_checkpoint``: deletes the old file last."""
     with _removals_after(hook, runner):
         original(hook, runner, metrics)
 
 
 def publish_model(original: Callable[..., None], hook: Any, runner: Any, ckpt_path: str) -> None:
-    """For ``CheckpointHook._publish_model``."""
+    """Replaces ``CheckpointHook._publish_model``: published files are written whole or not at all."""
     with _saving(runner, {}):
         original(hook, runner, ckpt_path)
 

@@ -22,7 +22,7 @@ def _moving(schedulers: Any, wrapper: Any) -> Any:
 
 
 def after_train_iter(original: Callable[..., None], hook: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``ParamSchedulerHook.after_train_iter``."""
+    """Replaces ``ParamSchedulerHook.after_train_iter``: after a skipped step, schedules of iterations may stay."""
     schedulers = runner.param_schedulers
     runner.param_schedulers = _moving(schedulers, runner.optim_wrapper)
     try:

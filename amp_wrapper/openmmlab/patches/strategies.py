@@ -17,7 +17,7 @@ from ..wrappers import amp_wrappers, wrappers_of
 
 
 def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> None:
-    """For ``Runner._maybe_compile``."""
+    """Replaces ``Runner._maybe_compile``: refuses ``torch.compile`` at the levels that compute in 16-bit."""
     for wrapper in wrappers_of(runner).values() if runner.cfg.get('compile') else ():
         if wrapper.policy.runs_16_bit:
             raise AmpConfigError(
@@ -30,7 +30,7 @@ def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> No
 
 
 def build_optim_wrapper(original: Callable[..., Any], strategy: Any, optim_wrapper: Any, model: Any = None) -> Any:
-    """For ``build_optim_wrapper`` of strategies."""
+    """Replaces ``build_optim_wrapper`` of strategies: refuses those that shard, and compiled models."""
     _check_strategy(strategy, optim_wrapper)
     wrapper = original(strategy, optim_wrapper, model)
     _check_strategy(strategy, wrapper)
@@ -51,7 +51,7 @@ def _check_strategy(strategy: Any, wrapper: Any) -> None:
 
 
 def register_deepspeed_optimizers(original: Callable[[], list[str]]) -> list[str]:
-    """For mmengine's function of that name, which registers ``FusedAdam`` without ``force``."""
+    """Replaces mmengine's function of that name, which fails where ``FusedAdam`` is registered: takes ours out meanwhile."""
     ours = OPTIMIZERS.module_dict.get('FusedAdam')
     if ours is not FusedAdam:
         return original()

@@ -19,7 +19,7 @@ _dicts: weakref.WeakKeyDictionary[Any, weakref.ref[OptimWrapperDict]] = weakref.
 
 
 def introduce_members(original: Callable[..., None], wrappers: Any, **members: Any) -> None:
-    """For ``OptimWrapperDict.__init__``."""
+    """Replaces ``OptimWrapperDict.__init__``: each member of this package is given its name and the other members."""
     original(wrappers, **members)
     for member in members.values():
         _dicts[member] = weakref.ref(wrappers)
@@ -59,7 +59,7 @@ def _log_scale_problems(name: str, member: Any, others: Mapping[str, Any]) -> No
 def initialize_count_status(
     original: Callable[..., None], wrappers: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """For ``OptimWrapperDict.initialize_count_status``."""
+    """Replaces ``OptimWrapperDict.initialize_count_status``: attaches all members to the model."""
     original(wrappers, model, *args, **kwargs)
     attach_members(wrappers, model)
 
