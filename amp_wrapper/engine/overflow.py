@@ -165,7 +165,7 @@ class Overflow:
             if self.used[index]:
                 self.found(index).fill_(value)
         if of_others is not None:
-            self.add_of_others(torch.full((), of_others, device=self._device), False)
+            self.add_of_others(torch.full((), float(of_others), device=self._device), False)
 
 
 @dataclasses.dataclass(frozen=True)
