@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from ..engine.ddp.reducers import has_several_processes
 from ..policy import OPTIONS
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolve import Fp32Names
@@ -139,7 +138,8 @@ def initialize(  # type: ignore[misc]
         amp_arguments.check_models(model_list, policy)
         if not model_list:
             policy = amp_arguments.of_known_models(policy, optimizer_list, given)
-        if has_several_processes() and torch.distributed.get_rank() != 0:
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_rank() != 0:
             # rank 0 prints for all
             policy = dataclasses.replace(policy, verbosity=0)
         session = Session(policy, model_list, optimizer_list)

@@ -31,7 +31,7 @@ from torch.nn.modules import module as torch_module
 from ... import torch_internals
 from . import hooks
 from .averages import AveragedBuffers
-from .copies import is_tracked
+from .copies import LARGE, is_tracked
 from .hooks import Call, Calls, HookedModules
 from .ownership import owned_modules
 from .tracked import TrackedBuffers
@@ -395,3 +395,6 @@ def settle() -> None:
     """Somebody is about to save models: :meth:`BufferSnapshots.settle` for all."""
     for snapshots in _all():
         snapshots.settle()
+
+
+__all__ = ['LARGE', 'BufferSnapshots', 'are_several', 'averaging', 'settle', 'settle_step']
