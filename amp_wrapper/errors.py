@@ -7,7 +7,9 @@ any state changes, unless its docstring says otherwise.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import islice
+from typing import Any
 
 
 class AmpError(Exception):
@@ -80,6 +82,12 @@ class OverflowStreakError(AmpError, RuntimeError):
 
 class NonfiniteError(AmpError, RuntimeError):
     """A forward pass gave infinities or NaN, and somebody asked to stop there."""
+
+
+def some(names: Collection[Any], most: int = 5, form: Callable[[Any], str] = str) -> str:
+    """The first few of many names, for a message: ``'a, b and 3 more'``."""
+    shown = ', '.join(map(form, islice(names, most)))
+    return f'{shown} and {len(names) - most} more' if len(names) > most else shown
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

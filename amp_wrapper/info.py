@@ -1,4 +1,4 @@
-"""What runs here: ``python -m amp_wrapper.info`` prints it, ``--json`` for programs.
+"""Reports the installation: ``python -m amp_wrapper.info`` prints it, ``--json`` for programs.
 
 Versions, devices, what serves each op on each device, how the compiled library was built or why there is none, and the
 environment variables that change any of it. Works without mmengine and without the library.

@@ -23,7 +23,7 @@ COUNTS_BROADCASTS = tuple(int(number) for number in torch.__version__.split('.')
 def graph_task_id() -> int:
     """Which backward pass runs on this thread; -1 for none.
 
-    torch.autograd.graph tells public code the current node at most. In every version since 2.1.
+    torch.autograd.graph gives public code the current node at most. In every version since 2.1.
     """
     return torch._C._current_graph_task_id()
 
@@ -39,7 +39,7 @@ def in_function_transform() -> bool:
 def has_kernel(op: str, key: str) -> bool:
     """Whether the dispatcher has a kernel of its own for an op at a dispatch key, such as 'AutocastCPU'.
 
-    ``torch.library`` registers kernels, but does not tell which there are. In every version since 1.8.
+    ``torch.library`` registers kernels, but has no list of them. In every version since 1.8.
 
     Args:
         op: With its namespace, such as 'aten::exp'.

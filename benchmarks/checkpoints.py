@@ -50,7 +50,7 @@ def by_mmengine(checkpoint: Any, path: Path) -> None:
 
 
 def resumed(path: Path) -> None:
-    """What a resume reads: checksums, the judged file (mapped), the file that is applied."""
+    """What a resume reads: checksums, the file that is validated (mapped), the file that is applied."""
     checkpoint_file.verify(path)
     checkpoint_file.load(path, check=False, mmap=True)
     checkpoint_file.load(path, check=False)

@@ -27,7 +27,7 @@ from pathlib import Path
 from .gpu_stages import ROOT, STAGES, Job, Step, missing, steps
 
 RESULTS = ROOT / 'benchmarks' / 'results'
-#: Seconds for a stage: machines are lent for commands of ten minutes.
+#: Seconds for a stage, which has to end within ten minutes.
 BUDGET = 530
 PASSED, FAILED, LATE, SKIPPED = 'passed', 'failed', 'out of time', 'skipped'
 
@@ -242,8 +242,8 @@ def main(words: Sequence[str] | None = None) -> int:
                 if result.stat().st_mtime >= begun:
                     shutil.copy(result, args.out / result.name)
     print('== summary')
-    for stage, status, told in summary:
-        print(f'{stage:<12}{status:<10}{told}')
+    for stage, status, line in summary:
+        print(f'{stage:<12}{status:<10}{line}')
     return 1 if any(status == FAILED for _, status, _ in summary) else 0
 
 

@@ -1,7 +1,7 @@
 """The optimizer step, side by side: ``python -m benchmarks.step [--models resnet50 swin_t] [--write] [--device cuda]``.
 
 Everything between the end of backward and updated weights: unscaling, overflow check, clipping, update, model copy, loss scale.
-Every way takes it from gradients that a backward pass has just brought, on the parameters of a model, by turns in one run: this
+Every way begins with fresh gradients of a backward pass, on the parameters of a model, by turns in one run: this
 package with its own and with torch's optimizers, mmengine's stock wrapper, torch.amp, sequences of torch operations that mean
 the same as O2, and the fused optimizers of apex and TransformerEngine where they are installed.
 

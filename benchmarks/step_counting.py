@@ -59,8 +59,9 @@ class Counter(TorchDispatchMode):
     operation over a temporary of its own is not counted, and cache misses are not: the sum is what the sequence of operations
     cannot avoid, given that each of them goes through memory.
 
-    Two operations are not told by their schemas. torch's fused optimizers write gradients only where they unscale them. Our
-    fused ones leave a partner that is the parameter itself alone, only write a 16-bit one, and read and write a remainder.
+    Two operations do other things than their schemas say. torch's fused optimizers write gradients where they unscale
+    them alone. Our fused ones leave a partner that is the parameter itself alone, only write a 16-bit one, and read and
+    write a remainder.
 
     Args:
         host: Addresses of tensors that are on the host on every device, whose reads wait for nothing.

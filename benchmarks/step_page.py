@@ -200,7 +200,7 @@ def targets(blocks: Sequence[Block]) -> list[str]:
     for block in blocks:
         fused = block.fused('half')
         if block.parameters < 2e7:
-            # the targets are told for lists of models
+            # the targets are for lists of models
             continue
         if device.type == 'cpu':
             rows = [row for row in block.taken('half') if row.way.name.startswith(BEST_OF)]

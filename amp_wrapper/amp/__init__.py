@@ -138,9 +138,9 @@ def initialize(  # type: ignore[misc]
         amp_arguments.check_models(model_list, policy)
         if not model_list:
             policy = amp_arguments.of_known_models(policy, optimizer_list, given)
-        first = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        if not first and torch.distributed.get_rank() != 0:
-            # one voice for all ranks
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if distributed and torch.distributed.get_rank() != 0:
+            # rank 0 prints for all
             policy = dataclasses.replace(policy, verbosity=0)
         session = Session(policy, model_list, optimizer_list)
         amp_arguments.print_options(policy, given, session)
@@ -161,7 +161,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and looked at. No host read.
+    """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and checked. No host read.
 
     .. code-block:: python
 
@@ -175,14 +175,14 @@ def scale_loss(
 
     Args:
         loss: Floating tensor of any shape, mostly a scalar.
-        optimizers: Every optimizer for which the pass makes gradients that it will step. What arrives at others is unscaled
-            too.
+        optimizers: Every optimizer that will step with gradients of this backward pass. Gradients that reach parameters of
+            others are unscaled too.
         loss_id: Which of the ``num_losses`` scales, from 0. That of the first optimizer's ``amp.initialize`` holds.
         model: Not used, as in apex.
-        delay_unscale: Accepted, and without effect: gradients are always unscaled on leaving. Only passes under
-            ``DistributedDataParallel.no_sync()`` stay scaled until one is averaged, or until the step.
+        delay_unscale: Accepted, and without effect: gradients are always unscaled on leaving. Only those of backward passes
+            under ``DistributedDataParallel.no_sync()`` stay scaled until one is averaged, or until the step.
         delay_overflow_check: Accepted, and without effect: whether a step is skipped is decided when it is taken, from all
-            passes since the last one.
+            backward passes since the last one.
 
     Yields:
         float32 tensor of the loss's shape (float64 for a float64 loss); ``loss`` itself where mixed precision is not enabled.

@@ -1,4 +1,4 @@
-"""Changing what O1 and O4 cast: decorators for your own functions, a registry for those of others, and a way to pause.
+"""Changes what O1 and O4 cast: decorators for your own functions, a registry for those of others, and a way to pause.
 
 All of it acts where O1 or O4 casts are on: inside a model that ``amp.initialize`` attached at one of these levels, and
 wherever a handle of ``amp.init`` turned them on. In between, every function is the original.
@@ -144,7 +144,7 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
 def _takes_self(function: Callable[..., Any]) -> bool:
     try:
         return next(iter(inspect.signature(function).parameters), '') in ('self', 'cls')
-    except (TypeError, ValueError):  # compiled functions tell nothing
+    except (TypeError, ValueError):  # compiled functions have no signature
         return False
 
 

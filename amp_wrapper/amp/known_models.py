@@ -1,4 +1,4 @@
-"""Which parameters belong to models of ``amp.initialize``, and a check of other optimizers that step them."""
+"""Remembers the parameters of models given to ``amp.initialize``, and checks other optimizers that step them."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
             scaled[id(parameter)] = policy
     _seen[optimizer] = count
     # gradients of what initialised optimizers step are in order; an optimizer around another one shares its parameters
-    for parameter in stepped() if scaled else ():
-        scaled.pop(id(parameter), None)
+    for weight in stepped() if scaled else ():
+        scaled.pop(id(weight), None)
     if scaled:
         level = next(iter(scaled.values())).opt_level
         logger.warning(
@@ -130,6 +130,3 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
 def _is_scaled(policy: Policy) -> bool:
     scale = policy.loss_scale
     return scale.enabled and (scale.dynamic or scale.init_scale != 1.0)
-
-
-__all__ = ['is_known', 'policies_of', 'remember']

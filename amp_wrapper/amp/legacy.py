@@ -204,6 +204,3 @@ class OptimWrapper:
 
     def __repr__(self) -> str:
         return repr(self._optimizer)
-
-
-__all__ = ['AmpHandle', 'NoOpHandle', 'OptimWrapper']

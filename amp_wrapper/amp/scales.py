@@ -1,4 +1,4 @@
-"""The loss scales of scripts, into a checkpoint and out of it, in apex's form."""
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scales of a script in apex's form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state_dict(
         for scaler in session.scalers:
             state = scaler.state_dict()
             if scaler.config.hysteresis == 1:
-                # its tracker tells nothing
+                # without hysteresis the tracker is always 1
                 del state['hysteresis_tracker']
             scalers.append(state)
     result = {} if destination is None else destination
@@ -98,6 +98,3 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         for note in scaler.load_state_dict(state):
             if speaks:
                 logger.info(f'amp: loss {index}: {note}')
-
-
-__all__ = ['load_state_dict', 'state_dict']

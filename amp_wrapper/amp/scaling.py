@@ -1,4 +1,4 @@
-"""Around one backward pass of a script: the loss times its scale, and gradients that are unscaled afterwards."""
+"""The body of ``amp.scale_loss``: the loss times its scale, and gradients that are unscaled after the backward pass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..errors import AmpUsageError
 def scaled(
     loss: Tensor, engines: Sequence[AmpEngine], loss_id: int, beyond: Sequence[AmpEngine] = ()
 ) -> Iterator[Tensor]:
-    """Scale a loss; on leaving, unscale what its backward pass brought.
+    """Scale a loss; on leaving, unscale the gradients of its backward pass.
 
     Args:
         loss: Floating tensor of any shape.
-        engines: Those the pass is meant for; the scale of the first holds. Without any, the loss is yielded as it is.
+        engines: Those of the named optimizers; the scale of the first holds. Without any, the loss is yielded as it is.
         loss_id: Which scale.
-        beyond: Engines of other sessions, which the pass may reach.
+        beyond: Engines of other sessions, whose parameters may get gradients too.
 
     Yields:
         float32 tensor of the loss's shape (float64 for a float64 loss).
@@ -51,7 +51,7 @@ def scaled(
         ran: list[bool] = []
 
         def begin(gradient: Tensor) -> None:
-            # blocks of several optimizers may be open: what arrives belongs to the loss whose backward() runs
+            # blocks of several optimizers may be open: gradients belong to the loss whose backward() runs
             begins()
             ran.append(True)
 
@@ -69,6 +69,3 @@ def scaled(
             for engine in engines:
                 if engine.parts.pass_watch is not None:
                     engine.parts.pass_watch.see_block(engine.weights())
-
-
-__all__ = ['scaled']

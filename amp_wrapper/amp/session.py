@@ -1,7 +1,7 @@
-"""What one call of ``amp.initialize`` set up: its engines, and how an optimizer leads to its own.
+"""The session that one call of ``amp.initialize`` makes: one engine for each optimizer, whose ``step`` calls the engine.
 
-The registry below is all that is global. It holds no session alive: an optimizer does, and both go together. Nothing that
-outlives a step may hold an engine, hooks of a graph least of all: old losses are kept for long.
+The tables below are the only global state. They hold weak references: a session lives as long as one of its optimizers.
+Nothing that outlives a step may hold an engine; hooks in the graph of a loss would, since scripts keep old losses.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..autocast import state as autocast_state
-from ..casting import ownership
-from ..casting import save_pretrained as hf_saving
+from ..casting import ownership, save_pretrained
 from ..engine import AmpEngine, inner_optimizers, new_scalers
 from ..engine.attach import attach_together, take_over
 from ..engine.host_read import LateRead
 from ..engine.pass_watch import PassWatch
 from ..errors import AmpAttachError, AmpUsageError
+from ..policy.nested import parameters_of
 from ..policy.policy import Policy
 from . import known_models
 
@@ -55,7 +55,7 @@ class Session:
         policy: The configuration; enabled.
         models: Not wrapped. Without any, the optimizers step models of earlier sessions, or parameters that nobody casts.
         optimizers: Not in any session.
-        tells: Whether to speak of gradients that came past the scaled losses.
+        tells: Whether to warn of gradients that did not come from scaled losses.
 
     Raises:
         AmpAttachError: A model or optimizer that cannot be taken. Nothing has been changed.
@@ -89,7 +89,7 @@ class Session:
         self.casts = attach_together([engine.parts for engine in self.engines], models, policy)
         for engine in self.engines:
             take_over(engine.parts, theirs)
-        hf_saving.watch(models)
+        save_pretrained.watch(models)
         known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
         if policy.autocast_dtype is not None:
             for model in models:
@@ -185,7 +185,7 @@ class Session:
         return result[0] if result else None
 
     def _read(self, engine: AmpEngine, wait: bool) -> None:
-        """What steps did that nobody waited for, as far as the device has told."""
+        """Look at the infos of steps that nobody waited for, as far as they have reached the host."""
         unread = self._unread.get(id(engine), [])
         while unread and (wait or unread[0].is_there):
             engine.review([unread.pop(0).wait()])
@@ -363,18 +363,4 @@ def sessions(optimizers: Any = None) -> list[Session]:
 def master_params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     """What an optimizer steps, initialised or not."""
     session = session_of(optimizer)
-    if session is not None:
-        return session.engine(optimizer).master_params()
-    return (parameter for group in optimizer.param_groups for parameter in group['params'])
-
-
-__all__ = [
-    'Session',
-    'check_new',
-    'disable',
-    'engines_of',
-    'is_disabled',
-    'master_params_of',
-    'session_of',
-    'sessions',
-]
+    return parameters_of(optimizer) if session is None else session.engine(optimizer).master_params()

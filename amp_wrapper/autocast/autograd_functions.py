@@ -1,4 +1,4 @@
-"""Autograd Functions of the FP32 registry: their ``forward`` runs in FP32, inside which autograd records nothing."""
+"""Runs ``forward`` of autograd Functions in the FP32 registry in FP32; autograd records nothing inside of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .call import Copies, autocast_off, devices_of, is_narrow, narrowed, tensors
 _MARK = '_amp_wrapper_fp32'
 _WRAPPED = '_amp_wrapper_backward'
 
-#: Tells whether, and how, a function is to run in FP32 at this moment.
+#: Returns the rule by which a function runs in FP32 at this moment; None where it does not.
 ActiveOp = Callable[[], 'Fp32Op | None']
 
 
@@ -75,7 +75,7 @@ def _fp32_setup(active: ActiveOp, setup: Callable[..., Any]) -> Callable[..., An
 
 
 def _mark_non_differentiable(context: Any, before: Any, after: Any) -> None:
-    """``mark_non_differentiable`` was told of tensors that a cast has replaced since."""
+    """Call ``mark_non_differentiable`` again, for the casts that have replaced marked tensors."""
     marked = {id(tensor) for tensor in context.non_differentiable or ()}
     if marked and before is not after:
         pairs = zip(before, after) if isinstance(before, tuple) else [(before, after)]

@@ -1,4 +1,4 @@
-"""One call by a rule, of the FP32 registry or of the user: inputs are cast, autocast is set, in-place results are kept."""
+"""Calls one function by a rule of the FP32 registry or of the user: casts inputs, sets autocast, keeps in-place results."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import torch_internals
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
+from ..torch_internals import untraced
 from . import state
 from .state import AutocastOff, autocast_is_on
 
 _FLOAT32 = frozenset({torch.float32})
 # x.add_(y), x += y
 _WRITES = re.compile(r'(?:.*[^_]_|__i(?:add|sub|mul|div|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)__)')
-
-#: For what opens and closes regions: torch.compile does not trace it, but breaks its graph there, so that what it compiles in
-#: between sees autocast and the patched functions of the FP32 registry as they are.
-untraced = torch_internals.untraced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +119,8 @@ def _cast_call(
 # -- by the FP32 registry ----------------------------------------------------------------------------------------------
 
 
+# torch.compile runs it as it is: a break of its graph in the middle would leave autocast off where its compiler fails
+@untraced
 def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], held: int = 0) -> Any:
     """Call ``function`` in FP32.
 
@@ -136,11 +134,6 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
     Returns:
         The result, floating tensors in the type that ``op.output`` asks for.
     """
-    # torch.compile runs it as it is: a break of its graph in the middle would leave autocast off where its compiler fails
-    return (_untraced_call if torch.compiler.is_compiling() else _call)(op, function, args, kwargs, held)
-
-
-def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], held: int) -> Any:
     tensors = tensors_in(args[held:], kwargs)
     narrow = is_narrow(op, tensors)
     if op.output == REFUSED and narrow and not state.is_suspended():
@@ -155,9 +148,6 @@ def _call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwarg
             return function(*args, **kwargs)
         result = _cast_call(function, args, kwargs, held, torch.float32, HALF_TYPES)
     return narrowed(op, tensors, result)
-
-
-_untraced_call = untraced(_call)
 
 
 def devices_of(tensors: Iterable[Tensor]) -> list[str]:
@@ -209,6 +199,7 @@ def rule_applies(tensors: list[Tensor]) -> bool:
     return state.casts_on() and any(autocast_is_on(device) for device in devices_of(tensors))
 
 
+@untraced
 def call_by_rule(
     rule: CallRule,
     function: Callable[..., Any],
@@ -234,18 +225,6 @@ def call_by_rule(
     Returns:
         The result as it comes. What the function wrote into its arguments reaches the caller's tensors.
     """
-    run = _untraced_call_by_rule if torch.compiler.is_compiling() else _call_by_rule
-    return run(rule, function, tensors, args, kwargs, held)
-
-
-def _call_by_rule(
-    rule: CallRule,
-    function: Callable[..., Any],
-    tensors: list[Tensor],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    held: int,
-) -> Any:
     target, is_op, devices = _target(rule, function, tensors, kwargs), _is_op(function), devices_of(tensors)
     with ExitStack() as stack:
         if is_op:
@@ -258,9 +237,6 @@ def _call_by_rule(
         if target is None:
             return function(*args, **kwargs)
         return _cast_call(function, args, kwargs, held, target, CASTABLE)
-
-
-_untraced_call_by_rule = untraced(_call_by_rule)
 
 
 def _target(

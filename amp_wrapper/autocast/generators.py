@@ -1,4 +1,4 @@
-"""Generators that a forward returned: whenever one runs, what was open when its forward was called is open again.
+"""Wraps generators that a forward returned: whenever one runs, the regions that were open in its forward are open again.
 
 A generator's body runs after its module's hooks have closed everything, piece by piece, in whatever order others ask for the
 pieces. So each piece gets its own: what was active, and autocast as the body last had it. What the caller has is kept from it,
@@ -34,7 +34,7 @@ def _set_autocast(autocast: _Autocast) -> None:
 
 
 class _Surroundings:
-    """What a generator's body finds around it."""
+    """The cast regions and the autocast state that the body of a generator runs in."""
 
     def __init__(self) -> None:
         self._active = state.snapshot()
@@ -42,7 +42,7 @@ class _Surroundings:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """They are there inside."""
+        """Inside, both are in force on this thread."""
         callers = _autocast_now()
         # a copy of a weight that was cast for one of the two must not serve the other
         torch.clear_autocast_cache()
@@ -52,7 +52,7 @@ class _Surroundings:
             with regions.resumed(self._active):
                 yield
         finally:
-            # a block that is open at a yield is the body's own affair
+            # the body may have an autocast block open at a yield: it finds that again
             self._autocast = _autocast_now()
             _set_autocast(callers)
             torch.autocast_decrement_nesting()

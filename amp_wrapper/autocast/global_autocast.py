@@ -11,16 +11,6 @@ from . import kernels, regions, state
 from .op_set import OpSet
 
 
-class _Started(threading.local):
-    """The casts that were started on a thread, in order."""
-
-    def __init__(self) -> None:
-        self.casts: list[GlobalCasts] = []
-
-
-_started = _Started()
-
-
 class GlobalCasts:
     """Casts for everything on the thread that starts them: every op, in a model or not.
 
@@ -77,7 +67,7 @@ class GlobalCasts:
             state.set_autocast_enabled(device, True)
         torch.set_autocast_cache_enabled(False)
         torch.clear_autocast_cache()
-        _started.casts.append(self)
+        state.thread.started.append(self)
 
     def stop(self) -> None:
         """Turn them off; autocast is then what it was before the first of them. Does nothing where they are off.
@@ -91,8 +81,9 @@ class GlobalCasts:
             raise AmpUsageError('casts stop on the thread that started them: call stop() there.')
         self._thread = None
         regions.global_casts_end(self)
-        while _started.casts and not _started.casts[-1].is_on:
-            _started.casts.pop()._put_back()
+        started = state.thread.started
+        while started and not started[-1].is_on:
+            started.pop()._put_back()
         torch.clear_autocast_cache()
 
     def _put_back(self) -> None:

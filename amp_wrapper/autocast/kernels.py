@@ -1,9 +1,9 @@
-"""The op table of O1 and O4 at work: kernels below the autocast key of a device, which act only in our regions.
+"""Dispatcher kernels for the ops that O1 and O4 cast and that torch's autocast does not; they act only in our regions.
 
-torch's dispatcher asks the autocast key of a device first, while autocast is on. Where a device's own list says nothing
-about an op, a kernel from here stands there: it casts in a region of the functional API
-(:func:`amp_wrapper.autocast.state.casts_on`) and hands on everywhere else. So an op is found under each of its names:
-``x ** 2``, ``x.pow(2)``, ``torch.pow(x, 2)``, and from inside functions of Python and C++.
+torch's dispatcher asks the autocast key of a device first, while autocast is on. Where torch has no kernel for an op at that
+key, one from here is registered: it casts in a region of the functional API (:func:`amp_wrapper.autocast.state.casts_on`) and
+calls the op unchanged everywhere else. So an op is found under each of its names: ``x ** 2``, ``x.pow(2)``,
+``torch.pow(x, 2)``, and from inside functions of Python and C++.
 
 The kernels come when the first region asks for them and stay. With autocast off the dispatcher does not see them.
 """
@@ -22,6 +22,7 @@ from .. import torch_internals
 from ..policy.autocast_lists import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from ..policy.nested import CASTABLE
 from . import state
+from .call import tensors_in
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
 
@@ -108,22 +109,12 @@ def _target(rule: OpRule, device_type: str, args: tuple[Any, ...], kwargs: dict[
     if rule.rule == HALF:
         return torch.get_autocast_dtype(device_type)
     if rule.rule == PROMOTE:
-        values = (*args, *kwargs.values())
-        types = {t.dtype for t in _tensors(values) if t.dtype in CASTABLE and t.device.type == device_type}
+        found = tensors_in(args, kwargs)
+        types = {t.dtype for t in found if t.dtype in CASTABLE and t.device.type == device_type}
         return types.pop() if len(types) == 1 else torch.float32
     assert rule.rule == FOLLOW
     written: torch.dtype = args[0].dtype
     return written
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += [item for item in value if isinstance(item, Tensor)]
-    return found
 
 
 def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:

@@ -1,4 +1,4 @@
-"""What is active in the forwards of one model, and the methods by which its modules are entered without being called.
+"""The set of patched functions and cast ops in the forwards of one model, and methods that enter a model without a call.
 
 These methods (:data:`FP32_METHODS` and :data:`ENTRY_METHODS`) are wrapped in their class once, and are the identity where their
 module belongs to no attached model and no forward pass is under way.

@@ -1,4 +1,4 @@
-"""Puts functions in the place of those of :mod:`amp_wrapper.policy.fp32_registry` while a model of ours is at work.
+"""Patches the functions of :mod:`amp_wrapper.policy.fp32_registry` while an attached model runs, so that they run in FP32.
 
 While a region is open on any thread, or a backward pass runs, each function of the registry is replaced by a patched one, in
 the module or class that owns it and in every module that imported it. A patched function asks :mod:`.state` whether it acts,
@@ -20,13 +20,7 @@ from typing import Any
 
 import torch
 
-from ..policy.fp32_registry import (
-    CALLER,
-    FLOAT32,
-    FP32_OPS,
-    MODEL,
-    Fp32Op,
-)
+from ..policy.fp32_registry import CALLER, FLOAT32, FP32_OPS, MODEL, Fp32Op
 from ..policy.lookup import find, is_function_class, is_module_class, parent_of
 from . import autograd_functions, state
 from .call import CallRule, call, call_by_rule, rule_applies, tensors_in

@@ -1,4 +1,4 @@
-"""Checkpointed segments: what runs again in a backward pass sees the casts that its forward pass saw.
+"""Activation checkpointing: a segment that runs again in a backward pass sees the casts that its forward pass saw.
 
 torch gives a segment its autocast back. What it cannot know of, our open regions, is remembered here: whatever enters
 :func:`torch.utils.checkpoint.checkpoint` has its function wrapped in a :class:`Segment`, which notes at its first call what is

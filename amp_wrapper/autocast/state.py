@@ -1,4 +1,4 @@
-"""What is open on this thread: the regions of forward passes, casts outside of any model, and what suspends them.
+"""Which casts are active on this thread: regions of forward passes, casts outside of any model, and what suspends them.
 
 Regions are opened and closed by :mod:`.regions`. This is the one place that answers "does a cast apply here, now?", and it
 holds nothing but what is open.
@@ -72,6 +72,8 @@ class _Thread(threading.local):
         self.regions: list[Region] = []
         # the casts that a handle turned on outside of any model; the newest counts
         self.global_casts: dict[object, frozenset[str]] = {}
+        # the objects that did so and have not restored autocast yet, in order
+        self.started: list[Any] = []
         # open disable_casts()
         self.suspended = 0
         # the devices whose autocast the outermost of them turned off
@@ -80,6 +82,8 @@ class _Thread(threading.local):
         self.overruled = 0
         # open segments that run again
         self.resumed = 0
+        # whether nn.Module._apply of an attached model is under way, which calls it for the children
+        self.in_apply = False
 
 
 thread = _Thread()

@@ -1,9 +1,9 @@
-"""What happens when an attached model is changed: conversions are refused, and new losses are treated like the old ones.
+"""Watches attached models: conversions to another type are refused, and losses that join later get the hooks of the others.
 
 ``half()``, ``float()``, ``to(dtype)`` and their like all go through ``nn.Module._apply``, for which torch has no hook: it is
-wrapped once, when the first model is attached, and hands on whatever concerns no attached model. A conversion would turn the
-weights without their masters, or the parts that have to stay FP32, so it is refused before anything moves. Moves to a device go
-on, and masters follow.
+wrapped once, when the first model is attached, and calls the original for all other models. A conversion would change the
+weights without their masters, or the parts that have to stay FP32, so it is refused before anything is changed. Moves to
+another device are allowed, and masters are moved with the weights.
 
 Recipes switch losses in the middle of a training. A loss that joins a model that runs in 16-bit gets the hooks that it would
 have got.
@@ -12,7 +12,6 @@ have got.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..autocast import state
 from ..errors import AmpUsageError
 from ..policy.nested import CASTABLE
 from ..policy.policy import Policy, dtype_name
@@ -31,13 +31,13 @@ from .modules import is_loss
 from .region_hooks import FP32, region_on, run_in_fp32
 
 _attached: WeakKeyDictionary[nn.Module, Policy] = WeakKeyDictionary()
-# those among them that came later: their types are the script's affair
+# those among them that joined the model after it was attached: their type is not checked
 _late: WeakSet[nn.Module] = WeakSet()
 _installed = False
 
 
 def watch(modules: Iterable[nn.Module], policy: Policy) -> None:
-    """Look after modules of an attached model from now on.
+    """Watch the modules of an attached model from now on.
 
     Args:
         modules: All of them.
@@ -57,7 +57,7 @@ def release(modules: Iterable[nn.Module], roots: Iterable[nn.Module]) -> None:
 
     Args:
         modules: What was watched.
-        roots: Models; what came to them later goes, too.
+        roots: Models; modules that joined them later are released as well.
     """
     late = [module for root in roots for module in root.modules() if module in _late]
     for module in (*modules, *late):
@@ -90,30 +90,21 @@ def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> No
 # -- conversions -------------------------------------------------------------------------------------------------------
 
 
-class _UnderWay(threading.local):
-    """Whether this thread converts a model, whose children come by again."""
-
-    inside = False
-
-
-_under_way = _UnderWay()
-
-
 def _wrapped(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     @functools.wraps(apply)
     def checked_apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
-        if not _attached or _under_way.inside:
+        if not _attached or state.thread.in_apply:
             return apply(self, fn, *args, **kwargs)
         found = [module for module in self.modules() if module in _attached and module not in _late]
         if not found:
             return apply(self, fn, *args, **kwargs)
         _check(found, fn)
-        # children are converted by the same function: what it does to them is known
-        _under_way.inside = True
+        # children are converted by the same function, which has been checked
+        state.thread.in_apply = True
         try:
             result = apply(self, fn, *args, **kwargs)
         finally:
-            _under_way.inside = False
+            state.thread.in_apply = False
         for module in found:
             for weight in module.parameters(recurse=False):
                 fp32_values.follow_device(weight)
@@ -123,7 +114,7 @@ def _wrapped(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def _check(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None:
-    """What ``fn`` makes of an empty tensor of each kind tells what it would make of the model."""
+    """Call ``fn`` with an empty tensor of each kind in the model, and refuse it if it changes a floating type."""
     seen: set[tuple[torch.dtype, torch.device]] = set()
     for module in modules:
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -135,7 +126,7 @@ def _check(modules: Iterable[nn.Module], fn: Callable[[Tensor], Tensor]) -> None
                 with torch.no_grad():
                     made = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
             except Exception:
-                # it says itself what it minds
+                # the conversion itself raises this error
                 return
             if isinstance(made, Tensor) and made.dtype is not tensor.dtype:
                 level = _attached[module].opt_level

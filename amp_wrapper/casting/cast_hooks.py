@@ -26,7 +26,7 @@ class _Unscriptable:
 
     @property
     def __name__(self) -> str:
-        # an AttributeError as well, for who asks politely
+        # an AttributeError as well, so that hasattr() is False
         raise ScriptingError(
             'torch.jit.script cannot compile the casts of a model that mixed precision is attached to. Write '
             'torch.jit.trace(model, example), which records them, or load model.state_dict() into a new FP32 model and script '
@@ -49,12 +49,12 @@ class AmpHook(_Unscriptable):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        # nobody trains a model that was pickled, and its copies are what it is
+        # an unpickled model belongs to no optimizer: its deep copies keep its types
         return {name: value for name, value in self.__dict__.items() if name != 'stays_behind'}
 
 
 class StayedBehind(_Unscriptable):
-    """Stands in a deep copy where the original has a hook, and does nothing."""
+    """Takes the place of a hook in a deep copy of a module, and does nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         return None

@@ -21,7 +21,8 @@ def is_cast(module: nn.Module) -> bool:
 
 
 def holds_casts(module: nn.Module) -> bool:
-    """Whether casts of a wrapper are on ``module`` or below. What O0, O1 and O4 put on is none, and makes way for others."""
+    """Whether ``module`` or one below has casts of a wrapper. Those of O0, O1 and O4 do not count: another wrapper replaces
+    them."""
     return any(
         isinstance(hook, CastInputs) and not isinstance(hook, Fp32Inputs)
         for part in module.modules()

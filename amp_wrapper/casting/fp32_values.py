@@ -1,10 +1,10 @@
-"""The FP32 value behind each 16-bit weight: which weights have one, how it is read, and how it is written.
+"""The table of FP32 values behind 16-bit weights: reads and writes them, and keeps weights and masters in agreement.
 
 There are two kinds. A *master* is an FP32 tensor of its own, which the optimizer steps in place of the weight. A *remainder*
-is what its weight lacks of an exact FP32 master (:mod:`amp_wrapper.ops.split`): the optimizer steps both together. Who saves,
-loads, averages or copies a model goes through :func:`fp32_value` and :func:`write_fp32`, and need not know which it is.
+is what its weight lacks of an exact FP32 master (:mod:`amp_wrapper.ops.split`): the optimizer steps both together. Code that
+saves, loads, averages or copies a model goes through :func:`fp32_value` and :func:`write_fp32`, for both kinds alike.
 
-The table has weak keys: a copied weight has no twin, so a copied model always speaks for itself.
+The table of FP32 values has weak keys. A copied weight is not in it: the copy of a model has no masters.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
-from ..errors import AmpUsageError
+from ..errors import AmpUsageError, some
 from ..ops.split import join, split
 from ..policy.nested import HALF_TYPES
 
 
 class Master:
-    """An FP32 master, and where torch's version counters of both sides stood when they last agreed.
+    """An FP32 master, and torch's version counters of the weight and the master when they last agreed.
 
-    The side that somebody else wrote to since then is the newer one, and the other follows it. What this package writes to both
-    is settled right after, so it does not count. Writes through ``.data`` do not move the counters; only a master whose
-    ``.data`` was replaced as a whole is told by its address.
+    If somebody else has written to one of the two since then, the other takes its value. After this package itself has written
+    to both, it calls :meth:`settle`, so these writes do not count. Writes through ``.data`` do not move the counters; only a
+    master whose ``.data`` was replaced as a whole is recognised, by its address.
 
     Args:
         weight: 16-bit, or about to be.
@@ -44,7 +44,7 @@ class Master:
         self.settle(weight)
 
     def settle(self, weight: Tensor) -> None:
-        """Both sides agree now."""
+        """Weight and master agree now."""
         self.settled = (weight._version, self.tensor._version, self.tensor.data_ptr())
 
     def moved(self) -> bool:
@@ -59,8 +59,8 @@ class Master:
 class Remainder:
     """What a 16-bit weight lacks of its FP32 master, and the state of the weight that it belongs to.
 
-    Nobody keeps the old value of a weight. So an edit is told by the weight's version counter alone, and leaves nothing of the
-    remainder: the weight as it is becomes the master.
+    The old value of a weight is not kept. So an edit is recognised by the weight's version counter alone, and resets the
+    remainder to 0: the weight as it is becomes the master.
 
     Args:
         weight: 16-bit.
@@ -84,8 +84,8 @@ class Remainder:
         self.version = weight._version
 
 
-# weight -> its master, or its remainder. The only table of the package that outlives a call.
-_twins: MutableMapping[Tensor, Master | Remainder] = WeakTensorKeyDictionary()
+# weight -> its master, or its remainder
+_fp32_of: MutableMapping[Tensor, Master | Remainder] = WeakTensorKeyDictionary()
 
 
 class _Pairs:
@@ -97,20 +97,20 @@ class _Pairs:
 pairs = _Pairs()
 
 
-def pair(weight: Tensor, twin: Master | Remainder) -> None:
-    """Let ``twin`` tell what is saved for ``weight``, and receive loaded values unrounded.
+def pair(weight: Tensor, record: Master | Remainder) -> None:
+    """Enter the FP32 value of ``weight`` into the table: it is saved in place of the weight, and loaded values reach it.
 
     Args:
         weight: A parameter, 16-bit or about to be.
-        twin: Its master or its remainder.
+        record: Its master or its remainder.
     """
     pairs.made += 1
-    _twins[weight] = twin
+    _fp32_of[weight] = record
 
 
 def unpair(weight: Tensor) -> None:
-    """Forget the twin of ``weight``."""
-    _twins.pop(weight, None)
+    """Remove ``weight`` from the table."""
+    _fp32_of.pop(weight, None)
 
 
 def fp32_twin(weight: Tensor) -> Tensor | None:
@@ -121,23 +121,23 @@ def fp32_twin(weight: Tensor) -> Tensor | None:
 
 def master_of(weight: Tensor) -> Master | None:
     """The record of a weight's master; None where there is no such tensor."""
-    found = _twins.get(weight)
+    found = _fp32_of.get(weight)
     return found if isinstance(found, Master) else None
 
 
-def has_twin(weight: Tensor) -> bool:
+def has_fp32_value(weight: Tensor) -> bool:
     """Whether ``weight`` has an FP32 value beside its own, of either kind."""
-    return weight in _twins
+    return weight in _fp32_of
 
 
 def masters() -> list[Tensor]:
     """Every FP32 master that there is."""
-    return [found.tensor for found in _twins.values() if isinstance(found, Master)]
+    return [found.tensor for found in _fp32_of.values() if isinstance(found, Master)]
 
 
 def remainder_of(weight: Tensor) -> Remainder | None:
     """The remainder of a split weight; None where there is none."""
-    found = _twins.get(weight)
+    found = _fp32_of.get(weight)
     return found if isinstance(found, Remainder) else None
 
 
@@ -159,8 +159,8 @@ def take_apart(weight: Tensor, dtype: torch.dtype) -> Remainder:
 
 @torch.no_grad()
 def follow_device(weight: Tensor) -> None:
-    """Bring what stands behind a weight to where the weight was moved."""
-    found = _twins.get(weight)
+    """Move the master or remainder of a weight to the device that the weight was moved to."""
+    found = _fp32_of.get(weight)
     if isinstance(found, Remainder):
         found.bits = found.bits.to(weight.device)
         # a move is no edit
@@ -174,12 +174,12 @@ def follow_device(weight: Tensor) -> None:
 
 
 def fp32_value(weight: Tensor) -> Tensor | None:
-    """The FP32 value of a cast parameter, without its graph: float32, same shape and device; None without a twin.
+    """The FP32 value of a cast parameter, without its graph: float32, same shape and device; None where there is none.
 
     Returns:
         The master itself, or, where the weight is split, a new tensor, made after :func:`agree`.
     """
-    found = _twins.get(weight)
+    found = _fp32_of.get(weight)
     if isinstance(found, Remainder):
         agree(weight)
         return join(weight, found.bits)
@@ -188,13 +188,13 @@ def fp32_value(weight: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def write_fp32(weight: Tensor, value: Tensor) -> None:
-    """Give a weight an FP32 value: its twin takes it unrounded, the weight rounded.
+    """Give a weight an FP32 value: its master or remainder takes it unrounded, the weight rounded.
 
     Args:
-        weight: 16-bit; one without a twin is rounded, and that is all.
+        weight: 16-bit; one without an FP32 value takes the rounded value alone.
         value: Of the same shape; any floating type, on any device.
     """
-    found = _twins.get(weight)
+    found = _fp32_of.get(weight)
     if isinstance(found, Remainder):
         near, bits = split(value.to(weight.device, torch.float32), weight.dtype)
         weight.copy_(near)
@@ -209,19 +209,19 @@ def write_fp32(weight: Tensor, value: Tensor) -> None:
 
 
 def agree(weight: Tensor) -> Tensor | bool:
-    """Let the older side of ``weight`` follow the newer one. No host read.
+    """Copy between ``weight`` and its master, from the one that somebody else wrote to since they last agreed. No host read.
 
-    The side that torch's version counters show as written to is the newer one. Where they show neither, the two are compared: a
-    master takes the elements of the weight that are not its own, rounded, since an edit of the weight through ``.data`` leaves
-    no other trace. A remainder is dropped as a whole, where the version counter tells of an edit.
+    torch's version counters show which one that is. Where they show neither, the two are compared: a master takes the elements
+    of the weight that are not its own, rounded, since an edit of the weight through ``.data`` leaves no other trace. A
+    remainder is dropped as a whole, where the version counter shows an edit.
 
     Returns:
-        Whether the weight had been changed, as a flag on the device for masters; False without a twin.
+        Whether the weight had been changed, as a flag on the device for masters; False without an FP32 value.
 
     Raises:
-        AmpUsageError: Both sides were written to.
+        AmpUsageError: Weight and master were both written to.
     """
-    found = _twins.get(weight)
+    found = _fp32_of.get(weight)
     if found is None:
         return False
     if isinstance(found, Remainder):
@@ -235,14 +235,9 @@ def agree(weight: Tensor) -> Tensor | bool:
     return take_weights([(weight, found)])[0]
 
 
-def agree_on_host(weight: Tensor) -> bool:
-    """As :func:`agree`. Syncs where there is a master."""
-    return bool(agree(weight))
-
-
 def take_weight(weight: Tensor) -> None:
     """Let the FP32 value of ``weight`` be that of the weight, whatever was written to its master. No host read."""
-    found = _twins.get(weight)
+    found = _fp32_of.get(weight)
     if isinstance(found, Remainder):
         if found.is_stale(weight):
             found.drop(weight)
@@ -263,24 +258,24 @@ def synchronise(weights: Iterable[Tensor]) -> None:
     """Before these weights are computed with: as :func:`bring_together`, for those that have masters.
 
     Raises:
-        AmpUsageError: Both sides were written to. Nothing has been changed.
+        AmpUsageError: A weight and its master were both written to. Nothing has been changed.
     """
-    found = ((weight, _twins.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)
+    found = ((weight, _fp32_of.get(weight)) for weight in weights if weight.dtype in HALF_TYPES)
     bring_together([(weight, master) for weight, master in found if isinstance(master, Master)])
 
 
 def bring_together(pairs: Iterable[tuple[Tensor, Master]], refuses: bool = True) -> bool:
-    """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
+    """Copy within each pair of weight and master, from the one that somebody else wrote to, to the other. No host read.
 
     Args:
         pairs: 16-bit weights and their masters.
-        refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+        refuses: Whether it is an error if both were written to; such a pair is left alone otherwise.
 
     Returns:
         Whether all agree now.
 
     Raises:
-        AmpUsageError: Both sides were written to. Nothing has been changed.
+        AmpUsageError: A weight and its master were both written to. Nothing has been changed.
     """
     weights: list[tuple[Tensor, Master]] = []
     masters: list[tuple[Tensor, Master]] = []
@@ -295,7 +290,11 @@ def bring_together(pairs: Iterable[tuple[Tensor, Master]], refuses: bool = True)
         elif edited:
             weights.append((weight, master))
     if both and refuses:
-        raise both_moved(both)
+        raise AmpUsageError(
+            f'both sides of {some(both)} were written to since they last agreed: the 16-bit weight in the model, and the '
+            f'FP32 master that the optimizer steps (amp.master_params, optimizer.param_groups). One would be lost. Write to '
+            f'one side only, or say which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
+        )
     if masters:
         copy_masters(masters)
     if weights:
@@ -309,13 +308,3 @@ def copy_masters(pairs: Sequence[tuple[Tensor, Master]]) -> None:
     ops.multi_tensor_copy([master.tensor for _, master in pairs], [weight for weight, _ in pairs])
     for weight, master in pairs:
         master.settle(weight)
-
-
-def both_moved(names: Sequence[str]) -> AmpUsageError:
-    """The error for weights that were written to on both sides."""
-    shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
-    return AmpUsageError(
-        f'both sides of {shown} were written to since they last agreed: the 16-bit weight in the model, and the FP32 master '
-        f'that the optimizer steps (amp.master_params, optimizer.param_groups). One would be lost. Write to one side only, or '
-        f'say which one counts: weights_changed([model.fc.weight]) or masters_changed([its master]).'
-    )

@@ -1,17 +1,16 @@
-"""The weights as a model brings them, before anything is cast: 16-bit already, without a shape, beyond the range of float16."""
+"""Checks a model's tensors before they are cast: 16-bit already, without a shape, beyond the range of float16."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import AmpAttachError
+from ..errors import AmpAttachError, some
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import Policy, dtype_name
-from .modules import some
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -56,23 +55,31 @@ def rounded_before(
     return half
 
 
-def say_rounded(names: Iterable[str], policy: Policy) -> None:
-    """One line on the weights of :func:`rounded_before` that were taken.
+def warn(rounded: Collection[str], infinite: Collection[str], policy: Policy) -> None:
+    """Warn of tensors that the cast has taken although numbers were or are lost.
 
     Args:
-        names: Of the weights.
-        policy: Says whether to speak, and where their FP32 values are.
+        rounded: The names of the weights that :func:`rounded_before` found.
+        infinite: The names of the buffers that :func:`check_range` found.
+        policy: Says whether there are warnings, and where the FP32 values of the weights are.
     """
-    found = list(names)
-    if not found or policy.verbosity < 1:
+    if policy.verbosity < 1:
         return
-    if not policy.casts_model:
-        now = 'they are FP32 now, from the rounded values'
-    elif policy.master_weights:
-        now = 'their FP32 masters begin with the rounded values'
-    else:
-        now = 'they are stepped without masters'
-    logger.warning(f'amp: {len(found)} trainable weights were 16-bit before ({some(found)}): {now}.')
+    if rounded:
+        if not policy.casts_model:
+            now = 'they are FP32 now, from the rounded values'
+        elif policy.master_weights:
+            now = 'their FP32 masters begin with the rounded values'
+        else:
+            now = 'they are stepped without masters'
+        logger.warning(f'amp: {len(rounded)} trainable weights were 16-bit before ({some(rounded)}): {now}.')
+    if infinite:
+        first, *_ = infinite
+        logger.warning(
+            f'amp: {len(infinite)} buffers have numbers beyond the range of float16, which become infinite: '
+            f'{some(infinite)}. Where they are more than a mask, keep their modules in FP32: '
+            f'keep_fp32=[{_module_of(first)!r}].'
+        )
 
 
 def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
@@ -106,26 +113,12 @@ def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dt
         largest = max(float(weights[name].detach().abs().nan_to_num(0, 0, 0).max()) for name in refused)
         raise AmpAttachError(
             f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
-            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_owner(refused[0])!r}]), or use bfloat16 '
+            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_module_of(refused[0])!r}]), or use bfloat16 '
             f"(opt_level='O5')."
         )
     return beyond
 
 
-def say_infinite(buffers: Sequence[str], policy: Policy) -> None:
-    """One line on the buffers of :func:`check_range` that were taken.
-
-    Args:
-        buffers: Their names.
-        policy: Says whether to speak.
-    """
-    if buffers and policy.verbosity >= 1:
-        logger.warning(
-            f'amp: {len(buffers)} buffers have numbers beyond the range of float16, which become infinite: {some(buffers)}. '
-            f'Where they are more than a mask, keep their modules in FP32: keep_fp32=[{_owner(buffers[0])!r}].'
-        )
-
-
-def _owner(name: str) -> str:
-    """A pattern of ``keep_fp32`` for the module that owns a parameter; its class cannot be told here."""
+def _module_of(name: str) -> str:
+    """A pattern of ``keep_fp32`` for the module that has a tensor of this name."""
     return name.rpartition('.')[0] or name

@@ -1,4 +1,4 @@
-"""Which modules of a model stay in FP32 by their name or class."""
+"""Finds the modules of a model that stay in FP32 because of their name or class."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..errors import AmpConfigError, nearest
+from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.lookup import find, is_module_class
 from ..policy.policy import Policy
-from .modules import module_device, some
+from .modules import module_device
 
 #: (qualified name, module) pairs.
 Roots = Sequence[tuple[str, nn.Module]]
@@ -46,15 +46,15 @@ def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) ->
                 if hit:
                     named.add(id(module))
                     unmatched.discard(item)
-    problems = []
-    for item in sorted(unmatched, key=str):
-        label = item if isinstance(item, str) else item.__name__
-        problems.append(
-            f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. '
-            f'The model has {some(names or sorted(classes))}.'
+    labels = [item if isinstance(item, str) else item.__name__ for item in sorted(unmatched, key=str)]
+    if labels:
+        known = some(names or sorted(classes))
+        raise AmpConfigError(
+            [
+                f'keep_fp32={label!r} matches no module{nearest(label, [*names, *classes])}. The model has {known}.'
+                for label in labels
+            ]
         )
-    if problems:
-        raise AmpConfigError(problems)
     return named
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import ops
-from ..errors import AmpUsageError
+from ..errors import AmpUsageError, some
 from ..ops import attributes
-from ..policy.nested import HALF_TYPES, is_frozen_16bit
+from ..policy.nested import HALF_TYPES, is_frozen_16bit, parameters_of
 from ..policy.options import is_number
 from ..policy.policy import dtype_name
-from . import fp32_values as twins
+from . import fp32_values
 from .fp32_values import Master
 from .param_pairs import ParamPairs
 
@@ -45,8 +45,8 @@ class Fp32Masters(ParamPairs):
         self,
         optimizer: Optimizer,
         weights: Mapping[str, nn.Parameter],
-        paired: Callable[[nn.Parameter, Master], None] = twins.pair,
-        existing: Callable[[Tensor], Master | None] = twins.master_of,
+        paired: Callable[[nn.Parameter, Master], None] = fp32_values.pair,
+        existing: Callable[[Tensor], Master | None] = fp32_values.master_of,
     ) -> None:
         super().__init__(optimizer)
         self._paired = paired
@@ -129,7 +129,7 @@ class Fp32Masters(ParamPairs):
                 self._agreed = _NOTHING_AGREED
                 self._paired(weight, record)
 
-    # -- both sides agree --------------------------------------------------------------------------------------------
+    # -- weights and masters agree -----------------------------------------------------------------------------------
 
     def write_weights(self, chosen: Iterable[nn.Parameter] | None = None) -> None:
         """Model weight = master, rounded to nearest-even. Idempotent.
@@ -142,7 +142,7 @@ class Fp32Masters(ParamPairs):
                 ops.multi_tensor_copy(self._masters, self._weights)
             self.settle()
         else:
-            twins.copy_masters(self._with_records(chosen))
+            fp32_values.copy_masters(self._with_records(chosen))
 
     def settle(self) -> None:
         """Masters and weights agree now: take both as they are."""
@@ -151,18 +151,18 @@ class Fp32Masters(ParamPairs):
             record.settled = agreed
 
     def synchronise(self, refuses: bool = True) -> None:
-        """Let the older side of each pair follow the newer one, the one that somebody else wrote to. No host read.
+        """Copy within each pair of weight and master, from the one that somebody else wrote to, to the other. No host read.
 
-        torch's version counters tell; see :class:`~amp_wrapper.casting.fp32_values.Master`. Where nobody wrote, this
-        compares numbers.
+        torch's version counters show which one that is; see :class:`~amp_wrapper.casting.fp32_values.Master`. Where nobody
+        wrote, this compares numbers.
 
         Args:
-            refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+            refuses: Whether it is an error if both were written to; such a pair is left alone otherwise.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        if self._state() != self._agreed and twins.bring_together(self._with_records(self._weights), refuses):
+        if self._state() != self._agreed and fp32_values.bring_together(self._with_records(self._weights), refuses):
             self._agreed = self._state()
 
     def _state(self) -> tuple[bytes, bytes, bytes]:
@@ -195,8 +195,8 @@ class Fp32Masters(ParamPairs):
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:
         """Masters of weights without a gradient take up what was done to the weights through ``.data``.
 
-        Nothing else tells of such edits, and nobody announces them: a key encoder, say, that is moved after each iteration.
-        Only pairs without a gradient are compared, on the device; a master that somebody wrote to stands.
+        Such edits leave no other trace: those of a key encoder, say, that is moved after each iteration. Only pairs without a
+        gradient are compared, on the device; a master that somebody wrote to keeps its value.
 
         Args:
             busy: Weights whose gradient lies elsewhere.
@@ -206,10 +206,10 @@ class Fp32Masters(ParamPairs):
         if idle:
             pairs = [(weight, record) for weight, record in self._with_records(idle) if not record.moved()]
             if pairs:
-                twins.take_weights(pairs)
+                fp32_values.take_weights(pairs)
 
     def edited(self) -> list[nn.Parameter]:
-        """The weights that were written to since both sides agreed, as torch's version counters tell.
+        """The weights that were written to since they last agreed with their masters, by torch's version counters.
 
         Edits through ``.data`` do not count there; :meth:`refresh` finds those by comparing.
         """
@@ -225,11 +225,11 @@ class Fp32Masters(ParamPairs):
             The names of the weights that had been changed.
         """
         chosen = self._with_records(self._weights if weights is None else weights)
-        flags = twins.take_weights(chosen).tolist() if chosen else []
+        flags = fp32_values.take_weights(chosen).tolist() if chosen else []
         return [self.name(weight) for (weight, _), differs in zip(chosen, flags) if differs]
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
-        """Somebody says that weights were edited, through ``.data`` perhaps: as :meth:`refresh`. Syncs.
+        """Take up edits of weights, also those through ``.data``, as :meth:`refresh` does. Syncs.
 
         Args:
             tensors: The edited weights; all by default.
@@ -253,7 +253,7 @@ class Fp32Masters(ParamPairs):
         return self.refresh(weight for weight in self._weights if id(weight) in wanted)
 
     def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
-        """Somebody says that masters were edited, through ``.data`` perhaps: their weights follow. No host read.
+        """Copy edited masters to their weights, also after edits through ``.data``. No host read.
 
         Args:
             tensors: The edited masters; all by default.
@@ -276,10 +276,9 @@ class Fp32Masters(ParamPairs):
     @staticmethod
     def _refuse_unclear(call: str, names: Sequence[str], others: str) -> None:
         if names:
-            shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
             raise AmpUsageError(
-                f'{call}() without names, but the {others} of {shown} were written to as well, and that would be lost. Name '
-                f'what you edited: {call}([...]).'
+                f'{call}() without names, but the {others} of {some(names)} were written to as well, and that would be lost. '
+                f'Name what you edited: {call}([...]).'
             )
 
     def name(self, weight: Tensor) -> str:
@@ -357,8 +356,7 @@ def keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         saved: The state dict.
     """
     keys = [key for group in saved['param_groups'] for key in group['params']]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-    for key, parameter in zip(keys, parameters):
+    for key, parameter in zip(keys, parameters_of(optimizer)):
         for name, value in saved['state'].get(key, {}).items():
             if isinstance(value, Tensor) and value.shape != parameter.shape:
                 loaded = optimizer.state[parameter].get(name)

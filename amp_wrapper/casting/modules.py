@@ -1,9 +1,9 @@
-"""What a module is, and what it owns."""
+"""Questions about one module: its own tensors, its device, whether it is a loss or a BatchNorm."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,3 @@ def is_batchnorm(module: nn.Module) -> bool:
     """Whether ``module`` normalises over batches."""
     # mmcv's SyncBatchNorm is no subclass of torch's
     return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
-
-
-def some(names: Sequence[str]) -> str:
-    """The first few of many names, for a message."""
-    shown = ', '.join(names[:5])
-    return f'{shown} and {len(names) - 5} more' if len(names) > 5 else shown

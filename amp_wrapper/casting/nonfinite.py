@@ -1,4 +1,4 @@
-"""Where does a NaN come from? The first module whose output is not finite, on request."""
+"""Finds the first module whose output has a NaN or an infinity, on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether an optimizer steps the model that it was handed over with, and not a copy of it or another one."""
+"""Checks that an optimizer steps the model that it was handed over with, and not a copy of it or another one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import AmpAttachError
+from ..policy.nested import parameters_of
 
 
 def check_owners(
@@ -36,25 +37,23 @@ def check_owners(
     Raises:
         AmpAttachError: Names the optimizer.
     """
-    owned = [
-        [parameter for group in optimizer.param_groups for parameter in group['params']] for optimizer in optimizers
-    ]
-    stepped = {id(parameter) for parameters in owned for parameter in parameters} | {id(p) for p in elsewhere}
+    stepped = set(map(id, (*parameters_of(*optimizers), *elsewhere)))
     weights = {id(parameter): parameter for model in models for parameter in model.parameters()}
     idle = [weight for key, weight in weights.items() if weight.requires_grad and key not in stepped]
     if not idle:
         return
     nobody = not stepped.intersection(weights)
-    for optimizer, parameters in zip(optimizers, owned):
-        strangers = [p for p in parameters if id(p) not in weights and not is_known(p)]
-        if 1 < len(strangers) < len(parameters) and _shapes(strangers) == _shapes(idle):
+    for optimizer in optimizers:
+        parameters = parameters_of(optimizer)
+        outside = [p for p in parameters if id(p) not in weights and not is_known(p)]
+        if 1 < len(outside) < len(parameters) and _shapes(outside) == _shapes(idle):
             raise AmpAttachError(
-                f'{type(optimizer).__name__} steps {len(strangers)} parameters that do not belong to the model, and as many of '
+                f'{type(optimizer).__name__} steps {len(outside)} parameters that do not belong to the model, and as many of '
                 f'the same shapes in the model are stepped by nobody: these would not be trained. The optimizer was copied '
                 f'together with an initialised model, or made before a part of the model was replaced. Make it from '
                 f'model.parameters() of the very model that is handed over, and load a state dict into it.'
             )
-        if not parameters or len(strangers) < len(parameters):
+        if not parameters or len(outside) < len(parameters):
             continue
         if _is_copy(parameters, idle) or (nobody and _is_model(parameters)):
             raise AmpAttachError(

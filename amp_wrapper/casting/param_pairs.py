@@ -1,4 +1,4 @@
-"""What an optimizer steps, and what the model computes with in its place."""
+"""Pairs what an optimizer steps with what the model computes with: FP32 masters and 16-bit weights, or the same tensor."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..policy.nested import parameters_of
+
 
 class StepLists:
-    """Both sides of everything that an optimizer steps, in the order of its groups.
+    """What an optimizer steps, and the model weights behind it, as lists in the order of its groups.
 
     Attributes:
         parameters: What the optimizer steps.
@@ -63,9 +65,7 @@ class ParamPairs:
 
     def parameters(self) -> list[nn.Parameter]:
         """What the optimizer steps: FP32 masters where there are any, else the model's own parameters."""
-        if self.optimizer is None:
-            return []
-        return [parameter for group in self.optimizer.param_groups for parameter in group['params']]
+        return [] if self.optimizer is None else parameters_of(self.optimizer)
 
     def weights(self) -> list[nn.Parameter]:
         """What the model computes with: the weights behind masters, and parameters that are stepped themselves."""
@@ -84,7 +84,7 @@ class ParamPairs:
         return None
 
     def lists(self, device: torch.device) -> StepLists:
-        """Both sides of everything that is stepped now. Kept from step to step, and made anew where anything changed.
+        """Lists of everything that is stepped now. Kept from step to step, and made anew where anything changed.
 
         Args:
             device: Where the step runs.
@@ -109,10 +109,10 @@ class ParamPairs:
     # -- weights and FP32 values agree -------------------------------------------------------------------------------
 
     def synchronise(self, refuses: bool = True) -> None:
-        """Let the older side of each pair follow the one that somebody else wrote to. No host read.
+        """Copy within each pair of weight and master, from the one that somebody else wrote to, to the other. No host read.
 
         Args:
-            refuses: Whether a pair that was written to on both sides is an error; it is left alone otherwise.
+            refuses: Whether it is an error if both were written to; such a pair is left alone otherwise.
 
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
@@ -129,10 +129,10 @@ class ParamPairs:
         """Model weight = master, rounded to nearest-even. Idempotent."""
 
     def settle(self) -> None:
-        """Both sides agree now: take them as they are."""
+        """Weights and masters agree now: take them as they are."""
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
-        """Somebody says that weights were edited, through ``.data`` perhaps: FP32 values follow. Syncs.
+        """Take up edits of weights, also those through ``.data``, in their FP32 values. Syncs.
 
         Args:
             tensors: The edited weights; all by default.
@@ -141,18 +141,18 @@ class ParamPairs:
             The names of those that differed from their FP32 value.
 
         Raises:
-            AmpUsageError: It is not clear which side counts.
+            AmpUsageError: Masters may have been edited as well, and it is not clear which value counts.
         """
         return []
 
     def masters_changed(self, tensors: Iterable[Tensor] | None) -> None:
-        """Somebody says that masters were edited, through ``.data`` perhaps: their weights follow. No host read.
+        """Copy edited masters to their weights, also after edits through ``.data``. No host read.
 
         Args:
             tensors: The edited masters; all by default.
 
         Raises:
-            AmpUsageError: It is not clear which side counts.
+            AmpUsageError: Weights may have been edited as well, and it is not clear which value counts.
         """
 
     def refresh(self) -> list[str]:

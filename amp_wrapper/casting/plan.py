@@ -1,4 +1,4 @@
-"""Casting a model to 16-bit and back: which tensors, and which hooks at its modules."""
+"""Casts a model to 16-bit and back: decides which tensors become 16-bit and which modules get which hooks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ class CastPlan:
         self._average = (AveragedModel, *average) if policy.casts_model else ()
         self._cast_modules: list[nn.Module] = []
         self._kept_modules: list[tuple[nn.Module, bool, bool]] = []
-        self._named: set[int] = set()
         self._classes: tuple[type[nn.Module], ...] = ()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
@@ -110,7 +109,7 @@ class CastPlan:
         self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
-            classes = sorted({type(m) for m in self._modules()}, key=_class_name)
+            classes = sorted({type(m) for m in self._modules()}, key=lambda cls: f'{cls.__module__}.{cls.__qualname__}')
             self.ops = OpSet(policy.fp32_ops, classes, casts=self.casts_ops)
 
     @property
@@ -208,14 +207,11 @@ class CastPlan:
             frozen = any(isinstance(t, nn.Parameter) and id(t) not in trained for t in own)
             for tensor in own:
                 kept = id(tensor) in self._kept_tensors or (norms and isinstance(module, _NORMS))
-                if kept or (not self.policy.casts_model and self.policy.from_16bit and self._is_raised(tensor, frozen)):
+                # what is trained, and buffers of modules in which nothing is frozen and 16-bit
+                trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else not frozen
+                if kept or (trains and not self.policy.casts_model and self.policy.from_16bit):
                     found[id(tensor)] = tensor
         return list(found.values())
-
-    @staticmethod
-    def _is_raised(tensor: Tensor, beside_frozen: bool) -> bool:
-        """At a level with FP32 weights: what is trained, and buffers of modules in which nothing is frozen and 16-bit."""
-        return tensor.requires_grad if isinstance(tensor, nn.Parameter) else not beside_frozen
 
     def _is_ours(self, tensor: Tensor, seen: set[int]) -> bool:
         kept = id(tensor) in self._kept_tensors or id(tensor) in self._sources
@@ -272,7 +268,7 @@ class CastPlan:
         return handle
 
     def _put_region(self, root: nn.Module, before: OpSet | None) -> None:
-        """Let every forward of a root open a region, in place of one that is there for less."""
+        """Let every forward of a root open a region; it replaces hooks for regions that do less."""
         ops = before if self.ops is None else self.ops if before is None else before | self.ops
         if self.casts_ops:
             drop_regions(root, (FORWARD, PLAIN, CASTS))
@@ -349,7 +345,7 @@ class CastHandle:
         watched: Sequence[nn.Module] = (),
     ) -> None:
         self.roots = roots
-        # modules that leave the model before its casts do are let go with it
+        # weak, so that modules which were taken out of the model are not kept alive
         self._watched = WeakSet(watched)
         self.parameters = parameters
         self._buffers = buffers
@@ -381,7 +377,3 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
     tensor.data = tensor.data.to(dtype)
     tensor.grad = None if grad is None else grad.to(dtype)
-
-
-def _class_name(cls: type) -> str:
-    return f'{cls.__module__}.{cls.__qualname__}'

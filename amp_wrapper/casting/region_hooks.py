@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from ..autocast import generators, kernels, regions, state
-from ..autocast.call import tensors_in, untraced
+from ..autocast.call import tensors_in
 from ..autocast.op_set import OpSet, refuses_bce
 from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..errors import AmpAttachError, BannedOpError
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
+from ..torch_internals import untraced
 from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks
 from .modules import module_device
@@ -106,11 +107,7 @@ class LeaveRegion(AmpHook):
     """
 
     def __init__(
-        self,
-        kind: str,
-        dtype: torch.dtype | None = None,
-        enter: EnterObject | None = None,
-        gives_back: bool = False,
+        self, kind: str, dtype: torch.dtype | None = None, enter: EnterObject | None = None, gives_back: bool = False
     ) -> None:
         self.kind = kind
         self.dtype = dtype
@@ -160,10 +157,7 @@ def run_in_fp32(module: nn.Module, gives_back: bool) -> None:
 
 
 def autocast_forward(
-    module: nn.Module,
-    dtype: torch.dtype,
-    outputs: torch.dtype = torch.float32,
-    enter: EnterObject | None = None,
+    module: nn.Module, dtype: torch.dtype, outputs: torch.dtype = torch.float32, enter: EnterObject | None = None
 ) -> None:
     """Put :class:`torch.autocast` around every forward of ``module``; :func:`.strip_hooks` takes it off.
 

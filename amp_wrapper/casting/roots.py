@@ -1,4 +1,4 @@
-"""What an engine is responsible for: the model inside its wrappers, the modules of one optimizer, and what is refused."""
+"""Finds the model inside its wrappers and the modules that one optimizer trains, and refuses what cannot be cast."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from ..errors import AmpAttachError, AmpConfigError
+from ..policy.nested import parameters_of
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -65,7 +66,7 @@ def check_compiled(model: nn.Module) -> None:
 def find_roots(
     model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Container[int] = ()
 ) -> list[tuple[str, nn.Module]]:
-    """The modules whose inputs and outputs are cast: the model, or the largest parts one optimizer owns alone.
+    """The modules whose inputs and outputs are cast: the model, or its largest parts that one optimizer steps alone.
 
     Args:
         model: Without wrappers around it.
@@ -74,15 +75,15 @@ def find_roots(
         done: Modules, by id, that another optimizer's engine has cast already: they are left out.
 
     Returns:
-        (qualified name, module) pairs. The model itself where the optimizer owns every trainable parameter and nobody
-        else owns any; otherwise frozen and foreign parts are left out.
+        (qualified name, module) pairs. The model itself where the optimizer steps every trainable parameter and no other
+        optimizer steps any; otherwise frozen parts, and those of other optimizers, are left out.
 
     Raises:
         AmpAttachError: A module with parameters of its own around one that is cast already.
     """
     if optimizer is None:
         return [('', model)]
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
+    owned = set(map(id, parameters_of(optimizer)))
     others = {id(parameter) for parameter in foreign} - owned
     rest = [p for p in model.parameters() if id(p) not in owned]
     alone = not others.intersection(map(id, rest)) and not any(p.requires_grad for p in rest)

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of Hugging Face's models: the config beside a file says which type the file has.
+"""Lets ``save_pretrained`` of Hugging Face's models write the right type into the config beside the weights.
 
 transformers takes that type from the model's parameters, which are 16-bit at the levels that cast, and writes the config before
 it asks for the state dict, whose values are FP32. Its method is wrapped once, when the first such model is attached, and is the
@@ -71,6 +71,3 @@ def _type_of(state: Mapping[str, Any] | None) -> str:
         if isinstance(value, Tensor) and value.is_floating_point():
             return dtype_name(value.dtype)
     return 'float32'
-
-
-__all__ = ['watch']

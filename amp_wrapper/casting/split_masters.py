@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.nested import HALF_TYPES, is_frozen_16bit
-from . import fp32_values as twins
+from . import fp32_values
 from .fp32_values import Remainder
 from .param_pairs import ParamPairs
 
@@ -40,9 +40,9 @@ class SplitMasters(ParamPairs):
         known = {id(weight) for weight in weights.values()}
         self._frozen = [weight for weight in self.parameters() if is_frozen_16bit(weight)]
         for weight in self.parameters():
-            remainder = twins.remainder_of(weight)
+            remainder = fp32_values.remainder_of(weight)
             if remainder is None and id(weight) in known and not is_frozen_16bit(weight):
-                remainder = twins.take_apart(weight, dtype)
+                remainder = fp32_values.take_apart(weight, dtype)
             if remainder is not None:
                 self._held[id(weight)] = (weight, remainder)
 
@@ -50,7 +50,7 @@ class SplitMasters(ParamPairs):
         return len(self._held)
 
     def copy_of(self, parameter: Tensor) -> Tensor | None:
-        """The live int16 remainder of a weight, for who steps it; None for a parameter without one."""
+        """The live int16 remainder of a weight, which a fused update writes; None for a parameter without one."""
         found = self._held.get(id(parameter))
         # a weight that another optimizer shared is FP32 again once that one was detached
         return None if found is None or parameter.dtype not in HALF_TYPES else found[1].bits
@@ -59,10 +59,10 @@ class SplitMasters(ParamPairs):
         """Give remainders of zero to 16-bit parameters that came into the optimizer later, by ``add_param_group``."""
         for weight in self.parameters():
             if id(weight) not in self._held and weight.dtype in HALF_TYPES and weight.requires_grad:
-                remainder = twins.remainder_of(weight)
+                remainder = fp32_values.remainder_of(weight)
                 if remainder is None:
                     remainder = Remainder(weight, torch.zeros_like(weight, dtype=torch.int16))
-                    twins.pair(weight, remainder)
+                    fp32_values.pair(weight, remainder)
                 self._held[id(weight)] = (weight, remainder)
 
     @property
@@ -86,12 +86,12 @@ class SplitMasters(ParamPairs):
         """A weight changed by anyone but the optimizer wins: its remainder becomes zero, all of it. No host read.
 
         Args:
-            refuses: Without a meaning here: there is one side alone.
+            refuses: Without a meaning here: there is no master tensor that somebody could write to.
         """
         self._drop(self.edited())
 
     def before_step(self, busy: Container[Tensor] = ()) -> None:
-        """As :meth:`synchronise`: an edit through ``.data`` cannot be told from a weight that was always so.
+        """As :meth:`synchronise`: an edit through ``.data`` leaves no trace, since the old value is not kept.
 
         Args:
             busy: Weights whose gradient lies elsewhere.
@@ -102,19 +102,19 @@ class SplitMasters(ParamPairs):
         """As :meth:`synchronise`.
 
         Returns:
-            The names of the weights that torch's version counters tell to be changed.
+            The names of the weights that were changed, by torch's version counters.
         """
         return self._drop(self.edited())
 
     def edited(self) -> list[nn.Parameter]:
-        """The weights that were written to since the last step, as torch's version counters tell.
+        """The weights that were written to since the last step, by torch's version counters.
 
-        Edits through ``.data`` do not count there, and nothing else tells of them.
+        Edits through ``.data`` do not count there, and leave no other trace.
         """
         return [weight for weight, held in self._held.values() if held.is_stale(weight) and weight.dtype in HALF_TYPES]
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
-        """Somebody says that weights were edited, through ``.data`` perhaps: their remainders become zero.
+        """Take up edits of weights, also those through ``.data``: their remainders become zero.
 
         Args:
             tensors: The edited weights.
@@ -123,7 +123,7 @@ class SplitMasters(ParamPairs):
             The names of those that are split.
 
         Raises:
-            AmpUsageError: ``tensors`` is None: nothing tells the edited weights from the others, which would be rounded.
+            AmpUsageError: ``tensors`` is None: the edited weights cannot be found, and all others would be rounded.
         """
         if tensors is None:
             raise AmpUsageError(

@@ -21,8 +21,9 @@ logger = logging.getLogger('amp_wrapper')
 class Fp32StateDict(AmpHook):
     """State-dict hook of a module that owns cast tensors: FP32 values, the exact ones where there are masters.
 
-    The side that somebody else wrote to last wins. A weight that was edited through ``.data`` wins as well: its master follows
-    it first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the variables and gets them as they are.
+    Of a weight and its master, the one that somebody else wrote to last is saved. A weight that was edited through ``.data``
+    is saved as well: its master takes the value first, and a warning names it. ``state_dict(keep_vars=True)`` asks for the
+    variables and gets them as they are.
 
     Args:
         module: Held by a weak reference, which neither copies nor pickled modules have.
@@ -42,7 +43,8 @@ class Fp32StateDict(AmpHook):
             value = state_dict.get(key)
             if value is None or value is tensor or tensor.dtype not in HALF_TYPES:
                 continue
-            if fp32_values.agree_on_host(tensor) and self.speaks:
+            # reads the flag of a master from the device
+            if bool(fp32_values.agree(tensor)) and self.speaks:
                 logger.warning(
                     f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
                     f'weights_changed() right after such an edit, so that training takes it up at once.'
@@ -104,13 +106,18 @@ class LoadFp32(AmpHook):
                 owner: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
                 old.copy_(now)
                 owner[name] = old
-            if old.dtype in HALF_TYPES and value is not None and value.shape == old.shape and fp32_values.has_twin(old):
+            if (
+                old.dtype in HALF_TYPES
+                and value is not None
+                and value.shape == old.shape
+                and fp32_values.has_fp32_value(old)
+            ):
                 value = value.to(old.device, torch.float32)
                 if value.to(old.dtype).view(torch.int16).equal(old.detach().view(torch.int16)):
                     fp32_values.write_fp32(old, value)
                     continue
             if old._version != versions.get(name):
-                # newer than whatever was written to either side before
+                # newer than whatever was written to the weight or its master before
                 fp32_values.take_weight(old)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What is saved: the format of state dicts, files on disk, and the checks of both."""
+"""Checkpoints: the format of state dicts, reading and writing files, and the validation of both."""
 
 from .format import FORMAT_VERSION, SavedAmp, Window, amp_part, own_form, read, write
 from .validate_optimizer import PARAMETER_SHAPED, check_optimizer_state

@@ -1,12 +1,12 @@
-"""apex's loss scales, in apex's words and in ours: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``.
+"""Reads and writes loss scales in apex's format: ``{'loss_scaler0': {'loss_scale': float, 'unskipped': int}, ...}``.
 
-apex saved no word about the level or the rule. The rule never differed: growth 2, backoff 0.5, interval 2000. Whether a
-scale moved is told by its values where they can tell: a counter of 2000 or more is that of a static scale, for a moving
-one starts again there; and 1.0 is the static scale of apex's O0 and O3. Every other scale is taken for a moving one. The
-configuration that resumes has the last word: a static one keeps its own scale.
+apex saved neither the level nor the rule of the scale. The rule never differed: growth 2, backoff 0.5, interval 2000. Whether
+a scale was dynamic has to be found out from its values: a counter of 2000 or more is that of a static scale, since a dynamic
+one starts again at 0 there; and 1.0 is the static scale of apex's O0 and O3. Every other scale is taken for a dynamic one.
+Where the resumed configuration is static, it keeps its own scale.
 
-apex reads its two words of each scaler and passes over others. So where they cannot tell all, what ``amp.state_dict()`` gives
-has a third: ``dynamic`` for a moving scale that looks like a static one, ``hysteresis_tracker`` where one is in use.
+apex reads two keys of each scaler and ignores others. So ``amp.state_dict()`` adds a third where the two do not suffice:
+``dynamic`` for a dynamic scale that looks like a static one, ``hysteresis_tracker`` where hysteresis is in use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .schema import POSITIVE, SWITCH, MapOf, Record, whole
 GROWTH_INTERVAL = 2000
 _SCALER = Record(
     {'loss_scale': POSITIVE, 'unskipped': whole(bits=31)},
-    # the words of ours beside apex's
+    # keys that apex does not have
     {'dynamic': SWITCH, 'hysteresis_tracker': whole(bits=31)},
     missing='{path}[{first!r}] is missing (found: {found}).',
 )
@@ -30,13 +30,13 @@ _SCALER = Record(
 
 def is_apex(amp: Any) -> bool:
     """Whether ``amp`` is apex's state and not ours, which has a version."""
-    # 'loss_scalers' is a word of ours
+    # our own states have a key 'loss_scalers', without a number
     numbered = re.compile(r'loss_scaler\d+')
     return isinstance(amp, Mapping) and 'version' not in amp and any(numbered.fullmatch(str(key)) for key in amp)
 
 
 def read(amp: Any, label: str) -> list[dict[str, Any]]:
-    """Validate apex's state and put it into ``GradScaler``'s words.
+    """Validate apex's state and translate it into ``GradScaler``'s keys.
 
     Args:
         amp: ``apex.amp.state_dict()``; not changed.
@@ -78,7 +78,7 @@ def _read_one(state: Any, label: str) -> dict[str, Any]:
 
 
 def write(loss_scalers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Put loss scales into apex's words, and into those of ours that :func:`read` needs where apex's cannot tell all.
+    """Write loss scales with apex's keys, and the further keys that :func:`read` needs where apex's do not suffice.
 
     Args:
         loss_scalers: ``LossScaler`` states, one per loss, none of them empty.

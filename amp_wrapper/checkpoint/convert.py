@@ -1,4 +1,4 @@
-"""Whole checkpoint files of six kinds, told apart and turned into one another. Dict to dict; nothing here knows mmengine.
+"""Recognises six kinds of checkpoint files, and converts them to plain weights or to mmengine's format.
 
 ==========  =========================================================================================================
 kind        what wrote it
@@ -11,8 +11,8 @@ raw_apex    a script on apex: ``{'model' or 'state_dict', 'optimizer', 'amp'}``
 weights     no optimizer: ``{'state_dict' or 'model'}``, or tensors by name and nothing else
 ==========  =========================================================================================================
 
-Every conversion returns a new dict, which shares its tensors with the old one, and one sentence for each thing that is
-not in it.
+Dict to dict, without mmengine. Every conversion returns a new dict, which shares its tensors with the old one, and one
+sentence for each thing that is not in it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import AmpCheckpointError, AmpUsageError
+from ..policy.options import is_whole
 from . import apex, resume_record, schema
 from .format import SavedAmp, read
 
@@ -47,7 +48,7 @@ _WEIGHT = schema.Both(
         '{path} is no plain tensor ({value.layout}, on {value.device}).',
     ),
 )
-_POSITION_WORDS = {'epoch': ('epoch',), 'iter': ('iter', 'global_step', 'iteration')}
+_POSITION_KEYS = {'epoch': ('epoch',), 'iter': ('iter', 'global_step', 'iteration')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Content:
 
 
 def identify(file: Any) -> Content:
-    """Tell what kind of file this is, and validate it.
+    """Find out what kind of file this is, and validate it.
 
     Args:
         file: As it was read; not changed.
@@ -156,14 +157,8 @@ def to_weights(
             result[name] = value
             continue
         target = torch.float32 if dtype == torch.float16 and name.rpartition('.')[2] in _STATISTICS else dtype
-        key = (
-            value.untyped_storage().data_ptr(),
-            value.storage_offset(),
-            value.shape,
-            value.stride(),
-            value.dtype,
-            target,
-        )
+        memory = value.untyped_storage().data_ptr(), value.storage_offset()
+        key = (*memory, value.shape, value.stride(), value.dtype, target)
         if key not in cast:
             cast[key] = value.to(target)
             if (cast[key].isinf() & value.isfinite()).any():
@@ -230,7 +225,7 @@ def to_stock(
 
     Args:
         file: Of any kind with an optimizer; not changed.
-        epoch: Finished epochs, where the file does not tell, or to replace what it tells.
+        epoch: Finished epochs, where the file does not have them, or to replace what it has.
         iteration: Finished iterations, likewise.
         weights: 'trained' puts the trained weights into ``state_dict`` and leaves the average out; otherwise both stay
             where mmengine's EMAHook expects them.
@@ -317,21 +312,21 @@ def _same_weights(left: Any, right: Mapping[str, Any]) -> bool:
 
 def _position(file: Mapping[str, Any], meta: Mapping[str, Any], name: str, given: int | None) -> int:
     value: Any = given
-    words = _POSITION_WORDS[name]
+    keys = _POSITION_KEYS[name]
     if value is None:
-        value = meta.get(name, next((file[word] for word in words if word in file), None))
+        value = meta.get(name, next((file[key] for key in keys if key in file), None))
     if value is None:
         raise AmpCheckpointError(
-            f'the file does not tell how many {"epochs" if name == "epoch" else "iterations"} are done (no {words[0]!r}'
-            f'{"" if len(words) == 1 else " or " + " or ".join(map(repr, words[1:]))}): give --{name} N.'
+            f'the file does not tell how many {"epochs" if name == "epoch" else "iterations"} are done (no '
+            f'{" or ".join(map(repr, keys))}): give --{name} N.'
         )
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not is_whole(value):
         raise AmpCheckpointError(f'{name}={value!r} must be a whole number of at least 0: give --{name} N.')
     return value
 
 
 def _dropped(saved: SavedAmp) -> list[str]:
-    """One sentence for each thing of ours that no other format holds."""
+    """One sentence for each thing that only this package's format holds."""
     if saved.kind != 'own':
         return []
     notes = [f'left out: level and overrides ({saved.opt_level})']

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, read with proof that they are whole, and never executed.
+"""Writes checkpoint files whole or not at all, and reads them with a check that they are whole, without running any code.
 
 A file is written under another name beside its own, flushed to the disk, and renamed: whoever looks sees the old file or
 the new one. torch writes zip archives with a checksum per record but does not verify them when it reads; this does.
@@ -13,7 +13,7 @@ import pickle
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,25 +41,10 @@ def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointWriteError: Full disk, no permission and their like. ``path`` is what it was.
     """
-    target = Path(path)
-    part = target.with_name(target.name + PART_SUFFIX)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, 'wb') as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-        _sync_folder(target.parent)
-    except (OSError, RuntimeError) as error:
-        _remove_quietly(part)
-        # torch's zip writer reports a failed write as a RuntimeError about its position in the file
-        if isinstance(error, RuntimeError) and not _is_write_failure(error):
-            raise
-        raise _failed(error, target) from error
-    except BaseException:
-        _remove_quietly(part)
-        raise
+    with _replacing(path) as part, open(part, 'wb') as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
@@ -72,14 +57,30 @@ def write_text(text: str, path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointWriteError: As in :func:`save`.
     """
+    with _replacing(path) as part:
+        part.write_text(text)
+
+
+@contextlib.contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """The name of a file to write, which takes the place of ``path`` at the end of the block; removed after an error."""
     target = Path(path)
     part = target.with_name(target.name + PART_SUFFIX)
     try:
-        part.write_text(text)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield part
         os.replace(part, target)
-    except OSError as error:
+        _sync_folder(target.parent)
+    except (OSError, RuntimeError) as error:
+        # torch's zip writer reports a failed write as a RuntimeError about its position in the file
+        if isinstance(error, RuntimeError) and not _is_write_failure(error):
+            raise
+        raise CheckpointWriteError(
+            f'{target} could not be written: {_explain_write(error, target)}. Files written before are untouched; go on '
+            f'from the last one with --resume.'
+        ) from error
+    finally:
         _remove_quietly(part)
-        raise _failed(error, target) from error
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
@@ -142,13 +143,6 @@ def _explain_write(error: Exception, target: Path) -> str:
         why = os.strerror(code)
         return f'no file can be made in {target.parent} ({why}): change its permissions, or choose another work_dir'
     return f'{cause}{space}'
-
-
-def _failed(error: Exception, target: Path) -> CheckpointWriteError:
-    return CheckpointWriteError(
-        f'{target} could not be written: {_explain_write(error, target)}. Files written before are untouched; go on from the '
-        f'last one with --resume.'
-    )
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:

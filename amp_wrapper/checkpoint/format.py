@@ -1,4 +1,4 @@
-"""The mixed-precision part of an optimizer's state dict: our own format, and what can be read of others. Dict to dict.
+"""The mixed-precision part of an optimizer's state dict: writes our own format, reads it and those of others. Dict to dict.
 
 Our format, version 1, beside the optimizer's own keys::
 
@@ -64,9 +64,9 @@ class Window:
         unscaled: Whether they are unscaled already (several losses) or still carry the scale.
         used: Whether each loss took part.
         found_inf: Whether each loss overflowed.
-        foreign_found_inf: Whether what losses of other optimizers brought overflowed; None where they brought nothing.
-        buffers: What buffers that the window's forward passes have changed were before it, by qualified name.
-        averages: Of averages that were updated in the window, their buffers ``before`` it and ``now``, by name.
+        foreign_found_inf: Whether gradients that came from losses of other optimizers overflowed; None without such gradients.
+        buffers: The values before the accumulation of buffers that its forward passes have changed, by qualified name.
+        averages: Of averages that were updated during the accumulation, their buffers ``before`` it and ``now``, by name.
     """
 
     gradients: Sequence[Tensor | None]
@@ -86,7 +86,7 @@ class SavedAmp:
         kind: 'own', 'torch' (mmengine's stock AmpOptimWrapper), 'apex' (its ApexOptimWrapper, or apex's own state
             merged into the optimizer's) or 'plain' (no mixed precision).
         optimizer: The rest: the optimizer's own keys.
-        opt_level: The level it was saved at, or None where the file does not tell.
+        opt_level: The level it was saved at, or None where the file does not say.
         properties: The resolved policy as plain values, or None.
         loss_scalers: One ``LossScaler`` state per loss; an empty one for a disabled ``GradScaler``.
         window: The open accumulation window, or None.
@@ -127,8 +127,9 @@ def write(
     }
     if window is not None:
         always = ('gradients', 'unscaled', 'used', 'found_inf')
-        told = {key: value for key, value in vars(window).items() if key in always or value not in (None, {}, (), [])}
-        amp['window'] = told
+        amp['window'] = {
+            key: value for key, value in vars(window).items() if key in always or value not in (None, {}, (), [])
+        }
     result = dict(optimizer)
     result['loss_scaler'] = dict(loss_scalers[0])
     if stock_shaped:
@@ -194,7 +195,7 @@ def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> Saved
     if amp is None:
         if scaler is None:
             return SavedAmp('plain', rest)
-        # a scaler is disabled where nothing is scaled (bfloat16), and then the file does not tell the type
+        # a scaler is disabled where nothing is scaled (bfloat16), and then nothing in the file says which type it was
         return SavedAmp('torch', rest, opt_level='O1' if scaler else None, loss_scalers=[scaler])
     return _read_own(rest, amp)
 
@@ -228,18 +229,17 @@ def _read_own(rest: dict[str, Any], amp: Any) -> SavedAmp:
     scalers = list(amp['loss_scalers'])
     for index, state in enumerate(scalers):
         check_scaler_state(state, f"amp['loss_scalers'][{index}]: loss_scaler")
-    saved = amp.get('window')
+    saved, window = amp.get('window'), None
     if saved is not None:
         _accumulation(rest, len(scalers)).check(saved, "amp['window']")
-    return SavedAmp(
-        'own', rest, amp['opt_level'], amp['properties'], scalers, None if saved is None else _window(saved)
-    )
+        window = Window(**{name: saved[name] for name in Window.__dataclass_fields__ if name in saved})
+    return SavedAmp('own', rest, amp['opt_level'], amp['properties'], scalers, window)
 
 
 def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
     """What an open accumulation window of so many losses holds."""
     groups = rest.get('param_groups')
-    # where the form is the optimizer's own, how many there are is not told
+    # where the form is the optimizer's own, the number of parameters is unknown
     count = None if groups is None else sum(len(group['params']) for group in groups)
     losses = f'a list of {num_losses}, one per loss'
     return schema.Record(
@@ -258,17 +258,4 @@ def _accumulation(rest: Mapping[str, Any], num_losses: int) -> schema.Record:
                 "{path} must be a list of dicts 'before' and 'now' of tensors by name.",
             ),
         },
-    )
-
-
-def _window(saved: Mapping[str, Any]) -> Window:
-    foreign = saved.get('foreign_found_inf')
-    return Window(
-        saved['gradients'],
-        saved['unscaled'],
-        list(saved['used']),
-        [float(value) for value in saved['found_inf']],
-        None if foreign is None else float(foreign),
-        dict(saved.get('buffers', {})),
-        list(saved.get('averages', [])),
     )

@@ -1,4 +1,4 @@
-"""The names of a state dict where wrappers, such as one DDP for each child, stand inside a model."""
+"""Translates the names in state dicts of models that have wrappers inside, such as one DDP for each child."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_WRAPPERS = (DataParallel, DistributedDataParallel)
 
 
 def plain_names(model: nn.Module) -> dict[str, str]:
@@ -17,7 +19,8 @@ def plain_names(model: nn.Module) -> dict[str, str]:
     Returns:
         Each name of the model's state dict, and its plain form: the same where nothing is wrapped.
     """
-    wrappers = [name.split('.') for name, module in model.named_modules() if name and _is_wrapper(module)]
+    named = model.named_modules()
+    wrappers = [name.split('.') for name, module in named if name and isinstance(module, _WRAPPERS)]
     names = {}
     # a model may have another signature
     for key in nn.Module.state_dict(model, keep_vars=True):
@@ -48,7 +51,7 @@ def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
         found = ('.'.join(parts[:index] + parts[index + 1 :]) for index, part in enumerate(parts) if part == 'module')
         return next((name for name in found if name in plain), None)
 
-    # a real submodule called "module" makes a single name ambiguous; the file as a whole tells
+    # a real submodule called "module" makes a single name ambiguous: the other names of the file decide
     wrapped = any(key not in plain and (key in own or shorter(key) is not None) for key in keys)
 
     def read(key: str) -> str:
@@ -60,7 +63,3 @@ def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
         return read(key[len('module.') :]) if key.startswith('module.') and key not in plain else key
 
     return read
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, (DataParallel, DistributedDataParallel))

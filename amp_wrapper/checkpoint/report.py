@@ -1,9 +1,8 @@
-"""What becomes of a checkpoint under another configuration, in words: a line each for kept, converted, dropped, new."""
+"""Describes what a resume took over from a checkpoint: a line each for what was kept, converted, dropped, and is new."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ def window_fits(saved: SavedAmp, policy: Policy) -> bool:
     """Whether the gradients of an open accumulation window mean the same under ``policy``.
 
     Args:
-        saved: With a window or without.
+        saved: What was read.
         policy: The configuration that resumes.
     """
     mine = policy.to_dict()
@@ -49,7 +48,8 @@ def describe(
     pure = policy.enabled and policy.cast_model_type in HALF_TYPES and not policy.master_weights
     kept: list[str] = []
     converted: list[str] = []
-    types = _half_types(saved)
+    states = _states(saved)
+    types = sorted({dtype_name(value.dtype) for value in states if value.dtype in HALF_TYPES})
     name = dtype_name(policy.cast_model_type) if pure and policy.cast_model_type is not None else 'float32'
     before = saved.properties or {}
     rounded_before = before.get('cast_model_type') == name and before.get('master_weights') is False
@@ -57,7 +57,7 @@ def describe(
         kept.append('weights')
     else:
         converted.append(f'weights to {name}')
-    if pure and (types != [name] or _has_fp32(saved)):
+    if pure and (types != [name] or any(value.dtype not in HALF_TYPES for value in states)):
         converted.append(f'optimizer state to {name}')
     elif types and not pure:
         converted.append(f'optimizer state from {" and ".join(types)} to float32')
@@ -89,17 +89,7 @@ def _header(saved: SavedAmp, policy: Policy) -> str:
 
 
 def _states(saved: SavedAmp) -> list[Tensor]:
+    """The floating tensors of the optimizer's state, without scalars such as step counters."""
     states = saved.optimizer.get('state', {}).values()
-    return [v for state in states if isinstance(state, Mapping) for v in state.values() if _counts(v)]
-
-
-def _counts(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-
-
-def _half_types(saved: SavedAmp) -> list[str]:
-    return sorted({dtype_name(value.dtype) for value in _states(saved) if value.dtype in HALF_TYPES})
-
-
-def _has_fp32(saved: SavedAmp) -> bool:
-    return any(value.dtype not in HALF_TYPES for value in _states(saved))
+    values = [value for state in states if isinstance(state, Mapping) for value in state.values()]
+    return [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 0]

@@ -1,18 +1,18 @@
-"""What saved data may be, said once: small descriptions that are put together, and one typed error for all of them.
+"""Schemas of saved data: small descriptions that are composed, and one typed error for all of them.
 
 Example::
 
     POSITION = Record({'epoch': whole(), 'iter': whole()}, optional={'seed': Maybe(whole())})
     POSITION.check(file['meta'], 'meta')  # AmpCheckpointError: meta['epoch']=-1 must be a whole number of at least 0 ...
 
-An error names the path of the key, the value where it is short, and what was expected there. The first problem is told.
+An error names the path of the key, the value where it is short, and what was expected there: the first problem found.
 Values are of the types that torch, mmengine and NumPy write; nothing is converted and nothing is changed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, some
 from ..policy.options import is_number
 
 #: Longer values are not shown in messages.
@@ -167,8 +167,8 @@ class Record(Schema):
         extra = [key for key in value if key not in self.required and key not in self.optional]
         for keys, text in ((lost, self.missing), (extra, self.unknown)):
             if keys and text:
-                found = some(value, str, 16) or 'nothing'
-                raise AmpCheckpointError(text.format(path=path, keys=some(keys), first=keys[0], found=found))
+                found = some(value, 16) or 'nothing'
+                raise AmpCheckpointError(text.format(path=path, keys=some(keys, 4, repr), first=keys[0], found=found))
         for key, schema in {**self.required, **self.optional}.items():
             if key in value or key in self.required:
                 schema.check(value.get(key), _inside(path, key), show)
@@ -228,12 +228,6 @@ def _error(path: str, value: Any, expected: str, show: bool, text: str) -> AmpCh
     if show and len(shown) <= _SHOWN:
         return AmpCheckpointError(f'{path}={shown} must be {expected}.')
     return AmpCheckpointError(f'{path} must be {expected}: the file is damaged.')
-
-
-def some(keys: Collection[Any], form: Callable[[Any], str] = repr, most: int = 4) -> str:
-    """The first few of many keys, for a message."""
-    shown = ', '.join(map(form, list(keys)[:most]))
-    return shown + (f' and {len(keys) - most} more' if len(keys) > most else '')
 
 
 # -- names, numbers and switches ----------------------------------------------------------------------------------------
@@ -305,8 +299,7 @@ SETTING = _number('a number', _fits_float32)
 NOT_NEGATIVE = _number('a number of at least 0', lambda value: _fits_float32(value) and value >= 0)
 #: A counter of a schedule, of any type; it begins at -1.
 COUNTER = _number(
-    'a whole number of at least -1',
-    lambda value: math.isfinite(value) and float(value).is_integer() and value >= -1,
+    'a whole number of at least -1', lambda value: math.isfinite(value) and float(value).is_integer() and value >= -1
 )
 POSITIVE = Is(
     'a positive finite number that float32 can hold',

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, some
 from .names import plain_names, reader
-from .schema import ANYTHING, Both, Is, MapOf, Maybe, Record, Schema, TensorOf, is_dense, some, whole
+from .schema import ANYTHING, Both, Is, MapOf, Maybe, Record, Schema, TensorOf, is_dense, whole
 
 #: What to do with a file that training cannot go on from.
 WEIGHTS_ONLY = 'load the weights alone (load_from, resume=False)'
@@ -32,14 +32,15 @@ _META = Record(
 
 
 def check_parts(file: Any, resume_optimizer: bool = True) -> None:
-    """Whether a file is a training checkpoint at all.
+    """Whether a file is a training checkpoint at all, with epoch, iteration and seed in order.
 
     Args:
         file: What was read.
         resume_optimizer: Whether the optimizer's state is wanted.
 
     Raises:
-        AmpCheckpointError: Names the missing part and what the file seems to be.
+        AmpCheckpointError: Names the missing part and what the file seems to be; or a key of ``meta``, its value and what was
+            expected.
     """
     MapOf().check(file, 'a checkpoint')
     if 'state_dict' not in file and 'model' in file and 'optimizer' in file:
@@ -50,18 +51,7 @@ def check_parts(file: Any, resume_optimizer: bool = True) -> None:
     parts = ('state_dict', 'meta', 'message_hub', *(['optimizer'] if resume_optimizer else []))
     missing = f'it has no key {{keys}} (found: {{found}}), which a training goes on from: {WEIGHTS_ONLY}.'
     Record(dict.fromkeys(parts, ANYTHING), missing=missing).check(file, '')
-
-
-def check_meta(meta: Any) -> None:
-    """Epoch, iteration and seed.
-
-    Args:
-        meta: The part of that name.
-
-    Raises:
-        AmpCheckpointError: Names the key, its value and what was expected.
-    """
-    _META.check(meta, 'meta')
+    _META.check(file['meta'], 'meta')
 
 
 def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: str = '') -> None:
@@ -94,8 +84,8 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
     missing = [key for key in mine if key not in theirs and checked(key) and key.rpartition('.')[2] != counts]
     if missing:
         raise AmpCheckpointError(
-            f'{name} lacks {some(missing)}, which the model has: the file is damaged or of another model. If the model '
-            f'was changed on purpose, {WEIGHTS_ONLY}.'
+            f'{name} lacks {some(missing, 4, repr)}, which the model has: the file is damaged or of another model. If the '
+            f'model was changed on purpose, {WEIGHTS_ONLY}.'
         )
     # a buffer that is made in the course of a training is in its files, and not yet in a new model
     unset = {
@@ -107,8 +97,8 @@ def check_model(saved: Any, model: nn.Module, name: str = 'state_dict', prefix: 
     extra = [theirs[key] for key in theirs if key not in mine and key not in unset and checked(key)]
     if extra:
         raise AmpCheckpointError(
-            f'{name} has {some(extra)}, which the model has not: the file is of another model. If the model was changed '
-            f'on purpose, {WEIGHTS_ONLY}.'
+            f'{name} has {some(extra, 4, repr)}, which the model has not: the file is of another model. If the model was '
+            f'changed on purpose, {WEIGHTS_ONLY}.'
         )
     tensors = {
         theirs[key]: _like(value, saved[theirs[key]])

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..errors import AmpCheckpointError
+from ..errors import AmpCheckpointError, some
 from ..policy.options import is_number
 from . import schema
 from .format import SavedAmp
@@ -29,16 +29,11 @@ PARAMETER_SHAPED = frozenset(
 _ADDED = {'maximize', 'amsgrad', 'capturable', 'differentiable', 'foreach', 'fused', 'decoupled_weight_decay'}
 # the hyper-parameters of torch's optimizers; numbers of any sign, for torch looks at it when an optimizer is made, and a
 # schedule may go below 0
-_NUMBERS = {'lr', 'weight_decay', 'momentum', 'dampening', 'momentum_decay', 'lr_decay'} | {
-    'alpha',
-    'rho',
-    'lambd',
-    't0',
-}
-_SWITCHES = {'nesterov', 'maximize', 'amsgrad', 'centered', 'capturable', 'differentiable', 'foreach', 'fused'}
+_NUMBERS = 'alpha dampening lambd lr lr_decay momentum momentum_decay rho t0 weight_decay'
+_SWITCHES = 'amsgrad capturable centered differentiable foreach fused maximize nesterov'
 _SETTINGS: dict[str, schema.Schema] = {
-    **dict.fromkeys(sorted(_NUMBERS), schema.SETTING),
-    **dict.fromkeys(sorted(_SWITCHES), schema.CHOICE),
+    **dict.fromkeys(_NUMBERS.split(), schema.SETTING),
+    **dict.fromkeys(_SWITCHES.split(), schema.CHOICE),
     'betas': schema.named('two numbers', schema.ListOf(schema.SETTING, length=2)),
     'eps': schema.NOT_NEGATIVE,
 }
@@ -67,7 +62,7 @@ def check_optimizer_state(saved: SavedAmp, optimizer: Optimizer) -> None:
     unknown = [key for key in state if isinstance(key, int) and key not in parameters]
     if unknown:
         raise AmpCheckpointError(
-            f"'state' has {schema.some(unknown)}, which no parameter group has: the file is damaged."
+            f"'state' has {some(unknown, 4, repr)}, which no parameter group has: the file is damaged."
         )
     for key in parameters:
         schema.MapOf().check(state.get(key, {}), f"'state'[{key}]")

@@ -1,7 +1,7 @@
 """One optimizer's step in mixed precision; :class:`AmpEngine` has its order.
 
-An engine serves one optimizer and the modules it steps. It knows no framework: the functional API and the integrations above
-it translate their words.
+An engine serves one optimizer and the modules it trains. It knows no framework: the functional API and the integrations call
+it.
 """
 
 from .engine import AmpEngine

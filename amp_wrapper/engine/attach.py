@@ -1,4 +1,4 @@
-"""A model becomes one of an engine, and is let go: casts, FP32 masters, DDP, buffers."""
+"""Attaches a model to an engine and detaches it: casts, FP32 masters, DDP, buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_los
 from ..casting.modules import module_device
 from ..casting.plan import CastHandle, CastPlan
 from ..casting.split_masters import SplitMasters
-from ..errors import AmpAttachError, AmpUsageError
+from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES, EnterObject
@@ -57,8 +57,7 @@ def attach_model(
     _make_masters(parts, plan)
     parts.casts = plan.apply()
     _take_cast(parts, plan, shared_weights)
-    given_weights.say_rounded(plan.rounded, policy)
-    given_weights.say_infinite(plan.infinite, policy)
+    given_weights.warn(plan.rounded, plan.infinite, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
@@ -109,8 +108,7 @@ def attach_together(engines: Sequence[EngineParts], models: Sequence[nn.Module],
     for engine in engines:
         _make_masters(engine, plan)
     handle = plan.apply()
-    given_weights.say_rounded(plan.rounded, policy)
-    given_weights.say_infinite(plan.infinite, policy)
+    given_weights.warn(plan.rounded, plan.infinite, policy)
     for engine in engines:
         _take_cast(engine, plan)
         if named:
@@ -253,15 +251,15 @@ def watch_buffers(
     leave: tuple[type, ...] = (),
     foreign: Iterable[Tensor] = (),
 ) -> None:
-    """Where steps may be skipped, their forward calls' changes of buffers are given back."""
+    """Restore buffers after skipped steps from now on, where steps may be skipped."""
     if parts.optimizer is None or not parts.scales.check or not parts.policy.restore_buffers_on_skip:
         return
-    strangers = list(foreign)
+    others = list(foreign)
 
-    def owners() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
-        return parts.weights(), [*strangers, *(weight for other in parts.others for weight in other.weights())]
+    def stepped() -> tuple[Iterable[Tensor], Iterable[Tensor]]:
+        return parts.weights(), [*others, *(weight for other in parts.others for weight in other.weights())]
 
-    parts.buffers = BufferSnapshots(named, owners, leave, parts)
+    parts.buffers = BufferSnapshots(named, stepped, leave, parts)
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:
@@ -288,9 +286,8 @@ def check_once(engine: EngineParts, names: Mapping[int, str]) -> None:
             twice.append(names.get(id(weight), f'one of shape {tuple(weight.shape)}'))
         seen.add(id(weight))
     if twice:
-        shown = ', '.join(twice[:5]) + (f' and {len(twice) - 5} more' if len(twice) > 5 else '')
         raise AmpAttachError(
-            f'{type(engine.optimizer).__name__} has parameters twice ({shown}): give it each of them once, such as '
+            f'{type(engine.optimizer).__name__} has parameters twice ({some(twice)}): give it each of them once, such as '
             f'{{id(p): p for p in parameters}}.values().'
         )
 

@@ -1,7 +1,7 @@
-"""Averages of weights see FP32 values: torch's, and those of libraries that read a model's parameters as they are.
+"""Patches weight averages (torch's, timm's, torch_ema's) to read FP32 values in place of a cast model's 16-bit parameters.
 
-Every change is the identity for models that carry no casts. What reads ``state_dict()``, or averages ``amp.master_params``,
-needs nothing of this.
+For models without casts the patched methods do what they did. Averages that read ``state_dict()`` or ``amp.master_params``
+get FP32 values anyway.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _patch_parameter_lists(cls: Any) -> None:
         given = list(parameters)
         original_init(self, given, *args, **kwargs)
         for index, parameter in enumerate(given):
-            if fp32_values.has_twin(parameter):
+            if fp32_values.has_fp32_value(parameter):
                 self.shadow_params[index] = fp32(parameter).clone()
 
     @functools.wraps(original_load)
@@ -110,7 +110,7 @@ def _patch_parameter_lists(cls: Any) -> None:
         for index, parameter in enumerate(_given(self, None)):
             for name in ('shadow_params', 'collected_params'):
                 values = state_dict.get(name)
-                if values is not None and parameter is not None and fp32_values.has_twin(parameter):
+                if values is not None and parameter is not None and fp32_values.has_fp32_value(parameter):
                     getattr(self, name)[index] = values[index].detach().to(parameter.device, torch.float32, copy=True)
 
     cls.__init__ = init
@@ -132,7 +132,7 @@ def _on_fp32_values(method: Callable[..., Any], writes: bool) -> Callable[..., A
         if any(parameter is None for parameter in given) or len(given) != len(self.shadow_params):
             # its own error
             return method(self, parameters if parameters is None else given)
-        paired = [fp32_values.has_twin(parameter) for parameter in given]
+        paired = [fp32_values.has_fp32_value(parameter) for parameter in given]
         if any(pair and mean.dtype in HALF_TYPES for pair, mean in zip(paired, self.shadow_params)):
             raise AmpUsageError(
                 f'{type(self).__name__} was made from the 16-bit weights of a model: such an average hardly moves. Make it '

@@ -1,4 +1,4 @@
-"""One backward pass, from the scaled loss to gradients that a step can find."""
+"""Surrounds the backward pass of a scaled loss: rescales, unscales and collects gradients, and sets the overflow flags."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class BackwardPass:
     """The backward pass of one loss, whoever runs it. It alone touches several engines, where there are several.
 
     Args:
-        engines: The engines that the pass is meant for. The scale of the first holds for all, and learns; where a gradient of
-            any is non-finite, all skip their next step.
+        engines: The engines that will step with its gradients. The scale of the first holds for all, and is updated; where a
+            gradient of any is non-finite, all skip their next step.
         loss_id: Which scale.
-        beyond: Further engines that the pass may reach, as those told to :meth:`~amp_wrapper.engine.AmpEngine.join`.
+        beyond: Further engines whose parameters may get gradients, as those of :meth:`~amp_wrapper.engine.AmpEngine.join`.
 
     Raises:
         AmpUsageError: No such loss.
@@ -44,7 +44,7 @@ class BackwardPass:
             other for other in (*self.first.others, *beyond) if not any(other is engine for engine in engines)
         ]
         self._other_engines = [other for other in self.others if isinstance(other, EngineParts)]
-        # what the pass may bring to parameters of others
+        # the other optimizers whose parameters may get gradients
         self._shares: list[tuple[EngineParts | OtherOptimizer, Share]] = []
         self._flags: list[Tensor | None] = []
         self._rescaling: Rescaling | None = None
@@ -101,7 +101,7 @@ class BackwardPass:
             return
         with self._stack:
             for engine in self.engines:
-                # what passes that are still under way brought here is not to be unscaled by this one's scale
+                # gradients of other backward passes that are still under way carry other scales than this one's
                 engine.end_rescalings()
         self._finish()
 
@@ -196,8 +196,8 @@ class BackwardPass:
         if not share.arrived or share.found_inf is None:
             return
         if self.first.scales.check and not self.first.scales.are_shared:
-            # the scale of this loss was too large there: it is the one that has to learn. A script says which optimizers a pass
-            # is meant for; what arrives elsewhere is mostly thrown away
+            # the scale of this loss was too large there, so it has to fall. Scripts name the optimizers that step; gradients
+            # elsewhere are mostly thrown away, and do not count
             self.first.overflow.add_elsewhere(self.loss_id, share.found_inf)
         if isinstance(other, EngineParts):
             other.receive(share.found_inf, share.parameters)
@@ -235,7 +235,7 @@ class BackwardPass:
                 other.buffers.used_by(self.engines)
 
     def _tell_flags(self) -> None:
-        """Each engine of the pass learns what any of them found; the scale of the pass learns once."""
+        """Set the overflow flag of every engine if any has found one; the loss scale is updated by the first alone."""
         found = [flag for flag in self._flags if flag is not None]
         if not found:
             return

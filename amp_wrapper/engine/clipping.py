@@ -88,7 +88,7 @@ class GradientClip:
 
     @property
     def not_in_prologue(self) -> str:
-        """What to say where :attr:`fits_prologue` has to hold."""
+        """The error text where :attr:`fits_prologue` has to hold and does not."""
         return (
             f"clip_grad={dict(self.arguments)!r} conflicts with master_weights='split', whose gradients are clipped while they "
             "are used: by value, or by norm_type=2 or 'inf' with a number as limit. Write one of these, or master_weights=True."
@@ -115,7 +115,7 @@ class GradientClip:
             )
 
     def prologue(self) -> dict[str, float]:
-        """What :func:`~amp_wrapper.ops.step_prologue` is told."""
+        """Keyword arguments of :func:`~amp_wrapper.ops.step_prologue`."""
         name = _CLIP_KEYS[self.kind][0]
         return {name: float(self.arguments[name])}
 

@@ -112,7 +112,7 @@ class AmpEngine:
     # -- weights and masters -----------------------------------------------------------------------------------------
 
     def weights(self) -> list[nn.Parameter]:
-        """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""
+        """The model's parameters that the optimizer steps: the weights behind masters, and those without a master."""
         return self.parts.weights()
 
     def master_params(self) -> Iterator[Tensor]:
@@ -122,7 +122,7 @@ class AmpEngine:
         """
         params = self.parts.params
         params.adopt()
-        # a pair that was written to on both sides is refused where one of them would be lost
+        # where weight and master were both written to, the error comes when one of them would be lost
         params.synchronise(refuses=False)
         yield from params.parameters()
 
@@ -291,9 +291,9 @@ class AmpEngine:
 
         Args:
             loss_id: Which scaler.
-            together: Further engines that the pass is meant for. This one's scale holds for all, and learns; where a gradient
-                of any is non-finite, all skip their next step.
-            beyond: Further engines that the pass may reach, as those told to :meth:`join`.
+            together: Further engines that will step with its gradients. This one's scale holds for all, and is updated; where
+                a gradient of any is non-finite, all skip their next step.
+            beyond: Further engines whose parameters may get gradients, as those of :meth:`join`.
 
         Returns:
             A context; on entering, it gives what to call where the pass begins inside, if passes for other optimizers may be

@@ -1,4 +1,4 @@
-"""What happens around a training forward call."""
+"""Prepares a training forward call, and surrounds it with autocast and the patched functions."""
 
 from __future__ import annotations
 

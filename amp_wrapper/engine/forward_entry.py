@@ -1,4 +1,4 @@
-"""Before every forward call, 16-bit weights and their FP32 masters take over what was written to the other of the two.
+"""A forward pre-hook that makes 16-bit weights and their FP32 masters agree before every forward call.
 
 Whatever goes through ``optimizer.param_groups`` writes to FP32 masters: SAM, schedulefree, Lookahead, a clamp, the swap of an
 average. The 16-bit weights follow before a model computes with them, whoever calls it, in training and evaluation.
@@ -12,10 +12,10 @@ from weakref import ReferenceType, ref
 
 from torch import nn
 
-from ..autocast.call import untraced
 from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, CastInputs
 from ..casting.masters import Fp32Masters
+from ..torch_internals import untraced
 from . import averages
 
 

@@ -1,4 +1,4 @@
-"""Refuses ``optimizer.step()`` of an optimizer that belongs to a wrapper, while its gradients are scaled."""
+"""Refuses direct calls of ``optimizer.step()`` where a wrapper has the optimizer and its gradients are still scaled."""
 
 from __future__ import annotations
 
@@ -53,6 +53,3 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f'optim_wrapper.update_params(loss). Optimizers whose steps have parts of their own, as first_step() and '
             f'second_step() of SAM, train through amp.initialize(model, optimizer) and amp.scale_loss.'
         )
-
-
-__all__ = ['Holder', 'hold']

@@ -1,4 +1,4 @@
-"""How optimizers that are not ours learn of a skipped step: from a flag on the device, or by a read as late as can be."""
+"""Lets optimizers of others skip a step: by a flag that they read on the device, or by a late read of the host."""
 
 from __future__ import annotations
 
@@ -158,14 +158,3 @@ def before_post_hooks(optimizer: Optimizer, call: Callable[[], None] | None) -> 
         handle.remove()
     if waiting:
         call()
-
-
-__all__ = [
-    'LateRead',
-    'before_post_hooks',
-    'flagged',
-    'has_pre_hooks',
-    'late_gradients',
-    'mark_harmless',
-    'takes_flag',
-]

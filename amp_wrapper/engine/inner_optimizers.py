@@ -47,6 +47,3 @@ def lead(inner: Optimizer, is_under_way: Callable[[], bool], take: Callable[...,
         return take(own_step, args, kwargs)
 
     inner.step = MethodType(step, inner)  # type: ignore[method-assign]
-
-
-__all__ = ['inside', 'lead']

@@ -1,4 +1,4 @@
-"""Non-finite gradients: the flags of one step on the device, what a step did, and what the host gets to know of it."""
+"""Non-finite gradients: the ``found_inf`` flags of one step, the result of a step, and the host's count of skipped steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ COLUMNS = {'grad_norm': GRAD_NORM, 'loss_scale': LOSS_SCALE, 'skips': SKIPS}
 class Overflow:
     """The ``found_inf`` flags of one optimizer step. All are float32 scalars, 0.0 or 1.0, made when they are first needed.
 
-    Three things can be non-finite: gradients at the parameters of this optimizer, gradients that its losses brought to
-    parameters of other optimizers, and gradients that losses of others brought here. Each makes the step be skipped. A loss
-    scale learns from the first two: what others brought is for their scales to learn from.
+    Three kinds of gradients can be non-finite: those of its own losses at its own parameters, those of its losses at parameters
+    of other optimizers, and those of others' losses at its parameters. Each makes the step be skipped. The loss scale falls
+    for the first two; for the third, the scales of the others do.
 
     Args:
         losses: Number of losses with a scale of their own.
@@ -34,10 +34,10 @@ class Overflow:
         used: Whether each loss has had a backward pass since the last step; set by :meth:`use`.
         is_clear: Whether nothing has come since the last step.
         is_own: Whether only losses of this optimizer, and only at its own parameters, were checked.
-        has_others: Whether losses of other optimizers brought anything, finite or not.
-        others_are_local: Whether losses of others brought something in a pass that was not averaged over the ranks.
-        named: Whether a backward pass that was meant for this optimizer has come since the last step, whosever scale it used.
-        reached_by_others: Whether a backward pass that was meant for other optimizers alone has brought something.
+        has_others: Whether there are gradients of other optimizers' losses, finite or not.
+        others_are_local: Whether some of those came from a backward pass that was not averaged over the ranks.
+        named: Whether a backward pass that names this optimizer has come since the last step, whosever scale it used.
+        reached_by_others: Whether a backward pass that names other optimizers alone has left gradients here.
         checked_before: Whether the gradients that were there before the first backward pass were checked.
     """
 
@@ -60,7 +60,7 @@ class Overflow:
         self.forget_others()
 
     def forget_others(self) -> None:
-        """What losses of others brought here has been cleared."""
+        """The gradients of others' losses have been cleared."""
         self._of_others: Tensor | None = None
         self.has_others = False
         self.others_are_local = self.checked_before = self.reached_by_others = False
@@ -92,12 +92,12 @@ class Overflow:
         self._found[loss_id] = self._larger(self._found[loss_id], found_inf)
 
     def add_elsewhere(self, loss_id: int, found_inf: Tensor) -> None:
-        """A loss of ours brought gradients to parameters of another optimizer."""
+        """A loss of this optimizer has left gradients at parameters of another one."""
         self._elsewhere[loss_id] = self._larger(self._elsewhere[loss_id], found_inf)
         self.is_own = self.is_clear = False
 
     def add_of_others(self, found_inf: Tensor, locally: bool) -> None:
-        """A loss of another optimizer brought gradients here, in a pass that was not averaged where ``locally``."""
+        """A loss of another optimizer has left gradients here, not averaged over the ranks where ``locally``."""
         self._of_others = self._larger(self._of_others, found_inf)
         self.has_others, self.is_own, self.is_clear = True, False, False
         self.others_are_local = self.others_are_local or locally
@@ -152,12 +152,12 @@ class Overflow:
         return found if elsewhere is None else torch.maximum(found, elsewhere)
 
     def state(self) -> tuple[list[float], float | None]:
-        """The flags of our own gradients, and of those that others brought (None where none did). Syncs."""
+        """The flags of this optimizer's losses, and of others' losses (None without any). Syncs."""
         found = [0.0 if flag is None else float(flag) for flag in self._found]
         return found, None if self._of_others is None else float(self._of_others)
 
     def restore(self, used: Iterable[bool], found: Iterable[float], of_others: float | None) -> None:
-        """Put back what :meth:`state` told."""
+        """Set the flags to what :meth:`state` returned."""
         self.clear()
         self.used = list(used)
         self.is_clear = False
@@ -165,7 +165,7 @@ class Overflow:
             if self.used[index]:
                 self.found(index).fill_(value)
         if of_others is not None:
-            self.add_of_others(torch.full((), of_others, device=self._device), False)
+            self.add_of_others(torch.full((), float(of_others), device=self._device), False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +211,7 @@ class StepResult:
 
 
 def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Tensor) -> Tensor:
-    """The info of a step that was put together from single parts, as the prologue would have told it.
+    """The info of a step, in the form of the prologue, for steps that are taken without it.
 
     Args:
         skip: float32 scalar, or None for a step that is never skipped.
@@ -307,24 +307,10 @@ class OverflowMonitor:
         """
         known = (self._streak, self._unseen)
         for info in infos:
-            # where nothing is scaled, none is told
-            told = one_loss and not math.isnan(info[LOSS_SCALE])
-            scale = f'{info[LOSS_SCALE]:g}'.strip if told else scales
+            # NaN where nothing is scaled
+            has_scale = one_loss and not math.isnan(info[LOSS_SCALE])
+            scale = f'{info[LOSS_SCALE]:g}'.strip if has_scale else scales
             self.record(info[SKIP] > 0, int(info[SKIPS]), int(info[STREAK]), scale, label)
         if not known[1]:
             # a later step was waited for
             self._streak, self._unseen = known
-
-
-__all__ = [
-    'COLUMNS',
-    'GRAD_NORM',
-    'LOSS_SCALE',
-    'SKIP',
-    'SKIPS',
-    'STREAK',
-    'Overflow',
-    'OverflowMonitor',
-    'StepResult',
-    'info_of',
-]

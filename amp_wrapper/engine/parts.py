@@ -1,4 +1,4 @@
-"""Everything that mixed precision holds for one optimizer: one part for each idea, and what several of them do together."""
+"""The parts that an engine is composed of (masters, loss scales, flags, gradients, DDP), and what involves several of them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineParts:
         ddp: The DDP modules that average them.
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
-        pass_watch: What a script is told of gradients that came another way; None where no other way is.
+        pass_watch: Warns of gradients that did not come from ``amp.scale_loss``; None where there is no such function.
         casts: The handle that takes the casts off the model; None without.
         op_set: The registered functions that the model can reach.
         label: What log lines call this engine, where there are several.
@@ -85,7 +85,7 @@ class EngineParts:
         self.op_set: OpSet | None = None
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None
-        #: Backward passes of other optimizers' losses that are under way, and what they may bring here.
+        #: Backward passes of other optimizers' losses that are under way, and their gradients at our parameters.
         self.rescalings: list[tuple[Rescaling, Share]] = []
         #: The call of ``backward()`` that the last backward pass was a part of.
         self.call = -1
@@ -133,11 +133,11 @@ class EngineParts:
         return not self.policy.enabled or (self.scales.is_one and not self.scales.check and not self.policy.casts_model)
 
     def weights(self) -> list[nn.Parameter]:
-        """The model's side of what the optimizer steps: the weights behind masters, and parameters that are their own."""
+        """The model's parameters that the optimizer steps: the weights behind masters, and those without a master."""
         return self.params.weights()
 
     def lists(self) -> StepLists:
-        """Both sides of what the optimizer steps."""
+        """What the optimizer steps, and the model weights behind it."""
         return self.params.lists(self.device)
 
     def name(self, parameter: nn.Parameter) -> str:
@@ -188,11 +188,11 @@ class EngineParts:
     # -- gradients come and go ---------------------------------------------------------------------------------------
 
     def add_of_others(self, found_inf: Tensor) -> None:
-        """A flag of gradients that no loss of this engine has brought."""
+        """Add the flag of gradients that do not come from losses of this engine."""
         self.overflow.add_of_others(found_inf, self.ddp.is_local())
 
     def adopt_late(self) -> None:
-        """Masters for what ``add_param_group`` brought, before gradients arrive."""
+        """Make masters for parameters that ``add_param_group`` has added, before a backward pass."""
         if self.gradients.unscaled and self.params.have_fp32_values and self.optimizer is not None:
             lengths = [len(group['params']) for group in self.optimizer.param_groups]
             if lengths != self._lengths or self.params.has_unfrozen:
@@ -227,7 +227,7 @@ class EngineParts:
             self.add_of_others(flag)
 
     def receive(self, found_inf: Tensor, at: Sequence[Tensor]) -> None:
-        """Gradients of another engine's loss have arrived at some of our weights, on our scale.
+        """Gradients of another engine's loss are there at some of our weights, converted to our scale.
 
         Args:
             found_inf: float32 scalar, 1.0 where one of them is non-finite.
@@ -254,17 +254,17 @@ class EngineParts:
         """
         gradients = self.gradients
         if isinstance(gradients, UnscaledGradients):
-            # unscaled as they arrive, but not those that wait for the end of a pass
+            # unscaled right away, but for those that wait for the end of a backward pass
             return Share(beyond, lambda: gradients.pending_scale, self.scales.check)
         return Share(beyond, lambda: self.scales.current(0), self.scales.check and self.attached)
 
     def end_rescalings(self) -> None:
-        """What backward passes for other optimizers have brought here so far carries their scale: put it on ours."""
+        """Gradients of other optimizers' losses carry their scales: convert those that are there by now to ours."""
         for rescaling, share in self.rescalings:
             rescaling.close(share)
 
     def forget_cleared(self) -> None:
-        """The model's own ``zero_grad()`` clears gradients, and nobody tells whose loss they came from."""
+        """Forget flags and held gradients where the model's own ``zero_grad()`` has cleared the gradients."""
         gradients, overflow = self.gradients, self.overflow
         if gradients.unscaled and not gradients.in_backward:
             if gradients.held is not None and not any(weight.grad is not None for weight in self.weights()):
@@ -280,7 +280,7 @@ class EngineParts:
             overflow.forget_others()
 
     def drop(self) -> None:
-        """Gradients are cleared before anybody stepped: what their scales were too large for, they learn all the same."""
+        """Gradients are cleared without a step: loss scales are updated by what was found in them all the same."""
         overflow, named = self.overflow, self.overflow.named
         if self.scales.are_shared and overflow.is_used and self.gradients.held is None and not self.ddp.is_local():
             self.scales.update(overflow, self.device)

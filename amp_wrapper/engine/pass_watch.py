@@ -1,4 +1,4 @@
-"""Warnings, each once, about gradients that reach an optimizer on another way than ``amp.scale_loss``."""
+"""Warns, once for each cause, of gradients that did not come from ``amp.scale_loss`` of the optimizer that steps them."""
 
 from __future__ import annotations
 
@@ -95,6 +95,3 @@ class PassWatch:
         if text in self._open:
             self._open.discard(text)
             logger.warning(f'amp: {self._label} {text}')
-
-
-__all__ = ['PassWatch']

@@ -1,4 +1,4 @@
-"""The optimizer's state dict with what mixed precision adds to it."""
+"""Saves and loads the state of an engine: the optimizer's state dict with loss scales and open accumulation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .. import checkpoint
 from ..casting.masters import keep_scalar_state
 from ..checkpoint import report
 from ..errors import AmpCheckpointError
+from .ddp.reducers import has_several_processes
 from .parts import EngineParts, Stage
 
 #: Integrations decide where these lines go.
@@ -35,8 +34,7 @@ def state_of(parts: EngineParts) -> dict[str, Any]:
 def _open_accumulation(parts: EngineParts) -> checkpoint.Window | None:
     if not parts.is_accumulating:
         return None
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if distributed and torch.distributed.get_world_size() > 1 and not parts.ddp.same_everywhere():
+    if has_several_processes() and not parts.ddp.same_everywhere():
         _say(
             parts,
             logging.WARNING,

@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import ops
 from ..casting import fp32_values
 from ..casting.param_pairs import StepLists
-from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError
+from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
 from .buffers import snapshots
 from .clipping import GradientClip
@@ -81,7 +81,7 @@ class FusedStep:
         return dataclasses.replace(result, skipped=numbers[SKIP] > 0)
 
     def _decide(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
-        """The first pass over the gradients, and what the step is decided from."""
+        """Read the gradients once, for norm and flag; returns the prologue's arguments, from which it decides."""
         parts = self._parts
         scales, overflow = parts.scales, parts.overflow
         # unscaled at each backward pass, and checked there
@@ -269,7 +269,7 @@ class StepChecks:
             )
 
     def _check_late_masters(self) -> None:
-        if any(fp32_values.has_twin(parameter) for parameter in self._parts.params.parameters()):
+        if any(fp32_values.has_fp32_value(parameter) for parameter in self._parts.params.parameters()):
             raise AmpUsageError(
                 f'step() at {self._parts.policy.opt_level}: the weights are 16-bit by now, with FP32 masters that another '
                 f'optimizer steps, since the model was initialised again at another level. This one would round what it does '
@@ -288,7 +288,7 @@ def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Map
 
 
 def finish_gradients(parts: EngineParts) -> None:
-    """Before a step, where gradients are unscaled at each backward pass: all of them are, and were checked."""
+    """Before a step, where gradients are unscaled at each backward pass: unscale and check those that were not yet."""
     gradients, overflow = parts.gradients, parts.overflow
     held = gradients.held
     if held is not None:
@@ -300,7 +300,7 @@ def finish_gradients(parts: EngineParts) -> None:
 
 
 def agree(parts: EngineParts) -> None:
-    """Where the ranks' gradients may differ, they exchange the flags. Collective."""
+    """Exchange the overflow flags where the ranks' gradients may differ. Collective."""
     parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
 
 
@@ -345,8 +345,7 @@ def _raise_streak(parts: EngineParts, streak: int) -> NoReturn:
     named = [(name(p), p) for p in (*params.without_master(), *(master for _, master in params.pairs))]
     # after a fused step they lie where backward put them
     named += [(name(weight), weight) for weight, master in params.pairs if master.grad is None]
-    names = nonfinite_names(named)
-    shown = ', '.join(names[:8]) + (f' and {len(names) - 8} more' if len(names) > 8 else '')
+    shown = some(nonfinite_names(named), 8)
     scale = parts.scales.describe()
     parts.zero_grad()
     raise OverflowStreakError(

@@ -1,4 +1,4 @@
-"""``ApexOptimWrapper``: the arguments of mmengine's class of that name."""
+"""``ApexOptimWrapper``: :class:`AmpOptimWrapper` with the arguments of mmengine's class of that name."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any
 from .. import policy
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, nearest
+from ..policy.options import is_count
 from .patches.schedules import ON_SKIP
 
 _PARENT_WORDS = ('optimizer', 'accumulative_counts', 'clip_grad')
@@ -64,5 +65,5 @@ def _check_parent(words: Mapping[str, Any], known: list[str]) -> Iterator[str]:
     if words.get('optimizer') is None:
         yield "optimizer is missing: write optimizer=dict(type='SGD', lr=0.01), or hand over a torch optimizer."
     counts = words.get('accumulative_counts', 1)
-    if not isinstance(counts, int) or isinstance(counts, bool) or counts < 1:
+    if not is_count(counts):
         yield f'accumulative_counts={counts!r} must be a whole number of at least 1.'

@@ -1,4 +1,4 @@
-"""From mmengine's models and wrappers to those that the engine knows."""
+"""Translates mmengine's models and optimizer wrappers into what the engine takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..engine import AmpEngine
-from ..engine.ddp import reducers as model_wrappers
+from ..engine.ddp import reducers
 from ..engine.gradients.cross_optimizer import OtherOptimizer
 from .data_elements import cast_data_element
 
@@ -30,7 +30,7 @@ def attach(engine: AmpEngine, model: nn.Module, foreign: Iterable[Tensor] = ()) 
     # the engine takes DDP off by itself; mmengine's other wrappers are known only here
     known = isinstance(model, (DataParallel, DistributedDataParallel)) or not is_model_wrapper(model)
     if not known and (engine.policy.casts_model or engine.policy.accumulate_in_fp32):
-        model_wrappers.check_foreign_wrapper(model)
+        reducers.check_foreign_wrapper(model)
     inner = model if known else cast(nn.Module, model.module)
     engine.attach(
         inner, leave=(BaseDataPreprocessor,), average=(BaseAveragedModel,), foreign=foreign, enter=cast_data_element
@@ -39,10 +39,10 @@ def attach(engine: AmpEngine, model: nn.Module, foreign: Iterable[Tensor] = ()) 
 
 
 def other_optimizer(wrapper: Any) -> OtherOptimizer:
-    """What the engine is told of an optimizer wrapper of mmengine.
+    """The engine's description of an optimizer wrapper of mmengine: its parameters, and the loss scale it divides by.
 
     Args:
-        wrapper: None of this package.
+        wrapper: Of mmengine, not of this package.
     """
     scaler = getattr(wrapper, 'loss_scaler', None)
     if scaler is None:

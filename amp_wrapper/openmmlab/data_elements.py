@@ -1,4 +1,4 @@
-"""mmengine's data elements, whose 16-bit tensors leave a model in FP32."""
+"""Casts 16-bit tensors inside mmengine's data elements to FP32, when a model returns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logged numbers that stay on the device until somebody reads them."""
+"""Logs numbers to mmengine's message hub without reading them from the device until the log is read."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Reviewer(Protocol):
-    """Whom rows may be news to."""
+    """Is given the rows of steps that the host had not read, once the log has copied them to the host."""
 
     def review(self, rows: Sequence[Sequence[float]], /) -> None:
-        """Take notice of rows, in order, when they are on the host."""
+        """Look at rows of numbers, in the order of their steps."""
 
 
 class DeviceLog:
@@ -28,7 +28,7 @@ class DeviceLog:
     Args:
         hub: The hub whose ``log_scalars`` the logger hook prints.
         reviewer: Is given the rows that are news, when they are read. It is not kept alive: hubs live as long as the process.
-        limit: Rows after which they are brought over unasked, so that memory stays bounded where nobody reads.
+        limit: Number of waiting rows at which they are copied to the host unasked, so that memory stays bounded.
     """
 
     def __init__(self, hub: MessageHub, reviewer: Reviewer | None = None, limit: int = 100) -> None:
@@ -65,7 +65,7 @@ class DeviceLog:
             self.flush()
 
     def flush(self) -> None:
-        """Bring every waiting number to the host, in one transfer. Syncs."""
+        """Copy every waiting number to the host, in one transfer. Syncs."""
         rows, self._rows = self._rows, []
         if not rows:
             return

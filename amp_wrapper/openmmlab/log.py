@@ -1,4 +1,4 @@
-"""Lines in mmengine's log."""
+"""Writes lines to mmengine's log."""
 
 from __future__ import annotations
 

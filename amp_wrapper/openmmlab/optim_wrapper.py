@@ -1,4 +1,4 @@
-"""``AmpOptimWrapper``: the opt levels in mmengine's words."""
+"""``AmpOptimWrapper``: the opt levels as an optimizer wrapper of mmengine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 from torch import Tensor, nn
 
 from .. import ops
-from ..casting import save_pretrained as hf_saving
+from ..casting import save_pretrained
 from ..checkpoint import amp_part
 from ..engine import AmpEngine, held_optimizers
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
-from ..errors import AmpAttachError
 from ..policy import Policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolve import Fp32Names
@@ -139,7 +138,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def opt_level(self) -> str:
-        """'O0' to 'O5', after ``dtype`` had its say."""
+        """'O0' to 'O5', after ``dtype`` was applied."""
         return self._engine.policy.opt_level
 
     @property
@@ -159,7 +158,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def in_window(self) -> bool:
-        """Whether accumulated gradients wait for their step; those that only losses of other members brought do not count."""
+        """Whether accumulated gradients wait for their step. Gradients of other members' losses alone do not count."""
         return self._engine.parts.is_accumulating and self._engine.parts.overflow.is_used
 
     @property
@@ -201,7 +200,7 @@ class AmpOptimWrapper(OptimWrapper):
             AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
         """
         if not self._engine.attached:
-            hf_saving.watch([attaching.attach(self._engine, model, foreign)])
+            save_pretrained.watch([attaching.attach(self._engine, model, foreign)])
             held_optimizers.hold(self.optimizer, self._engine.parts)
 
     def detach(self) -> None:
@@ -240,7 +239,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._engine.masters_changed(tensors)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """As of mmengine's wrapper. The weights are final by now, so the model is cast here."""
+        """As mmengine's wrapper does, and cast the model: its weights were initialised or loaded by now."""
         super().initialize_count_status(model, init_counts, max_counts)
         self._attach_all(model)
 
@@ -258,7 +257,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def _attach_all(self, model: nn.Module) -> None:
         if not self._engine.attached:
-            # members of an OptimWrapperDict stand and fall together
+            # members of an OptimWrapperDict attach together, so that each knows what the others step
             attach_siblings(self, model)
             self.attach(model)
 
@@ -342,7 +341,7 @@ class AmpOptimWrapper(OptimWrapper):
         """
         state = self._engine.state_dict()
         if self.policy.enabled:
-            # members of an OptimWrapperDict are told their count by nobody
+            # mmengine sets the count of a resumed wrapper, but not of the members of an OptimWrapperDict
             amp_part(state)['inner_count'] = self._inner_count
         if self.base_param_settings is not None:
             state['base_param_settings'] = self.base_param_settings
@@ -357,7 +356,8 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Names the key and what was expected.
         """
-        self._engine.check_state_dict(wrapper_state.split(state_dict, self.optimizer, self.inner_count).engine)
+        state, _, _ = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
+        self._engine.check_state_dict(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from our own checkpoints, those of mmengine's stock wrappers or apex's; logs what cannot be kept.
@@ -368,11 +368,11 @@ class AmpOptimWrapper(OptimWrapper):
         Raises:
             AmpCheckpointError: Damage, or a checkpoint of another kind. Nothing has been applied.
         """
-        saved = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
-        notes = self._engine.load_state_dict(saved.engine)
-        self._inner_count = saved.inner_count
-        if saved.base is not None:
-            self.base_param_settings = dict(saved.base)
+        state, base, count = wrapper_state.split(state_dict, self.optimizer, self.inner_count)
+        notes = self._engine.load_state_dict(state)
+        self._inner_count = count
+        if base is not None:
+            self.base_param_settings = dict(base)
         label = f'{self.member_name}: ' if self.member_name else ''
         for note in notes:
             self._say(f'amp: {label}{note}')
@@ -390,4 +390,4 @@ _OWN_ARGUMENTS = [name for name in AmpOptimWrapper.__init__.__annotations__ if n
 ROOT_OPTIM_WRAPPERS.register_module(name='TorchAmpOptimWrapper', module=TorchAmpOptimWrapper, force=True)
 ROOT_OPTIM_WRAPPERS.register_module(name='AmpOptimWrapper', module=AmpOptimWrapper, force=True)
 
-__all__ = ['AmpAttachError', 'AmpOptimWrapper', 'TorchAmpOptimWrapper']
+__all__ = ['AmpOptimWrapper', 'TorchAmpOptimWrapper']

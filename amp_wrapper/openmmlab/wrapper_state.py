@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -11,27 +11,18 @@ from ..checkpoint import amp_part, schema
 from ..checkpoint.validate_optimizer import check_settings
 
 
-class WrapperState(NamedTuple):
-    """A state dict in its parts.
-
-    Attributes:
-        engine: For the engine.
-        base: mmengine's ``base_param_settings``, or None.
-        inner_count: Iterations done.
-    """
-
-    engine: dict[str, Any]
-    base: Mapping[str, Any] | None
-    inner_count: int
-
-
-def split(state_dict: Any, optimizer: Optimizer, inner_count: int) -> WrapperState:
-    """Take a saved state apart, without a look at the engine's part.
+def split(
+    state_dict: Any, optimizer: Optimizer, inner_count: int
+) -> tuple[dict[str, Any], Mapping[str, Any] | None, int]:
+    """Take a saved state apart, without validating what the engine will load.
 
     Args:
         state_dict: Not changed.
-        optimizer: That it is for.
+        optimizer: The one that will load it.
         inner_count: Where the state has none: files of mmengine's own wrappers.
+
+    Returns:
+        The state for the engine, mmengine's ``base_param_settings`` or None, and the number of iterations done.
 
     Raises:
         AmpCheckpointError: Names the key and what was expected.
@@ -43,4 +34,4 @@ def split(state_dict: Any, optimizer: Optimizer, inner_count: int) -> WrapperSta
         check_settings(base, optimizer, "'base_param_settings'")
     count: Any = amp_part(state).get('inner_count', inner_count)
     schema.whole(bits=None).check(count, "amp['inner_count']")
-    return WrapperState(state, base, count)
+    return state, base, count

@@ -1,4 +1,4 @@
-"""What is inside of mmengine's wrappers: our optimizer wrappers among others, and the model in its wrapper."""
+"""Looks inside mmengine's wrappers: for the optimizer wrappers of this package, and for the model inside DDP."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The multi-tensor operations of a training step: the one place through which the engine reaches them.
 
-Each call goes to the compiled kernel where the library has one for the device and the dtypes, and to its meaning in plain torch
-otherwise. Both give the same bits. The functions here, the ops of torch's dispatcher and their fake kernels are all made from
-:data:`amp_wrapper.ops.schemas.SCHEMAS`.
+Each call goes to the compiled kernel where the library has one for the device and the dtypes, and to its reference in plain
+torch otherwise. Both give the same bits. The functions here, the ops of torch's dispatcher and their fake kernels are all made
+from :data:`amp_wrapper.ops.schemas.SCHEMAS`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _R = TypeVar('_R')
 
 #: What the compiled kernels take; anything else is left to the reference.
 COMPILED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Op to its meaning in plain torch.
+#: Op to its reference implementation in plain torch.
 REFERENCES: dict[str, Callable[..., Any]] = {
     op: next(getattr(module, op) for module in (reference, norms, prologue, optimizer_step) if hasattr(module, op))
     for op in schemas.SCHEMAS
@@ -121,7 +121,7 @@ def _uncompiled(front: Callable[..., Any], arguments: Mapping[str, Any], is_miss
 
 
 def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The function that users call: the compiled op where it takes the call, and its meaning in plain torch otherwise."""
+    """The function that users call: the compiled op where it takes the call, and the reference otherwise."""
     op = meaning.__name__
     parameters = inspect.signature(meaning).parameters
     defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}

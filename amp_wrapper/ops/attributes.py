@@ -24,7 +24,7 @@ Column = tuple[Sequence[Mapping[str, Any]], str, Sequence[Any]]
 
 
 def same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects in the same order. ``==`` of tensors would compare numbers, and read them."""
+    """Whether two lists hold the same objects in the same order. ``==`` would compare the tensors' values, and sync."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
@@ -50,7 +50,7 @@ def fingerprints(*lists: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
         try:
             return tuple(map(compiled.fingerprint, lists))
         except NotImplementedError:
-            # tensors that tell their shape in Python
+            # tensor subclasses whose shape is a Python method
             pass
     return tuple(
         tuple(None if t is None else (t.shape, t.dtype, t.layout, t.device) for t in tensors) for tensors in lists

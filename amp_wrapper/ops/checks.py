@@ -1,4 +1,4 @@
-"""What a list of tensors has to be. ``csrc/common/lists.cpp`` checks the same, in the same words, for the compiled ops."""
+"""Checks the arguments of ops. ``csrc/common/lists.cpp`` checks the same for the compiled ops, with the same error texts."""
 
 from __future__ import annotations
 

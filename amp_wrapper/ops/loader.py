@@ -57,7 +57,7 @@ def _find(folder: Path) -> Library:
     if wanted == 'reference':
         return _missing('AMP_WRAPPER_OPS=reference is set', chosen=True)
     if wanted:
-        # somebody who looks for a fault must not be led astray by a slip of the pen
+        # a misspelt value must not silently leave the compiled ops on
         raise AmpConfigError([f'AMP_WRAPPER_OPS={wanted!r} means nothing{nearest(wanted, ["reference"])}: unset it.'])
     try:
         text = (folder / '_build.json').read_text(encoding='utf-8')
@@ -119,7 +119,7 @@ def warn_if_cuda_is_missing() -> None:
 
 
 def changed_sources() -> bool | None:
-    """Whether ``csrc`` beside the package differs from what the library was built of; None where it cannot be told."""
+    """Whether ``csrc`` beside the package differs from what the library was built of; None where that is unknown."""
     root = _FOLDER.parents[1]
     built_of = library().facts.get('sources')
     if built_of is None or not (root / 'csrc' / 'common').is_dir():

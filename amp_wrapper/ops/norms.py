@@ -1,10 +1,10 @@
-"""The meaning of the norms, in plain torch, with sums in one fixed order."""
+"""The reference implementation of the norms, in plain torch, with sums in one fixed order."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from .reference import batches_of, device_of, factor_on, groups_of, multi_tensor
 #: The order of sums of squares, as in ``csrc/common/planner.h``: rows of lanes make a block, blocks are summed in pairs.
 LANES, ROWS = 64, 16
 BLOCK = LANES * ROWS
-#: How many elements are brought to FP32 at a time.
+#: How many elements are converted to FP32 at a time.
 _PIECE = 2**22
 
 
@@ -83,9 +83,9 @@ def multi_tensor_l2norm(
     """The Euclidean norm over all elements, ``sqrt(sum(x * x)) * inverse_scale``, in float32.
 
     The order of the sum depends on shapes alone (and on strides, where a tensor without gaps is not contiguous), so the
-    result is the same on every device, with any number of threads and however the work is grouped. It is told in
-    ``csrc/common/planner.h``. Squares are not scaled: finite elements
-    above 1.8e19 give infinity, and those below 1e-23 count as zero, as in torch.
+    result is the same on every device, with any number of threads and however the work is grouped;
+    ``csrc/common/planner.h`` describes it. Squares are not scaled: finite elements above 1.8e19 give infinity, and those
+    below 1e-23 count as zero, as in torch.
 
     Args:
         tensors: Dense floating tensors of any dtype; the list may be empty.
@@ -99,13 +99,8 @@ def multi_tensor_l2norm(
     Raises:
         ValueError: A sparse tensor, or a scalar of another shape or dtype.
     """
-    device = _begin('multi_tensor_l2norm', tensors, inverse_scale, found_inf)
-    sums = torch.zeros(len(tensors), dtype=torch.float32, device=device)
-    for indices in groups_of(tensors).values():
-        filled = [i for i in indices if tensors[i].numel()]
-        if filled:
-            sums[filled] = _sums_of_squares(real_parts([tensors[i] for i in filled])).to(sums)
-    total = _pairs(sums) if len(sums) else torch.zeros((), dtype=torch.float32, device=device)
+    sums = _of_each('multi_tensor_l2norm', tensors, inverse_scale, found_inf, _sums_of_squares)
+    total = _pairs(sums) if len(sums) else sums.new_zeros(())
     return _norms(_root(total), _root(sums) if per_tensor else sums[:0], inverse_scale)
 
 
@@ -135,23 +130,18 @@ def multi_tensor_maxnorm(
     Raises:
         ValueError: A sparse tensor, or a scalar of another shape or dtype.
     """
-    device = _begin('multi_tensor_maxnorm', tensors, inverse_scale, found_inf)
-    most = torch.zeros(len(tensors), dtype=torch.float32, device=device)
-    for indices in groups_of(tensors).values():
-        filled = [i for i in indices if tensors[i].numel()]
-        if filled:
-            norms = torch._foreach_norm(real_parts([tensors[i] for i in filled]), math.inf)
-            most[filled] = torch.stack(norms).float().to(device)
-    total = most.max() if len(most) else torch.zeros((), dtype=torch.float32, device=device)
+    most = _of_each('multi_tensor_maxnorm', tensors, inverse_scale, found_inf, _maxima)
+    total = most.max() if len(most) else most.new_zeros(())
     return _norms(total, most if per_tensor else most[:0], inverse_scale)
+
+
+def _maxima(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
 
 
 @torch.no_grad()
 def multi_tensor_scale_l2norm(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> Tensor:
     """``target = source * scale`` and the Euclidean norm of the sources in one pass, with the bits of the two ops apart.
 
@@ -174,12 +164,31 @@ def multi_tensor_scale_l2norm(
     return norm
 
 
-def _begin(op: str, tensors: Sequence[Tensor], inverse_scale: Tensor | None, found_inf: Tensor | None) -> torch.device:
-    """Check the arguments and raise the flag; returns the device of the result."""
+def _of_each(
+    op: str,
+    tensors: Sequence[Tensor],
+    inverse_scale: Tensor | None,
+    found_inf: Tensor | None,
+    compute: Callable[[Sequence[Tensor]], Tensor],
+) -> Tensor:
+    """Check the arguments and raise the flag; returns a number for each tensor, 0 for empty ones.
+
+    Args:
+        op: Whose arguments these are.
+        tensors: All of them.
+        inverse_scale: Checked alone.
+        found_inf: The flag.
+        compute: Gives the numbers of real tensors of one dtype, on one device, none empty.
+    """
     check_call(op, tensors=tensors, inverse_scale=inverse_scale, found_inf=found_inf)
     if found_inf is not None:
         multi_tensor_isnonfinite(tensors, found_inf)
-    return device_of(tensors, found_inf)
+    numbers = torch.zeros(len(tensors), dtype=torch.float32, device=device_of(tensors, found_inf))
+    for indices in groups_of(tensors).values():
+        filled = [i for i in indices if tensors[i].numel()]
+        if filled:
+            numbers[filled] = compute(real_parts([tensors[i] for i in filled])).to(numbers)
+    return numbers
 
 
 def _norms(total: Tensor, each: Tensor, inverse_scale: Tensor | None) -> tuple[Tensor, Tensor]:

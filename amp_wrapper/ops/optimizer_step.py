@@ -1,6 +1,6 @@
-"""The meaning of the updates of Adam and SGD, in plain torch. No host read.
+"""The reference implementation of the updates of Adam and SGD, in plain torch. No host read.
 
-The arithmetic is told in ``csrc/common/optimizer_update.h`` as well, which the compiled ops use; both give the same bits. A
+The same arithmetic is in ``csrc/common/optimizer_update.h``, which the compiled ops use; both give the same bits. A
 product and a sum are rounded once where torch's own fused optimizers round once (:func:`multiply_add`), so that theirs and ours
 agree.
 """

@@ -1,6 +1,6 @@
 """The prologue of an optimizer step, in plain torch: whether the step is taken, and what each parameter needs. No host read.
 
-The arithmetic is told in ``csrc/common/step_prologue.h`` as well, which the compiled ops use; both give the same bits.
+The same arithmetic is in ``csrc/common/step_prologue.h``, which the compiled ops use; both give the same bits.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The meaning of the ops on elements and of the loss scale, in plain torch. No reference of an op reads the device."""
+"""The reference implementation of the element-wise ops and of the loss scale's rule, in plain torch. No host read."""
 
 from __future__ import annotations
 
@@ -51,11 +51,6 @@ def batches_of(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
     return batches
 
 
-def _raise_flag(found_inf: Tensor, bad: Tensor) -> None:
-    # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
-    torch.maximum(found_inf, bad.to(found_inf).view_as(found_inf), out=found_inf)
-
-
 def factor_on(scalar: Tensor, device: torch.device) -> Tensor:
     """A scalar argument on a device, without dimensions."""
     # one element of any shape is allowed, and torch's lists take those without dimensions only
@@ -66,7 +61,7 @@ def factor_on(scalar: Tensor, device: torch.device) -> Tensor:
 def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> None:
     """Set ``found_inf`` to 1.0 where any element of any tensor is infinite or NaN; leave it alone otherwise.
 
-    Elements are judged, not sums: the maximum norm of finite elements is finite, so there are no false alarms.
+    Each element is looked at, no sum that could overflow: large finite elements never raise the flag.
 
     Args:
         tensors: Dense floating or complex tensors of any shape, dtype and device; the list may be empty.
@@ -80,7 +75,9 @@ def multi_tensor_isnonfinite(tensors: Sequence[Tensor], found_inf: Tensor) -> No
         filled = real_parts([tensors[i] for i in indices if tensors[i].numel() > 0])
         if filled:
             norms = torch._foreach_norm(filled, math.inf)
-            _raise_flag(found_inf, torch.stack([norm.isfinite() for norm in norms]).all().logical_not())
+            bad = torch.stack([norm.isfinite() for norm in norms]).all().logical_not()
+            # maximum, never a sum: the flag stays exactly 0 or 1 over any number of groups and devices
+            torch.maximum(found_inf, bad.to(found_inf).view_as(found_inf), out=found_inf)
 
 
 def real_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -91,10 +88,7 @@ def real_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def multi_tensor_scale(
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor | None = None, found_inf: Tensor | None = None
 ) -> None:
     """``target = source * scale``, with a non-finite flag.
 
@@ -162,8 +156,8 @@ def multi_tensor_axpby(
         a: float32 scalar, or None for 1.
         b: float32 scalar, or None for 1.
         found_inf: float32 scalar set to 1.0 where a checked element is non-finite, in place; None to skip the check.
-        check_x: Whether the flag speaks of the xs.
-        check_y: Whether it speaks of the ys.
+        check_x: Whether the xs are checked.
+        check_y: Whether the ys are.
 
     Raises:
         ValueError: The lists do not pair up, or memory that is written is shared. Nothing is written then.
@@ -279,7 +273,7 @@ def update_scale(
     min_scale: float | None = None,
     max_scale: float | None = None,
 ) -> None:
-    """One step of the dynamic loss scale, in place; the rule is told in :class:`~amp_wrapper.engine.loss_scale.LossScaler`.
+    """One step of the dynamic loss scale, in place, by the rule of :class:`~amp_wrapper.engine.loss_scale.LossScaler`.
 
     Args:
         scale: float32 scalar.

@@ -1,7 +1,7 @@
-"""The schema of every op, told once.
+"""The schema of every op.
 
-From here come what torch's dispatcher knows of an op (``torch.ops.amp_wrapper.<name>``), its checks, its fake kernel and the
-function that users call.
+``torch.ops.amp_wrapper.<name>``, the checks of the arguments, the fake kernel and the function that users call are all made
+from it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 
 NAMESPACE = 'amp_wrapper'
 
-#: Elements of a decision, which tells all that a step needs to know as a whole: skip (0 or 1), inverse scale, clip coefficient,
+#: Elements of a decision, the numbers that hold for a step as a whole: skip (0 or 1), inverse scale, clip coefficient,
 #: clip value, gradient norm (NaN where the step is skipped or there is none), loss scale after the step (NaN without one),
 #: skipped steps so far, and in a row.
 DECISION = 8
-#: Elements of a row of the table that tells what an update needs to know of one parameter. Adam: sign, decay, 1 - beta1, beta2,
+#: Elements of a row, the numbers that the update of one parameter needs. Adam: sign, decay, 1 - beta1, beta2,
 #: 1 - beta2, root of the second bias correction, eps, minus step size, decoupled. SGD: sign, decay, momentum, 1 - dampening,
 #: nesterov, minus lr, first.
 ROW = 12
@@ -102,5 +102,5 @@ def _arguments(schema: str) -> Arguments:
     )
 
 
-#: What :data:`SCHEMAS` say of tensors.
+#: The tensor arguments of each op in :data:`SCHEMAS`.
 ARGUMENTS = {name: _arguments(schema) for name, schema in SCHEMAS.items()}

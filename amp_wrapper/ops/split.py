@@ -1,8 +1,8 @@
 """A float32 number as a 16-bit weight and a 16-bit remainder, and back: exact masters in two bytes beside each weight.
 
 bfloat16 shares float32's exponent, so the weight is the upper half, rounded half away from zero, and the remainder the lower
-half as a signed integer: ``bits(master) = (bits(weight) << 16) + remainder``. Rounded to nearest-even, a tie would not tell
-from which side it came. Every finite number and both infinities come back bit for bit.
+half as a signed integer: ``bits(master) = (bits(weight) << 16) + remainder``. Rounded to nearest-even, ties would be ambiguous.
+Every finite number and both infinities come back bit for bit.
 
 float16 is rounded to nearest-even, and the remainder is the distance. From 2^-14 on it counts units in the last place of the
 master, at most 2^12 of them: exact. Below, where float16 is subnormal, it counts multiples of 2^-39, at most 2^14 of them:
@@ -72,7 +72,7 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
         # of a NaN, or of a zero or infinity that somebody wrote beside the remainder of another number
         return torch.where(joined.isnan(), near, joined)
     magnitude = bits & _MAGNITUDE
-    # 2^-14 itself is the weight of masters on both sides
+    # 2^-14 itself is the weight of masters below and above it
     small = magnitude - (remainder < 0).to(torch.int32) < _SMALL
     joined = (bits + remainder.to(torch.int32)).view(torch.float32)
     joined = torch.where(small, (near.abs() + remainder.float() * 2.0**-39).copysign(near), joined)

@@ -1,4 +1,4 @@
-"""Optimizers whose step is one pass: ``torch.optim``'s own in every respect but how they compute it."""
+"""Optimizers of ``torch.optim`` whose step is one pass over memory; all else is as in ``torch.optim``."""
 
 from .adam import FusedAdam, FusedAdamW
 from .fused import FusedOptimizer, Update

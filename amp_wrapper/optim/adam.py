@@ -1,4 +1,4 @@
-"""Adam and AdamW, fused."""
+"""``FusedAdam`` and ``FusedAdamW``."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .fused import FusedOptimizer
 from .tensor_lists import Bucket
 
 #: torch 2.6 has two classes instead, and neither the argument nor the key in the groups.
-_TOLD = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
+_HAS_DECOUPLED = 'decoupled_weight_decay' in inspect.signature(torch.optim.Adam.__init__).parameters
 _MOMENTS = ('exp_avg', 'exp_avg_sq')
 
 
 @dataclasses.dataclass(frozen=True)
 class _Adam(Algorithm):
-    """Adam and AdamW, which a group tells apart."""
+    """Adam and AdamW; ``decoupled_weight_decay`` of a group says which."""
 
     torch_name: str
 
@@ -161,7 +161,7 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
     ) -> None:
         self._settle(state_dtype, fused, differentiable)
         self._decoupled = bool(decoupled_weight_decay)
-        options: dict[str, Any] = {'decoupled_weight_decay': decoupled_weight_decay} if _TOLD else {}
+        options: dict[str, Any] = {'decoupled_weight_decay': decoupled_weight_decay} if _HAS_DECOUPLED else {}
         options.update(foreach=foreach, maximize=maximize, capturable=capturable, fused=fused)
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)
 

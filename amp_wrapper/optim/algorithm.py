@@ -1,4 +1,4 @@
-"""What the fused optimizers do not have in common, and the table of their hyper-parameters."""
+"""The base class for what differs between the fused optimizers, and the table of their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Algorithm(abc.ABC):
     moments: ClassVar[tuple[str, ...]]
     #: What a group of a saved state dict has to have.
     required: ClassVar[tuple[str, ...]]
-    #: What of a group tells the hyper-parameters beside lr, and the state that it needs.
+    #: The keys of a group that decide the hyper-parameters beside lr, and the state that it needs.
     options: ClassVar[tuple[str, ...]]
 
     @abc.abstractmethod
@@ -41,7 +41,7 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def first_step(self, state: Mapping[str, Any]) -> float | None:
-        """The count of a parameter whose state tells none; None where it must."""
+        """The step count of a parameter whose state has none; None where that is an error."""
 
     def kept(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
         """What of a parameter's state still counts."""

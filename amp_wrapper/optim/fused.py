@@ -1,4 +1,4 @@
-"""What the fused optimizers have in common: one pass over gradient, weight and state, decided on the device.
+"""The base class of the fused optimizers: one pass over gradient, weight and state; the device decides whether to skip.
 
 A step gathers its lists, checks them, and calls :func:`amp_wrapper.ops.step_prologue` and an update for all parameters of a
 device. The lists are kept and compared with what is there at the next step, object by object, which costs a tenth of gathering
@@ -31,7 +31,7 @@ _GRADIENT = operator.attrgetter('grad')
 
 @dataclasses.dataclass(eq=False)
 class Update:
-    """What an owner of the loss scale tells a fused optimizer about one step; see :meth:`FusedOptimizer.updating`.
+    """How one step is scaled, clipped, decided and copied; see :meth:`FusedOptimizer.updating`.
 
     Attributes:
         gradients: The scaled gradient of each parameter of all groups, in their order, wherever it lies; None for none.
@@ -105,7 +105,7 @@ class FusedOptimizer(Optimizer):
         ``grad_scale`` and ``found_inf`` do not count then. All parameters must lie on one device.
 
         Args:
-            update: Told by the owner of the loss scale.
+            update: From the engine that scales the loss.
 
         Raises:
             AmpUsageError: Inside another one.
@@ -236,7 +236,7 @@ class FusedOptimizer(Optimizer):
         try:
             for place, given in zip(lists.devices, inputs):
                 if lists.partners is not None:
-                    # the owner keeps it
+                    # the caller of updating() keeps it
                     place.decision = torch.empty_like(place.decision)
                 table = (place.decision, place.rows, place.steps, hyper.table, place.groups, self._algorithm.kind)
                 ops.step_prologue(*table, *(hyper.rates_on(place.device) if hyper.tensors else ((), ())), **given)

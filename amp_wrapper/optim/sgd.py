@@ -1,4 +1,4 @@
-"""SGD, fused."""
+"""``FusedSGD``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fused optimizer gathers for a step, and keeps for the next one as long as nothing that it came from has changed."""
+"""The tensor lists of a fused step, which are kept for the next step as long as nothing that they came from has changed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Bucket:
 
 @dataclasses.dataclass(eq=False)
 class DeviceBucket:
-    """What lies on one device.
+    """All that is stepped on one device.
 
     Attributes:
         device: The device.
@@ -79,7 +79,7 @@ class TensorLists:
     Attributes:
         lengths: Parameters in each group.
         names: The state that each group needs.
-        options: What of each group tells ``names`` and the hyper-parameters beside lr.
+        options: The values in each group that decide ``names`` and the hyper-parameters beside lr.
         parameters: All parameters.
         fingerprints: Of all parameters, and of their gradients.
         partners: Of all parameters, as an :class:`~amp_wrapper.optim.fused.Update` gave them; None without one.

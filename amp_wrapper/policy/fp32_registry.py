@@ -183,11 +183,7 @@ _MMCV = (
     ),
     *_ops('mmcv.ops.', _WITHOUT_BFLOAT16, 'no bfloat16 kernel', cpu=_BF16, cuda=_BF16),
     *_ops(
-        'mmcv.ops.',
-        _PLAIN_ON_CPU,
-        'no bfloat16 kernel on a GPU; on a CPU it is plain torch',
-        cpu=_NEITHER,
-        cuda=_BF16,
+        'mmcv.ops.', _PLAIN_ON_CPU, 'no bfloat16 kernel on a GPU; on a CPU it is plain torch', cpu=_NEITHER, cuda=_BF16
     ),
     *_ops(
         'mmcv.ops.',

@@ -1,4 +1,4 @@
-"""How a dotted name of a configuration or of the FP32 registry finds its object, and what is said where it finds none."""
+"""Finds the objects behind dotted names of a configuration or of the FP32 registry, and explains names that have none."""
 
 from __future__ import annotations
 

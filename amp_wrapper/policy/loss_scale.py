@@ -51,10 +51,6 @@ def _is_scale(value: Any) -> bool:
     return is_number(value) and bool(_SMALLEST_SCALE <= value <= _LARGEST_SCALE)
 
 
-def _is_finite(value: Any) -> bool:
-    return is_number(value) and bool(-math.inf < value < math.inf)
-
-
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
@@ -64,17 +60,14 @@ _COUNT = 'must be a whole number of at least 1'
 _BOUND = Option(None, optional(_is_scale), _SCALE, _float)
 #: The bounds of a dynamic scale, as arguments of their own.
 BOUNDS: Mapping[str, Option] = MappingProxyType(
-    {
-        'min_loss_scale': _BOUND,
-        'max_loss_scale': dataclasses.replace(_BOUND, default=DEFAULT_MAX_LOSS_SCALE),
-    }
+    {'min_loss_scale': _BOUND, 'max_loss_scale': dataclasses.replace(_BOUND, default=DEFAULT_MAX_LOSS_SCALE)}
 )
 #: The keys of a ``loss_scale`` that is a dict: the words of :class:`torch.amp.GradScaler`, and ours.
 _WORDS: Mapping[str, Option] = MappingProxyType(
     {
         'init_scale': Option(2.0**16, _is_scale, _SCALE, float),
         'growth_factor': Option(
-            2.0, lambda value: _is_finite(value) and value > 1.0, 'must be above 1.0 and finite', float
+            2.0, lambda value: is_number(value) and 1.0 < value < math.inf, 'must be above 1.0 and finite', float
         ),
         'backoff_factor': Option(
             0.5, lambda value: is_number(value) and 0.0 < value < 1.0, 'must lie between 0.0 and 1.0', float

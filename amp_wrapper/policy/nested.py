@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 #: The floating types that mixed precision moves between. float64 and complex tensors are always left alone.
@@ -22,7 +22,7 @@ def is_frozen_16bit(parameter: Tensor) -> bool:
     return parameter.dtype in HALF_TYPES and not parameter.requires_grad
 
 
-def parameters_of(*optimizers: Optimizer) -> list[Tensor]:
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """What optimizers step, in the order of their groups."""
     return [parameter for each in optimizers for group in each.param_groups for parameter in group['params']]
 
@@ -63,13 +63,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
         if all(new is old for new, old in zip(items, value)):
             return value
         if isinstance(value, list):
-            if type(value) is list:
-                return items
             sequence = copy.copy(value)
             sequence[:] = items
             return sequence
-        if type(value) is tuple:
-            return tuple(items)
         make = getattr(type(value), '_make', type(value))
         return make(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -108,7 +104,7 @@ def cast_tensors(
     """
 
     def cast(tensor: Tensor) -> Tensor:
-        # an exact type test keeps torch.dtype's set lookup off the path of tensors that already fit
+        # the comparison is cheaper than the set lookup, and most tensors have the type already
         return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
 
     return map_tensors(cast, value, enter)

@@ -1,11 +1,11 @@
-"""What one option of a configuration may be: a row of a table, and the tests that such rows are made of."""
+"""The record of one configuration option (default, test, error text), and the tests that options are made of."""
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 
 def is_number(value: Any) -> bool:
@@ -13,7 +13,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_whole(value: Any, low: int = 0, below: int | None = None) -> bool:
+def is_whole(value: Any, low: int = 0, below: int | None = None) -> TypeGuard[int]:
     """Whether ``value`` is an ``int``, no boolean, not less than ``low`` and less than ``below``."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value and (below is None or value < below)
 

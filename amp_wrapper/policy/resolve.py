@@ -1,4 +1,4 @@
-"""From a level and the overrides of a configuration to a :class:`Policy`, or to one error with every conflict."""
+"""Resolves a level and the overrides of a configuration to a :class:`Policy`, or to one error with every conflict."""
 
 from __future__ import annotations
 
@@ -83,10 +83,6 @@ class PolicyOptions(SharedOptions, total=False):
     accumulate_in_fp32: bool
 
 
-def _dtype_in(*dtypes: torch.dtype) -> Callable[[Any], bool]:
-    return lambda value: parse_dtype(value) in dtypes
-
-
 def _is_floating(value: Any) -> bool:
     dtype = parse_dtype(value)
     return dtype is not None and dtype.is_floating_point
@@ -117,7 +113,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         'enabled': Option(True, is_flag, _FLAG),
         'dtype': Option(
             None,
-            optional(_dtype_in(_F16, _BF16, _F32, _F64)),
+            lambda value: value is None or parse_dtype(value) in (_F16, _BF16, _F32, _F64),
             "must be 'float16', 'bfloat16', 'float32', 'float64' or None",
             parse_dtype,
         ),
@@ -299,7 +295,7 @@ def _check_masters(
     given: Mapping[str, Any],
     problems: list[str],
 ) -> None:
-    """What ``master_weights`` and several losses ask of each other and of the model's type."""
+    """Refuse ``master_weights`` and ``accumulate_in_fp32`` where the number of losses or the model's type rules them out."""
     masters, losses = read['master_weights'], read['num_losses']
     if masters == 'split':
         if level.opt_level and not _casts_per_op(level) and model_type not in HALF_TYPES:

@@ -182,7 +182,7 @@ def adam(source: Source, use: Use, call: cst.Call) -> str | None:
     """apex's FusedAdam: FusedAdamW here, or FusedAdam, by ``adam_w_mode``.
 
     Returns:
-        The name here; None where it cannot be told.
+        The name here; None where it is unknown.
     """
     args = Arguments(call, _ADAM)
     problems = _problems(args, _ADAM)

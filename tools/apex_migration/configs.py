@@ -87,8 +87,8 @@ def _mapping(source: Source, node: cst.Call | cst.Dict, inherits: bool, done: se
         spread = spread or receiver.func.attr.value in _PARTIAL
     replaces = '_delete_' in entries or not inherits
     level = _text(entries.get('opt_level')) if 'opt_level' in entries else 'O1'
-    told = whole and not spread and (replaces or 'opt_level' in entries)
-    if not told or (not replaces and level not in ('O1', 'O2') and 'loss_scale' not in entries):
+    is_known = whole and not spread and (replaces or 'opt_level' in entries)
+    if not is_known or (not replaces and level not in ('O1', 'O2') and 'loss_scale' not in entries):
         _write(source, kind, _SAME)
         return
     _write(source, kind, _AMP)

@@ -1,6 +1,6 @@
 """Scripts of ``apex.fp16_utils``: the model halved by hand, ``FP16_Optimizer`` around the optimizer.
 
-They become calls of ``amp`` where the model, the optimizer and the backward passes can be told from the text alone; everything
+They become calls of ``amp`` where the model, the optimizer and the backward passes are clear from the text alone; everything
 else is listed.
 """
 
@@ -48,7 +48,7 @@ class Wrapped:
 
 
 def decide(source: Source) -> None:
-    """Translate what can be told, and list the rest."""
+    """Translate what is clear from the text, and list the rest."""
     uses = [use for use in source.uses if not use.ours]
     kinds = {id(use): tables.WITH_CALL.get((tables.find(use.dotted) or ('', ''))[0], '') for use in uses}
     wrapped: list[Wrapped] = []
@@ -132,7 +132,7 @@ def _optimizer(source: Source, use: Use) -> Wrapped | str:
 
 
 def _loss_scale(args: Arguments, source: Source) -> str:
-    """The ``loss_scale`` of amp.initialize; empty where it cannot be told."""
+    """The ``loss_scale`` of amp.initialize; empty where it is unknown."""
     static = source.code(args.values['static_loss_scale']) if 'static_loss_scale' in args.values else '1.0'
     dynamic = args.literal('dynamic_loss_scale', 'False')
     options = args.values.get('dynamic_loss_args')

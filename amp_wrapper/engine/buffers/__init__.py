@@ -1,1 +1,1 @@
-"""Buffers that a skipped step gives back."""
+"""Restores a model's buffers (BatchNorm's statistics, counters) after a skipped step."""

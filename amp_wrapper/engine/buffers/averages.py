@@ -1,7 +1,8 @@
-"""Buffers of averages that are updated while gradients accumulate: a skipped step gives them back, too.
+"""Restores the buffers of weight averages after a skipped step, where averages are updated while gradients accumulate.
 
-An average that is updated after each iteration, as mmengine's EMAHook does it, takes up what a batch with NaN has left in the
-model's buffers before the step comes that is skipped. The model's buffers return then; a mean that was NaN once stays NaN.
+An average that is updated after each iteration, as mmengine's EMAHook does it, averages the NaN that a batch has left in the
+model's buffers before the step comes that is skipped. That step restores the model's buffers; a mean that was NaN once would
+stay NaN.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class AveragedBuffers:
             return
         known = self._means.setdefault(average, {})
         for name, mean in means.items():
-            # what somebody has written since the last update is his
+            # what somebody else has written since the last update stays
             if is_tracked(mean) and not (id(mean) in known and known[id(mean)].is_ours()):
                 known[id(mean)] = _Mean(name, mean, before[name] if name in before else mean.detach().clone())
 
@@ -138,6 +139,3 @@ class AveragedBuffers:
 def _give_back(mean: Tensor, copy: Tensor, flag: Tensor | None) -> None:
     if flag is not None and form_of(mean) == form_of(copy):
         mean.data.copy_(selected(copy, mean, flag))
-
-
-__all__ = ['AveragedBuffers']

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import ops
 
-#: Larger buffers are copied only where their version tells of a change, and their copy is dropped where it never does.
+#: Larger buffers (in bytes) are copied only after their version counter has moved; one that never moves has no copy.
 LARGE = 2**20
 _ALIGNMENT = 16
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -218,7 +218,7 @@ def _bits_of(tensor: Tensor) -> Tensor:
 
 
 def has_nan(dtype: torch.dtype) -> bool:
-    """Whether torch can tell NaN of this type."""
+    """Whether a tensor of this type can hold NaN, and ``isnan`` works for it."""
     return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
 
 
@@ -257,6 +257,3 @@ def same_bits(copy: Tensor, tensor: Tensor | None) -> bool:
     if tensor is None or form_of(tensor) != form_of(copy):
         return False
     return _bits_of(copy).equal(_bits_of(tensor.detach()))
-
-
-__all__ = ['LARGE', 'BufferGroup', 'LargeBuffer', 'form_of', 'is_tracked', 'same_bits', 'selected', 'write_back']

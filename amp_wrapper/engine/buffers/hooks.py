@@ -1,4 +1,4 @@
-"""The forward hooks that tell snapshots of buffers when forward calls begin and end."""
+"""Forward hooks that call the buffer snapshots when forward calls begin and end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...autocast.call import untraced
+from ...torch_internals import untraced
 
 
 @dataclasses.dataclass(slots=True)
@@ -45,7 +45,7 @@ class Calls(threading.local):
 
 
 class Listener(Protocol):
-    """Who is told; :class:`amp_wrapper.engine.buffers.snapshots.BufferSnapshots`."""
+    """The object that the hooks call: :class:`amp_wrapper.engine.buffers.snapshots.BufferSnapshots`."""
 
     calls: Calls
     #: Whether calls so far had no graph, so that calls inside of them may be the first that lead to a step.
@@ -62,10 +62,10 @@ class Listener(Protocol):
 
 
 class BufferHook:
-    """Tells a listener. Copies of a model, in memory or in a file, tell nobody.
+    """Base of the hooks, which call a listener. Copies of a model, in memory or in a file, have hooks without one.
 
     Args:
-        listener: Whom to tell; not kept alive.
+        listener: What to call; not kept alive.
     """
 
     def __init__(self, listener: Listener | None = None) -> None:
@@ -133,7 +133,7 @@ class HookedModules:
     """The modules that have hooks for one listener.
 
     Args:
-        listener: Whom the hooks tell.
+        listener: What the hooks call.
         models: Those of the modules that scripts call mostly, and save.
     """
 
@@ -166,7 +166,7 @@ class HookedModules:
                 self.hook_end(module)
 
     def hook_end(self, module: nn.Module) -> None:
-        """A call begins: its end is told after all other hooks, what these write belongs to it."""
+        """A call begins: put the hook for its end behind all others, since what these write belongs to the call."""
         key = id(module)
         if key not in self._handles:
             # a replica
@@ -195,13 +195,10 @@ def is_checkpointed() -> bool:
 def is_broadcast() -> bool:
     """Whether the caller is a forward call of DDP that has broadcast the buffers, and this torch counts that as a write.
 
-    What somebody has written between two calls cannot be told from it then.
+    What somebody else has written between two calls cannot be distinguished from the broadcast then.
     """
     if not torch_internals.COUNTS_BROADCASTS:
         return False
     frame = _calling(lambda code: code is DistributedDataParallel.forward.__code__)
     ddp = None if frame is None else frame.f_locals.get('self')
     return isinstance(ddp, DistributedDataParallel) and bool(ddp.will_sync_module_buffers())  # type: ignore[no-untyped-call]
-
-
-__all__ = ['BufferHook', 'Call', 'Calls', 'HookedModules', 'is_broadcast', 'is_checkpointed']

@@ -1,4 +1,4 @@
-"""Which modules' buffers belong to which optimizer."""
+"""Finds the modules whose buffers a skipped step of an optimizer restores."""
 
 from __future__ import annotations
 
@@ -42,6 +42,3 @@ def owned_modules(
             yield from visit(child, f'{name}.{key}' if name else key, belongs)
 
     return [found for name, root in roots for found in visit(root, name, True)]
-
-
-__all__ = ['owned_modules']

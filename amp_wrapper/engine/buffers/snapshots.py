@@ -1,4 +1,4 @@
-"""What the buffers of a model were before the forward calls of a step, so that a skipped step gives them back.
+"""Copies a model's buffers before the forward calls of a step, so that a skipped step restores them.
 
 One batch with NaN leaves NaN in BatchNorm's running statistics for good, although the optimizer step is skipped. So buffers
 are copied when the first forward call since the last step begins, and the step writes the copies back by the flag that skips
@@ -100,7 +100,7 @@ class BufferSnapshots:
         parts = [child for root in roots for child in root.children()]
         above = [module for module in (*roots, *parts) if self._tracked.places_in(module.modules())]
         owners = [module for _, module in modules if self._tracked.places_in([module])]
-        # a hook that has told of the beginning of a call has to tell of its end
+        # a hook that was called at the beginning of a call has to be called at its end
         self._hooked.hook([*above, *owners], keeps=self._active > 0)
 
     def collect_again(self) -> None:
@@ -271,7 +271,7 @@ class BufferSnapshots:
             self._deciders.used_by(users)
 
     def average(self, average: nn.Module, model: nn.Module) -> None:
-        """An average of the buffers is about to be updated. In the middle of a step, it shares the fate of what it averages.
+        """An average of the buffers is about to be updated. During a step, it is restored together with the buffers.
 
         Args:
             average: A copy of ``model``.

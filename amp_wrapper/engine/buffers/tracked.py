@@ -1,4 +1,4 @@
-"""The buffers of some modules, their copies, and who has written to them: a forward call or somebody else."""
+"""Tracks the buffers of some modules and their copies, and tells writes of forward calls from those of other code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _version: Callable[[Tensor], int] = operator.attrgetter('_version')
 
 
 class TrackedBuffers:
-    """The buffers of some modules, by place: a number for each.
+    """The buffers of some modules, numbered from 0 (their *place* in what follows).
 
     What was noted last of a buffer is the tensor itself, where its memory lies, and its version counter. What differs from that
     has been written since. What cannot be given back is left alone until the next step: a buffer that got another shape, type
@@ -189,6 +189,3 @@ class TrackedBuffers:
             if value is not None and copy is not None and value.shape == copy.shape:
                 copy.copy_(value)
                 part.bind(index, self.tensors[place])
-
-
-__all__ = ['TrackedBuffers']

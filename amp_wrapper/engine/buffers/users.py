@@ -1,8 +1,8 @@
-"""Which losses made use of a forward call, and whose steps decide on it therefore.
+"""Finds out which losses used the outputs of a forward call: their optimizers' steps decide whether its buffers are restored.
 
-A step of an optimizer decides on all that its losses have gone through, the modules of others among it: a generator's loss goes
-through the discriminator, whose weights may be frozen meanwhile. The graph nodes of a call's outputs tell, as a backward pass
-comes by.
+A step of an optimizer decides for all modules that its losses have gone through, also those of other optimizers: a generator's
+loss goes through the discriminator, whose weights may be frozen meanwhile. Hooks at the graph nodes of a call's outputs are
+called when a backward pass runs through them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...policy.nested import map_tensors
 
-# whose losses are being run backward, on any thread: autograd has some of its own. The last one is the one that runs
+# the backward passes under way and their users, on any thread: autograd has some of its own. The last one is running
 _under_way: dict[object, tuple[User, ...]] = {}
-# whether anybody has ever waited for a backward pass to come by
+# whether hooks were ever put at the outputs of a call
 _watched = False
 
 
@@ -35,7 +35,7 @@ class _Output:
     """Graph hook of the outputs of a forward call that some loss may still make use of. Their graph alone keeps it alive.
 
     Args:
-        deciders: Who is told. Not kept alive: scripts keep losses, and with them the graph.
+        deciders: What it reports to. Not kept alive: scripts keep losses, and with them the graph.
     """
 
     __slots__ = ('__weakref__', '_deciders', '_step')
@@ -195,6 +195,3 @@ class Deciders:
         self._doubt = None
         self._users.clear()
         self.unused.clear()
-
-
-__all__ = ['Deciders', 'User', 'backward']

@@ -1,4 +1,4 @@
-"""What is known of a DDP: above all, what its last forward call has decided about the gradients of the next backward pass."""
+"""Records what the last forward call of a DDP has decided about the gradients of the next backward pass."""
 
 from __future__ import annotations
 
@@ -99,6 +99,3 @@ class NoticeDdp(AmpHook):
 
     def __getstate__(self) -> dict[str, Any]:
         return {'ddp': None}
-
-
-__all__ = ['ForwardRecord', 'NoticeDdp', 'State', 'record_of', 'state_of']

@@ -1,4 +1,4 @@
-"""Which parameters the reducer of a DDP listens to, and a DDP that builds it anew and is otherwise the same object."""
+"""Finds the parameters that the reducer of a DDP listens to, and makes a DDP build a new reducer in place."""
 
 from __future__ import annotations
 
@@ -14,29 +14,17 @@ from ... import torch_internals
 from .forward_record import record_of
 
 # arguments of DDP's constructor that it keeps under their names
-_ARGUMENTS = (
-    *(
-        'device_ids',
-        'output_device',
-        'dim',
-        'process_group',
-        'broadcast_buffers',
-        'forward_sync_buffers',
-        'static_graph',
-    ),
-    *('find_unused_parameters', 'gradient_as_bucket_view', 'skip_all_reduce_unused_params', 'batched_grad_copy'),
-)
+_ARGUMENTS = """
+    device_ids output_device dim process_group broadcast_buffers forward_sync_buffers static_graph find_unused_parameters
+    gradient_as_bucket_view skip_all_reduce_unused_params batched_grad_copy
+"""
 # what nn.Module.__init__ makes anew, and DDP's constructor calls it
 _MODULE_FIELDS = tuple(nn.Module().__dict__)
-# what DDP's constructor makes anew and its arguments do not tell
-_DDP_FIELDS = (
-    '_join_config',
-    '_ddp_sink_clone',
-    '_divide_by_initial_world_size',
-    'device_mesh',
-    'require_backward_grad_sync',
-    'require_forward_param_sync',
-)
+# what DDP's constructor makes anew, and no argument of it sets
+_DDP_FIELDS = """
+    _join_config _ddp_sink_clone _divide_by_initial_world_size device_mesh require_backward_grad_sync
+    require_forward_param_sync
+"""
 
 
 def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -99,10 +87,10 @@ def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 def _listens_to(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> frozenset[int]:
     """What the reducer of a DDP that we did not build listens to, by id."""
-    told = _logged(ddp)
-    # torch tells number and size; where they are those of all parameters, it is all of them
+    logged = _logged(ddp)
+    # torch logs number and size; where they are those of all parameters, it is all of them
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    if told.get('num_parameter_tensors') == len(parameters) and told.get('total_parameter_size_bytes') == size:
+    if logged.get('num_parameter_tensors') == len(parameters) and logged.get('total_parameter_size_bytes') == size:
         return frozenset(map(id, parameters))
     try:
         buckets = ddp.reducer._get_zeros_like_grad_buckets()
@@ -131,7 +119,7 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     del ddp.reducer, before['reducer']
     del ddp.logger, before['logger']
     DistributedDataParallel.__init__(ddp, ddp.module, **settings)
-    for name in (*_MODULE_FIELDS, *_DDP_FIELDS):
+    for name in (*_MODULE_FIELDS, *_DDP_FIELDS.split()):
         if name in before:
             ddp.__dict__[name] = before[name]
     for hook, state in comm_hooks:
@@ -141,7 +129,7 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
 
 
 def _logged(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What the reducer tells about itself: torch keeps it nowhere else."""
+    """What the reducer logs about itself: torch keeps it nowhere else."""
     return cast(dict[str, Any], ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
 
 
@@ -154,7 +142,7 @@ def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
 def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:
     """The arguments that a DDP was made with, as far as this torch knows them."""
     known = inspect.signature(DistributedDataParallel.__init__).parameters
-    settings = {name: getattr(ddp, name) for name in _ARGUMENTS if name in known and hasattr(ddp, name)}
+    settings = {name: getattr(ddp, name) for name in _ARGUMENTS.split() if name in known and hasattr(ddp, name)}
     if 'forward_sync_buffers' in settings:
         # its other name
         settings.pop('broadcast_buffers', None)

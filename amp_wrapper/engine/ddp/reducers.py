@@ -1,4 +1,4 @@
-"""DistributedDataParallel around and inside a model: what a cast, an unfrozen parameter or a second loss do to it.
+"""Keeps DistributedDataParallel averaging gradients where a cast, an unfrozen parameter or a second loss would stop it.
 
 DDP sorts gradients into buckets by the types it finds when it wraps a model, and listens to the parameters that are
 trainable then. A cast or an unfreezing afterwards ends gradient averaging without a word. mmengine wraps before any
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...errors import AmpAttachError, AmpUsageError
+from ...errors import AmpAttachError, AmpUsageError, some
 from .forward_record import NoticeDdp, State, record_of, state_of
 from .rebuild import has_several_ranks, look_at, rebuild
 
@@ -31,7 +31,7 @@ class Reducers:
 
     Args:
         model: The model, wrapped in DDP, holding DDP modules, or neither.
-        weights: Returns the model's side of what the optimizer steps: weights, not their masters.
+        weights: Returns the model's parameters that the optimizer steps: weights, not their masters.
         named: The model's parameters by name, for messages.
         speaks: Whether there are messages.
     """
@@ -194,10 +194,9 @@ class Reducers:
         if lost and not self._warned and any(map(has_several_ranks, self.ddps)):
             self._warned = True
             names = [self._names.get(id(p), f'<parameter of shape {tuple(p.shape)}>') for p in lost]
-            shown = ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')
             logger.warning(
-                f'amp: no DistributedDataParallel averages the gradients of {shown}, which the optimizer steps: each rank '
-                f'trains its own. Wrap the module that holds them, or freeze them.'
+                f'amp: no DistributedDataParallel averages the gradients of {some(names)}, which the optimizer steps: each '
+                f'rank trains its own. Wrap the module that holds them, or freeze them.'
             )
 
     def _say(self, now: frozenset[int], known: frozenset[int]) -> None:
@@ -240,7 +239,7 @@ class Reducers:
         """A backward pass is through: what DDP averaged is averaged.
 
         Raises:
-            AmpUsageError: Gradients arrived at a DDP that had averaged for this forward call already. They are there.
+            AmpUsageError: A DDP that had averaged for this forward call already got further gradients, which stay there.
         """
         if not self._mine:
             return
@@ -321,7 +320,8 @@ def _mark(parameter: Tensor) -> tuple[int, int] | None:
     return None if parameter.grad is None else (id(parameter.grad), parameter.grad._version)
 
 
-def _has_several_processes() -> bool:
+def has_several_processes() -> bool:
+    """Whether torch.distributed runs with more than one process."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -334,7 +334,7 @@ def check_unknown_listeners(model: nn.Module) -> None:
     Raises:
         AmpAttachError: Several ranks, and something holds on to the accumulation of a parameter's gradient.
     """
-    if not _has_several_processes():
+    if not has_several_processes():
         return
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -364,9 +364,9 @@ def check_foreign_wrapper(model: nn.Module) -> None:
             nodes does not.
 
     Raises:
-        AmpAttachError: Several ranks, no DDP inside, and no such word.
+        AmpAttachError: Several ranks, no DDP inside, and no such attribute.
     """
-    if not _has_several_processes():
+    if not has_several_processes():
         return
     if any(_is_ddp(module) for module in model.modules()) or getattr(model, 'survives_cast', False):
         return

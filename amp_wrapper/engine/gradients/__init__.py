@@ -1,1 +1,1 @@
-"""Gradients between the backward pass and the step: unscaled, summed, kept."""
+"""What happens to gradients between the backward pass and the step: unscaling, sums in FP32, rescaling for other optimizers."""

@@ -1,5 +1,8 @@
-"""What one backward pass brings to parameters that other optimizers step, such as a discriminator's through which a
-generator's loss flows. It carries the scale of this loss, and the other optimizer would divide by its own."""
+"""Rescales gradients that a backward pass leaves at parameters of other optimizers.
+
+A generator's loss flows through a discriminator, and leaves gradients there. They carry the scale of this loss, and the other
+optimizer would divide by its own.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,21 @@ from torch.optim import Optimizer
 
 from ... import ops
 from ...errors import AmpUsageError
+from ...policy.nested import parameters_of
 
 
 @dataclasses.dataclass(eq=False)
 class Share:
-    """One other optimizer.
+    """The gradients of one backward pass at the parameters of one other optimizer.
 
     Attributes:
-        parameters: What it steps, on the model's side (weights, not masters), without what this optimizer steps too, and
-            without what stands in another share.
-        scale: Tells its own loss scale, a float32 scalar; None for 1. Asked only where gradients arrived.
-        checks: Whether it looks for non-finite gradients itself.
-        contested: Those of ``parameters`` that a third optimizer steps as well, on another scale for all we know.
-        arrived: Set afterwards: whether any gradient arrived there.
-        found_inf: Set afterwards: float32 scalar, 1.0 where one of them was non-finite; None where none arrived.
+        parameters: The model's parameters that the other optimizer steps (weights, not masters), without those that this
+            optimizer steps too, and without those in another ``Share``.
+        scale: Returns the other optimizer's loss scale, a float32 scalar; None for 1. Called only where there are gradients.
+        checks: Whether the other optimizer looks for non-finite gradients itself.
+        contested: Parameters that a third optimizer steps as well, perhaps on another scale.
+        arrived: Set afterwards: whether the backward pass has left any gradient there.
+        found_inf: Set afterwards: float32 scalar, 1.0 where one of them was non-finite; None without gradients.
     """
 
     parameters: Sequence[Tensor]
@@ -38,12 +42,12 @@ class Share:
 
 
 class OtherOptimizer:
-    """An optimizer that no engine of ours steps.
+    """An optimizer that is stepped by other code than this package's.
 
     Args:
         optimizer: The optimizer.
-        scale: Tells the loss scale that it expects in its gradients; None for 1.
-        checks: Whether somebody looks for non-finite gradients before it steps.
+        scale: Returns the loss scale that its gradients are expected to carry; None for 1.
+        checks: Whether gradients are checked for non-finite values before it steps.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class OtherOptimizer:
 
     def weights(self) -> list[nn.Parameter]:
         """What it steps."""
-        return [parameter for group in self._optimizer.param_groups for parameter in group['params']]
+        return parameters_of(self._optimizer)
 
     def share(self, beyond: Sequence[Tensor]) -> Share:
         """As of an engine."""
@@ -63,23 +67,24 @@ class OtherOptimizer:
 
 
 class Rescaling:
-    """Around one backward pass: gradients that arrive elsewhere are put on the scale that is expected there.
+    """A context around one backward pass: gradients at parameters of other optimizers are converted to their loss scales.
 
-    Each gradient is multiplied by the ratio of the two scales, in float32, and rounded to its own type: exact for powers
-    of two within the type's range. One that is non-finite voids what this pass brought to an optimizer that checks nothing;
-    others skip their step, as the optimizer of this pass does. After an exception inside, all gradients are as before.
+    Gradients that were there before are set aside, and added again at the end. Each new one is multiplied by the ratio of the
+    two scales, in float32, and rounded to its own type: exact for powers of two within the type's range. If one is non-finite,
+    those for an optimizer that checks nothing become 0; other optimizers skip their step, as the optimizer of this loss does.
+    After an exception inside, all gradients are as before.
 
-    Passes for several optimizers may be under way at once; then each ends what it lends (:meth:`close`) where another one goes
-    on, and takes it up again (:meth:`open`) where it goes on itself.
+    Backward passes for several optimizers may be under way at once: then the gradients of the one that ran are converted
+    (:meth:`close`) where another one goes on, and new ones are waited for (:meth:`open`) where it goes on itself.
 
     Args:
         shares: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
-        scale: The scale of this pass, a float32 scalar; None for 1.
-        averaged: Parameters, by id, that DDP averages in this pass. Where gradients wait there, it must find some.
+        scale: The scale of this loss, a float32 scalar; None for 1.
+        averaged: Parameters, by id, that DDP averages in this backward pass. Where gradients were set aside, it must find some.
         hand_over: Called with each share that is complete.
 
     Raises:
-        AmpUsageError: On leaving: a gradient arrived at a parameter that two of the others step.
+        AmpUsageError: On leaving: a parameter that two of the others step has got a gradient.
     """
 
     def __init__(
@@ -102,22 +107,22 @@ class Rescaling:
         return self
 
     def open(self, share: Share) -> None:
-        """What arrives from now on comes from this pass."""
+        """Set aside what is there: gradients that come from now on are those of this backward pass."""
         if share not in self._waiting:
             share.arrived, share.found_inf = False, None
             self._waiting[share] = [(p, _set_aside(p, id(p) in self._averaged)) for p in share.parameters]
 
     def is_open(self, share: Share) -> bool:
-        """Whether what arrives comes from this pass."""
+        """Whether new gradients are counted as those of this backward pass."""
         return share in self._waiting
 
     def close(self, share: Share) -> None:
-        """What arrives from now on does not come from this pass."""
+        """Convert what has come; gradients that come from now on are those of another backward pass."""
         if share in self._waiting:
             self._finish([share])
 
     def forget(self, share: Share) -> None:
-        """The gradients there were cleared, those that wait too."""
+        """The gradients there were cleared, and so are those that were set aside."""
         if share in self._waiting:
             self._waiting[share] = [(parameter, None) for parameter, _ in self._waiting[share]]
 

@@ -1,4 +1,4 @@
-"""Gradients that are unscaled at each backward pass, and summed in FP32 with what earlier ones brought.
+"""Unscales gradients after each backward pass, and adds them in FP32 to those of earlier ones.
 
 Scales of several losses must never mix in one gradient, and the sums have to be there, unscaled, between the end of a backward
 pass and the optimizer's step, where people clip them.
@@ -28,15 +28,14 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 
 
 class UnscaledGradients(ScaledGradients):
-    """Pending gradients of one engine: several losses, or several optimizers with shared scales.
+    """The gradients of one engine where they are unscaled after each backward pass: several losses, or shared loss scales.
 
     The sums lie where the optimizer looks for them: in the ``.grad`` of masters, and of parameters that have none.
 
     Args:
         keeps: Whether model weights keep the (scaled) gradient of the last pass. Scripts clear gradients by
-            ``model.zero_grad()``, which knows no masters: that a weight has lost its gradient tells that its master has to lose
-            it too.
-        speaks: Whether gradients that have no effect are told of.
+            ``model.zero_grad()``, which knows no masters: where a weight has lost its gradient, its master's is cleared too.
+        speaks: Whether to warn of gradients that have no effect.
     """
 
     unscaled = True
@@ -54,7 +53,8 @@ class UnscaledGradients(ScaledGradients):
 
     @property
     def pending_scale(self) -> Tensor | None:
-        """What gradients carry that are not unscaled yet, a float32 scalar: of the pass under way, or held. None for 1."""
+        """The scale of gradients that are not unscaled yet, a float32 scalar: of the backward pass under way, or held. None
+        for 1."""
         if self.in_backward:
             return self._scale
         return None if self.held is None else self.held.scale
@@ -98,17 +98,17 @@ class UnscaledGradients(ScaledGradients):
         self.held = None
 
     def take_up(self, pairs: Sequence[Pair], makes_room: bool) -> list[Pair]:
-        """Before a pass or a step: masters follow what was done to the gradients of their weights since the last pass.
+        """Before a backward pass or a step: apply to the masters' gradients what was done to those of their weights.
 
         Where a weight has lost its gradient, so does its master. Syncs where a gradient was written to, or replaced.
 
         Args:
             pairs: All of them.
-            makes_room: Whether nothing may be left on the weights, for a pass is about to begin. :meth:`put_back` comes after
-                it.
+            makes_room: Whether the weights' gradients are set aside, for a backward pass is about to begin. :meth:`put_back`
+                comes after it.
 
         Returns:
-            The pairs whose weight has a gradient of such a pass.
+            The pairs whose weight has a gradient that came from elsewhere, without a scale.
         """
         if not self._added:
             found = attributes.gradients(_weights_of(pairs))
@@ -289,7 +289,7 @@ class UnscaledGradients(ScaledGradients):
         accumulate_unscaled(pairs, own, before, inverse, found_inf)
         self._note_added(_weights_of(pairs))
 
-    # -- the same words as for gradients that stay scaled ------------------------------------------------------------
+    # -- methods of ScaledGradients ----------------------------------------------------------------------------------
 
     def to_step(self, lists: StepLists) -> list[Tensor | None]:
         """The unscaled gradient of each parameter, for a fused step."""

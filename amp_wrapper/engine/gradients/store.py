@@ -1,4 +1,4 @@
-"""Where gradients wait between a backward pass and the step: scaled, beside the model's weights."""
+"""Keeps gradients between backward pass and step where one loss scale is enough: scaled, with FP32 sums where asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unscaling: from scaled gradients at the model's weights to unscaled ones where the optimizer looks for them."""
+"""Unscales gradients: from scaled ones in ``.grad`` of the model's weights to unscaled ones where the optimizer reads them."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class _Changes:
 
 @contextlib.contextmanager
 def refused_gradients() -> Iterator[None]:
-    """What the ops say about tensors, in the words of somebody who knows parameters."""
+    """Turn what an op raises about tensors into an :class:`AmpUsageError` about gradients."""
     try:
         yield
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What mmengine has no official hook for: one table of patched attributes, installed once a process.
+"""Patches mmengine where it has no official hook: one table of patched attributes, installed once a process.
 
 Every replacement is called with the original first, and does what the original does where no wrapper of this package trains.
 """
@@ -42,7 +42,7 @@ _RUNNERS = (Runner, FlexibleRunner)
 _WRITERS = (mmengine.runner, mmengine.runner.checkpoint, mmengine.runner.runner)
 #: Classes or modules, the attribute of theirs that is replaced, and what takes its place; above each, what mmengine lacks.
 PATCHES: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
-    # what has an official place is done by one hook of ours
+    # all that a method of mmengine's hooks suffices for is done by one hook, which is registered here
     (_RUNNERS, 'register_hooks', runner_hook.register_hooks),
     # a deep copy of a cast model becomes FP32 again, from the masters
     ((BaseAveragedModel,), '__init__', ema.copy_in_fp32),
@@ -68,7 +68,7 @@ PATCHES: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
     (_RUNNERS, 'save_checkpoint', saving.save_checkpoint),
     # deletes the old before it writes the new; saves on rank 0 alone, where states of all ranks are wanted
     ((CheckpointHook,), '_save_checkpoint_with_step', saving.save_with_step),
-    # deletes the old before it writes the new
+    # deletes the old before it writes the new, too
     ((CheckpointHook,), '_save_best_checkpoint', saving.save_best),
     # published files are written whole, too
     ((CheckpointHook,), '_publish_model', saving.publish_model),

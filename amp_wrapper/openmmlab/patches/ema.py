@@ -1,4 +1,4 @@
-"""mmengine's averaged models: averages see FP32 masters, are validated, and give everything back bit for bit."""
+"""Patches mmengine's averaged models to average FP32 masters, and ``EMAHook`` to swap and restore them bit for bit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from ...casting import fp32_values as twins
+from ...casting import fp32_values
 from ...casting.find_hooks import is_cast
 from ...casting.state_dict_hooks import restore_fp32_copy
-from ...checkpoint import names as model_names
+from ...checkpoint import names
 from ...engine import averages
-from ...engine.buffers import snapshots as buffer_snapshots
+from ...engine.buffers import snapshots
 from ...errors import AmpUsageError
 from ..wrappers import wrappers_of
 
 
 def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """For ``BaseAveragedModel.__init__``."""
+    """Replaces ``BaseAveragedModel.__init__``: the copy of a cast model becomes FP32, with the values of the masters."""
     original(average, model, *args, **kwargs)
     if restore_fp32_copy(average.module, model) and average.update_buffers:
         # these were live references into the copy before it became FP32
@@ -30,14 +30,14 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
-    """For ``BaseAveragedModel.update_parameters``."""
-    with buffer_snapshots.averaging(average.module, model):
+    """Replaces ``BaseAveragedModel.update_parameters``: averages the FP32 values of a cast model."""
+    with snapshots.averaging(average.module, model):
         original(average, averages.Fp32View(model) if is_cast(model) else model)
 
 
 @torch.no_grad()
 def swap_parameters(original: Callable[..., None], hook: Any) -> None:
-    """For ``EMAHook._swap_ema_parameters``."""
+    """Replaces ``EMAHook._swap_ema_parameters``: swaps the average with the masters, so that both come back bit for bit."""
     average, source = hook.ema_model.module, hook.src_model
     if not is_cast(source):
         original(hook)
@@ -49,18 +49,18 @@ def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     waiting: dict[int, Tensor] = hook.__dict__.pop('_amp_exact_averages', {})
     kept: dict[int, Tensor] = {}
     for index, (mean, weight) in enumerate(zip(means, sources)):
-        # an edit of the weight that nobody announced belongs to the master first
-        twins.agree_on_host(weight)
-        exact = twins.fp32_value(weight)
+        # an edit of the weight has to reach the master first
+        fp32_values.agree(weight)
+        exact = fp32_values.fp32_value(weight)
         before = mean.detach().clone()
         mean.data.copy_(weight.data if exact is None else exact)
         if exact is None:
             weight.data.copy_(before)
             is_rounded = weight.dtype != mean.dtype
         else:
-            twins.write_fp32(weight, before)
+            fp32_values.write_fp32(weight, before)
             # not every average can be split
-            is_rounded = twins.remainder_of(weight) is not None
+            is_rounded = fp32_values.remainder_of(weight) is not None
         if index in waiting:
             mean.data.copy_(waiting[index])
         elif is_rounded:
@@ -86,7 +86,7 @@ def check_runner(runner: Any) -> None:
 
 
 def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any, checkpoint: dict[str, Any]) -> None:
-    """For ``EMAHook.after_load_checkpoint``."""
+    """Replaces ``EMAHook.after_load_checkpoint``: makes an average that is missing, and gives the weights its names."""
     if not hasattr(hook, 'ema_model'):
         # FlexibleRunner loads before it calls before_run, which would make the average anew
         check_runner(runner)
@@ -99,11 +99,11 @@ def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any,
 
 def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: bool) -> None:
     """The names of a file, plain or not, become those of an averaged model that was copied with wrappers inside or not."""
-    read = model_names.reader(average, checkpoint['state_dict'])
+    read = names.reader(average, checkpoint['state_dict'])
     checkpoint['state_dict'] = {read(key): value for key, value in checkpoint['state_dict'].items()}
     if 'ema_state_dict' not in checkpoint or not resumes:
         return
-    wanted = {plain: key for key, plain in model_names.plain_names(average).items()}
+    wanted = {plain: key for key, plain in names.plain_names(average).items()}
 
     def name(plain: str) -> str:
         return wanted.get(plain, plain)

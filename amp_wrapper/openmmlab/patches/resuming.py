@@ -27,7 +27,7 @@ from ..resume import data_order
 from ..wrappers import inner_model, wrappers_of
 from .saving import WAITING, is_local
 
-# whether the runner that is loading trains with a wrapper of ours
+# whether the runner that is loading trains with a wrapper of this package
 _ours: ContextVar[bool] = ContextVar('_ours', default=False)
 
 
@@ -42,7 +42,7 @@ def _loading_for(runner: Any) -> Iterator[None]:
 
 @contextmanager
 def _naming(filename: str) -> Iterator[None]:
-    """Say of which file it is that an error inside speaks."""
+    """Name the file in errors raised inside."""
     try:
         yield
     except AmpCheckpointError as error:
@@ -139,7 +139,6 @@ def _warn_of_mid_epoch(runner: Any, file: Any) -> None:
 
 def _check_parts(runner: Any, file: Any, resume_optimizer: bool, resume_param_scheduler: bool) -> None:
     validate.check_parts(file, resume_optimizer)
-    validate.check_meta(file['meta'])
     model = inner_model(runner.model)
     state = file['state_dict']
     validate.check_model(state, model)
@@ -215,7 +214,7 @@ def _check_optimizer(runner: Any, state: Any) -> None:
 
 
 def choose_file(runner: Any) -> bool:
-    """Choose what a runner that is told to resume without a path loads.
+    """Choose what a runner with ``resume=True`` and no path loads.
 
     Args:
         runner: Whose ``load_or_resume`` is called.
@@ -245,7 +244,7 @@ def resume(
     resume_param_scheduler: bool = True,
     **kwargs: Any,
 ) -> None:
-    """For ``resume`` of runners."""
+    """Replaces ``resume`` of runners: the whole file is validated before any of it is applied."""
     length = None
     if wrappers_of(runner) and _is_local_file(filename):
         length = _epoch_length(validate_file(runner, filename, resume_optimizer, resume_param_scheduler))
@@ -257,7 +256,7 @@ def resume(
 
 def _epoch_length(file: Mapping[str, Any]) -> tuple[int, int] | None:
     """How many iterations an epoch had when a file was written, and how many of the present one were done (-1 where that is
-    guessed); None where the file does not tell."""
+    guessed); None where it is unknown."""
     part, meta = file.get('exact_resume'), file['meta']
     if part:
         return part['length'], part['batches']
@@ -273,7 +272,7 @@ def _follow_epochs(runner: Any, length: int, batches: int) -> None:
     if not isinstance(loop, EpochBasedTrainLoop) or now < 1 or length < 1 or now == length:
         return
     if batches < 0:
-        # guessed: the file of an iteration inside an epoch would tell another length
+        # guessed: dividing the iterations by the epochs is wrong for a file of an iteration inside an epoch
         if loop._epoch * now <= loop._iter <= (loop._epoch + 1) * now:
             return
         batches = 0
@@ -298,7 +297,7 @@ def _revise_keys(model: Any) -> list[tuple[str, str]]:
 
 
 def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
-    """For ``load_checkpoint`` of runners."""
+    """Replaces ``load_checkpoint`` of runners: compares checksums, and cuts only a real ``module.`` off names."""
     if not wrappers_of(runner):
         return original(runner, filename, *args, **kwargs)
     if _is_local_file(filename) and not _ours.get():
@@ -311,14 +310,14 @@ def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *a
 
 
 def load_through_strategy(original: Callable[..., Any], strategy: Any, filename: str, **kwargs: Any) -> Any:
-    """For ``SingleDeviceStrategy.load_checkpoint``."""
+    """Replaces ``SingleDeviceStrategy.load_checkpoint``: cuts only a real ``module.`` off names."""
     if _ours.get():
         kwargs.setdefault('revise_keys', _revise_keys(strategy.model))
     return original(strategy, filename, **kwargs)
 
 
 def load_local_file(original: Callable[..., Any], filename: str, map_location: Any) -> Any:
-    """In place of the loader that mmengine has registered for local files."""
+    """Replaces mmengine's loader for local files: runs no code from a file, and raises typed errors."""
     if _ours.get():
         # typed errors, and no code is run even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let it
         return checkpoint_file.load(Path(filename).expanduser(), map_location, check=False)
@@ -326,19 +325,14 @@ def load_local_file(original: Callable[..., Any], filename: str, map_location: A
 
 
 def name_plainly(runner: Any, checkpoint: dict[str, Any]) -> None:
-    """What a hook of ours does to a checkpoint before it is applied: mmengine takes the wrappers inside a model off while it
-    loads, and expects plain names.
+    """Give the weights of a checkpoint plain names before it is applied: mmengine takes the wrappers inside a model off
+    while it loads, and looks for those.
 
     Args:
-        runner: Trains with a wrapper of ours or not.
+        runner: Trains with a wrapper of this package or not.
         checkpoint: Changed in place.
     """
     state = checkpoint.get('state_dict') if wrappers_of(runner) else None
     if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
-        read = _reader(runner.model, state)
+        read = reader(inner_model(runner.model), [key for key in state if isinstance(key, str)])
         checkpoint['state_dict'] = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
-
-
-def _reader(model: Any, state: Any) -> Callable[[str], str]:
-    names = [key for key in state if isinstance(key, str)] if isinstance(state, Mapping) else ()
-    return reader(inner_model(model), names)

@@ -1,4 +1,4 @@
-"""The hook that every runner is given: what mmengine has official places for."""
+"""The hook that every runner is given, for all that mmengine's own hook methods suffice for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import ema, resuming, saving
 
 
 class AmpRunnerHook(Hook):
-    """Checks, names and folders around a training. Does nothing where no wrapper of ours trains.
+    """Checks, names and folders around a training. Does nothing where no wrapper of this package trains.
 
     It comes last among the hooks of the config: averages have been made, and ``CheckpointHook`` knows its folder.
     """
@@ -36,20 +36,21 @@ class AmpRunnerHook(Hook):
 
 
 def register_hooks(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``register_hooks`` of runners."""
+    """Replaces ``register_hooks`` of runners: registers :class:`AmpRunnerHook` as well."""
     original(runner, *args, **kwargs)
     give_hook(runner)
 
 
 def load_or_resume(original: Callable[..., None], runner: Any) -> None:
-    """For ``load_or_resume`` of runners."""
+    """Replaces ``load_or_resume`` of runners: chooses the newest complete file where none is named."""
     give_hook(runner)
     if resuming.choose_file(runner):
         original(runner)
 
 
 def give_hook(runner: Any) -> None:
-    """Register the hook, once; a runner may be older than our patches, which come with the scope of a type in its config.
+    """Register :class:`AmpRunnerHook`, once. A runner may be older than the patches: mmengine imports the package only when it
+    builds a type of it.
 
     Args:
         runner: Calls no hook at the moment.

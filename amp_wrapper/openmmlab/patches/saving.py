@@ -1,4 +1,4 @@
-"""Saving through mmengine, so that a crash at any moment loses nothing. Only where a wrapper of ours trains.
+"""Saving through mmengine, so that a crash at any moment loses nothing. Only where a wrapper of this package trains.
 
 Files are written whole or not at all, and old files go when the new ones stand. What was due to be deleted is written into
 the new file, so that a run that died in between is tidied up when it is resumed.
@@ -19,18 +19,18 @@ from mmengine.hooks import CheckpointHook
 from mmengine.model import is_model_wrapper
 
 from ...checkpoint import file as checkpoint_file
-from ...checkpoint import names as model_names
-from ...engine.buffers import snapshots as buffer_snapshots
+from ...checkpoint import names
+from ...engine.buffers import snapshots
 from ...errors import AmpCheckpointError
 from ..log import warn
 from ..wrappers import inner_model, wrappers_of
 
-#: The checkpoint of a run that was told to stop; the next regular one takes its place.
+#: The checkpoint that a signal to stop has caused; the next regular one replaces it.
 PREEMPTED = 'preempted.pth'
 #: Where a checkpoint keeps the paths that were due to be deleted when it was written.
 WAITING = 'amp_waiting_removals'
 
-# what the caller wants in the meta of the file that is being written, where a wrapper of ours trains
+# what the caller wants in the meta of the file that is being written, where a wrapper of this package trains
 _given_meta: ContextVar[Mapping[str, Any] | None] = ContextVar('_given_meta', default=None)
 
 
@@ -44,7 +44,7 @@ def is_local(path: str, backend_args: Any = None) -> bool:
 
 @contextmanager
 def _saving(runner: Any, meta: Mapping[str, Any]) -> Iterator[None]:
-    buffer_snapshots.settle()
+    snapshots.settle()
     token = _given_meta.set(meta if wrappers_of(runner) else _given_meta.get())
     try:
         yield
@@ -53,7 +53,7 @@ def _saving(runner: Any, meta: Mapping[str, Any]) -> Iterator[None]:
 
 
 def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``save_checkpoint`` of runners."""
+    """Replaces ``save_checkpoint`` of runners: buffers are settled first, and the caller's ``meta`` is kept."""
     given = kwargs.get('meta')
     if isinstance(given, dict):
         # mmengine writes into it
@@ -63,10 +63,10 @@ def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kw
 
 
 def make_readable(runner: Any, checkpoint: dict[str, Any]) -> None:
-    """What a hook of ours does to a checkpoint before it is saved: names and contents that can be read back.
+    """Make the names and contents of a checkpoint such that they can be read back; called before it is saved.
 
     Args:
-        runner: Trains with a wrapper of ours or not.
+        runner: Trains with a wrapper of this package or not.
         checkpoint: Changed in place.
     """
     given = _given_meta.get()
@@ -83,10 +83,10 @@ def make_readable(runner: Any, checkpoint: dict[str, Any]) -> None:
     if not any(is_model_wrapper(module) for module in model.modules()):
         return
     # mmengine does not find the "module." of wrappers inside the model again
-    names = model_names.plain_names(model)
+    plain_names = names.plain_names(model)
     for part, front in (('state_dict', ''), ('ema_state_dict', 'module.')):
         if part in checkpoint:
-            plain = {front + key: front + name for key, name in names.items()}
+            plain = {front + key: front + name for key, name in plain_names.items()}
             checkpoint[part] = {plain.get(key, key): value for key, value in checkpoint[part].items()}
 
 
@@ -102,7 +102,7 @@ def write_whole_file(
     file_client_args: Any = None,
     backend_args: Any = None,
 ) -> None:
-    """For mmengine's function ``save_checkpoint``."""
+    """Replaces mmengine's function ``save_checkpoint``: local files are written whole or not at all."""
     if _given_meta.get() is None or file_client_args is not None or not is_local(filename, backend_args):
         original(checkpoint, filename, file_client_args, backend_args)
         return
@@ -116,7 +116,7 @@ _warned = False
 
 
 def _warn_if_unreadable(path: str) -> None:
-    """Found out now, not when the run is to be resumed."""
+    """Read a new file back, once, so that a warning comes now and no error when the run is resumed."""
     global _warned
     if _warned:
         return
@@ -131,7 +131,7 @@ def _warn_if_unreadable(path: str) -> None:
 
 
 def save_with_step(original: Callable[..., None], hook: Any, runner: Any, step: int, meta: dict[str, Any]) -> None:
-    """For ``CheckpointHook._save_checkpoint_with_step``."""
+    """Replaces ``CheckpointHook._save_checkpoint_with_step``: gathers states of all ranks, and deletes old files last."""
     collect_states(runner)
     if not wrappers_of(runner):
         original(hook, runner, step, meta)
@@ -144,13 +144,13 @@ def save_with_step(original: Callable[..., None], hook: Any, runner: Any, step: 
 
 
 def save_best(original: Callable[..., None], hook: Any, runner: Any, metrics: dict[str, Any]) -> None:
-    """For ``CheckpointHook._save_best_checkpoint``."""
+    """Replaces ``CheckpointHook._save_best_checkpoint``: deletes the old file last."""
     with _removals_after(hook, runner):
         original(hook, runner, metrics)
 
 
 def publish_model(original: Callable[..., None], hook: Any, runner: Any, ckpt_path: str) -> None:
-    """For ``CheckpointHook._publish_model``."""
+    """Replaces ``CheckpointHook._publish_model``: published files are written whole or not at all."""
     with _saving(runner, {}):
         original(hook, runner, ckpt_path)
 
@@ -167,7 +167,7 @@ def _removals_after(hook: Any, runner: Any) -> Iterator[None]:
 
     def remember(path: Any) -> None:
         waiting.append(str(path))
-        # the file about to be written tells a resumed run what its predecessor had no time for
+        # saved in the file that is written next: a resumed run removes what this one may have no time for
         runner.message_hub.update_info(WAITING, list(waiting))
 
     backend.remove = backend.rmtree = remember
@@ -177,16 +177,16 @@ def _removals_after(hook: Any, runner: Any) -> Iterator[None]:
         del backend.remove, backend.rmtree
     for path in waiting:
         # a run that was resumed from the file of another leaves the other's files alone
-        if _may_go(path, hook):
+        if _is_removable(path, hook):
             backend.remove(path)
     runner.message_hub.update_info(WAITING, [])
 
 
-def _may_go(path: str, hook: Any) -> bool:
+def _is_removable(path: str, hook: Any) -> bool:
     """Whether a file lies in the hook's folder, and is none that the hook counts as present: names may come again."""
     kept = [hook.last_ckpt, getattr(hook, 'best_ckpt_path', None), *getattr(hook, 'best_ckpt_path_dict', {}).values()]
-    names = [hook.filename_tmpl.format(step) for step in getattr(hook, 'keep_ckpt_ids', ())]
-    kept += [Path(hook.out_dir) / name for name in names]
+    numbered = [hook.filename_tmpl.format(step) for step in getattr(hook, 'keep_ckpt_ids', ())]
+    kept += [Path(hook.out_dir) / name for name in numbered]
     target = Path(path).resolve()
     return target.parent == Path(hook.out_dir).resolve() and target not in {Path(p).resolve() for p in kept if p}
 
@@ -236,16 +236,16 @@ def prepare_folders(runner: Any) -> None:
 
 
 def _tidy_up(hook: Any, runner: Any) -> None:
-    names = checkpoint_file.remove_leftovers(hook.out_dir)
+    removed = checkpoint_file.remove_leftovers(hook.out_dir)
     source = Path(str(getattr(runner, '_load_from', None)))
     written = source.stat().st_mtime if source.is_file() else float('inf')
     for waiting in runner.message_hub.runtime_info.get(WAITING) or ():
         # whatever a file says, nothing but checkpoints of this very folder is removed
         path = Path(waiting).absolute()
-        mine = path.suffix == Path(hook.filename_tmpl).suffix and _may_go(waiting, hook)
+        mine = path.suffix == Path(hook.filename_tmpl).suffix and _is_removable(waiting, hook)
         # what is younger than the list belongs to another run in this folder
         if mine and path.is_file() and path.stat().st_mtime <= written:
             path.unlink()
-            names.append(path.name)
-    if names:
-        runner.logger.info(f'amp: removed what an interrupted run left behind: {", ".join(names)}')
+            removed.append(path.name)
+    if removed:
+        runner.logger.info(f'amp: removed what an interrupted run left behind: {", ".join(removed)}')

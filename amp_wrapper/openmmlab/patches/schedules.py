@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: What may become of iteration-based schedules at a skipped step: mmengine's way, and the other one.
+#: What iteration-based schedules do at a skipped step: they move on, as in mmengine, or stay where they are.
 ON_SKIP = ('advance', 'hold')
 
 
@@ -22,7 +22,7 @@ def _moving(schedulers: Any, wrapper: Any) -> Any:
 
 
 def after_train_iter(original: Callable[..., None], hook: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """For ``ParamSchedulerHook.after_train_iter``."""
+    """Replaces ``ParamSchedulerHook.after_train_iter``: after a skipped step, schedules of iterations may stay."""
     schedulers = runner.param_schedulers
     runner.param_schedulers = _moving(schedulers, runner.optim_wrapper)
     try:

@@ -1,4 +1,4 @@
-"""What is not supported yet is refused before anything is changed; DeepSpeed keeps the names of its optimizers."""
+"""Refuses strategies of mmengine and ``torch.compile`` where they are not supported, before anything is changed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.registry import OPTIMIZERS
 from torch import nn
 
-from ...casting import roots as scope
+from ...casting import roots
 from ...errors import AmpAttachError, AmpConfigError
 from ...optim import FusedAdam
 from ..wrappers import amp_wrappers, wrappers_of
 
 
 def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> None:
-    """For ``Runner._maybe_compile``."""
+    """Replaces ``Runner._maybe_compile``: refuses ``torch.compile`` at the levels that compute in 16-bit."""
     for wrapper in wrappers_of(runner).values() if runner.cfg.get('compile') else ():
         if wrapper.policy.runs_16_bit:
             raise AmpConfigError(
@@ -30,13 +30,13 @@ def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> No
 
 
 def build_optim_wrapper(original: Callable[..., Any], strategy: Any, optim_wrapper: Any, model: Any = None) -> Any:
-    """For ``build_optim_wrapper`` of strategies."""
+    """Replaces ``build_optim_wrapper`` of strategies: refuses those that shard, and compiled models."""
     _check_strategy(strategy, optim_wrapper)
     wrapper = original(strategy, optim_wrapper, model)
     _check_strategy(strategy, wrapper)
     # the strategies compile first, and then everything that the model's step calls
     if isinstance(model, nn.Module) and any(member.policy.runs_16_bit for member in amp_wrappers(wrapper).values()):
-        scope.check_compiled(model)
+        roots.check_compiled(model)
     return wrapper
 
 
@@ -51,7 +51,7 @@ def _check_strategy(strategy: Any, wrapper: Any) -> None:
 
 
 def register_deepspeed_optimizers(original: Callable[[], list[str]]) -> list[str]:
-    """For mmengine's function of that name, which registers ``FusedAdam`` without ``force``."""
+    """Replaces mmengine's function of that name, which fails where ``FusedAdam`` is registered: takes ours out meanwhile."""
     ours = OPTIMIZERS.module_dict.get('FusedAdam')
     if ours is not FusedAdam:
         return original()

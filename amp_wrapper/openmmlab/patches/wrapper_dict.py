@@ -1,4 +1,4 @@
-"""``OptimWrapperDict``: its members know of each other, and attach together."""
+"""Patches ``OptimWrapperDict`` so that its members know each other's parameters, and attach to a model together."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from mmengine.optim import OptimWrapperDict
 from torch import nn
 
+from ...policy.nested import parameters_of
 from ..log import log, warn
 from ..wrappers import amp_wrappers
 
@@ -18,7 +19,7 @@ _dicts: weakref.WeakKeyDictionary[Any, weakref.ref[OptimWrapperDict]] = weakref.
 
 
 def introduce_members(original: Callable[..., None], wrappers: Any, **members: Any) -> None:
-    """For ``OptimWrapperDict.__init__``."""
+    """Replaces ``OptimWrapperDict.__init__``: each member of this package is given its name and the other members."""
     original(wrappers, **members)
     for member in members.values():
         _dicts[member] = weakref.ref(wrappers)
@@ -27,52 +28,50 @@ def introduce_members(original: Callable[..., None], wrappers: Any, **members: A
         member.member_name = name
         member.join(others.values())
         if member.policy.verbosity >= 1:
-            _speak_of_scales(name, member, others)
+            _log_scale_problems(name, member, others)
 
 
-def _speak_of_scales(name: str, member: Any, others: Mapping[str, Any]) -> None:
+def _log_scale_problems(name: str, member: Any, others: Mapping[str, Any]) -> None:
+    """Say where gradients will carry another loss scale than the optimizer expects, or none that they need."""
     ours = {key: other for key, other in others.items() if amp_wrappers(other)}
-    strangers = [key for key in others if key not in ours]
+    stock = [key for key in others if key not in ours]
     half = [
         key
         for key, other in ours.items()
         if torch.float16 in (other.policy.cast_model_type, other.policy.autocast_dtype)
     ]
     has_scale = not all(scaler.is_one for scaler in member.loss_scalers)
-    if strangers and has_scale:
-        # losses of ours bring gradients to others on their scale; losses of others know of no scale
+    if stock and has_scale:
+        # gradients of our losses are rescaled for others; losses of mmengine's wrappers carry no scale of ours
         warn(
-            f"{strangers[0]} is mmengine's {type(others[strangers[0]]).__name__}: gradients that its loss brings to the "
+            f"{stock[0]} is mmengine's {type(others[stock[0]]).__name__}: gradients that its loss brings to the "
             f'parameters of {name} are not on their loss scale. Detach them, or use AmpOptimWrapper with '
-            f"opt_level='O0' in its place.",
+            f"opt_level='O0' in its place."
         )
     if half and not has_scale and member.policy.enabled:
         # small gradients are lost, and overflows unseen, on their way through float16 modules of others
         log(
             f'{name} has no loss scale: if its loss flows back through {half[0]}, which computes in '
-            f"float16, write loss_scale='dynamic' for {name}, too",
+            f"float16, write loss_scale='dynamic' for {name}, too"
         )
 
 
 def initialize_count_status(
     original: Callable[..., None], wrappers: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> None:
-    """For ``OptimWrapperDict.initialize_count_status``."""
+    """Replaces ``OptimWrapperDict.initialize_count_status``: attaches all members to the model."""
     original(wrappers, model, *args, **kwargs)
     attach_members(wrappers, model)
 
 
 def attach_members(wrappers: OptimWrapperDict, model: nn.Module) -> None:
-    """Attach every member whose parameters ``model`` holds, telling each what the others step.
+    """Attach every member whose parameters ``model`` holds; each is given the parameters that the others step.
 
     Args:
-        wrappers: Whose members are ours or not.
+        wrappers: With members of this package, of mmengine, or both.
         model: Wrapped or not.
     """
-    stepped = {
-        name: [parameter for group in member.optimizer.param_groups for parameter in group['params']]
-        for name, member in wrappers.items()
-    }
+    stepped = {name: parameters_of(member.optimizer) for name, member in wrappers.items()}
     inside = {id(parameter) for parameter in model.parameters()}
     for name, member in amp_wrappers(wrappers).items():
         if inside.issuperset(map(id, stepped[name])):

@@ -1,4 +1,4 @@
-"""The order in which a training sees its data: its seeds, where it begins, and why it may not come back after a resume."""
+"""The order in which a training sees its data: its seeds, its start, and the reasons why a resume may not repeat it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..log import log
 
 
 def restart_iterator(loop: Any) -> None:
-    """Begin the data of an iteration-based loop anew, for they were begun when the loop was built; nothing for others.
+    """Make a new data iterator for an iteration-based loop, which has made one when it was built; nothing for other loops.
 
     Args:
         loop: That has not fetched a batch yet.

@@ -1,4 +1,4 @@
-"""``EarlyStoppingHook``, whose counters mmengine does not save."""
+"""Saves and restores the counters of ``EarlyStoppingHook``, which mmengine does not save."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from mmengine.dist import get_world_size
+from mmengine.dist import all_gather_object, get_world_size
 from mmengine.hooks import Hook
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 
@@ -62,14 +62,14 @@ class ExactResumeHook(Hook):
     # -- the course of a training ------------------------------------------------------------------------------------
 
     def before_run(self, runner: Any) -> None:
-        """Be the only one."""
+        """Remove other hooks of this class."""
         # a config may have one, and a tool add another: two would undo each other
         others = [hook for hook in runner._hooks if isinstance(hook, ExactResumeHook) and hook is not self]
         for hook in others:
             runner._hooks.remove(hook)
 
     def before_train(self, runner: Any) -> None:
-        """Take the last place, too; say what cannot be exact, and put back what belongs to no particular moment."""
+        """Register the hook that comes last, warn of what cannot be exact, and restore seeds, statistics and counters."""
         if self._last is None:
             # this hook is called first: appending behind the running iteration is safe
             self._last = _LastWord(self)
@@ -110,7 +110,7 @@ class ExactResumeHook(Hook):
         length = data_order.batches_of(loop)
         if saved['length'] != length:
             if isinstance(loop, EpochBasedTrainLoop) and saved['validated'] == loop.epoch * saved['length']:
-                # the count follows the epochs of now
+                # counted in epochs of the present length
                 self._validated = loop.iter
             warn(f'an epoch had {saved["length"]} batches and has {length} now: data seen are passed over by number')
 
@@ -200,7 +200,7 @@ class ExactResumeHook(Hook):
             runner: On every rank, right before saving.
         """
         now = self._before_val if self._before_val is not None else rank_states.capture(runner)
-        self._collected = rank_states.gather(self._part(runner, now))
+        self._collected = all_gather_object(self._part(runner, now))
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Add the part of this hook to checkpoints that can be resumed from."""

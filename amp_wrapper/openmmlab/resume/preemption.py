@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from ...checkpoint import file as checkpoint_file
 from ...errors import AmpConfigError
+from ...policy.options import is_whole
 from ...registry import HOOKS
 from ..patches.saving import PREEMPTED, collect_states, is_local, mark_save
 from .data_order import restart_iterator
@@ -25,7 +26,7 @@ from .exact_resume import ExactResumeHook
 
 
 class _IgnoreSignals:
-    """A ``worker_init_fn``: the workers end when their loader tells them to, or when the training is gone."""
+    """A ``worker_init_fn`` that makes data workers ignore the signals: they end with their loader, or with the training."""
 
     def __init__(self, signals: Sequence[signal.Signals], then: Any) -> None:
         self.signals = signals
@@ -50,10 +51,10 @@ class PreemptionHook(Hook):
     """On SIGTERM, saves a checkpoint at the next step boundary and ends the process.
 
     ``custom_hooks=[dict(type='amp_wrapper.PreemptionHook')]``, or ``tools/train.py --save-on-sigterm``. The step boundary
-    is the end of the running iteration, or of its accumulation window; during a validation, the end of the iteration after
-    it. With several processes a signal to any of them counts for all: they exchange one number an iteration, on the CPU over
-    gloo. The checkpoint is ``preempted.pth``: a resume without a path
-    finds it, and it goes when the next regular checkpoint stands.
+    is the end of the running iteration, or of the accumulation that it is in; during a validation, the end of the iteration
+    after it. With several processes a signal to any of them counts for all: they exchange one number an iteration, on the CPU
+    over gloo. The checkpoint is ``preempted.pth``: a resume without a path finds it, and it is removed once the next regular
+    checkpoint is written.
 
     Args:
         signals: Names of the signals.
@@ -71,7 +72,7 @@ class PreemptionHook(Hook):
         for name in names:
             if name not in signal.Signals.__members__ or name in ('SIGKILL', 'SIGSTOP'):
                 problems.append(f"signals={name!r} is no signal that can be caught: write 'SIGTERM' or 'SIGUSR1', say.")
-        if not isinstance(exit_code, int) or isinstance(exit_code, bool) or not 0 <= exit_code <= 255:
+        if not is_whole(exit_code, 0, 256):
             problems.append(f'exit_code={exit_code!r} must be a whole number from 0 to 255.')
         if problems:
             raise AmpConfigError(problems)
@@ -89,7 +90,7 @@ class PreemptionHook(Hook):
             )
             return
         self._received = ''
-        self._let_workers_live(runner)
+        self._protect_workers(runner)
         if not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
             runner.logger.warning(
                 'amp: PreemptionHook saves in the middle of epochs, which mmengine begins again after a resume: add '
@@ -100,7 +101,7 @@ class PreemptionHook(Hook):
         for number in self.signals:
             self._before[number] = signal.signal(number, self._receive)
 
-    def _let_workers_live(self, runner: Any) -> None:
+    def _protect_workers(self, runner: Any) -> None:
         """Schedulers send the signal to every process, and a data worker that dies of it would take the training along."""
         loops = [runner.train_loop, runner.val_loop]
         for loader in (loop.dataloader for loop in loops if isinstance(getattr(loop, 'dataloader', None), DataLoader)):
@@ -114,7 +115,7 @@ class PreemptionHook(Hook):
         self._received = signal.Signals(number).name
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Save and end, if a signal has arrived anywhere and the step is complete."""
+        """Save and end the process, if any rank has got a signal and the step is complete."""
         if not self._before or not self._is_time() or _is_accumulating(runner):
             return
         path = self._save(runner)

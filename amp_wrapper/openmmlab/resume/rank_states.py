@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from mmengine.dist import all_gather_object, get_rank, get_world_size
+from mmengine.dist import get_rank, get_world_size
 
 from ...checkpoint import random_state
 from ..log import warn
@@ -56,11 +56,6 @@ def part_of_this_rank(runner: Any, moments: Mapping[str, Any]) -> dict[str, Any]
     return {**moments, 'seeds': data_order.seeds_of(_loader(runner)), 'statistics': statistics}
 
 
-def gather(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of all ranks; every rank calls this."""
-    return all_gather_object(part) if get_world_size() > 1 else [part]
-
-
 def restore_statistics(runner: Any, saved: Mapping[str, Any]) -> None:
     """Give each rank its own statistics of BatchNorm back.
 
@@ -75,7 +70,7 @@ def restore_statistics(runner: Any, saved: Mapping[str, Any]) -> None:
 
 
 def warn_of_other_ranks(saved: Mapping[str, Any]) -> None:
-    """Say that another number of processes was at work.
+    """Warn where the file was saved by another number of processes.
 
     Args:
         saved: The whole record.

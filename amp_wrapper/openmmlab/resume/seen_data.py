@@ -1,4 +1,4 @@
-"""Data that were seen before a resume are passed over as they were seen; then the training goes on."""
+"""Skips the data that were seen before a resume, batch by batch as they were loaded then; the training goes on after them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..log import log
 
 
 class _Passing:
-    """What mmengine passes over after a resume: by ``next``, or, in onedl-mmengine, by :meth:`skip_iter`."""
+    """An iterator over data that mmengine skips after a resume: by ``next``, or, in onedl-mmengine, by :meth:`skip_iter`."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
