@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
-from amp_toy import (
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+from toy_amp import (
     HALF,
     LEVELS,
     MASTERS,
@@ -16,15 +18,12 @@ from amp_toy import (
     check_rounded,
     data,
     differing,
-    quick_collections,  # noqa: F401  (a fixture)
     scales,
     set_scales,
     sgd,
     values,
     zero,
 )
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from amp_wrapper import FusedSGD, amp
 from amp_wrapper.errors import AmpUsageError

@@ -12,19 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import (
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from toy_amp import (
     LEVELS,
     MASTERS,
     backward,
     logged,
-    quick_collections,  # noqa: F401  (a fixture)
     same,
     scalers,
     scales,
     set_scales,
 )
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
 
 from amp_wrapper import amp
 from amp_wrapper.errors import AmpCheckpointError, AmpUsageError

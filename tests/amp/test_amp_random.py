@@ -6,21 +6,20 @@ import math
 from typing import Any
 
 import torch
-from amp_toy import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from toy_amp import (
     Net,
     backward,
     check_rounded,
     data,
-    quick_collections,  # noqa: F401  (a fixture)
     scales,
     set_scales,
     sgd,
     unskipped,
     zero,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from amp_wrapper import amp
 

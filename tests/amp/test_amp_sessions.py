@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import (
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
+from toy_amp import (
     logged,
-    quick_collections,  # noqa: F401  (a fixture)
     same,
     scales,
     set_scales,
     unskipped,
 )
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import FusedAdamW, amp
 from amp_wrapper.amp import session as amp_session

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import logged, quick_collections  # noqa: F401  (a fixture)
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from toy_amp import logged
 
 from amp_wrapper import AmpOptimWrapper, FusedAdamW, amp
 from amp_wrapper.errors import AmpAttachError, AmpConfigError

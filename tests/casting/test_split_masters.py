@@ -13,8 +13,8 @@ import toy
 from mmengine.hooks import EMAHook
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import OptimWrapperDict
-from test_weight_wins import FINE, HIDDEN, IN_PLACE, LOADS
 from torch import Tensor, nn
+from weight_edits import FINE, HIDDEN, IN_PLACE, LOADS
 
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, ops
 from amp_wrapper.casting import fp32_values as twins

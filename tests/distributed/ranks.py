@@ -12,7 +12,7 @@ import pytest
 import torch
 from missing import missing
 
-WORKER = Path(__file__).parent / 'rank_scenarios.py'
+WORKER = Path(__file__).parent / 'rank_worker.py'
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class Ended:
 def launch(
     folder: Path, scenario: str, device: torch.device, *words: str, world: int = 2, limit: float = 240
 ) -> list[Ended]:
-    """Run a scenario of ``rank_scenarios.py`` on every rank, and end the others soon after one has failed."""
+    """Run a scenario of ``scenarios/`` on every rank, and end the others soon after one has failed."""
     if device.type == 'cuda' and torch.cuda.device_count() < world:
         pytest.skip(f'needs {world} GPUs for nccl, and this machine has {torch.cuda.device_count()}')
     if 'mmengine' in missing():

@@ -14,11 +14,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, 'WORKER', Path(__file__).parent / 'amp_rank_scenarios.py')
-
-
 def test_scenarios(tmp_path: Path, device: torch.device) -> None:
-    """What each is about stands in ``amp_rank_scenarios.py``; the last line of a failure names it."""
+    """What each is about stands in ``scenarios/functional_api.py``; the last line of a failure names it."""
     ranks.succeed(tmp_path, 'one_after_another', device)

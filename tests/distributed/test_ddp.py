@@ -20,7 +20,7 @@ pytestmark = [
     [
         'averaging',
         'joint',
-        'windows',
+        'accumulation',
         'overflows',
         'random_overflows',
         'hooks',
@@ -39,7 +39,7 @@ pytestmark = [
     ],
 )
 def test_scenario(scenario: str, tmp_path: Path, device: torch.device) -> None:
-    """What each is about stands in ``rank_scenarios.py``."""
+    """What each is about stands in ``scenarios/``."""
     ranks.succeed(tmp_path, scenario, device)
 
 

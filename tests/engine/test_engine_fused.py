@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from ops_models import NoHostRead
-from test_engine import Run, differ, poisoned
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from toy_engine import Run, differ, poisoned
 
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.engine.clipping import GradientClip

@@ -16,7 +16,6 @@ from mmengine.logging import MessageHub
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import OPTIMIZERS
 from ops_models import NoHostRead
-from test_on_skip import PoisonedModel  # noqa: F401  registers it
 from torch import nn
 
 import amp_wrapper

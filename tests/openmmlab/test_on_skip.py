@@ -10,8 +10,7 @@ import pytest
 import torch
 import toy
 from mmengine.hooks import ParamSchedulerHook
-from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
 from amp_wrapper import AmpConfigError, AmpOptimWrapper
 
@@ -20,24 +19,6 @@ SCHEDULES = [
     dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=40),
     dict(type='MultiStepLR', milestones=[1], by_epoch=True),
 ]
-
-
-@MODELS.register_module()
-class PoisonedModel(toy.ToyModel):
-    """The loss of some iterations is infinite."""
-
-    def __init__(self, poisoned: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.poisoned = poisoned
-        self.calls = 0
-
-    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
-        result = super().forward(inputs, labels, mode)
-        if mode == 'loss':
-            self.calls += 1
-            if self.calls in self.poisoned:
-                result['loss'] = result['loss'] * float('inf')
-        return result
 
 
 def last_steps(tmp_path: Path, **words: Any) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import subprocess
@@ -17,41 +16,13 @@ import torch
 import toy
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from preemption import PREEMPTION, with_hooks
 
 from amp_wrapper import AmpConfigError
 from amp_wrapper.openmmlab.resume.preemption import PreemptionHook
 
 REPOSITORY = Path(__file__).parents[2]
 WORKER = REPOSITORY / 'tests' / 'support' / 'ddp_preemption_worker.py'
-
-
-@HOOKS.register_module()
-class SendSignal(Hook):
-    """Sends a signal to its own process in the middle of an iteration, or of a validation."""
-
-    def __init__(self, iteration: int, where: str = 'train', number: str = 'SIGTERM', rank: int = 0) -> None:
-        self.iteration, self.where, self.number, self.rank = iteration, where, signal.Signals[number], rank
-
-    def _send(self, runner: Any) -> None:
-        if runner.iter == self.iteration and runner.rank == self.rank:
-            os.kill(os.getpid(), self.number)
-
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if self.where == 'train':
-            self._send(runner)
-
-    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if self.where == 'val':
-            self._send(runner)
-
-
-def _with(case: dict[str, Any], *hooks: dict[str, Any]) -> dict[str, Any]:
-    case = copy.deepcopy(case)
-    case['custom_hooks'] = [*case['custom_hooks'], *hooks]
-    return case
-
-
-PREEMPTION = dict(type='amp_wrapper.PreemptionHook')
 
 
 @pytest.mark.parametrize(
@@ -75,7 +46,7 @@ def test_saved_at_the_step_boundary_and_gone_on_from(
     for folder in (whole, part):
         folder.mkdir()
     crash_harness.finish(whole, case)
-    stopped = _with(case, PREEMPTION, dict(type='SendSignal', iteration=sent, where=where))
+    stopped = with_hooks(case, PREEMPTION, dict(type='SendSignal', iteration=sent, where=where))
     assert crash_harness.wait(crash_harness.start(part, stopped), 120) == 0
     file = toy.checkpoint(part, 'preempted.pth')
     assert file['meta']['iter'] == saved
@@ -90,13 +61,13 @@ def test_saved_at_the_step_boundary_and_gone_on_from(
 
 def test_the_signal_means_again_what_it_meant(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    runner = toy.run(tmp_path, **_with(toy.everything('O5', max_epochs=1), PREEMPTION))
+    runner = toy.run(tmp_path, **with_hooks(toy.everything('O5', max_epochs=1), PREEMPTION))
     assert runner.epoch == 1 and signal.getsignal(signal.SIGTERM) is before
     hooks = (
         dict(PREEMPTION, signals=['SIGUSR1'], exit_code=3),
         dict(type='SendSignal', iteration=1, number='SIGUSR1'),
     )
-    case = _with(toy.everything('O5', max_epochs=1), *hooks)
+    case = with_hooks(toy.everything('O5', max_epochs=1), *hooks)
     with pytest.raises(SystemExit) as caught:
         toy.run(tmp_path / 'b', **case)
     assert caught.value.code == 3
@@ -107,7 +78,7 @@ def test_other_wrappers_wait_for_their_step_too(tmp_path: Path) -> None:
     case = toy.everything('O0')
     case['optim_wrapper'] = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1), accumulative_counts=2)
     with pytest.raises(SystemExit):
-        toy.run(tmp_path, **_with(case, PREEMPTION, dict(type='SendSignal', iteration=2)))
+        toy.run(tmp_path, **with_hooks(case, PREEMPTION, dict(type='SendSignal', iteration=2)))
     assert toy.checkpoint(tmp_path, 'preempted.pth')['meta']['iter'] == 4
 
 
@@ -173,7 +144,7 @@ def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_
     for folder in (whole, part):
         folder.mkdir()
     crash_harness.finish(whole, case)
-    pid = crash_harness.start(part, _with(case, PREEMPTION, dict(type='Marks', iteration=10)))
+    pid = crash_harness.start(part, with_hooks(case, PREEMPTION, dict(type='Marks', iteration=10)))
     assert crash_harness.wait(pid, 60, (part / 'mark').exists) is None
     os.killpg(pid, signal.SIGTERM)
     code = crash_harness.wait(pid, 60)

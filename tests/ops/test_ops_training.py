@@ -36,7 +36,7 @@ def counted(calls: Counter[str]) -> Any:
 
 def train(level: str, device: torch.device) -> dict[str, Any]:
     """Eight updates of two windows each, with a clip, an overflow and a growing scale; digests of all that came of it."""
-    from test_engine import Run, poisoned
+    from toy_engine import Run, poisoned
 
     from amp_wrapper.engine.clipping import GradientClip
 

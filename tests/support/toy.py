@@ -361,3 +361,21 @@ def run_log() -> Iterator[list[str]]:
 
     with mock.patch.object(MMLogger, 'callHandlers', keep):
         yield lines
+
+
+@MODELS.register_module()
+class PoisonedModel(ToyModel):
+    """The loss of some iterations is infinite."""
+
+    def __init__(self, poisoned: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.poisoned = poisoned
+        self.calls = 0
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        result = super().forward(inputs, labels, mode)
+        if mode == 'loss':
+            self.calls += 1
+            if self.calls in self.poisoned:
+                result['loss'] = result['loss'] * float('inf')
+        return result

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_tools import tool
+from command_line import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / 'tools'))
