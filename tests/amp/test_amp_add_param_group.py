@@ -136,7 +136,7 @@ def test_the_state_dict_has_all_groups(level: str, device: torch.device) -> None
 
 
 @pytest.mark.parametrize('level', MASTERS)
-def test_in_the_middle_of_a_window(level: str, device: torch.device) -> None:
+def test_in_the_middle_of_an_accumulation(level: str, device: torch.device) -> None:
     """Between two passes of one step."""
 
     def run(at: str | None) -> tuple[list[Net], Optimizer]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import softmin as by_name
 
-from amp_wrapper.amp import functions as amp_functions
+from amp_wrapper.amp import functions
 from amp_wrapper.amp.functions import (
     bfloat16_function,
     disable_casts,
@@ -31,7 +31,7 @@ from amp_wrapper.amp.functions import (
 from amp_wrapper.autocast import kernels, state
 from amp_wrapper.autocast.global_autocast import GlobalCasts
 from amp_wrapper.autocast.patching import patches
-from amp_wrapper.casting import plan as casting
+from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.errors import AmpConfigError
 from amp_wrapper.policy import resolve
 
@@ -282,7 +282,7 @@ class Net(nn.Module):
 
 
 def attach(model: nn.Module, level: str, covers: bool = True, **words: Any) -> Any:
-    return casting.CastPlan([('', model)], resolve(opt_level=level, **words), covers_forward=covers).apply()
+    return CastPlan([('', model)], resolve(opt_level=level, **words), covers_forward=covers).apply()
 
 
 @pytest.mark.parametrize('decorated', [True, False])
@@ -488,5 +488,5 @@ def test_an_exception_inside_leaves_nothing_open(alive: state.CastSession) -> No
 
 def test_every_public_name_says_what_it_does() -> None:
     for name in ('half', 'bfloat16', 'float', 'promote'):
-        assert getattr(amp_functions, f'{name}_function').__doc__
-        assert getattr(amp_functions, f'register_{name}_function').__doc__
+        assert getattr(functions, f'{name}_function').__doc__
+        assert getattr(functions, f'register_{name}_function').__doc__

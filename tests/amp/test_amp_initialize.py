@@ -250,7 +250,7 @@ def test_disabled_is_nothing(device: torch.device, capsys: pytest.CaptureFixture
     plain[1].step()
     assert differing(values([net], [optimizer]), values([plain[0]], [plain[1]])) == []
     assert optimizer.state_dict().keys() == plain[1].state_dict().keys()
-    # the options are judged all the same
+    # the options are checked all the same
     with pytest.raises(AmpConfigError):
         amp.initialize(Net(), enabled=False, opt_level='O7')
 

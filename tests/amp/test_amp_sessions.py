@@ -23,7 +23,7 @@ from toy_amp import (
 )
 
 from amp_wrapper import FusedAdamW, amp
-from amp_wrapper.amp import session as amp_session
+from amp_wrapper.amp import session
 from amp_wrapper.errors import AmpAttachError, AmpUsageError
 from amp_wrapper.policy import LEVELS, resolve
 
@@ -138,7 +138,7 @@ def test_an_optimizer_that_somebody_holds_counts(device: torch.device) -> None:
 
 @pytest.mark.parametrize('losses', [1, 2])
 @pytest.mark.parametrize(('level', 'to'), list(itertools.product(LEVELS, LEVELS)))
-def test_trained_beside_its_restored_twin(level: str, to: str, losses: int, device: torch.device) -> None:
+def test_trained_beside_its_restored_copy(level: str, to: str, losses: int, device: torch.device) -> None:
     """A script like apex's own test of checkpoints: for all pairs of levels, models are made, trained and restored one after
     the other under the same names, outputs and losses live on, and both trainings go on side by side."""
     outputs: list[Tensor] = []
@@ -268,4 +268,4 @@ def test_what_casts_no_weights_makes_way(first: str, second: str, device: torch.
 def test_the_registry_forgets(device: torch.device) -> None:
     kept = [train(*make(device, 'O2'), device) for _ in range(3)]
     gc.collect()
-    assert len(amp_session._alive()) == 0 and len(kept) == 3
+    assert len(session._alive()) == 0 and len(kept) == 3

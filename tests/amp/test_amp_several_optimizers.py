@@ -251,8 +251,8 @@ def test_several_passes_through_one_graph(level: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize('level', LEVELS)
-def test_scales_that_move_within_a_window(level: str, device: torch.device) -> None:
-    """Another optimizer's step moves the shared scale between two passes of a window."""
+def test_scales_that_move_during_accumulation(level: str, device: torch.device) -> None:
+    """Another optimizer's step moves the shared scale between two passes of an accumulation."""
     case = CASES['2 models, 2 losses, 2 optimizers']
     plain, run = Training(case, device, None), Training(case, device, level)
     for training in (plain, run):

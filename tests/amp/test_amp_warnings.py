@@ -24,7 +24,7 @@ from toy_amp import (
 )
 
 from amp_wrapper import AmpOptimWrapper, amp
-from amp_wrapper.amp import session as amp_session
+from amp_wrapper.amp import session
 from amp_wrapper.errors import AmpUsageError
 
 MASTERS = ('O2', 'O5')
@@ -274,7 +274,7 @@ def test_verbosity_0_is_silent(
 ) -> None:
     """Everything that is told otherwise, one after the other."""
     # those of other tests, which speak
-    monkeypatch.setattr(amp_session, '_sessions', [])
+    monkeypatch.setattr(session, '_sessions', [])
     net, optimizer = scaled(level, device, verbosity=0, scale='dynamic')
     other = SGD([nn.Parameter(torch.ones(1, device=device))], lr=0.1)
     with logged() as lines:

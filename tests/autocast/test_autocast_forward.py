@@ -17,7 +17,7 @@ from toy_autocast import HALVES, LEVELS, TYPES, attach
 from amp_wrapper import AmpAttachError
 from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.patching import patches
-from amp_wrapper.casting import plan as casting
+from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.casting.region_hooks import PLAIN, EnterRegion, LeaveRegion, put_region
 from amp_wrapper.policy import resolve
 
@@ -133,7 +133,7 @@ def test_parts_kept_in_fp32_are_not_cast_when_called_directly(level: str) -> Non
 
 
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O3', 'O5'])
-def test_casts_of_another_model_end_at_the_door(level: str) -> None:
+def test_casts_of_another_model_end_where_a_model_begins(level: str) -> None:
     inner, outer = Net(), Net()
     attach(inner, level)
     attach(outer, 'O1')
@@ -151,7 +151,7 @@ def test_casts_of_another_model_end_at_the_door(level: str) -> None:
 def test_the_other_levels_do_not_cast_by_op(level: str) -> None:
     plain, covered = Net(), Net()
     covered.load_state_dict(plain.state_dict())
-    casting.CastPlan([('', plain)], resolve(opt_level=level)).apply()
+    CastPlan([('', plain)], resolve(opt_level=level)).apply()
     handle = attach(covered, level)
     x = torch.randn(2, 4)
     assert plain(x).equal(covered(x))
@@ -301,7 +301,7 @@ def test_a_module_that_calls_itself() -> None:
 @pytest.mark.parametrize('level', ['O1', 'O2'])
 def test_a_module_that_calls_itself_under_a_plan_that_does_not_cover_forwards(level: str) -> None:
     tree = Tree()
-    casting.CastPlan([('', tree)], resolve(opt_level=level)).apply()
+    CastPlan([('', tree)], resolve(opt_level=level)).apply()
     tree(torch.randn(1, 2), 2)
     assert state.depth() == 0
     assert not patches.in_place
@@ -413,7 +413,7 @@ def test_checkpointed_segments_see_the_same_types(reentrant: bool, noted: bool, 
             return checkpoint(self.segment, x, use_reentrant=reentrant)
 
     model = Checkpointed()
-    plan = casting.CastPlan([('', model)], resolve(opt_level=level), covers_forward=True)
+    plan = CastPlan([('', model)], resolve(opt_level=level), covers_forward=True)
     plan.apply()
     session = state.session_opened()
     x = torch.randn(2, 4, requires_grad=True)

@@ -17,7 +17,7 @@ from amp_wrapper import AmpUsageError
 from amp_wrapper.amp.functions import disable_casts
 from amp_wrapper.autocast import kernels, regions
 from amp_wrapper.autocast.global_autocast import GlobalCasts
-from amp_wrapper.casting import plan as casting
+from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.errors import BannedOpError
 from amp_wrapper.policy import resolve
 from amp_wrapper.policy.autocast_lists import OP_RULES
@@ -366,7 +366,7 @@ def test_bce_inside_a_model(level: str, functional: bool) -> None:
 
 def test_bce_runs_in_float32_under_a_plan_that_does_not_cover_forwards() -> None:
     model = WithBce()
-    handle = casting.CastPlan([('', model)], resolve(opt_level='O1')).apply()
+    handle = CastPlan([('', model)], resolve(opt_level='O1')).apply()
     with torch.autocast('cpu', torch.float16):
         assert model(torch.randn(2, 4), torch.rand(2, 1), True, wide=False).dtype is torch.float32
     handle.remove()

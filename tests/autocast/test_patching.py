@@ -201,7 +201,7 @@ def test_aliases_join(device: torch.device) -> None:
         del sys.modules[alias.__name__]
 
 
-def test_rules_of_one_member_do_not_mix() -> None:
+def test_rules_of_one_function_do_not_mix() -> None:
     """A configuration widens a registry entry for its own model, and for no other."""
     only = frozenset({torch.bfloat16})
     narrow, wide = Fp32Op('a', 'float32', only, only), Fp32Op('a')

@@ -17,7 +17,7 @@ from amp_wrapper import amp
 from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.global_autocast import GlobalCasts
 from amp_wrapper.autocast.patching import patches
-from amp_wrapper.casting import plan as casting
+from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.policy import resolve
 
 # made at import, as transformers does: it holds torch's own function
@@ -66,7 +66,7 @@ class Net(nn.Module):
 
 
 def attach(model: nn.Module, level: str = 'O1') -> state.CastSession:
-    casting.CastPlan([('', model)], resolve(opt_level=level), covers_forward=True).apply()
+    CastPlan([('', model)], resolve(opt_level=level), covers_forward=True).apply()
     return state.session_opened()
 
 
@@ -183,7 +183,7 @@ def test_autocast_of_another_thread_during_a_backward_pass() -> None:
             found.append(x.softmax(0).dtype)
 
     model = Net(functools.partial(checkpoint, use_reentrant=False))
-    plan = casting.CastPlan([('', model)], resolve(opt_level='O4'), covers_forward=True)
+    plan = CastPlan([('', model)], resolve(opt_level='O4'), covers_forward=True)
     plan.apply()
     assert plan.ops is not None
     out = model(torch.randn(2, 4))

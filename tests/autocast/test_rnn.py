@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from amp_wrapper.autocast.global_autocast import GlobalCasts
 from amp_wrapper.autocast.patching import patches
-from amp_wrapper.casting import plan as casting
+from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.policy import resolve
 
 LAYERS = [nn.RNN, nn.LSTM, nn.GRU]
@@ -118,7 +118,7 @@ class Tagger(nn.Module):
 def test_a_model_trains(kind: type[nn.Module], level: str, dtype: torch.dtype, packed: bool) -> None:
     torch.manual_seed(0)
     model = Tagger(kind)
-    casting.CastPlan([('', model)], resolve(opt_level=level), covers_forward=True).apply()
+    CastPlan([('', model)], resolve(opt_level=level), covers_forward=True).apply()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     x, target = torch.randn(4, 3, 4), torch.tensor([[-0.5], [0.0], [0.5]])
     batch = pack_padded_sequence(x, torch.tensor([4, 4, 4])) if packed else x

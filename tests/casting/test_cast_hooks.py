@@ -278,7 +278,7 @@ def test_hooks_hold_no_reference_to_the_model(device: torch.device) -> None:
     assert [ref() for ref in gone] == [None, None, None]
 
 
-def test_twin_dies_with_its_weight(device: torch.device) -> None:
+def test_master_dies_with_its_weight(device: torch.device) -> None:
     model = net(device)
     masters = cast_with_masters(model)[1]
     gone = weakref.ref(masters.pop('head.weight'))

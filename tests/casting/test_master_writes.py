@@ -166,7 +166,7 @@ def test_sam_around_an_initialised_optimizer_skips(level: str, device: torch.dev
 
 
 @pytest.mark.parametrize('level', MASTERED)
-def test_each_call_says_which_side(level: str, device: torch.device) -> None:
+def test_each_call_says_whether_weights_or_masters_were_written(level: str, device: torch.device) -> None:
     run = Run(level, lambda parameters: SGD(parameters, lr=0.125), device)
     weight, master = run.model[0].weight, next(iter(amp.master_params(run.optimizer)))
     master.data.fill_(0.5)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from amp_wrapper import AmpOptimWrapper, amp
-from amp_wrapper.casting import save_pretrained as hf_saving
+from amp_wrapper.casting import save_pretrained as module
 from amp_wrapper.policy import LEVELS, resolve
 
 
@@ -49,7 +49,7 @@ def base(monkeypatch: pytest.MonkeyPatch) -> type[PreTrainedModel]:
     stand_in: Any = ModuleType('transformers.modeling_utils')
     stand_in.PreTrainedModel = made
     monkeypatch.setitem(sys.modules, 'transformers.modeling_utils', stand_in)
-    monkeypatch.setattr(hf_saving, '_wrapped', set())
+    monkeypatch.setattr(module, '_wrapped', set())
     return made
 
 

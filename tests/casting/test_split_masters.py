@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from weight_edits import FINE, HIDDEN, IN_PLACE, LOADS
 
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, ops
-from amp_wrapper.casting import fp32_values as twins
+from amp_wrapper.casting import fp32_values
 from amp_wrapper.casting.split_masters import SplitMasters
 from amp_wrapper.ops.split import join, split
 from amp_wrapper.optim import FusedAdamW, FusedSGD
@@ -92,11 +92,11 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
         wrapper.attach(model)
         assert weight.grad.dtype is weight.dtype
         masters = wrapper._engine.parts.params
-        remainder = twins.remainder_of(weight)
+        remainder = fp32_values.remainder_of(weight)
         assert weight.dtype is LEVELS[level] and remainder is not None and remainder.bits.dtype is torch.int16
         assert wrapper.optimizer.param_groups[0]['params'] == [weight] == list(wrapper.master_params())
         assert wrapper.optimizer.state[weight]['momentum_buffer'] is moment and moment.dtype is torch.float32
-        assert twins.fp32_twin(weight) is None
+        assert fp32_values.fp32_twin(weight) is None
         assert bits(model.state_dict()['0.weight']).equal(bits(values))
         copied = copy.deepcopy(model)
         assert bits(copied.state_dict()['0.weight']).equal(bits(copied[0].weight)), 'a copy speaks for itself'
@@ -106,7 +106,7 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
         wrapper.detach()
         assert len(masters) == 0 and weight.grad.dtype is torch.float32
         assert weight.dtype is torch.float32 and bits(weight).equal(bits(values))
-        assert twins.remainder_of(weight) is None
+        assert fp32_values.remainder_of(weight) is None
 
 
 def test_what_float16_cannot_keep(device: torch.device) -> None:
@@ -152,7 +152,7 @@ def test_checkpoints_move_between_split_and_whole_masters(level: str, start: boo
 
 def everything(model: nn.Module, wrapper: AmpOptimWrapper) -> Any:
     """All that a step changes, in FP32 and as it lies."""
-    held = [twins.remainder_of(parameter) for parameter in model.parameters()]
+    held = [fp32_values.remainder_of(parameter) for parameter in model.parameters()]
     remainders = [None if remainder is None else remainder.bits for remainder in held]
     state = wrapper.state_dict()
     return copy.deepcopy([dict(model.state_dict()), dict(model.state_dict(keep_vars=True)), remainders, state['state']])
@@ -191,7 +191,7 @@ def test_resumed_runs_are_the_same_bit_for_bit(level: str, early: bool, device: 
     words: dict[str, Any] = dict(kind=FusedAdamW, accumulative_counts=2, loss_scale='dynamic')
     model, wrapper = toy_model(level, device, **words)
     wrapper.initialize_count_status(model, 0, 8)
-    # in the middle of a window
+    # in the middle of an accumulation
     train(model, wrapper, range(3))
     saved = copy.deepcopy((dict(model.state_dict()), wrapper.state_dict()))
     losses = train(model, wrapper, range(3, 8))
@@ -267,7 +267,7 @@ def test_loads_arrive_unrounded(level: str, place: str, tmp_path: Path) -> None:
     LOADS[place](model, tmp_path)
     assert model.fc.weight is weight
     near, remainder = split(FINE, weight.dtype)
-    held = twins.remainder_of(weight)
+    held = fp32_values.remainder_of(weight)
     assert held is not None and weight.equal(near) and held.bits.equal(remainder) and remainder.any()
     assert wrapper._engine.parts.params.edited() == []
     after = model.state_dict()
@@ -299,17 +299,17 @@ def test_edits_in_place_win(level: str, place: str, tmp_path: Path, caplog: pyte
         saved = model.state_dict()
     assert 'fc.weight was changed' in caplog.text
     edited = model.fc.weight.detach()
-    assert saved['fc.weight'].equal(edited.float()) and not twins.remainder_of(model.fc.weight).bits.any()
+    assert saved['fc.weight'].equal(edited.float()) and not fp32_values.remainder_of(model.fc.weight).bits.any()
     assert toy.differences({**before, 'fc.weight': edited.float()}, saved) == []
     with torch.no_grad():
         model.conv.weight.mul_(0.5)
     edited = model.conv.weight.detach().float()
     # as a step begins
     assert masters.refresh() == ['conv.weight'] and masters.edited() == masters.refresh() == []
-    assert masters.copy_of(model.conv.weight) is twins.remainder_of(model.conv.weight).bits
+    assert masters.copy_of(model.conv.weight) is fp32_values.remainder_of(model.conv.weight).bits
     with torch.no_grad():
         model.conv.weight.mul_(0.5)
-    assert twins.fp32_value(model.conv.weight).equal(edited * 0.5)
+    assert fp32_values.fp32_value(model.conv.weight).equal(edited * 0.5)
     assert not masters.copy_of(model.conv.weight).any() and masters.copy_of(torch.ones(1)) is None
 
 
@@ -367,7 +367,7 @@ def test_validation_with_an_average_gives_every_bit_back(level: str, buffers: bo
     hook.src_model, hook.ema_model = model, average
 
     def all_of_it() -> Any:
-        remainders = [twins.remainder_of(parameter) for parameter in model.parameters()]
+        remainders = [fp32_values.remainder_of(parameter) for parameter in model.parameters()]
         held = [None if r is None else r.bits.clone() for r in remainders]
         return copy.deepcopy(
             [dict(model.state_dict(keep_vars=True)), dict(model.state_dict()), held, dict(average.state_dict())]
@@ -415,7 +415,7 @@ def test_parameters_that_come_later(level: str, device: torch.device) -> None:
     wrapper.backward((late.float() * 2.0**-12).sum() + wide.sum() + model.fc.bias.float().sum())
     wrapper.step()
     assert wide.tolist() == [0.5, 0.5] and bool((late == 1).all())
-    assert twins.fp32_value(late).tolist() == [1 - 2.0**-13] * 3
+    assert fp32_values.fp32_value(late).tolist() == [1 - 2.0**-13] * 3
 
 
 def test_two_optimizers_share_a_remainder(device: torch.device) -> None:

@@ -113,7 +113,7 @@ def test_stock_shaped_form(saved: bool, device: torch.device) -> None:
     assert equal(read.optimizer, optimizer_state(device))
 
 
-def test_window_in_a_stock_shaped_form(device: torch.device) -> None:
+def test_accumulated_gradients_in_a_stock_shaped_form(device: torch.device) -> None:
     single = Window([None, torch.ones(3, device=device)], False, [True], [0.0])
     state = checkpoint.write(optimizer_state(device), resolve('O1').to_dict(), [scaler_state()], single, True)
     read = checkpoint.read(reload(state)).window

@@ -69,7 +69,7 @@ def _goes_on_alike(level: str, path: Path, converted: Any, folder: Path) -> None
     assert ends[0]['loss_scaler'] == ends[1]['loss_scaler']
 
 
-def test_several_losses_and_a_window_are_told() -> None:
+def test_several_losses_and_accumulated_gradients_are_told() -> None:
     stock, notes = unchanged(convert.to_stock, losses_file())
     said = '\n'.join(notes)
     for words in (

@@ -1,4 +1,4 @@
-"""Saved in any phase of any schedule, judged, and really resumed: learning rates and weights of the uninterrupted run."""
+"""Saved in any phase of any schedule, checked, and really resumed: learning rates and weights of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ class Script:
 def test_torchs_schedulers_in_scripts(kind: str, level: str, tmp_path: Path, device: torch.device) -> None:
     whole, parts = Script(level, kind, device), []
     for step in range(7):
-        # what it saves is its own affair; what it leaves in the groups is judged
+        # what it saves is its own affair; what it leaves in the groups is checked
         state = whole.state()
         torch.save(dict(model=state['model'], wrapper=state['wrapper']), tmp_path / f'{step}.pth')
         state['schedule'] = copy.deepcopy(state['schedule'])

@@ -342,7 +342,7 @@ def _wrapped() -> dict[str, Case]:
         words: dict[str, Any] = dict(loss_scale=MOVING) if level in ('O1', 'O2') else {}
         for optimizer in ('adamw', 'sgd', 'torch_sgd'):
             cases[f'{level}_{optimizer}'] = Case(level, optimizer, words)
-        # seven passes in windows of three: one gradient waits
+        # seven passes in accumulations of three: one gradient waits
         cases[f'{level}_open'] = Case(level, 'adamw', dict(words, accumulative_counts=3), first=7, then=6)
     windows = dict(accumulative_counts=4, loss_scale=MOVING)
     split = dict(master_weights='split')
@@ -361,7 +361,7 @@ def _wrapped() -> dict[str, Case]:
         O2_losses_open=Case('O2', 'adamw', windows, losses=2, first=6, then=7),
         O1_losses_open=Case('O1', 'torch_sgd', windows, losses=2, first=7, then=6),
         O2_torch_open=Case('O2', 'torch_sgd', windows, first=7, then=6),
-        # the window has overflowed already, and will be skipped
+        # the accumulation has overflowed already, and will be skipped
         O2_overflown_open=Case('O2', 'adamw', dict(windows, loss_scale=2.0**16), losses=2, first=7, then=6),
         O2_bf16=Case('O2', 'adamw_bf16', dict(loss_scale=MOVING)),
         O2_amsgrad=Case('O2', 'adamw_amsgrad', dict(loss_scale=MOVING, **clip)),

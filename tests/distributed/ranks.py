@@ -1,4 +1,4 @@
-"""Real processes that communicate: ``launch`` starts the ranks of a scenario and judges nothing but their exit codes."""
+"""Real processes that communicate: ``launch`` starts the ranks of a scenario and checks nothing but their exit codes."""
 
 from __future__ import annotations
 

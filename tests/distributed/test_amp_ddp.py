@@ -1,4 +1,4 @@
-"""The functional API on two ranks, with DistributedDataParallel around the model. Judged by exit codes."""
+"""The functional API on two ranks, with DistributedDataParallel around the model. Checked by exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes: one model on all ranks, whatever DDP, the levels and the gradients do. Judged by exit codes."""
+"""Several processes: one model on all ranks, whatever DDP, the levels and the gradients do. Checked by exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows of backward passes under DistributedDataParallel, in a group of one process: what waits, and on which scale."""
+"""Accumulations of backward passes under DistributedDataParallel, in a group of one process: what waits, and on which scale."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_clearing_inside_the_pass_that_averages_clears_what_was_held() -> None:
     arrive(8.0, averaged=False)
     assert arrivals.held is not None and parameter.grad.item() == 8.0
     arrive(4.0, averaged=True, clears=True)
-    # of the 64 from before the window and the 8 inside of it nothing is left
+    # of the 64 from before the accumulation and the 8 inside of it nothing is left
     assert arrivals.held is None and parameter.grad.item() == 1.0
 
 

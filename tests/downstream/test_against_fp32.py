@@ -91,7 +91,7 @@ def warm_loss(case: Case, level: str, spoil: bool = False) -> float:
 
 @pytest.fixture
 def members(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Members of the FP32 registry that were at work."""
+    """Functions of the FP32 registry that were at work."""
     used: set[str] = set()
     is_narrow = call.is_narrow
 

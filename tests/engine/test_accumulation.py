@@ -1,4 +1,4 @@
-"""Accumulation windows: what 16-bit sums lose, what FP32 sums keep, and where they lie."""
+"""Sums of several backward passes: what 16-bit sums lose, what FP32 sums keep, and where they lie."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_small_gradients_are_swamped_in_16_bit_and_not_in_fp32(level: str, devic
         wrapper = wrapped(model, level, 256, accumulate_in_fp32=wide)
         for step in range(256):
             with wrapper.optim_context(model):
-                # times 256: the division by the window's length is undone
+                # times 256: the division by the accumulation's length is undone
                 loss = model(torch.full((1, 1), 1.0 if step == 0 else 2.0**-10, device=device)).sum() * 256
             wrapper.backward(wrapper.scale_loss(loss))
         weight = next(iter(wrapper.master_params()))
@@ -106,8 +106,8 @@ def test_sparse_gradients_are_summed_too(level: str, device: torch.device) -> No
 
 @pytest.mark.parametrize('wide', [False, True])
 @pytest.mark.parametrize('level', ['O2', 'O3', 'O5'])
-def test_an_open_window_goes_into_a_file_and_comes_back(level: str, wide: bool, device: torch.device) -> None:
-    """Sums unrounded: the step that closes the window is the same bit for bit."""
+def test_accumulated_gradients_go_into_a_file_and_come_back(level: str, wide: bool, device: torch.device) -> None:
+    """Sums unrounded: the step that closes the accumulation is the same bit for bit."""
 
     def micro(model: nn.Module, wrapper: AmpOptimWrapper, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
@@ -145,7 +145,7 @@ def test_an_open_window_goes_into_a_file_and_comes_back(level: str, wide: bool, 
                 micro(model, wrapper, step)
         assert toy.differences(model.state_dict(), other.state_dict()) == []
         assert toy.differences(list(wrapper.master_params()), list(resumed.master_params())) == []
-    # a window of the other kind means something else: it is left out, and the log says so
+    # an accumulation of the other kind means something else: it is left out, and the log says so
     _, other_kind = fresh()
     words = dict(opt_level=level, optimizer=other_kind.optimizer, accumulative_counts=4, loss_scale=256.0)
     other_kind = AmpOptimWrapper(**words, accumulate_in_fp32=not wide)
@@ -154,7 +154,7 @@ def test_an_open_window_goes_into_a_file_and_comes_back(level: str, wide: bool, 
     assert any('open accumulation window, which belong to another configuration' in line for line in lines)
 
 
-def test_files_from_before_the_option_resume_with_their_window(device: torch.device) -> None:
+def test_files_from_before_the_option_resume_with_their_gradients(device: torch.device) -> None:
     model = nn.Linear(4, 4).to(device)
     wrapper = wrapped(model, 'O2', 2)
     with wrapper.optim_context(model):
@@ -191,7 +191,7 @@ def test_a_sum_that_float16_cannot_hold_is_no_overflow(device: torch.device) -> 
         assert wrapper.loss_scaler.counts.tolist()[1] == (0 if wide else 1)
 
 
-def test_clearing_in_mid_window_forgets_the_sums(device: torch.device) -> None:
+def test_clearing_during_accumulation_forgets_the_sums(device: torch.device) -> None:
     ends = []
     for cleared in (False, True):
         torch.manual_seed(0)
@@ -237,7 +237,7 @@ def test_what_the_option_may_be() -> None:
 
 
 def test_whole_runs_resume_bit_for_bit(tmp_path: Path) -> None:
-    """Windows that stay open at the end of an epoch, and a remainder at the end of the training."""
+    """Accumulations that stay open at the end of an epoch, and a remainder at the end of the training."""
     case = toy.everything('O5', max_epochs=3)
     case['optim_wrapper'].update(accumulative_counts=4, accumulate_in_fp32=True)
     toy.run(tmp_path / 'whole', **case)

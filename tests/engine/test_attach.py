@@ -160,7 +160,7 @@ def test_detach(level: str, device: torch.device) -> None:
     run.train(2)
 
 
-def test_detach_inside_a_window(device: torch.device) -> None:
+def test_detach_during_accumulation(device: torch.device) -> None:
     run = Run('O2', device)
     run.backward()
     with pytest.raises(AmpUsageError, match='accumulation window'):

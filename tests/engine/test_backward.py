@@ -152,7 +152,7 @@ def test_several_losses_under_no_sync_are_refused(num_losses: int, device: torch
 
 @pytest.mark.parametrize('to_none', [True, False])
 @pytest.mark.parametrize('num_losses', [1, 2])
-def test_zero_grad_ends_a_window(to_none: bool, num_losses: int, device: torch.device) -> None:
+def test_zero_grad_ends_accumulation(to_none: bool, num_losses: int, device: torch.device) -> None:
     run, clean = (Run('O2', device, num_losses=num_losses, loss_scale=4.0) for _ in range(2))
     with poisoned(run.parameter('fc.weight')):
         run.backward(5)

@@ -15,8 +15,8 @@ from torch.optim.swa_utils import update_bn
 from toy_buffers import APIS, Around, Probe, Scripted, batch, changed, hooks_of, snapshot
 
 from amp_wrapper import AmpConfigError, AmpOptimWrapper
-from amp_wrapper.amp import session as amp_session
-from amp_wrapper.engine.buffers import hooks as buffer_hooks
+from amp_wrapper.amp import session
+from amp_wrapper.engine.buffers import hooks
 from amp_wrapper.optim import FusedAdamW
 from amp_wrapper.policy import LEVELS, resolve
 
@@ -188,7 +188,7 @@ def test_off(level: str, api: str, device: torch.device) -> None:
     run = Scripted(api, level, model, restore_buffers_on_skip=False)
     run.train(batch((4, 3), device, bad=True))
     assert model.part.running_mean.isnan().any() and model.part.num_batches_tracked == 1
-    assert not any(isinstance(hook, buffer_hooks.BufferHook) for m in model.modules() for hook in hooks_of(m))
+    assert not any(isinstance(hook, hooks.BufferHook) for m in model.modules() for hook in hooks_of(m))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_nothing_where_nothing_is_skipped(words: dict[str, Any], device: torch.d
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = AmpOptimWrapper(optimizer=optimizer, verbosity=0, **words)
     wrapper.attach(model)
-    assert not any(isinstance(hook, buffer_hooks.BufferHook) for m in model.modules() for hook in hooks_of(m))
+    assert not any(isinstance(hook, hooks.BufferHook) for m in model.modules() for hook in hooks_of(m))
     with wrapper.optim_context(model):
         loss = model(batch((4, 3), device, bad=True))
     wrapper.update_params(loss)
@@ -280,7 +280,7 @@ def test_an_evaluation_between_changes_nothing(device: torch.device) -> None:
 
 @pytest.mark.parametrize('level', LEVELS)
 def test_gradients_cleared_without_a_step(level: str, device: torch.device) -> None:
-    """The window goes on: buffers return to what they were before the first pass since the last step."""
+    """The accumulation goes on: buffers return to what they were before the first pass since the last step."""
     model = Around(nn.BatchNorm1d(3)).to(device)
     run = Scripted('wrapper', level, model)
     run.train(batch((4, 3), device))
@@ -305,7 +305,7 @@ def test_no_host_read(level: str, api: str, device: torch.device) -> None:
     batches = [batch((4, 3), device, bad=True), batch((4, 3), device)]
     if api == 'functional':
         # the session looks at a step that it did not wait for when the device has told
-        amp_session.session_of(run.optimizer)._read = lambda *_, **__: None
+        session.session_of(run.optimizer)._read = lambda *_, **__: None
     with NoHostRead():
         run.train(*batches)
     assert changed(before, model) == []

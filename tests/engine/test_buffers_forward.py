@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from toy_buffers import APIS, Around, Counter, Probe, Scripted, batch, changed, snapshot
 
 from amp_wrapper import OverflowStreakError
-from amp_wrapper.engine.buffers import snapshots as buffer_snapshots
 from amp_wrapper.engine.buffers.copies import LargeBuffer
+from amp_wrapper.engine.buffers.snapshots import LARGE
 from amp_wrapper.optim import FusedAdamW
 from amp_wrapper.policy import LEVELS
 
@@ -299,7 +299,7 @@ def test_large_constants_are_not_kept_twice(device: torch.device) -> None:
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer('table', torch.arange(buffer_snapshots.LARGE, dtype=torch.int64))
+        self.register_buffer('table', torch.arange(LARGE, dtype=torch.int64))
         self.moves = False
 
     def forward(self, x: Tensor) -> Tensor:

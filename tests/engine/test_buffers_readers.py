@@ -124,7 +124,7 @@ def _averaged(kind: str, model: nn.Module) -> Any:
 
 
 class _Training:
-    """Windows of three batches, averages after each."""
+    """Accumulations of three batches, averages after each."""
 
     def __init__(self, level: str, kinds: tuple[str, ...], device: torch.device) -> None:
         torch.manual_seed(0)
@@ -157,10 +157,10 @@ class _Training:
 
 @pytest.mark.parametrize('kinds', [('mean',), ('torch',), ('annealed', 'mean'), ('mean', 'torch')])
 @pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O5'])
-def test_exact_resume_of_averages_inside_a_window(
+def test_exact_resume_of_averages_during_accumulation(
     level: str, kinds: tuple[str, ...], device: torch.device, tmp_path: Path
 ) -> None:
-    """Saved after each batch of a window, with the NaN in each batch of it or none."""
+    """Saved after each batch of an accumulation, with the NaN in each batch of it or none."""
     for bad in (-1, 3, 4, 5):
         whole = _Training(level, kinds, device)
         whole.run(range(9), bad, device)
@@ -179,7 +179,7 @@ def test_exact_resume_of_averages_inside_a_window(
             assert toy.differences(whole.states(), second.states()) == [], (bad, stop)
 
 
-def test_a_window_saved_twice_in_a_row_keeps_what_averages_were(device: torch.device) -> None:
+def test_accumulation_saved_twice_in_a_row_keeps_what_averages_were(device: torch.device) -> None:
     """Saved again right after the resume, before any average was updated."""
     whole = _Training('O2', ('mean',), device)
     whole.run(range(9), 4, device)
@@ -196,7 +196,7 @@ def test_a_window_saved_twice_in_a_row_keeps_what_averages_were(device: torch.de
     assert toy.differences(whole.states(), training.states()) == []
 
 
-def test_damaged_averages_of_a_window_are_refused(device: torch.device) -> None:
+def test_damaged_averages_of_an_accumulation_are_refused(device: torch.device) -> None:
     training = _Training('O2', ('mean',), device)
     training.run(range(4), -1, device)
     state = training.wrapper.state_dict()
@@ -382,7 +382,7 @@ def test_orders_of_any_length(level: str, api: str, freezes: bool, letters: list
 
 @pytest.mark.parametrize('level', LEVELS)
 def test_what_somebody_writes_into_an_average_stays(level: str, device: torch.device) -> None:
-    """Loaded, or estimated anew, between two batches of a window whose step is skipped."""
+    """Loaded, or estimated anew, between two batches of an accumulation whose step is skipped."""
     training = _Training(level, ('torch',), device)
     training.run(range(4), -1, device)
     average = training.averages[0].module

@@ -38,8 +38,8 @@ def test_averages_see_what_was_restored(level: str, device: torch.device) -> Non
 
 @pytest.mark.parametrize('level', LEVELS)
 @pytest.mark.parametrize('attached', [False, True])
-def test_exact_resume_inside_a_window(level: str, attached: bool, device: torch.device) -> None:
-    """What buffers were before an open window is in the checkpoint: a skip at its end means the same."""
+def test_exact_resume_during_accumulation(level: str, attached: bool, device: torch.device) -> None:
+    """What buffers were before an open accumulation is in the checkpoint: a skip at its end means the same."""
     ends = []
     for resumes in (False, True):
         torch.manual_seed(0)
@@ -77,7 +77,7 @@ def test_exact_resume_inside_a_window(level: str, attached: bool, device: torch.
     assert [name for name in ends[0] if not torch.equal(bits(ends[0][name]), bits(ends[1][name]))] == []
 
 
-def test_a_file_without_the_buffers_of_its_window(device: torch.device) -> None:
+def test_a_file_without_the_buffers_of_its_accumulation(device: torch.device) -> None:
     model = Around(nn.BatchNorm1d(3)).to(device)
     run = Scripted('wrapper', 'O2', model)
     run.backward(run.forward(batch((4, 3), device)))

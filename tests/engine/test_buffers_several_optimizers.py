@@ -152,7 +152,7 @@ def test_a_game_of_two_optimizers(api: str, levels: tuple[str, str], again: bool
 
 @pytest.mark.parametrize('api', ['wrapper', 'one session', 'two sessions'])
 @pytest.mark.parametrize('level', LEVELS)
-def test_a_skip_of_one_inside_the_window_of_the_other(level: str, api: str, device: torch.device) -> None:
+def test_a_skip_of_one_while_the_other_accumulates(level: str, api: str, device: torch.device) -> None:
     """Passes that a loss has made use of are for its own optimizer to give back."""
     game = Game(api, (level, level), device)
     x = batch((4, 3), device)
@@ -206,7 +206,7 @@ def test_one_loss_and_two_optimizers(level: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('level', LEVELS)
-def test_a_member_that_checks_nothing_is_left_alone(level: str, device: torch.device) -> None:
+def test_a_wrapper_that_checks_nothing_is_left_alone(level: str, device: torch.device) -> None:
     model = Pair().to(device)
     wrappers = OptimWrapperDict(
         generator=AmpOptimWrapper(

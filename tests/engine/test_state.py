@@ -31,7 +31,7 @@ def reload(value: Any) -> Any:
 @pytest.mark.parametrize('when', ['before', 'after'])
 @pytest.mark.parametrize('num_losses', [1, 2])
 @pytest.mark.parametrize('level', LEVELS)
-def test_resume_inside_a_window_is_exact(level: str, num_losses: int, when: str, device: torch.device) -> None:
+def test_resume_during_accumulation_is_exact(level: str, num_losses: int, when: str, device: torch.device) -> None:
     # in float16, Adam's epsilon is 0 and its weights NaN: nothing to compare
     make = momentum if level == 'O3' else lambda p: Adam(p, lr=0.01)
     whole = Run(level, device, make, num_losses=num_losses)
@@ -60,7 +60,7 @@ def test_resume_inside_a_window_is_exact(level: str, num_losses: int, when: str,
     assert same(whole.engine.state_dict(), part.engine.state_dict())
 
 
-def test_overflow_inside_a_window_is_resumed(device: torch.device) -> None:
+def test_overflow_during_accumulation_is_resumed(device: torch.device) -> None:
     whole, part = (Run('O2', device, num_losses=2, verbosity=0) for _ in range(2))
     with poisoned(whole.parameter('fc.weight')):
         whole.backward(0)
@@ -89,7 +89,7 @@ def test_load_neither_changes_nor_aliases_the_callers_dict(level: str, when: str
     assert same(state, kept) and not run.engine.scalers[0].counts[1]
 
 
-def test_a_window_waiting_for_attachment_is_not_the_callers(device: torch.device) -> None:
+def test_accumulated_gradients_waiting_for_attachment_are_not_the_callers(device: torch.device) -> None:
     source = Run('O2', device)
     source.backward(0)
     state = copy.deepcopy(source.engine.state_dict())
@@ -101,7 +101,7 @@ def test_a_window_waiting_for_attachment_is_not_the_callers(device: torch.device
     assert torch.equal(run.parameter('fc.weight').grad, source.parameter('fc.weight').grad)
 
 
-def test_state_dict_is_a_snapshot_of_the_window(device: torch.device) -> None:
+def test_state_dict_is_a_snapshot_of_accumulated_gradients(device: torch.device) -> None:
     run = Run('O2', device)
     run.backward(0)
     state = run.engine.state_dict()
@@ -186,7 +186,7 @@ def test_stock_and_plain_states_are_read(level: str, device: torch.device) -> No
     assert run.engine.scalers[0].get_scale() == 2.0**16
 
 
-def test_window_of_another_configuration_is_dropped(device: torch.device) -> None:
+def test_accumulated_gradients_of_another_configuration_are_dropped(device: torch.device) -> None:
     source, run = Run('O2', device), Run('O5', device)
     source.backward()
     notes = run.engine.load_state_dict(source.engine.state_dict())

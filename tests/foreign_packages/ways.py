@@ -24,7 +24,7 @@ from amp_wrapper.errors import AmpError
 LEVELS = ('O1', 'O2', 'O4', 'O5')
 APIS = ('functional', 'mmengine')
 CAST = {'O2': torch.float16, 'O5': torch.bfloat16}
-#: The first steps of a search for a scale are skipped: with this one no step is, so that each has its partner in FP32.
+#: The first steps of a search for a scale are skipped: with this one no step is, so that each has its counterpart in FP32.
 SCALE: dict[str, Any] = dict(init_scale=2.0**7, growth_interval=7)
 FIXED = 2.0**7
 Batch = tuple[Tensor, Tensor]

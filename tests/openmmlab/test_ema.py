@@ -15,7 +15,7 @@ from mmengine.registry import HOOKS, MODELS
 from torch import nn
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.casting import fp32_values as twins
+from amp_wrapper.casting import fp32_values
 from amp_wrapper.casting.find_hooks import is_cast
 
 SGD = dict(type='SGD', lr=0.1, momentum=0.9)
@@ -25,7 +25,7 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     """FP32 values of a model's parameters, exact where there are masters."""
     result = {}
     for name, parameter in model.named_parameters():
-        twin = twins.fp32_twin(parameter)
+        twin = fp32_values.fp32_twin(parameter)
         result[name] = (parameter.detach().float() if twin is None else twin.detach()).clone()
     return result
 
@@ -44,7 +44,7 @@ class OutsideAverage(Hook):
     def before_run(self, runner: Any) -> None:
         self.copy = toy.ToyModel()
         self.average = MODELS.build(dict(self.average_cfg, model=self.copy))
-        self.window: list[torch.Tensor] = []  # the average's buffers, before the first update of a window
+        self.window: list[torch.Tensor] = []  # the average's buffers, before the first update of an accumulation
 
     def _ema(self, runner: Any) -> EMAHook:
         return next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
@@ -239,4 +239,4 @@ def test_an_edit_before_validation_survives_the_swap() -> None:
     hook._swap_ema_parameters()
     hook._swap_ema_parameters()
     assert bool((model.weight == 3.0).all())
-    assert bool((twins.fp32_twin(model.weight) == 3.0).all())
+    assert bool((fp32_values.fp32_twin(model.weight) == 3.0).all())

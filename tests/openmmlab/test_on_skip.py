@@ -37,7 +37,7 @@ def last_steps(tmp_path: Path, **words: Any) -> list[int]:
         (dict(on_skip='hold'), [11, 1]),
         # a step reads the flag on the device: the host asks once more
         (dict(on_skip='hold', optimizer=dict(type='SGD', lr=0.01, fused=True)), [11, 1]),
-        # windows of iterations 3 and 4, 9 and 10 are skipped: schedules wait at their last iteration
+        # accumulations of iterations 3 and 4, 9 and 10 are skipped: schedules wait at their last iteration
         (dict(on_skip='hold', accumulative_counts=2), [12, 1]),
         (dict(on_skip='hold', opt_level='O0', loss_scale=1.0), [14, 1]),
     ],
@@ -48,7 +48,7 @@ def test_schedules_of_iterations_wait_and_those_of_epochs_do_not(
     assert last_steps(tmp_path, **words) == expected
 
 
-def test_members_of_a_dict_wait_each_for_its_own_steps() -> None:
+def test_wrappers_of_a_dict_wait_each_for_its_own_steps() -> None:
     def schedule(by_epoch: bool) -> Any:
         return SimpleNamespace(by_epoch=by_epoch, steps=0)
 

@@ -359,7 +359,7 @@ def test_frozen_16_bit_parts_beside_fp32_ones(level: str) -> None:
         wrap(trainable, opt_level=level).attach(trainable)
 
 
-def test_members_attach_together_without_a_runner() -> None:
+def test_wrappers_of_a_dict_attach_together_without_a_runner() -> None:
     model, wrappers = two_wrappers()
     model['d'].requires_grad_(False)
     with wrappers['g'].optim_context(model):

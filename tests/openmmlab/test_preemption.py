@@ -28,7 +28,7 @@ WORKER = REPOSITORY / 'tests' / 'support' / 'ddp_preemption_worker.py'
 @pytest.mark.parametrize(
     ('level', 'by_epoch', 'where', 'sent', 'saved'),
     [
-        # windows of two: the signal in the first iteration of a window waits for the second
+        # accumulations of two: the signal in the first iteration of an accumulation waits for the second
         ('O2', True, 'train', 10, 12),
         ('O5', True, 'train', 9, 10),
         ('O1', False, 'train', 10, 12),

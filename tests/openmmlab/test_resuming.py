@@ -1,4 +1,4 @@
-"""Resuming through mmengine: the newest complete file, judged as a whole before any of it is applied."""
+"""Resuming through mmengine: the newest complete file, checked as a whole before any of it is applied."""
 
 from __future__ import annotations
 

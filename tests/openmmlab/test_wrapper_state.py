@@ -199,7 +199,7 @@ def test_only_what_history_buffers_need_may_be_unpickled(tmp_path: Path) -> None
         torch.load(tmp_path / 'evil.pth', weights_only=True)
 
 
-def test_wrapper_dict_resumes_inside_a_window() -> None:
+def test_wrapper_dict_resumes_during_accumulation() -> None:
     whole, whole_wrappers = two_wrappers(2)
     parts, parts_wrappers = two_wrappers(2)
     for index in range(3):
@@ -217,7 +217,7 @@ def test_wrapper_dict_resumes_inside_a_window() -> None:
     assert toy.differences(dict(whole.state_dict()), dict(resumed.state_dict())) == []
 
 
-def test_loading_forgets_an_earlier_window() -> None:
+def test_loading_forgets_gradients_accumulated_before() -> None:
     model = net()
     wrapper = wrap(model, opt_level='O2', accumulative_counts=2)
     one_step(model, wrapper)

@@ -33,7 +33,7 @@ from amp_wrapper import ops
 from amp_wrapper.ops import split
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-#: Around the width of vectors; each meets every type, partner and layout.
+#: Around the width of vectors; each meets every type, copy and layout.
 SHAPES: list[tuple[int, ...]] = [(1,), (0,), (7,), (3, 5), (16,), (), (17,), (2, 3, 4, 5), (31,), (33,), (6, 8)]
 
 
@@ -68,7 +68,7 @@ def agree(make: Callable[[], Call]) -> Call:
 @pytest.mark.parametrize('special', [False, True], ids=['finite', 'special'])
 @pytest.mark.parametrize('name', UPDATES)
 def test_updates_agree(name: str, special: bool, device: torch.device) -> None:
-    """63 tensors go through all types of gradients, parameters, partners and states, and layouts; the flags by turns."""
+    """63 tensors go through all types of gradients, parameters, copies and states, and layouts; the flags by turns."""
     for flags in range(8):
         start = 63 * flags if special else 21 * flags
         shapes = [SHAPES[(i + i // 11) % 11] for i in range(63 if flags % 7 == 0 else 21)]

@@ -35,7 +35,7 @@ def counted(calls: Counter[str]) -> Any:
 
 
 def train(level: str, device: torch.device) -> dict[str, Any]:
-    """Eight updates of two windows each, with a clip, an overflow and a growing scale; digests of all that came of it."""
+    """Eight updates of two accumulations each, with a clip, an overflow and a growing scale; digests of all that came of it."""
     from toy_engine import Run, poisoned
 
     from amp_wrapper.engine.clipping import GradientClip

@@ -99,7 +99,7 @@ def test_wide_and_complex_parameters(
 @pytest.mark.parametrize(
     ('cls', 'kwargs'), [*KINDS, (FusedSGD, dict(**MOMENTUM, dampening=0.5, nesterov=False, weight_decay=0.1))]
 )
-def test_wide_parameters_under_an_owner(
+def test_wide_parameters_in_an_update(
     cls: type[FusedOptimizer], kwargs: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
     """torch's own functions get unscaled, clipped gradients, skip as the others do, and work on any layout."""

@@ -140,7 +140,9 @@ def owned(device: torch.device) -> Iterator[tuple[list[nn.Parameter], Owner]]:
     assert optimizer._update is None
 
 
-def test_an_owner_decides_and_partners_follow(owned: tuple[list[nn.Parameter], Owner], device: torch.device) -> None:
+def test_an_update_skips_on_the_device_and_copies_follow(
+    owned: tuple[list[nn.Parameter], Owner], device: torch.device
+) -> None:
     mine, owner = owned
     exact = weights(device)
     own = torch.optim.AdamW(exact, lr=0.01)
@@ -174,7 +176,7 @@ def test_an_owner_decides_and_partners_follow(owned: tuple[list[nn.Parameter], O
     assert float(owner.scale) == 1024 / 2 * 2 / 2
 
 
-def test_partners_that_change_and_gradients_that_miss(owned: tuple[list[nn.Parameter], Owner]) -> None:
+def test_copies_that_change_and_missing_gradients(owned: tuple[list[nn.Parameter], Owner]) -> None:
     mine, owner = owned
     # all ranks decide, also one that has no gradient at all
     decision = owner.step()
@@ -199,7 +201,7 @@ def test_partners_that_change_and_gradients_that_miss(owned: tuple[list[nn.Param
 
 
 @pytest.mark.parametrize('begun', [False, True])
-def test_gradients_of_an_owner_are_checked_before_it_decides(
+def test_gradients_of_an_update_are_checked_before_its_step(
     owned: tuple[list[nn.Parameter], Owner], begun: bool
 ) -> None:
     mine, owner = owned

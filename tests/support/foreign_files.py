@@ -106,7 +106,7 @@ def resume(folder: Path, path: Path, wrapper: dict[str, Any], epochs: int = 3, *
 
 
 def losses_file(count: int = 3, window: bool = True) -> dict[str, Any]:
-    """Ours at O2 with several losses, an open window and hysteresis, as AmpEngine writes it."""
+    """Ours at O2 with several losses, an open accumulation and hysteresis, as AmpEngine writes it."""
     file = read('stock_sgd')
     state = dict(file['optimizer'])
     scaler = state.pop('loss_scaler')

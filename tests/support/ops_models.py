@@ -219,7 +219,7 @@ def make_call(
     return Call(name, dict(weights=weights, masters=masters), ('masters',))
 
 
-#: (type of a parameter, type of its partner): alone, with a copy, with a remainder.
+#: (type of a parameter, type of its copy): alone, with a copy, with a remainder.
 KINDS: tuple[tuple[torch.dtype, torch.dtype | None], ...] = (
     (torch.float32, None),
     (torch.float32, torch.bfloat16),
@@ -302,7 +302,7 @@ def update_call(
     start: int = 0,
     plain: bool = False,
 ) -> Call:
-    """One parameter for each shape; types, partners and layouts by turns, all of them over 63 shapes.
+    """One parameter for each shape; types, copies and layouts by turns, all of them over 63 shapes.
 
     Args:
         name: Of the op.
@@ -328,7 +328,7 @@ def update_call(
 
         state_type = torch.float32 if plain or index % 3 else FLOATS[index // 3 % 3]
         parameter = made(1, kind)
-        # nothing beside it: the partner is the parameter itself, or a copy of its type
+        # nothing beside it: the parameter itself stands there, or a copy of its type
         partner = parameter if plain or index % 2 else torch.zeros_like(parameter)
         if other is not None:
             partner = made(5, torch.float32 if other is torch.int16 else other)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_wrapper.casting import plan as casting
+from amp_wrapper.casting.plan import CastHandle, CastPlan
 from amp_wrapper.policy import resolve
 
 TYPES = {'O1': torch.float16, 'O4': torch.bfloat16}
@@ -15,5 +15,5 @@ LEVELS = sorted(TYPES)
 HALVES = list(TYPES.values())
 
 
-def attach(model: nn.Module, level: str = 'O1', **overrides: Any) -> casting.CastHandle:
-    return casting.CastPlan([('', model)], resolve(opt_level=level, **overrides), covers_forward=True).apply()
+def attach(model: nn.Module, level: str = 'O1', **overrides: Any) -> CastHandle:
+    return CastPlan([('', model)], resolve(opt_level=level, **overrides), covers_forward=True).apply()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper, amp
-from amp_wrapper.engine.buffers import snapshots as buffer_snapshots
+from amp_wrapper.engine.buffers import snapshots
 
 NAN = math.nan
 
@@ -35,7 +35,7 @@ class Probe(nn.Module):
         self.register_buffer('again', self.count)
         self.register_buffer('strided', torch.zeros(6)[::2])
         self.register_buffer('constant', torch.arange(4.0))
-        self.register_buffer('large', torch.zeros(buffer_snapshots.LARGE // 4 + 1))
+        self.register_buffer('large', torch.zeros(snapshots.LARGE // 4 + 1))
         self.register_buffer('nothing', torch.zeros(0))
         self.register_buffer('absent', None)
 

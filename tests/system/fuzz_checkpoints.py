@@ -78,7 +78,7 @@ class Target:
         first = folder / f'{level}-{attached}'
         self.names = dict(here=first / 'epoch_2.pth', there=first / 'epoch_3.pth')
         if files is None:
-            # an open window is among the things that can be damaged: 7 iterations an epoch, windows of 2
+            # an open accumulation is among the things that can be damaged: 7 iterations an epoch, accumulations of 2
             toy.run(
                 first, **copy.deepcopy(dict(self.case, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1)))
             )

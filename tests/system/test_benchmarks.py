@@ -430,7 +430,7 @@ def test_step_benchmark_prints_every_column(tmp_path: Path, monkeypatch: pytest.
     assert 'None of the targets could be measured' in text
 
 
-def test_targets_are_judged_by_the_fastest_peer() -> None:
+def test_targets_are_measured_against_the_fastest_peer() -> None:
     """Round by round, beside the first row; FP32 without clipping, which both would do alike."""
     sys.path.insert(0, str(ROOT))
     from benchmarks.step_page import Block, Row, targets

@@ -34,7 +34,7 @@ def _cases() -> dict[str, dict[str, Any]]:
         train_cfg=dict(by_epoch=True, max_epochs=4, val_interval=1), param_scheduler=SCHEDULE, default_hooks=CHECKPOINTS
     )
     for level in toy.LEVELS:
-        # 7 batches an epoch: windows of 2 are open at each odd epoch's end, and the last one has a remainder
+        # 7 batches an epoch: accumulations of 2 are open at each odd epoch's end, and the last one has a remainder
         for stop in (1, 2):
             cases[f'{level}-everything-{stop}'] = dict(
                 stop=stop,
@@ -209,7 +209,7 @@ def test_resumed_equals_uninterrupted(runs: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_runs_were_interesting(runs: Path) -> None:
-    """Overflows, growth, open windows and averages really occurred in the runs that are compared."""
+    """Overflows, growth, open accumulations and averages really occurred in the runs that are compared."""
     saved = _comparable(runs / 'O2-everything-1' / 'whole')
     assert saved['train/amp_skipped'][-1] > 0
     assert len(set(saved['train/amp_scale'])) > 2

@@ -103,7 +103,7 @@ def _local(here: Here, model: nn.Module, wrapper: AmpOptimWrapper, step: int, le
 
 
 def _accumulated(here: Here, parts: list[Tensor], half: Any, wide: bool, distributed: bool) -> Tensor:
-    """The arithmetic of a window as docs/distributed.md states it."""
+    """The arithmetic of an accumulation as docs/distributed.md states it."""
     if wide and half is not None:
         if not distributed:
             return torch.stack([part.float() for part in parts]).cumsum(0)[-1] if len(parts) > 1 else parts[0].float()

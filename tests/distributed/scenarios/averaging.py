@@ -106,7 +106,7 @@ def joint(here: Here) -> None:
                     clip_grad=dict(max_norm=10.0),
                     skip_nonfinite=True,
                 )
-                # five windows and a remainder
+                # five accumulations and a remainder
                 total = 5 * counts + counts // 2
                 wrapper.initialize_count_status(model, 0, total)
                 for step in range(total):

@@ -158,7 +158,7 @@ def buffers(here: Here) -> None:
                             assert all(map(torch.equal, before, now)), (level, window, broadcasts, before, now)
                         else:
                             assert not all(map(torch.equal, before, now)), (level, window, broadcasts)
-    # a script that adds gradients up without no_sync: buffers are broadcast in the middle of a window
+    # a script that adds gradients up without no_sync: buffers are broadcast in the middle of an accumulation
     for level in LEVELS:
         torch.manual_seed(here.rank)
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(here.device)

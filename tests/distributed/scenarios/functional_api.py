@@ -127,7 +127,7 @@ def accumulation_under_no_sync(here: Here) -> None:
 
 @scenario
 def open_ends(here: Here) -> None:
-    """Windows that end under no_sync: ranks keep their own gradients, as with plain DDP, but take one decision."""
+    """Accumulations that end under no_sync: ranks keep their own gradients, as with plain DDP, but take one decision."""
     for level in LEVELS:
         ddp, net, optimizer = make(here, level)
         before = [p.detach().clone() for p in amp.master_params(optimizer)]
@@ -138,7 +138,7 @@ def open_ends(here: Here) -> None:
             assert torch.equal(old, now), f'{level}: rank {here.rank} did not skip'
         assert scales(optimizer) == [2.0], f'{level}: {scales(optimizer)}'
         assert [scaler.state_dict()['_growth_tracker'] for scaler in scalers(optimizer)] == [0]
-        # the gradients were dropped; the next window is whole
+        # the gradients were dropped; the next accumulation is whole
         optimizer.zero_grad()
         plain = make(here, None)[1:]
         with ddp.no_sync():
@@ -153,7 +153,7 @@ def open_ends(here: Here) -> None:
 
 @scenario
 def cleared(here: Here) -> None:
-    """A window that is given up: nothing of it is left, whoever clears."""
+    """An accumulation that is given up: nothing of it is left, whoever clears."""
     for level in LEVELS:
         for how in range(3):
             ddp, net, optimizer = make(here, level)

@@ -30,7 +30,7 @@ from scenarios.common import (
 
 @scenario
 def overflows(here: Here) -> None:
-    """Infinite gradients on one rank, at each micro-batch of a window: one decision, one scale, one message."""
+    """Infinite gradients on one rank, at each micro-batch of an accumulation: one decision, one scale, one message."""
     for level in LEVELS:
         counts = 3
         for wide in (False, True):

@@ -298,7 +298,7 @@ def refusals(here: Here) -> None:
     """What DDP cannot follow is an error, before anything is lost."""
     for level in ('O0', 'O1', 'O2'):
         for wide in (False, True):
-            # frozen and unfrozen in the middle of a window
+            # frozen and unfrozen in the middle of an accumulation
             for find_unused in (False, True):
                 net = Net()
                 net.first.requires_grad_(False)
