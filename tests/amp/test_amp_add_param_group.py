@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from bits import differing
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import StepLR
 from toy_amp import (
@@ -17,7 +18,6 @@ from toy_amp import (
     backward,
     check_rounded,
     data,
-    differing,
     scales,
     set_scales,
     sgd,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from toy_amp import (
@@ -19,7 +20,6 @@ from toy_amp import (
     MASTERS,
     backward,
     logged,
-    same,
     scalers,
     scales,
     set_scales,

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from bits import differing, same
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam, Optimizer
@@ -23,10 +24,8 @@ from toy_amp import (
     Net,
     backward,
     data,
-    differing,
     logged,
     make,
-    same,
     sgd,
     values,
 )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing
 from torch import nn
 from torch.optim import SGD, Optimizer
 from toy_amp import (
@@ -18,7 +19,6 @@ from toy_amp import (
     amp_speaks,
     backward,
     data,
-    differing,
     logged,
     scaled,
     scales,

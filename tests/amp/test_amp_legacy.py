@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from bits import same
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,10 +45,6 @@ def reference(factors: list[list[float]]) -> list[Tensor]:
             loss_of(model, factor).backward()
         optimizer.step()
     return [p.detach() for p in model.parameters()]
-
-
-def equal(model: nn.Module, expected: list[Tensor]) -> bool:
-    return all(torch.equal(p, e) for p, e in zip(model.parameters(), expected))
 
 
 def test_casts_are_on_from_init_to_deactivate() -> None:
@@ -90,7 +87,7 @@ def test_a_wrapped_optimizer_trains_as_in_fp32(handle: AmpHandle, num_loss: int)
             with optimizer.scale_loss(loss_of(model, factor * 2.0**-12)) as scaled:
                 scaled.backward()
         optimizer.step()
-    assert equal(model, reference([[factor * 2.0**-12 for factor in losses] for losses in factors]))
+    assert same(list(model.parameters()), reference([[factor * 2.0**-12 for factor in losses] for losses in factors]))
 
 
 @pytest.mark.parametrize('bad', [0, 1, 2])
@@ -102,7 +99,7 @@ def test_overflow_of_any_loss_skips_the_step_and_lowers_its_scale(handle: AmpHan
         with optimizer.scale_loss(loss_of(model, float('inf') if index == bad else 2.0**-12)) as scaled:
             scaled.backward()
     optimizer.step()
-    assert equal(model, before)
+    assert same(list(model.parameters()), before)
     scales = [state['loss_scale'] for state in amp.state_dict().values()]
     assert scales == [2.0**15 if index == bad else 2.0**16 for index in range(3)]
     optimizer.zero_grad()
@@ -110,7 +107,7 @@ def test_overflow_of_any_loss_skips_the_step_and_lowers_its_scale(handle: AmpHan
         with optimizer.scale_loss(loss_of(model, 2.0**-12)) as scaled:
             scaled.backward()
     optimizer.step()
-    assert not equal(model, before)
+    assert not same(list(model.parameters()), before)
 
 
 def test_a_loss_too_many_is_refused(handle: AmpHandle) -> None:
@@ -142,7 +139,7 @@ def test_a_pass_that_failed_does_not_count(handle: AmpHandle) -> None:
     with optimizer.scale_loss(loss_of(model, 2.0**-12)) as scaled:
         scaled.backward()
     optimizer.step()
-    assert equal(model, reference([[2.0**-12]]))
+    assert same(list(model.parameters()), reference([[2.0**-12]]))
 
 
 def test_the_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
@@ -155,7 +152,7 @@ def test_the_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
                 assert torch.equal(scaled.detach(), loss_of(model, factor * 128).detach()) or factor != factor
                 scaled.backward()
             optimizer.step()
-        assert equal(model, reference([[1.0], [0.5]]))
+        assert same(list(model.parameters()), reference([[1.0], [0.5]]))
         handle.wrap_optimizer(network()[1])
         with pytest.raises(AmpUsageError, match=r'optimizer\.scale_loss'), handle.scale_loss(loss_of(model), optimizer):
             pass
@@ -179,7 +176,7 @@ def test_nothing_is_scaled_where_it_is_not_enabled() -> None:
         assert scaled is loss
         scaled.backward()
     plain.step()
-    assert equal(model, reference([[1.0], [0.5]]))
+    assert same(list(model.parameters()), reference([[1.0], [0.5]]))
     assert F.linear(torch.ones(1, 2), model.weight).dtype is torch.float32
     handle._deactivate()
 
@@ -194,7 +191,7 @@ def test_after_deactivate_losses_are_not_scaled() -> None:
         assert scaled is loss
         scaled.backward()
     optimizer.step()
-    assert equal(model, reference([[1.0]]))
+    assert same(list(model.parameters()), reference([[1.0]]))
 
 
 def test_a_weight_that_changed_is_seen_by_the_next_cast(handle: AmpHandle) -> None:
@@ -238,7 +235,7 @@ def test_closures_and_their_losses(handle: AmpHandle) -> None:
         return loss
 
     assert optimizer.step(closure).item() == loss_of(network()[0], 2.0**-12).item()
-    assert equal(model, reference([[2.0**-12]]))
+    assert same(list(model.parameters()), reference([[2.0**-12]]))
 
 
 def test_bad_words_are_refused_before_anything_is_turned_on(handle: AmpHandle) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing, same
 from torch import nn
 from torch.optim import SGD, Optimizer
 from toy_amp import (
@@ -19,11 +20,9 @@ from toy_amp import (
     backward,
     check_rounded,
     data,
-    differing,
     gradients,
     logged,
     make,
-    same,
     scales,
     set_scales,
     sgd,

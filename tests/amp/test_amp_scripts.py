@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing
 from torch.optim import SGD, Optimizer
 from toy_amp import (
     LEVELS,
     Net,
     backward,
     data,
-    differing,
     logged,
     scales,
     set_scales,

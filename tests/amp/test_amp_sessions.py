@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 from toy_amp import (
     logged,
-    same,
     scales,
     set_scales,
     unskipped,

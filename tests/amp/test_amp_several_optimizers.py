@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing, same
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 from toy_amp import (
@@ -22,9 +23,7 @@ from toy_amp import (
     backward,
     check_rounded,
     data,
-    differing,
     gradients,
-    same,
     scales,
     set_scales,
     sgd,

@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from bits import differing
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from toy_amp import (
@@ -20,7 +21,6 @@ from toy_amp import (
     backward,
     check_rounded,
     data,
-    differing,
     scales,
     set_scales,
     sgd,

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from bits import differing, same
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
@@ -24,11 +25,9 @@ from toy_amp import (
     agree,
     backward,
     data,
-    differing,
     gradients,
     logged,
     make,
-    same,
     scales,
     set_scales,
     sgd,

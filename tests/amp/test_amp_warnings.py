@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from toy_amp import (
@@ -15,7 +16,6 @@ from toy_amp import (
     amp_speaks,
     backward,
     data,
-    differing,
     logged,
     scaled,
     set_scales,

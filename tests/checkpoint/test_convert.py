@@ -10,7 +10,8 @@ import make_foreign
 import pytest
 import torch
 import toy
-from foreign_files import KINDS, STOCK_KEYS, losses_file, read, resume, same, unchanged, weights_of
+from bits import differences, identical
+from foreign_files import KINDS, STOCK_KEYS, losses_file, read, resume, unchanged, weights_of
 
 from amp_wrapper import AmpUsageError
 from amp_wrapper.checkpoint import convert
@@ -40,14 +41,14 @@ def test_own_to_stock_and_back(level: str, own: dict[str, Path], tmp_path: Path)
     assert stock['optimizer'].keys() == {'state', 'param_groups', 'loss_scaler'}
     assert stock['optimizer']['loss_scaler'].keys() == STOCK_KEYS
     for key in ('meta', 'state_dict', 'message_hub', 'param_schedulers'):
-        assert same(stock[key], file[key]), key
+        assert identical(stock[key], file[key]), key
     assert any(level in note for note in notes) and any('exact_resume' in note for note in notes)
     assert any('static' in note for note in notes) == (level not in ('O1', 'O2'))
     assert any('6 steps' in note for note in notes) == (level != 'O0'), notes
     assert convert.identify(stock).kind == 'stock'
     _goes_on_alike(level, own[level], stock, tmp_path)
     again, notes = convert.to_stock(stock)
-    assert same(again, stock) and notes == []
+    assert identical(again, stock) and notes == []
 
 
 def _goes_on_alike(level: str, path: Path, converted: Any, folder: Path) -> None:
@@ -57,10 +58,10 @@ def _goes_on_alike(level: str, path: Path, converted: Any, folder: Path) -> None
     wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=make_foreign.SGD, **scale)
     runs = [resume(folder / str(i), p, dict(wrapper)) for i, p in enumerate((path, folder / 'converted.pth'))]
     for key in ('position', 'weights', 'optimizer'):
-        assert toy.differences(runs[0].start[key], runs[1].start[key]) == [], key
-    assert toy.differences(dict(runs[0].model.state_dict()), dict(runs[1].model.state_dict())) == []
+        assert differences(runs[0].start[key], runs[1].start[key]) == [], key
+    assert differences(dict(runs[0].model.state_dict()), dict(runs[1].model.state_dict())) == []
     ends = [run.optim_wrapper.state_dict() for run in runs]
-    assert toy.differences(ends[0]['state'], ends[1]['state']) == []
+    assert differences(ends[0]['state'], ends[1]['state']) == []
     for run in (0, 1):
         for key in ('steps', 'skips', 'consecutive_skips'):
             # the counters begin anew
@@ -90,8 +91,8 @@ def test_raw_apex_to_stock() -> None:
         {'log_scalars': {}, 'runtime_info': {}, 'resumed_keys': {}},
     )
     assert stock.keys() == {'meta', 'state_dict', 'message_hub', 'optimizer'}
-    assert same(dict(stock['state_dict']), weights_of(file))
-    assert same({k: v for k, v in stock['optimizer'].items() if k != 'loss_scaler'}, file['optimizer'])
+    assert identical(dict(stock['state_dict']), weights_of(file))
+    assert identical({k: v for k, v in stock['optimizer'].items() if k != 'loss_scaler'}, file['optimizer'])
     assert stock['optimizer']['loss_scaler'] == {
         'scale': 4096.0,
         'growth_factor': 2.0,
@@ -125,14 +126,14 @@ def test_a_second_model_is_told() -> None:
     file['model'] = {**file['model'], 'stem.bias': torch.zeros(4)}
     stock, notes = convert.to_stock(file)
     assert "left out: 'model', which is not the same as 'state_dict'" in notes
-    assert same(stock['state_dict'], read('stock_sgd')['state_dict']) and 'model' not in stock
+    assert identical(stock['state_dict'], read('stock_sgd')['state_dict']) and 'model' not in stock
 
 
 def test_empty_scaler_and_no_scaler() -> None:
     stock, notes = unchanged(convert.to_stock, read('stock_bf16'))
     assert 'loss_scaler' not in stock['optimizer'] and any('disabled' in note for note in notes)
     stock, notes = unchanged(convert.to_stock, read('plain_sgd'))
-    assert same(stock, read('plain_sgd')) and notes == []
+    assert identical(stock, read('plain_sgd')) and notes == []
 
 
 def test_base_group_and_several_optimizers_are_kept() -> None:
@@ -140,7 +141,7 @@ def test_base_group_and_several_optimizers_are_kept() -> None:
     assert convert.to_stock(file)[0]['optimizer']['base_param_settings'] == file['optimizer']['base_param_settings']
     pair = read('plain_pair')
     stock, _ = unchanged(convert.to_stock, pair)
-    assert same(stock['optimizer'], pair['optimizer'])
+    assert identical(stock['optimizer'], pair['optimizer'])
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -207,19 +208,21 @@ def test_types_that_are_left_alone_and_values_that_do_not_fit() -> None:
 def test_average_or_trained() -> None:
     file = read('ema')
     trained = {key[len('module.') :]: v for key, v in file['ema_state_dict'].items() if key.startswith('module.')}
-    assert toy.differences(trained['stem.weight'], file['state_dict']['stem.weight'])
+    assert differences(trained['stem.weight'], file['state_dict']['stem.weight'])
     for word, expected in (('average', file['state_dict']), ('trained', trained)):
         result, notes = unchanged(lambda f, w=word: convert.to_weights(f, torch.float32, w), file)
-        assert same(dict(sorted(result['state_dict'].items())), dict(sorted(expected.items()))), word
+        assert identical(dict(sorted(result['state_dict'].items())), dict(sorted(expected.items()))), word
         assert any('average' in note for note in notes)
     stock, _ = convert.to_stock(file)
-    assert same(stock['state_dict'], file['state_dict']) and same(stock['ema_state_dict'], file['ema_state_dict'])
+    assert identical(stock['state_dict'], file['state_dict']) and identical(
+        stock['ema_state_dict'], file['ema_state_dict']
+    )
     assert any('EMAHook, which swaps' in note for note in convert.to_stock(file)[1])
     stock, notes = convert.to_stock(file, weights='trained')
     assert not any('EMAHook' in note for note in notes)
-    assert 'ema_state_dict' not in stock and same(stock['state_dict']['stem.weight'], trained['stem.weight'])
+    assert 'ema_state_dict' not in stock and identical(stock['state_dict']['stem.weight'], trained['stem.weight'])
     result, notes = convert.to_weights(read('plain_sgd'), torch.float32, 'trained')
-    assert same(result['state_dict'], read('plain_sgd')['state_dict']) and 'no average' in notes[0]
+    assert identical(result['state_dict'], read('plain_sgd')['state_dict']) and 'no average' in notes[0]
 
 
 def test_weights_are_saved_from_a_file_whose_optimizer_is_lost() -> None:
@@ -228,7 +231,7 @@ def test_weights_are_saved_from_a_file_whose_optimizer_is_lost() -> None:
         file = {**read('raw_apex'), **lost}
         with pytest.raises(AmpCheckpointError):
             convert.to_stock(file, 1, 1)
-        assert same(convert.to_weights(file, torch.float32)[0]['state_dict'], weights_of(file))
+        assert identical(convert.to_weights(file, torch.float32)[0]['state_dict'], weights_of(file))
     assert convert.identify({**read('weights'), 'optimizer': None}).kind == 'weights'
 
 

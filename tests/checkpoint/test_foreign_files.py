@@ -13,7 +13,7 @@ from typing import Any
 import make_foreign
 import pytest
 import torch
-import toy
+from bits import differences
 from foreign_files import (
     FOREIGN,
     KINDS,
@@ -91,10 +91,10 @@ def test_every_file_resumes_with_our_wrapper(name: str, level: str, tmp_path: Pa
         expected = {key[len('module.') :]: v for key, v in file['ema_state_dict'].items() if key.startswith('module.')}
         average = runner.hooks[[type(h).__name__ for h in runner.hooks].index('EMAHook')].ema_model
         assert int(average.steps) == 9
-    assert toy.differences(dict(start['weights']), dict(expected)) == []
+    assert differences(dict(start['weights']), dict(expected)) == []
     parts = file['optimizer'] if name == 'plain_pair' else {'': file['optimizer']}
     for part, state in parts.items():
-        assert toy.differences(start['optimizer'][part]['state'], state['state']) == []
+        assert differences(start['optimizer'][part]['state'], state['state']) == []
         for mine, theirs in zip(start['optimizer'][part]['param_groups'], state['param_groups'], strict=True):
             assert {key: mine[key] for key in theirs} == theirs
         base = state.get('base_param_settings')
@@ -103,7 +103,7 @@ def test_every_file_resumes_with_our_wrapper(name: str, level: str, tmp_path: Pa
         expected_scales = SCALES.get(name, [(2.0**16, 0)])
         assert kept == (expected_scales if name != 'raw_apex' else [expected_scales[0], (2.0**16, 0)])
     assert all(value.isfinite().all() for value in runner.model.state_dict().values())
-    assert toy.differences(runner.model.state_dict()['stem.weight'], expected['stem.weight']) != []
+    assert differences(runner.model.state_dict()['stem.weight'], expected['stem.weight']) != []
 
 
 def test_weights_alone_are_loaded(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_weights_alone_are_loaded(tmp_path: Path) -> None:
         runner = Runner.from_cfg(cfg)
         runner.register_hook(KeepStart())
         runner.train()
-        assert toy.differences(dict(runner.start['weights']), weights_of(read(name))) == []
+        assert differences(dict(runner.start['weights']), weights_of(read(name))) == []
 
 
 @pytest.mark.parametrize('static, kept', [(False, 4096.0), (True, 128.0)])
@@ -217,10 +217,10 @@ def test_mmengine_without_this_package_goes_on(
                 assert len(memory['masters']) == len(memory['state']) == len(names) == 6
                 # at O3 weights and optimizer state are 16-bit, which FP32 holds
                 for name, master in zip(names, memory['masters']):
-                    assert toy.differences(start['weights'][name], master.float()) == [], (level, how, kind, name)
+                    assert differences(start['weights'][name], master.float()) == [], (level, how, kind, name)
                 for index, entry in memory['state'].items():
                     momentum = start['optimizer']['']['state'][index]['momentum_buffer']
-                    assert toy.differences(momentum, entry['momentum_buffer'].float()) == [], (level, how, kind, index)
+                    assert differences(momentum, entry['momentum_buffer'].float()) == [], (level, how, kind, index)
                 if kind == 'amp':
                     assert start['scaler'][''] == {key: memory['scaler'][key] for key in STOCK_KEYS}
     # what the scales were: a file without one starts as stock does
@@ -242,18 +242,18 @@ def _check_stock_run(result: dict[str, Any], file: Any, kind: str, name: str) ->
     words = {'plain': 'optimizer_wrapper.OptimWrapper', 'amp': 'amp_optimizer_wrapper.AmpOptimWrapper'}
     assert result['wrapper'] == f'mmengine.optim.optimizer.{words[kind]}', name
     assert (start['epoch'], start['iter'], end['iter']) == (2, 6, 12), name
-    assert toy.differences(dict(start['weights']), dict(file['state_dict'])) == [], name
+    assert differences(dict(start['weights']), dict(file['state_dict'])) == [], name
     # at O3 the optimizer's state is 16-bit; torch casts it to the type of the weights, which loses nothing
     for index, entry in file['optimizer']['state'].items():
         theirs = {key: value.float() for key, value in entry.items()}
-        assert theirs and toy.differences(start['optimizer']['']['state'][index], theirs) == [], name
+        assert theirs and differences(start['optimizer']['']['state'][index], theirs) == [], name
     assert start['optimizer']['']['param_groups'] == file['optimizer']['param_groups'], name
     assert (start['scaler'] == {}) == (kind == 'plain')
     if kind == 'amp' and 'loss_scaler' in file['optimizer']:
         saved, there = file['optimizer']['loss_scaler'], start['scaler']['']
         assert there == {key: saved[key] for key in there}, name
         assert there.keys() == STOCK_KEYS
-    changed = toy.differences(dict(start['weights']), dict(end['weights']))
+    changed = differences(dict(start['weights']), dict(end['weights']))
     assert len(changed) == 9, name
     assert all(value.isfinite().all() for value in end['weights'].values()), name
 
@@ -297,13 +297,13 @@ def test_mmengine_goes_on_with_ema_groups_and_several_optimizers(tmp_path: Path)
                 key[len('module.') :]: v for key, v in file['ema_state_dict'].items() if key.startswith('module.')
             }
             average = {f'module.{key}': value for key, value in weights.items()}
-            assert toy.differences(dict(start['average']), {**average, 'steps': file['ema_state_dict']['steps']}) == []
-            assert toy.differences(weights, theirs)
+            assert differences(dict(start['average']), {**average, 'steps': file['ema_state_dict']['steps']}) == []
+            assert differences(weights, theirs)
             weights = theirs
-        assert toy.differences(dict(start['weights']), weights) == [], name
+        assert differences(dict(start['weights']), weights) == [], name
         parts = file['optimizer'] if 'pair' in name else {'': file['optimizer']}
         for part, state in parts.items():
-            assert state['state'] and toy.differences(start['optimizer'][part]['state'], state['state']) == [], name
+            assert state['state'] and differences(start['optimizer'][part]['state'], state['state']) == [], name
             assert start['optimizer'][part]['param_groups'] == state['param_groups']
             assert start['scaler'][part] == {key: state['loss_scaler'][key] for key in STOCK_KEYS}
             assert start['scaler'][part]['scale'] != 2.0**16

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -123,7 +124,7 @@ def test_every_optimizer_goes_on(level: str, name: str) -> None:
     assert again.optimizer.defaults.keys() <= defaults.keys()
     again.load_state_dict(state)
     train(second, again, 2)
-    assert toy.differences(dict(first.state_dict()), dict(second.state_dict())) == []
+    assert differences(dict(first.state_dict()), dict(second.state_dict())) == []
 
 
 @pytest.mark.parametrize(

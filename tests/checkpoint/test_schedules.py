@@ -14,6 +14,7 @@ import mmengine.runner.runner
 import pytest
 import torch
 import toy
+from bits import differences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.config import Config
@@ -113,8 +114,8 @@ def compare(folder: Path, case: dict[str, Any], points: list[int]) -> dict[int, 
         path = str(folder / 'whole' / f'iter_{point}.pth')
         part, last = run(folder / f'from{point}', case, resume=True, load_from=path)
         assert sorted(part) == list(range(point, END)), point
-        assert toy.differences({step: whole[step] for step in part}, part) == [], point
-        assert toy.differences(end, last) == [], point
+        assert differences({step: whole[step] for step in part}, part) == [], point
+        assert differences(end, last) == [], point
     return whole
 
 
@@ -173,8 +174,8 @@ def test_every_scheduler_in_every_phase(number: int, kind: str, way: str, tmp_pa
     case = training(LEVELS[number % len(LEVELS)], [scheduler(kind, way, first, last)], optimizer)
     whole = compare(tmp_path, case, [1, 2 * LENGTH - 1, END - 1])
     # before its range begins, nothing has moved; then something has
-    assert toy.differences(whole[0], whole[1]) == []
-    assert any(toy.differences(whole[0], later) for later in whole.values())
+    assert differences(whole[0], whole[1]) == []
+    assert any(differences(whole[0], later) for later in whole.values())
 
 
 USUAL = {
@@ -427,5 +428,5 @@ def test_torchs_schedulers_in_scripts(kind: str, level: str, tmp_path: Path, dev
         whole.train(range(step, step + 1))
     for part in parts:
         count = len(part.rates)
-        assert toy.differences(whole.rates[-count:], part.rates) == []
-        assert toy.differences(dict(whole.model.state_dict()), dict(part.model.state_dict())) == []
+        assert differences(whole.rates[-count:], part.rates) == []
+        assert differences(dict(whole.model.state_dict()), dict(part.model.state_dict())) == []

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.optim import OptimWrapper
 from mmengine.registry import PARAM_SCHEDULERS
 from torch import Tensor, nn
@@ -95,8 +96,8 @@ def test_states_of_optimizers_come_back(kind: str, steps: int, tmp_path: Path) -
     state = torch.load(tmp_path / 'file.pth', weights_only=True)
     _, again = wrapper_of(OPTIMIZERS[kind])
     again.load_state_dict(state)
-    assert toy.differences(again.state_dict()['param_groups'], wrapper.state_dict()['param_groups']) == []
-    assert toy.differences(again.state_dict()['state'], wrapper.state_dict()['state']) == []
+    assert differences(again.state_dict()['param_groups'], wrapper.state_dict()['param_groups']) == []
+    assert differences(again.state_dict()['state'], wrapper.state_dict()['state']) == []
 
 
 def test_a_learning_rate_that_is_chosen_here_only_or_there_only_is_told_apart() -> None:

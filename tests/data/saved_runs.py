@@ -407,36 +407,6 @@ def run(kind: type[Script] | type[Wrapped], case: Case) -> tuple[bytes, bytes]:
     return saved, written({'then': then, 'saved': training.save(), 'state': training.state()})
 
 
-def differences(left: Any, right: Any, path: str = '') -> list[str]:
-    """Where two nested structures differ: keys, their order, types, and the bits of numbers and tensors."""
-    if type(left) is not type(right):
-        return [f'{path}: {type(left).__name__} against {type(right).__name__}']
-    if isinstance(left, Tensor):
-        form = (left.dtype, left.shape, left.stride(), left.layout, left.requires_grad)
-        theirs = (right.dtype, right.shape, right.stride(), right.layout, right.requires_grad)
-        if form != theirs:
-            return [f'{path}: {form} against {theirs}']
-        same = torch.equal(_bits(left), _bits(right))
-        return [] if same else [f'{path}: {left.tolist()} against {right.tolist()}']
-    if isinstance(left, dict):
-        # torch numbers the parameters in the state of an optimizer, in the order in which they got theirs
-        named = all(isinstance(key, str) for key in left)
-        if list(left) != list(right) if named else left.keys() != right.keys():
-            return [f'{path}: keys {list(left)} against {list(right)}']
-        return [row for key in left for row in differences(left[key], right[key], f'{path}[{key!r}]')]
-    if isinstance(left, (list, tuple)):
-        if len(left) != len(right):
-            return [f'{path}: {len(left)} against {len(right)} items']
-        return [row for index, pair in enumerate(zip(left, right)) for row in differences(*pair, f'{path}[{index}]')]
-    same = left.hex() == right.hex() if isinstance(left, float) else left == right
-    return [] if same else [f'{path}: {left!r} against {right!r}']
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    kinds = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-    return tensor.detach().contiguous().view(kinds.get(tensor.dtype, tensor.dtype))
-
-
 def nearest(left: Any, right: Any) -> Any:
     """``left`` with the floating tensors of ``right`` where they are as close as those of two CPUs."""
     if isinstance(left, Tensor) and isinstance(right, Tensor):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from torch import Tensor, nn
 
 from amp_wrapper import AmpConfigError, AmpOptimWrapper
@@ -84,7 +85,7 @@ def test_levels_whose_gradients_are_fp32_take_the_option_and_change_nothing(devi
             for _ in range(4):
                 model.train_step(dict(inputs=data.images, labels=data.labels), wrapper)
             ends.append(model.state_dict())
-        assert toy.differences(*ends) == []
+        assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('level', ['O2', 'O3', 'O5'])
@@ -101,7 +102,7 @@ def test_sparse_gradients_are_summed_too(level: str, device: torch.device) -> No
                 loss = model(torch.tensor(rows, device=device)).sum()
             wrapper.update_params(loss)
         ends.append([p.detach().clone() for p in wrapper.master_params()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('wide', [False, True])
@@ -143,8 +144,8 @@ def test_accumulated_gradients_go_into_a_file_and_come_back(level: str, wide: bo
         if not attach_first:
             for step in range(6, 8):
                 micro(model, wrapper, step)
-        assert toy.differences(model.state_dict(), other.state_dict()) == []
-        assert toy.differences(list(wrapper.master_params()), list(resumed.master_params())) == []
+        assert differences(model.state_dict(), other.state_dict()) == []
+        assert differences(list(wrapper.master_params()), list(resumed.master_params())) == []
     # an accumulation of the other kind means something else: it is left out, and the log says so
     _, other_kind = fresh()
     words = dict(opt_level=level, optimizer=other_kind.optimizer, accumulative_counts=4, loss_scale=256.0)
@@ -206,7 +207,7 @@ def test_clearing_during_accumulation_forgets_the_sums(device: torch.device) -> 
             loss = model(torch.ones(2, 4, device=device)).sum()
         wrapper.update_params(loss)
         ends.append(model.state_dict())
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('wide', [False, True])
@@ -246,5 +247,5 @@ def test_whole_runs_resume_bit_for_bit(tmp_path: Path) -> None:
     toy.run(tmp_path / 'part', **{**case, 'resume': True})
     whole, part = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
     for key in ('state_dict', 'ema_state_dict', 'optimizer'):
-        assert toy.differences(whole[key], part[key]) == []
+        assert differences(whole[key], part[key]) == []
     assert isinstance(whole['state_dict']['fc.weight'], Tensor)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing
 from torch import nn
 from torch.optim import SGD
-from toy_engine import CAST_LEVELS, Net, Run, batch, differ, momentum
+from toy_engine import CAST_LEVELS, Net, Run, batch, momentum
 
 from amp_wrapper.autocast import regions
 from amp_wrapper.autocast.op_set import OpSet
@@ -85,7 +86,7 @@ def test_refused_attachment_changes_nothing(device: torch.device) -> None:
     groups = [list(group['params']) for group in run.optimizer.param_groups]
     with pytest.raises(AmpAttachError, match=r'out\.weight'):
         run.engine.attach(run.model)
-    assert differ(before, run.bits()) == [] and not run.engine.attached
+    assert differing(before, run.bits()) == [] and not run.engine.attached
     assert all(a is b for g, k in zip(run.optimizer.param_groups, groups) for a, b in zip(g['params'], k))
 
 

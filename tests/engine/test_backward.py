@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing
 from torch import Tensor, nn
 from torch.optim import SGD
-from toy_engine import CAST_LEVELS, Run, batch, differ, poisoned
+from toy_engine import CAST_LEVELS, Run, batch, poisoned
 
 from amp_wrapper.engine import Stage
 from amp_wrapper.engine.clipping import GradientClip
@@ -29,7 +30,7 @@ def test_power_of_two_scales_change_no_bit(level: str, scale: float, clip: Any, 
     one, scaled = Run(level, device, loss_scale=1.0), Run(level, device, loss_scale=scale)
     for run in (one, scaled):
         run.train(0, 1, 2, clip=GradientClip.parse(clip))
-    assert differ(one.bits(), scaled.bits()) == []
+    assert differing(one.bits(), scaled.bits()) == []
     assert torch.equal(one.losses(3)[0], scaled.losses(3)[0])
 
 
@@ -160,4 +161,4 @@ def test_zero_grad_ends_accumulation(to_none: bool, num_losses: int, device: tor
     assert run.engine.stage is Stage.READY
     run.train(0)
     clean.train(0)
-    assert differ(run.bits(), clean.bits()) == []
+    assert differing(run.bits(), clean.bits()) == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import toy
+from bits import differences
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mmengine.model import ExponentialMovingAverage, MomentumAnnealingEMA
@@ -176,7 +176,7 @@ def test_exact_resume_of_averages_during_accumulation(
                 part.load_state_dict(state)
             second.wrapper.initialize_count_status(second.model, stop, 9)
             second.run(range(stop, 9), bad, device)
-            assert toy.differences(whole.states(), second.states()) == [], (bad, stop)
+            assert differences(whole.states(), second.states()) == [], (bad, stop)
 
 
 def test_accumulation_saved_twice_in_a_row_keeps_what_averages_were(device: torch.device) -> None:
@@ -193,7 +193,7 @@ def test_accumulation_saved_twice_in_a_row_keeps_what_averages_were(device: torc
             part.load_state_dict(state)
         training.wrapper.initialize_count_status(training.model, 5, 9)
     training.run(range(5, 9), 4, device)
-    assert toy.differences(whole.states(), training.states()) == []
+    assert differences(whole.states(), training.states()) == []
 
 
 def test_damaged_averages_of_an_accumulation_are_refused(device: torch.device) -> None:
@@ -213,7 +213,7 @@ def test_damaged_averages_of_an_accumulation_are_refused(device: torch.device) -
         broken['amp']['window']['averages'] = damage
         with pytest.raises(Exception, match=r"amp\['window'\]\['averages'\] must be a list of dicts"):
             training.wrapper.load_state_dict(broken)
-        assert toy.differences(before, training.states()) == []
+        assert differences(before, training.states()) == []
 
 
 def test_a_wrapper_that_nobody_holds_goes_although_its_numbers_stay_in_the_log(device: torch.device) -> None:
@@ -431,4 +431,4 @@ def test_saved_again_before_the_first_forward_pass(level: str, device: torch.dev
         for average, state in zip(training.averages, means):
             average.load_state_dict(state)
     training.run(range(4, 9), 5, device)
-    assert toy.differences(whole.states(), training.states()) == []
+    assert differences(whole.states(), training.states()) == []

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differing
 from mmengine.model import ExponentialMovingAverage
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from toy_buffers import Around, Probe, Scripted, batch, bits, changed, hooks_of, snapshot
+from toy_buffers import Around, Probe, Scripted, batch, changed, hooks_of, snapshot
 
 from amp_wrapper import AmpOptimWrapper
 from amp_wrapper.policy import LEVELS, resolve
@@ -74,7 +75,7 @@ def test_exact_resume_during_accumulation(level: str, attached: bool, device: to
         ends.append(snapshot(model))
         run.train(batch((4, 3), device))
         ends[-1] |= {f'then {name}': value for name, value in snapshot(model).items()}
-    assert [name for name in ends[0] if not torch.equal(bits(ends[0][name]), bits(ends[1][name]))] == []
+    assert differing(ends[0], ends[1]) == []
 
 
 def test_a_file_without_the_buffers_of_its_accumulation(device: torch.device) -> None:

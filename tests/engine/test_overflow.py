@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing
 from torch.optim import Adam, AdamW
-from toy_engine import Run, differ, poisoned
+from toy_engine import Run, poisoned
 
 from amp_wrapper.engine import Stage
 from amp_wrapper.engine.clipping import GradientClip
@@ -40,13 +41,13 @@ def test_inf_injection(level: str, iteration: int, which: int | None, name: str,
         assert result.skipped == (index == iteration)
         after = run.bits()
         if result.skipped:
-            assert differ(before, after) == []
+            assert differing(before, after) == []
             assert result.grad_norm is None
             for loss_id, scaler in enumerate(run.engine.scalers):
                 fell = scaler.is_dynamic and loss_id == (which or 0)
                 assert scaler.get_scale() == scales[loss_id] * (0.5 if fell else 1.0)
         else:
-            assert all(key in differ(before, after) for key in ('weight fc.weight', 'weight bn.weight'))
+            assert all(key in differing(before, after) for key in ('weight fc.weight', 'weight bn.weight'))
             assert [scaler.get_scale() for scaler in run.engine.scalers] == scales
             assert result.grad_norm is not None and math.isfinite(result.grad_norm.item())
     # steps are skipped for all losses, so every scaler counts alike
@@ -62,7 +63,7 @@ def test_a_skipped_step_is_as_if_the_batch_had_not_been(level: str, device: torc
         with_it.train(5)
     with_it.train(1, 2)
     without.train(0, 1, 2)
-    assert differ(with_it.bits(), without.bits()) == []
+    assert differing(with_it.bits(), without.bits()) == []
 
 
 def test_without_checking_non_finite_gradients_go_through(device: torch.device) -> None:
@@ -102,7 +103,7 @@ def test_streak_of_skips_ends_in_an_error_that_names_parameters(level: str, devi
     text = str(caught.value)
     assert '3 optimizer steps in a row' in text and 'fc.weight' in text and 'out.weight' not in text
     assert 'max_consecutive_skips=3' in text and 'keep_fp32' in text
-    assert differ(before, run.bits()) == [] and run.engine.stage is Stage.READY
+    assert differing(before, run.bits()) == [] and run.engine.stage is Stage.READY
     run.train(4)
     assert run.engine.scalers[0].counts.tolist() == [5, 3, 0]
 
@@ -165,4 +166,4 @@ def test_clip_error_on_a_non_finite_norm(device: torch.device) -> None:
         run.backward()
     with pytest.raises(RuntimeError, match='non-finite'):
         run.engine.step(clip)
-    assert differ(before, run.bits()) == []
+    assert differing(before, run.bits()) == []

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing, same
 from torch.optim import Adam, Optimizer
-from toy_engine import Run, differ, momentum, poisoned, same
+from toy_engine import Run, momentum, poisoned
 
 from amp_wrapper.engine import Stage
 from amp_wrapper.engine.clipping import GradientClip
@@ -48,14 +49,14 @@ def test_resume_during_accumulation_is_exact(level: str, num_losses: int, when: 
     assert not any('dropped' in note for note in notes) and any('open accumulation window' in note for note in notes)
     part.engine.attach(part.model)
     assert part.engine.stage is Stage.ACCUMULATING
-    assert differ(whole.bits(), part.bits()) == []
+    assert differing(whole.bits(), part.bits()) == []
     assert same(whole.engine.state_dict(), part.engine.state_dict())
     for run in (whole, part):
         run.backward(4)
         run.engine.step(GradientClip.parse({'max_norm': 0.1}))
         run.engine.zero_grad()
         run.train(5)
-    assert differ(whole.bits(), part.bits()) == []
+    assert differing(whole.bits(), part.bits()) == []
     assert torch.equal(whole.losses(6)[0], part.losses(6)[0])
     assert same(whole.engine.state_dict(), part.engine.state_dict())
 
@@ -67,7 +68,7 @@ def test_overflow_during_accumulation_is_resumed(device: torch.device) -> None:
     part.engine.load_state_dict(reload(whole.engine.state_dict()))
     part.backward(1)
     before = part.bits()
-    assert part.engine.step().skipped and differ(before, part.bits()) == []
+    assert part.engine.step().skipped and differing(before, part.bits()) == []
     assert [scaler.get_scale() for scaler in part.engine.scalers] == [2.0**15, 2.0**15]
 
 
@@ -142,7 +143,7 @@ def test_a_bad_state_is_a_typed_error_and_changes_nothing(how: str, when: str, d
     before, own = run.bits(), copy.deepcopy(run.engine.state_dict())
     with pytest.raises(AmpCheckpointError):
         run.engine.load_state_dict(state)
-    assert differ(before, run.bits()) == [] and same(run.engine.state_dict(), own)
+    assert differing(before, run.bits()) == [] and same(run.engine.state_dict(), own)
 
 
 def _verbs(source: str, target: str) -> list[str]:

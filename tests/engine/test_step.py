@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing, same
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy_engine import Net, Run, batch, differ, poisoned, same
+from toy_engine import Net, Run, batch, poisoned
 
 from amp_wrapper import ops
 from amp_wrapper.engine import AmpEngine
@@ -43,7 +44,7 @@ def test_step_of_foreign_gradients_is_fine_at_o0(device: torch.device) -> None:
     before = run.bits()
     run.losses()[0].backward()
     assert not run.engine.step().skipped
-    assert 'weight fc.weight' in differ(before, run.bits())
+    assert 'weight fc.weight' in differing(before, run.bits())
 
 
 @pytest.mark.parametrize('level', LEVELS)
@@ -63,7 +64,7 @@ def test_closure(level: str, device: torch.device) -> None:
         before = run.bits()
         with pytest.raises(AmpUsageError, match='closure'):
             run.engine.step(closure=closure)
-        assert calls == [] and differ(before, run.bits()) == []
+        assert calls == [] and differing(before, run.bits()) == []
 
 
 @pytest.mark.parametrize('level', MASTER_LEVELS)
@@ -117,7 +118,7 @@ def test_disabled_is_a_plain_optimizer(level: str, device: torch.device) -> None
         plain.optimizer.step()
         plain.optimizer.zero_grad()
     run.train(0, 1, 2)
-    assert differ(plain.bits(), run.bits()) == []
+    assert differing(plain.bits(), run.bits()) == []
     assert same(run.engine.state_dict(), plain.optimizer.state_dict())
     assert run.engine.parts.casts is None and not run.model._forward_pre_hooks
     state = copy.deepcopy(run.engine.state_dict())
@@ -179,7 +180,7 @@ def test_masters_by_hand(level: str, name: str, clip: Any, device: torch.device)
         for key, value in optimizer.state[master].items():
             if isinstance(value, Tensor):
                 expected[f'state {index} {key}'] = value
-    assert differ(run.bits(), expected) == []
+    assert differing(run.bits(), expected) == []
 
 
 def test_sparse_embedding(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.logging import MessageHub
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_wrapper import SGD, net, one_step, wrap
@@ -36,7 +37,7 @@ def test_overflow_that_never_ends_names_parameters() -> None:
     for state in (before[0], after[0]):
         for key in [key for key in state if 'running' in key or 'tracked' in key]:
             del state[key]
-    assert toy.differences(before, after) == []
+    assert differences(before, after) == []
 
 
 def test_overflow_messages_are_rate_limited_and_can_be_silenced() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage
 from mmengine.registry import HOOKS, MODELS
@@ -75,7 +76,7 @@ class OutsideAverage(Hook):
         # runs before EMAHook: the training weights
         ema = self._ema(runner).ema_model.module
         assert {value.dtype for value in ema.parameters()} == {torch.float32}
-        assert toy.differences(ema.state_dict(), self.average.module.state_dict()) == []
+        assert differences(ema.state_dict(), self.average.module.state_dict()) == []
         self.before = self._everything(runner)
 
     def after_val_iter(self, runner: Any, *_: Any, **__: Any) -> None:
@@ -85,7 +86,7 @@ class OutsideAverage(Hook):
             assert parameter.detach().equal(average[name].to(parameter.dtype)), name
 
     def after_val(self, runner: Any) -> None:
-        assert toy.differences(self.before, self._everything(runner)) == []
+        assert differences(self.before, self._everything(runner)) == []
         self.checked += 1
 
 
@@ -115,8 +116,8 @@ def test_average_is_that_of_an_fp32_copy_outside(
     saved = toy.checkpoint(tmp_path)
     # the file holds the average as the model, ready to deploy, and the masters in the EMA's place
     for name, value in outside.average.module.named_parameters():
-        assert toy.differences(saved['state_dict'][name], value.detach()) == []
-        assert toy.differences(saved['ema_state_dict'][f'module.{name}'], masters(runner.model)[name]) == []
+        assert differences(saved['state_dict'][name], value.detach()) == []
+        assert differences(saved['ema_state_dict'][f'module.{name}'], masters(runner.model)[name]) == []
 
 
 @pytest.mark.parametrize('kind', [ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage])
@@ -146,8 +147,8 @@ def test_copied_before_or_after_attachment_gives_the_same_bits(kind: Any, level:
         for left, right in zip(ends[0][0].values(), ends[1][0].values()):
             torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-3)
     else:
-        assert toy.differences(ends[0][0], ends[1][0]) == []
-    assert toy.differences(ends[0][1], ends[1][1]) == []
+        assert differences(ends[0][0], ends[1][0]) == []
+    assert differences(ends[0][1], ends[1][1]) == []
 
 
 def test_average_moves_at_momentum_2e_4() -> None:
@@ -212,7 +213,7 @@ def test_patches_are_the_identity_without_our_wrapper() -> None:
     hook._swap_ema_parameters()
     assert model.conv.weight.equal(before[1]['conv.weight'])
     hook._swap_ema_parameters()
-    assert toy.differences(before, (dict(model.state_dict()), dict(average.module.state_dict()))) == []
+    assert differences(before, (dict(model.state_dict()), dict(average.module.state_dict()))) == []
 
 
 def test_an_edit_that_no_step_has_seen_belongs_to_the_average() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.registry import HOOKS
 
@@ -291,7 +292,7 @@ def interrupted(
     if file is not None:
         again['load_from'] = str(tmp_path / 'part' / file)
     runner(tmp_path / 'part', **again)
-    return toy.differences(*(crash_harness.result(tmp_path / name) for name in ('whole', 'part')))
+    return differences(*(crash_harness.result(tmp_path / name) for name in ('whole', 'part')))
 
 
 def _with(case: dict[str, Any], *hooks: Any, **more: Any) -> dict[str, Any]:
@@ -314,7 +315,7 @@ def test_hooks_that_draw_at_the_beginning_of_an_epoch(tmp_path: Path, within: bo
             toy.run(tmp_path / 'part', resume=True, **copy.deepcopy(case))
         file = toy.checkpoint(tmp_path / name)
         states.append([file['exact_resume']['ranks'][0][moment] for moment in ('begin', 'start', 'now')])
-    assert toy.differences(*states) == [] and whole.epoch == 4
+    assert differences(*states) == [] and whole.epoch == 4
 
 
 INTERVALS = [
@@ -358,7 +359,7 @@ def test_files_saved_by_hand_have_the_states_of_their_moment(tmp_path: Path) -> 
     toy.run(tmp_path / 'part', resume=True, load_from=path, **copy.deepcopy(case))
     left, right = (torch.load(tmp_path / name / 'hand_4.pth', weights_only=True) for name in ('whole', 'part'))
     for key in ('state_dict', 'optimizer'):
-        assert toy.differences(left[key], right[key]) == []
+        assert differences(left[key], right[key]) == []
 
 
 def test_a_finished_run_of_iterations_stays_where_it_is(tmp_path: Path) -> None:
@@ -368,7 +369,7 @@ def test_a_finished_run_of_iterations_stays_where_it_is(tmp_path: Path) -> None:
     toy.run(tmp_path, **copy.deepcopy(case))
     before = toy.checkpoint(tmp_path)['exact_resume']['ranks']
     toy.run(tmp_path, resume=True, **copy.deepcopy(case))
-    assert toy.differences(before, toy.checkpoint(tmp_path)['exact_resume']['ranks']) == []
+    assert differences(before, toy.checkpoint(tmp_path)['exact_resume']['ranks']) == []
 
 
 def test_another_batch_size_is_told(tmp_path: Path) -> None:

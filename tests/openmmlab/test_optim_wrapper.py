@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
@@ -30,15 +31,15 @@ def test_equal_to_the_plain_wrapper_bit_for_bit(words: dict[str, Any], extra: di
     plain = toy.run(tmp_path / 'plain', dict(type='OptimWrapper', optimizer=SGD, **copy.deepcopy(extra)))
     ours = toy.run(tmp_path / 'ours', dict(type='AmpOptimWrapper', optimizer=SGD, **words, **copy.deepcopy(extra)))
     left, right = toy.checkpoint(tmp_path / 'plain'), toy.checkpoint(tmp_path / 'ours')
-    assert toy.differences(left['state_dict'], right['state_dict']) == []
+    assert differences(left['state_dict'], right['state_dict']) == []
     for key in ('train/loss', 'val/toy/score', *(['train/grad_norm'] if 'clip_grad' in extra else [])):
         logs = [saved['message_hub']['log_scalars'][key].data[0].tolist() for saved in (left, right)]
         assert logs[0] == logs[1]
     if words.get('enabled') is False:
-        assert toy.differences(left['optimizer'], right['optimizer']) == []
+        assert differences(left['optimizer'], right['optimizer']) == []
     else:
         assert {'loss_scaler', 'amp'} <= right['optimizer'].keys()
-        assert toy.differences(left['optimizer']['state'], right['optimizer']['state']) == []
+        assert differences(left['optimizer']['state'], right['optimizer']['state']) == []
     assert type(plain.optim_wrapper) is OptimWrapper
     assert type(ours.optim_wrapper) is AmpOptimWrapper
 
@@ -52,7 +53,7 @@ def test_powers_of_two_change_no_bit(level: str) -> None:
         wrapper = wrap(model, opt_level=level, loss_scale=scale, clip_grad=dict(max_norm=0.5))
         losses = [one_step(model, wrapper) for _ in range(5)]
         results.append((losses, model.state_dict(), wrapper.optimizer.state_dict()['state']))
-    assert toy.differences(*results) == []
+    assert differences(*results) == []
 
 
 OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -187,7 +188,7 @@ def test_scheduler_hooks_into_step_and_base_param_settings_survive() -> None:
     resumed = wrap(other, opt_level='O2', optimizer=torch.optim.SGD(groups, lr=0.1))
     before = copy.deepcopy(saved)
     resumed.load_state_dict(saved)
-    assert toy.differences(before, saved) == []
+    assert differences(before, saved) == []
     assert resumed.get_lr() == wrapper.get_lr()
     assert resumed.base_param_settings['lr'] != 0.1
     one_step(other, resumed)
@@ -242,7 +243,7 @@ def test_detach_gives_everything_back() -> None:
         one_step(model, wrapper)
     masters = [p.detach().clone() for p in wrapper.master_params()]
     wrapper.detach()
-    assert toy.differences(masters, [p.detach() for p in model.parameters()]) == []
+    assert differences(masters, [p.detach() for p in model.parameters()]) == []
     assert [id(p) for g in wrapper.optimizer.param_groups for p in g['params']] == [id(p) for p in model.parameters()]
     assert model(torch.randn(6, 4)).dtype == torch.float32
 
@@ -407,7 +408,7 @@ def test_recomputed_segments_see_the_same_casts(level: str, reentrant: bool) -> 
         for _ in range(2):
             one_step(model, wrapper)
         ends.append(model.state_dict())
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('attached', [False, True])
@@ -422,7 +423,7 @@ def test_scalar_state_keeps_its_type_at_o3(attached: bool) -> None:
         resumed.attach(other)
     resumed.load_state_dict(wrapper.state_dict())
     resumed.attach(other)
-    assert toy.differences(wrapper.optimizer.state_dict()['state'], resumed.optimizer.state_dict()['state']) == []
+    assert differences(wrapper.optimizer.state_dict()['state'], resumed.optimizer.state_dict()['state']) == []
 
 
 def test_the_clip_limit_may_change_between_steps() -> None:

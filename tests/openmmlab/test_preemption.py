@@ -14,6 +14,7 @@ import crash_harness
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from preemption import PREEMPTION, with_hooks
@@ -54,7 +55,7 @@ def test_saved_at_the_step_boundary_and_gone_on_from(
     assert 'window' not in window
     assert (part / 'last_checkpoint').read_text() == str(part / 'preempted.pth')
     crash_harness.finish(part, case)
-    assert toy.differences(crash_harness.result(whole), crash_harness.result(part)) == []
+    assert differences(crash_harness.result(whole), crash_harness.result(part)) == []
     # another checkpoint has taken its place
     assert not (part / 'preempted.pth').exists()
 
@@ -99,7 +100,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     left, right = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
     assert (tmp_path / 'saved').read_text() == '6'
     for key in ('state_dict', 'optimizer', 'exact_resume', 'param_schedulers'):
-        assert toy.differences(left[key], right[key]) == [], key
+        assert differences(left[key], right[key]) == [], key
     assert len(left['exact_resume']['ranks']) == 2
     states = [rank['now']['torch'] for rank in left['exact_resume']['ranks']]
     # each rank has drawn for itself
@@ -110,7 +111,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
         'bn.running_var',
         'bn.num_batches_tracked',
     }
-    assert toy.differences(*(file['message_hub']['runtime_info']['best_score'] for file in (left, right))) == []
+    assert differences(*(file['message_hub']['runtime_info']['best_score'] for file in (left, right))) == []
 
 
 @pytest.mark.slow
@@ -151,7 +152,7 @@ def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_
     assert code == 0, (tmp_path / 'part.log').read_text()[-3000:]
     assert 12 <= toy.checkpoint(part, 'preempted.pth')['meta']['iter'] <= 28
     crash_harness.finish(part, case)
-    assert toy.differences(crash_harness.result(whole), crash_harness.result(part)) == []
+    assert differences(crash_harness.result(whole), crash_harness.result(part)) == []
     # nobody is left behind
     end = time.monotonic() + 20
     while subprocess.run(['pgrep', '-g', str(pid)], capture_output=True).returncode == 0:

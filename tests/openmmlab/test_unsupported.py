@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine._strategy import BaseStrategy, SingleDeviceStrategy
 from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.optim import OptimWrapper
@@ -41,7 +42,7 @@ def test_compile_without_16_bit_is_left_to_mmengine(tmp_path: Path) -> None:
         for kind in (dict(type='AmpOptimWrapper', opt_level='O0'), dict(type='OptimWrapper')):
             runner = toy.run(tmp_path / f'{name}-{kind["type"]}', dict(kind, optimizer=SGD), **words)
             ends.append(runner.model.state_dict())
-        assert toy.differences(*ends) == []
+        assert differences(*ends) == []
         other.pop()
         gc.collect()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ def test_losses_reach_each_other_as_without_scales(device: torch.device) -> None
         train(model, wrappers, device)
         ends.append([p.detach().clone() for p in model.parameters()])
     for other in ends[1:]:
-        assert toy.differences(ends[0], other) == []
+        assert differences(ends[0], other) == []
 
 
 def test_a_stock_wrapper_gets_what_it_expects_and_cannot_give_it(device: torch.device) -> None:
@@ -92,7 +93,7 @@ def test_a_stock_wrapper_gets_what_it_expects_and_cannot_give_it(device: torch.d
                 loss = model.discriminator(model.generator(batch(device, step))).square().mean()
             wrapper.update_params(loss)
         ends.append([p.detach().clone() for p in model.parameters()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('levels', [('O2', 'O5'), ('O5', 'O2'), ('O1', 'O2'), ('O2', 'O0'), ('O3', 'O4')])
@@ -131,7 +132,7 @@ def test_one_joint_loss_and_two_steps(device: torch.device) -> None:
             wrapper.step()
             wrapper.zero_grad()
         ends.append([p.detach().clone() for p in model.parameters()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
     assert not torch.equal(ends[0][-1], two(device).discriminator[-1].bias)
 
 
@@ -155,7 +156,7 @@ def test_the_scale_that_overflowed_learns(level: str, device: torch.device) -> N
     with wrappers['discriminator'].optim_context(model.discriminator):
         loss = model.discriminator(batch(device)).float().square().mean()
     wrappers['discriminator'].update_params(loss)
-    assert toy.differences(start, [p.detach().to(s.dtype) for p, s in zip(model.parameters(), start)]) == []
+    assert differences(start, [p.detach().to(s.dtype) for p, s in zip(model.parameters(), start)]) == []
     assert [w.loss_scaler.counts.tolist()[:2] for w in wrappers.values()] == [[1, 1], [1, 1]]
     assert [w.loss_scaler.get_scale() for w in wrappers.values()] == [2.0**7, 2.0**8]
     # and afterwards both go on
@@ -187,8 +188,8 @@ def test_what_another_loss_brought_goes_into_files(wide: bool, overflow: bool, d
     resumed.load_state_dict(state)
     for pair in ((model, wrappers), (other, resumed)):
         train(*pair, device)
-    assert toy.differences(model.state_dict(), other.state_dict()) == []
-    assert toy.differences(wrappers.state_dict(), resumed.state_dict()) == []
+    assert differences(model.state_dict(), other.state_dict()) == []
+    assert differences(wrappers.state_dict(), resumed.state_dict()) == []
 
 
 def test_an_overflow_never_reaches_a_wrapper_that_does_not_look(device: torch.device) -> None:
@@ -217,7 +218,7 @@ def test_several_losses_of_one_wrapper(device: torch.device) -> None:
         )
         train(model, wrappers, device)
         ends.append([p.detach().clone() for p in model.parameters()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 def test_an_exception_in_backward_leaves_gradients_of_others_alone(device: torch.device) -> None:
@@ -237,7 +238,7 @@ def test_an_exception_in_backward_leaves_gradients_of_others_alone(device: torch
         loss = model.discriminator(hidden).sum()
     with pytest.raises(RuntimeError, match='in the middle'):
         wrappers['a'].backward(loss)
-    assert toy.differences(before, [p.grad for p in model.discriminator.parameters()]) == []
+    assert differences(before, [p.grad for p in model.discriminator.parameters()]) == []
     wrappers['b'].step()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.optim import OptimWrapper
 from torch import nn
 from toy_wrapper import SGD, net, one_step, turn, two_wrappers, wrap
@@ -43,8 +44,8 @@ def test_attached_before_or_after_loading_gives_the_same_bits(level: str) -> Non
                 wrapper.load_state_dict(state)
         losses = [one_step(model, wrapper) for _ in range(3)]
         ends.append((losses, model.state_dict(), wrapper.state_dict()))
-    assert toy.differences(ends[0], ends[1]) == []
-    assert toy.differences(ends[0], ends[2]) == []
+    assert differences(ends[0], ends[1]) == []
+    assert differences(ends[0], ends[2]) == []
 
 
 def test_optimizer_state_is_not_rounded_by_loading() -> None:
@@ -123,7 +124,7 @@ def test_resume_at_another_level_keeps_weights_and_state(source: str) -> None:
         wrapper.attach(model)
         assert lines == _lines(source, target)
         if target not in ('O3',):
-            assert toy.differences(dict(weights), dict(model.state_dict())) == []
+            assert differences(dict(weights), dict(model.state_dict())) == []
         one_step(model, wrapper)
 
 
@@ -177,7 +178,7 @@ def test_damaged_state_changes_nothing(damage: Any, words: str) -> None:
     with pytest.raises(AmpCheckpointError) as error:
         wrapper.load_state_dict(state)
     assert words in str(error.value)
-    assert toy.differences(before, (model.state_dict(), wrapper.state_dict())) == []
+    assert differences(before, (model.state_dict(), wrapper.state_dict())) == []
 
 
 def test_another_kind_of_checkpoint_is_named() -> None:
@@ -214,7 +215,7 @@ def test_wrapper_dict_resumes_during_accumulation() -> None:
     for index in range(3, 6):
         turn(whole, whole_wrappers, index)
         turn(resumed, resumed_wrappers, index)
-    assert toy.differences(dict(whole.state_dict()), dict(resumed.state_dict())) == []
+    assert differences(dict(whole.state_dict()), dict(resumed.state_dict())) == []
 
 
 def test_loading_forgets_gradients_accumulated_before() -> None:
@@ -256,5 +257,5 @@ def test_flexible_runner_resumes_with_ema(level: str, tmp_path: Path) -> None:
         tmp_path / 'parts', 4, train_dataloader=ordered, resume=True, load_from=str(tmp_path / 'whole' / 'epoch_2.pth')
     )
     left, right = toy.checkpoint(tmp_path / 'whole'), toy.checkpoint(tmp_path / 'parts')
-    assert toy.differences(left['state_dict'], right['state_dict']) == []
-    assert toy.differences(left['ema_state_dict'], right['ema_state_dict']) == []
+    assert differences(left['state_dict'], right['state_dict']) == []
+    assert differences(left['ema_state_dict'], right['ema_state_dict']) == []

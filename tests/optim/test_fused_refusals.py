@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from bits import same, same_bits
 from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import OPTIMIZERS as MMENGINE_OPTIMIZERS
 from mmengine.registry import DefaultScope
-from ops_models import same_bits
 from torch import nn
-from toy_fused import MOMENTUM, NEWER, THEIRS, equal, give, options, snapshot, weights
+from toy_fused import MOMENTUM, NEWER, THEIRS, give, options, snapshot, weights
 
 from amp_wrapper import AmpConfigError, AmpUsageError, FusedAdam, FusedAdamW, FusedSGD
 from amp_wrapper.optim import FusedOptimizer, Update
@@ -56,10 +56,10 @@ def test_refusals_come_before_anything_changes(
         with pytest.raises(AmpUsageError, match=words):
             optimizer.step()
     optimizer.param_groups[0].update(kept)
-    assert equal(snapshot(mine, optimizer), before) and bool(optimizer.state) == (begun and bool(before[3:]))
+    assert same(snapshot(mine, optimizer), before) and bool(optimizer.state) == (begun and bool(before[3:]))
     give(mine, 1)
     optimizer.step()
-    assert not equal(snapshot(mine, optimizer), before)
+    assert not same(snapshot(mine, optimizer), before)
 
 
 @pytest.mark.parametrize('begun', [False, True])
@@ -102,7 +102,7 @@ def test_an_op_that_refuses_takes_the_new_state_along(begun: bool, device: torch
     before = snapshot(mine, optimizer)
     with pytest.raises(AmpUsageError, match='share memory'):
         optimizer.step()
-    assert equal(snapshot(mine, optimizer), before) and len(optimizer.state) == begun
+    assert same(snapshot(mine, optimizer), before) and len(optimizer.state) == begun
     # and in a second call, when the first has written: those are counted
     mine[0].grad, mine[2].grad = torch.ones_like(mine[0]), None
     optimizer.step()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from ops_models import same_bits
+from bits import same, same_bits
 from torch import nn
-from toy_fused import MOMENTUM, THEIRS, equal, give, options, snapshot, weights
+from toy_fused import MOMENTUM, THEIRS, give, options, snapshot, weights
 
 from amp_wrapper import AmpCheckpointError, FusedAdam, FusedAdamW, FusedSGD
 from amp_wrapper.optim import FusedOptimizer
@@ -168,7 +168,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_whole(device: torch.device) -
         before = snapshot(mine, target), target.param_groups[0]
         with pytest.raises(AmpCheckpointError, match=words):
             target.load_state_dict(wrong)
-        assert equal(snapshot(mine, target), before[0]) and target.param_groups[0] is before[1]
+        assert same(snapshot(mine, target), before[0]) and target.param_groups[0] is before[1]
         assert not target._optimizer_load_state_dict_pre_hooks
     # a count that is a number, as old files have it
     optimizer.load_state_dict(edited(saved, step=7))
@@ -195,7 +195,7 @@ def test_copies_go_on_alike(cls: type[FusedOptimizer], kwargs: dict[str, Any], d
         give(mine, seed)
         optimizer.step()
     for twin in (copied, pickled):
-        assert equal(snapshot(twin.param_groups[0]['params'], twin), snapshot(mine, optimizer))
+        assert same(snapshot(twin.param_groups[0]['params'], twin), snapshot(mine, optimizer))
 
 
 def test_old_pickles_are_completed(device: torch.device) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from ops_models import NoHostRead, bits, same_bits
+from bits import same, same_bits
+from ops_models import NoHostRead
 from torch import Tensor, nn
-from toy_fused import KINDS, MOMENTUM, NEWER, THEIRS, equal, give, options, snapshot, weights
+from toy_fused import KINDS, MOMENTUM, NEWER, THEIRS, give, options, snapshot, weights
 
 from amp_wrapper import AmpUsageError, FusedAdam, FusedAdamW, FusedSGD, ops
 from amp_wrapper.optim import FusedOptimizer, Update
@@ -126,7 +127,7 @@ def test_wide_parameters_in_an_update(
             ours.step()
         assert all(map(torch.equal, gradients, kept)) and torch.equal(copies[0], mine[0].detach())
         if kind == 'x':
-            assert equal([b for b in snapshot(mine, ours) if b.any()], [b for b in before if b.any()])
+            assert same([b for b in snapshot(mine, ours) if b.any()], [b for b in before if b.any()])
         else:
             nn.utils.clip_grad_norm_(theirs, 0.5)
             own.step()
@@ -159,7 +160,7 @@ def test_one_optimizer_for_all_types_takes_the_steps_of_one_for_each(
             optimizer.step()
         whole.step()
     for one, other in zip(apart, together):
-        assert equal([bits(p.view(torch.uint8)) for p in one], [bits(p.view(torch.uint8)) for p in other])
+        assert same(one, other)
     assert {s['step'].dtype for s in whole.state.values()} <= {torch.float32}
 
 

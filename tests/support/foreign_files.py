@@ -9,7 +9,7 @@ from typing import Any
 
 import make_foreign
 import torch
-import toy
+from bits import identical
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
@@ -59,19 +59,8 @@ def unchanged(call: Callable[[Any], Any], file: Any) -> Any:
     """Call, and see that the argument is what it was, down to bits and keys."""
     before = copy.deepcopy(file)
     result = call(file)
-    assert same(file, before)
+    assert identical(file, before)
     return result
-
-
-def same(left: Any, right: Any) -> bool:
-    """Equal by bits; mmengine's HistoryBuffers, which know no equality, by what they hold."""
-    if hasattr(left, '_log_history'):
-        return type(left) is type(right) and left._log_history.tolist() == right._log_history.tolist()
-    if isinstance(left, dict) and isinstance(right, dict):
-        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return toy.differences(left, right) == []
 
 
 class KeepStart(Hook):

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from bits import differing
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -154,22 +155,6 @@ def agree(ours: tuple[Net, Optimizer], theirs: tuple[Net, Optimizer], level: str
 def gradients(optimizers: Sequence[Optimizer]) -> list[Tensor | None]:
     found = [p.grad for optimizer in optimizers for p in amp.master_params(optimizer)]
     return [None if grad is None else grad.detach().to_dense().float().clone() for grad in found]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Two nested structures of tensors are equal bit for bit (but for the sign of zero)."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype is b.dtype and torch.equal(a, b)
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """The names whose values differ."""
-    return sorted((a.keys() ^ b.keys()) | {key for key in a.keys() & b.keys() if not torch.equal(a[key], b[key])})
 
 
 def poison(parameter: Tensor, value: float = math.inf) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bits import same_bits
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper, amp
@@ -75,11 +76,6 @@ class Around(nn.Module):
         return result.float().sum() * self.scale.float().sum() + x.float().sum() * self.scale.float().sum()
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The bits as bytes."""
-    return tensor.detach().clone().contiguous().reshape(-1).view(torch.uint8)
-
-
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: buffer.detach().clone() for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.numel()
@@ -89,7 +85,7 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 def changed(before: dict[str, Tensor], model: nn.Module) -> list[str]:
     now = snapshot(model)
     assert now.keys() == before.keys()
-    return [name for name in now if not torch.equal(bits(now[name]), bits(before[name]))]
+    return [name for name in now if not same_bits(now[name], before[name])]
 
 
 class Scripted:

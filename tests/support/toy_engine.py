@@ -96,19 +96,6 @@ class Run:
         return found
 
 
-def differ(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    """The names of entries that are not equal bit for bit."""
-    views = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bad = sorted(set(a) ^ set(b))
-    for key in set(a) & set(b):
-        x, y = a[key], b[key]
-        same = x.dtype is y.dtype and x.shape == y.shape
-        view = views[x.element_size()]
-        if not same or not torch.equal(x.contiguous().view(view), y.contiguous().view(view)):
-            bad.append(key)
-    return bad
-
-
 @contextmanager
 def poisoned(parameter: Tensor, value: float = math.inf) -> Iterator[None]:
     """Gradients that arrive at ``parameter`` have one non-finite element."""
@@ -121,16 +108,3 @@ def poisoned(parameter: Tensor, value: float = math.inf) -> Iterator[None]:
     handle = parameter.register_hook(spoil)
     yield
     handle.remove()
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equality down to types and bits; the order of keys means nothing."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return differ({'': a}, {'': b}) == []
-    if isinstance(a, dict):
-        return set(a) == set(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b or (a != a and b != b))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_models import bits
+from bits import bits
 from torch import Tensor, nn
 
 from amp_wrapper import FusedAdam, FusedAdamW, FusedSGD
@@ -45,10 +45,5 @@ def snapshot(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -
     """All bits of weights and of what would be saved."""
     saved = optimizer.state_dict()['state']
     return [
-        bits(torch.view_as_real(t) if t.is_complex() else t).clone()
-        for t in [*(p.detach() for p in parameters), *(v for s in saved.values() for v in s.values())]
+        bits(t).clone() for t in [*(p.detach() for p in parameters), *(v for s in saved.values() for v in s.values())]
     ]
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))

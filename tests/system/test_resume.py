@@ -12,6 +12,7 @@ from typing import Any
 import crash_harness
 import pytest
 import toy
+from bits import differences
 
 WORKER = Path(__file__).parents[1] / 'support' / 'resume_worker.py'
 SGD = dict(type='SGD', lr=0.2, momentum=0.9, weight_decay=1e-3)
@@ -166,14 +167,14 @@ def test_resumed_equals_uninterrupted_with_everything_on(tmp_path: Path) -> None
     whole = {name: crash_harness.result(tmp_path / name / 'whole') for name in _exact_cases()}
     rows = []
     for name, expected in whole.items():
-        rows += [f'{name}: {row}' for row in toy.differences(expected, crash_harness.result(tmp_path / name / 'parts'))]
+        rows += [f'{name}: {row}' for row in differences(expected, crash_harness.result(tmp_path / name / 'parts'))]
     assert rows == []
     green = [
         name
         for name, case in _broken_cases().items()
         # the worker removes what could not even come to its end
         if (parts := tmp_path / name / 'parts').exists()
-        and not toy.differences(whole[case['reference']], crash_harness.result(parts))
+        and not differences(whole[case['reference']], crash_harness.result(parts))
     ]
     assert green == [], 'these protections protect nothing'
     # the runs were interesting: stopped early, interrupted in mid-epoch, with a scale that moved and steps that were skipped
@@ -203,7 +204,7 @@ def _comparable(work_dir: Path, name: str | None = None) -> dict[str, Any]:
 def test_resumed_equals_uninterrupted(runs: Path, name: str) -> None:
     whole, parts = _comparable(runs / name / 'whole'), _comparable(runs / name / 'parts')
     assert len(whole['train/loss']) == 28
-    assert toy.differences(whole, parts) == []
+    assert differences(whole, parts) == []
 
 
 @pytest.mark.slow
@@ -216,4 +217,4 @@ def test_the_runs_were_interesting(runs: Path) -> None:
     inside = toy.checkpoint(runs / 'O2-everything-1' / 'parts', 'epoch_1.pth')
     gradients = inside['optimizer']['amp']['window']['gradients']
     assert any(g is not None and g.dtype.itemsize == 2 and g.abs().sum() > 0 for g in gradients)
-    assert toy.differences(saved['state_dict'], {k[7:]: v for k, v in saved['ema_state_dict'].items() if k != 'steps'})
+    assert differences(saved['state_dict'], {k[7:]: v for k, v in saved['ema_state_dict'].items() if k != 'steps'})

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy
+from bits import differences
 from command_line import ROOT, tool
 
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'log_level=WARNING']
@@ -29,7 +30,7 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
     tool('tools/train.py', config, *parts, '--resume', str(tmp_path / 'whole' / 'epoch_1.pth'), *SHORT)
     left, right = (toy.checkpoint(tmp_path / name, 'epoch_2.pth') for name in ('whole', 'parts'))
     for key in ('state_dict', 'optimizer', 'param_schedulers'):
-        assert toy.differences(left[key], right[key]) == [], key
+        assert differences(left[key], right[key]) == [], key
 
     # the command that was printed trains as long again
     assert 'Finished: epoch 4' in tool(*command)
