@@ -188,7 +188,6 @@ def resume(folder: str, device_type: str) -> None:
         torch.save(_train(level, kind, torch.device(device_type), state, 12), f'{path}.second')
 
 
-@pytest.mark.slow
 def test_resume_in_a_fresh_process(tmp_path: Path, device: torch.device) -> None:
     """Weights, masters, optimizer state, scales and losses, bit for bit, at every level."""
     wanted = {}

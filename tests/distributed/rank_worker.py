@@ -1,9 +1,13 @@
-"""One rank of a scenario: ``python rank_worker.py SCENARIO RANK WORLD FOLDER DEVICE [words]``, started by ``ranks.py``."""
+"""One rank of a scenario: ``python rank_worker.py SCENARIO RANK WORLD FOLDER DEVICE [words]``, started by ``ranks.py``.
+
+As ``serve`` it runs one scenario after the other, each a JSON list of its name, a folder and words on a line of standard input.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import sys
 from datetime import timedelta
@@ -30,6 +34,17 @@ def planted(here: Here) -> None:
     SCENARIOS[here.words[0]](here)
 
 
+def run(name: str, here: Here) -> None:
+    """One scenario; the last line says that all of it was done."""
+    torch.manual_seed(0)
+    sys.argv[6:] = here.words
+    SCENARIOS[name](here)
+    dist.barrier()
+    # gloo's threads abort a process that ends under them, and models hold their groups
+    gc.collect()
+    print(f'{name}: done', flush=True)
+
+
 def main() -> None:
     name, rank, world, folder, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
     # what torchrun would say
@@ -46,12 +61,13 @@ def main() -> None:
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    SCENARIOS[name](Here(rank, world, folder, device, sys.argv[6:]))
-    dist.barrier()
-    # gloo's threads abort a process that ends under them, and models hold their groups
-    gc.collect()
+    if name == 'serve':
+        for line in sys.stdin:
+            scenario_name, where, *words = json.loads(line)
+            run(scenario_name, Here(rank, world, Path(where), device, words))
+    else:
+        run(name, Here(rank, world, folder, device, sys.argv[6:]))
     dist.destroy_process_group()
-    print(f'{name}: done', flush=True)
 
 
 if __name__ == '__main__':

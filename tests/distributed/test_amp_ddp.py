@@ -9,7 +9,6 @@ import ranks
 import torch
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
 

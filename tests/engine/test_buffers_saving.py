@@ -130,7 +130,6 @@ def test_detach_and_attach_again(level: str, device: torch.device) -> None:
     assert changed(before, model) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('level', LEVELS)
 def test_a_run_of_mmengine(level: str, tmp_path: Any, device: torch.device) -> None:
     """The data preprocessor is left alone, and the rest runs through the runner."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 import toy
 from bits import differences
+from grid import but_every, grid
 from mmengine.hooks import CheckpointHook, EarlyStoppingHook, Hook
 from mmengine.registry import HOOKS
 
@@ -326,7 +327,7 @@ INTERVALS = [
 
 
 @pytest.mark.parametrize('stop', [dict(iters=14), dict(val=21), dict(val=28)])
-@pytest.mark.parametrize('train_cfg', INTERVALS)
+@pytest.mark.parametrize('train_cfg', but_every(2, INTERVALS))
 def test_validations_that_are_due_and_others(tmp_path: Path, train_cfg: dict[str, Any], stop: dict[str, int]) -> None:
     case = dict(toy.everything('O5'), train_cfg=train_cfg)
     if stop == dict(val=21) and train_cfg['val_interval'] == 2:
@@ -388,10 +389,10 @@ def test_workers_with_seeds_of_their_own_are_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ('by_epoch', 'save_each', 'stop'),
     [
-        (True, None, dict(iters=15)),
+        pytest.param(True, None, dict(iters=15), marks=grid),
         (True, 5, dict(iters=16)),
         (False, None, dict(iters=17)),
-        (True, None, dict(val=14)),
+        pytest.param(True, None, dict(val=14), marks=grid),
     ],
 )
 def test_flexible_runner_resumes_exactly(

@@ -15,6 +15,7 @@ import pytest
 import torch
 import toy
 from bits import differences
+from grid import but, grid
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from preemption import PREEMPTION, with_hooks
@@ -88,7 +89,6 @@ def test_every_problem_is_named() -> None:
         PreemptionHook(signals=['SIGKILL', 'TERM'], exit_code=300)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_agree(tmp_path: Path) -> None:
     """The signal reaches one rank only; both save and end in the same iteration."""
@@ -114,7 +114,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     assert differences(*(file['message_hub']['runtime_info']['best_score'] for file in (left, right))) == []
 
 
-@pytest.mark.slow
+@grid
 @pytest.mark.timeout(300)
 def test_the_command(tmp_path: Path) -> None:
     """As a preempted user sees it."""
@@ -137,7 +137,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert 'Finished: epoch 10, iteration 230' in done.stdout and time.monotonic() > begin
 
 
-@pytest.mark.parametrize('by_epoch', [True, False])
+@pytest.mark.parametrize('by_epoch', but([True], [True, False]))
 def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_epoch: bool) -> None:
     """As cluster schedulers send it."""
     case = toy.everything('O5', by_epoch, num_workers=2)

@@ -448,7 +448,7 @@ def wrong_conversions(device: torch.device) -> dict[str, int]:
 
 
 #: Where modules lie that test files share.
-SHARED = [str(ROOT / 'tests' / name) for name in ('support', 'engine')]
+SHARED = [str(ROOT / 'tests' / 'support')]
 
 
 def in_fresh_process(*arguments: str, environment: dict[str, str] | None = None, folder: Path = ROOT) -> Any:

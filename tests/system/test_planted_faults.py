@@ -9,6 +9,7 @@ from pathlib import Path
 
 import planted_faults
 import pytest
+from grid import grid
 from planted_faults import FAULTS, ROOT, Fault, Stale
 
 ROOMS = {'policy', 'ops', 'autocast', 'casting', 'checkpoint', 'optim', 'engine', 'amp', 'openmmlab', 'csrc'}
@@ -50,6 +51,7 @@ def collected() -> dict[str, list[str]]:
     return found
 
 
+@grid
 def test_every_file_of_a_fault_has_tests_for_it(collected: dict[str, list[str]]) -> None:
     missing = []
     for fault in FAULTS:
