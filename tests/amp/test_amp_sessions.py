@@ -157,7 +157,7 @@ def test_trained_beside_its_restored_copy(level: str, to: str, losses: int, devi
 
     for first in (True, False):
         torch.manual_seed(3)
-        twin = twin_optimizer = None
+        restored = restored_optimizer = None
         model, optimizer = make(device, level, num_losses=losses)
         for index in range(2):
             epoch(model, optimizer, index)
@@ -166,26 +166,26 @@ def test_trained_beside_its_restored_copy(level: str, to: str, losses: int, devi
         assert list(state['amp']) == [f'loss_scaler{index}' for index in range(losses)]
         assert [entry['loss_scale'] for entry in state['amp'].values()] == scales(optimizer)
         assert [entry['unskipped'] for entry in state['amp'].values()] == unskipped(optimizer)
-        twin = Deep().to(device)
-        twin_optimizer = SGD(twin.parameters(), lr=0.125)
+        restored = Deep().to(device)
+        restored_optimizer = SGD(restored.parameters(), lr=0.125)
         if first:
-            amp.initialize(twin, twin_optimizer, opt_level=to, num_losses=losses, verbosity=0)
-        twin.load_state_dict(state['model'])
-        twin_optimizer.load_state_dict(state['optimizer'])
+            amp.initialize(restored, restored_optimizer, opt_level=to, num_losses=losses, verbosity=0)
+        restored.load_state_dict(state['model'])
+        restored_optimizer.load_state_dict(state['optimizer'])
         if not first:
-            amp.initialize(twin, twin_optimizer, opt_level=to, num_losses=losses, verbosity=0)
+            amp.initialize(restored, restored_optimizer, opt_level=to, num_losses=losses, verbosity=0)
         # apex could not do this in the same script
-        amp.load_state_dict(state['amp'], optimizers=twin_optimizer)
+        amp.load_state_dict(state['amp'], optimizers=restored_optimizer)
         assert amp.state_dict(optimizers=optimizer) == state['amp']
         if resolve(level).loss_scale == resolve(to).loss_scale:
-            assert amp.state_dict(optimizers=twin_optimizer) == state['amp']
+            assert amp.state_dict(optimizers=restored_optimizer) == state['amp']
         assert len(amp.state_dict()) == 2 * losses
         for index in range(2, 4):
-            here, there = epoch(model, optimizer, index), epoch(twin, twin_optimizer, index)
+            here, there = epoch(model, optimizer, index), epoch(restored, restored_optimizer, index)
             if level == to:
                 assert torch.equal(here, there)
-                assert same(dict(model.state_dict()), dict(twin.state_dict()))
-        del model, optimizer, twin, twin_optimizer
+                assert same(dict(model.state_dict()), dict(restored.state_dict()))
+        del model, optimizer, restored, restored_optimizer
 
 
 def initialised(model: nn.Module) -> Optimizer:

@@ -313,13 +313,13 @@ def test_hooks_survive_copies_and_pickle() -> None:
     x = torch.randn(2, 4)
     expected = model(x)
     assert not expected.equal(F.layer_norm(F.linear(x, model[0].weight, model[0].bias), (4,)))
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert twin(x).equal(expected)
-        assert twin[0](x).equal(model[0](x))
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert duplicate(x).equal(expected)
+        assert duplicate[0](x).equal(model[0](x))
         with torch.no_grad():
-            twin[0].weight.zero_()
-            twin[0].bias.fill_(3.0)
-        assert twin[0](x).eq(3).all()
+            duplicate[0].weight.zero_()
+            duplicate[0].bias.fill_(3.0)
+        assert duplicate[0](x).eq(3).all()
         assert model(x).equal(expected)
 
 

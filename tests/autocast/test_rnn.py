@@ -141,6 +141,6 @@ def test_the_arithmetic_is_that_of_a_16_bit_layer(kind: type[nn.Module], half: t
     layer = _build(kind)
     x = torch.randn(3, 2, 4)
     out = layer(x)[0]
-    twin = _build(kind)
-    twin.load_state_dict(layer.state_dict())
-    assert out.equal(twin.to(half)(x.to(half))[0])
+    duplicate = _build(kind)
+    duplicate.load_state_dict(layer.state_dict())
+    assert out.equal(duplicate.to(half)(x.to(half))[0])

@@ -237,21 +237,21 @@ def test_a_copy_speaks_for_itself(how: str, level: str, device: torch.device, lo
     cast_with_masters(model, level)
     model.eval()
     whole = model(images(device))
-    twin = COPIES[how](model)
-    assert hook_count(twin) == hook_count(model) > 0 and is_cast(twin)
-    assert torch.equal(twin(images(device)), whole)
+    duplicate = COPIES[how](model)
+    assert hook_count(duplicate) == hook_count(model) > 0 and is_cast(duplicate)
+    assert torch.equal(duplicate(images(device)), whole)
     with torch.no_grad():
-        twin.head.weight.zero_()
-        twin.head.bias.fill_(5.0)
-    assert torch.equal(twin(images(device)), (twin.mean + 5.0).float().expand(2, 3))
+        duplicate.head.weight.zero_()
+        duplicate.head.bias.fill_(5.0)
+    assert torch.equal(duplicate(images(device)), (duplicate.mean + 5.0).float().expand(2, 3))
     assert torch.equal(model(images(device)), whole)
-    state = twin.state_dict()
+    state = duplicate.state_dict()
     assert not state['head.weight'].any() and state['head.weight'].dtype is F32
     assert state['head.bias'].tolist() == [5.0] * 3
     assert model.state_dict()['head.weight'].any()
     assert log == []
-    twin.load_state_dict(model.state_dict())
-    assert torch.equal(twin(images(device)), whole)
+    duplicate.load_state_dict(model.state_dict())
+    assert torch.equal(duplicate(images(device)), whole)
 
 
 @pytest.mark.parametrize('how', COPIES)
@@ -259,12 +259,12 @@ def test_hooks_of_a_copy_load_into_the_copy(how: str, device: torch.device) -> N
     model = net(device)
     cast_with_masters(model)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    twin = COPIES[how](model)
+    duplicate = COPIES[how](model)
     changed = {key: value + 1 if value.is_floating_point() else value for key, value in before.items()}
-    twin.load_state_dict(changed, assign=True)
+    duplicate.load_state_dict(changed, assign=True)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert torch.equal(twin.state_dict()['bn.weight'], changed['bn.weight'])
-    assert torch.equal(twin.state_dict()['head.weight'], changed['head.weight'].half().float())
+    assert torch.equal(duplicate.state_dict()['bn.weight'], changed['bn.weight'])
+    assert torch.equal(duplicate.state_dict()['head.weight'], changed['head.weight'].half().float())
 
 
 def test_hooks_hold_no_reference_to_the_model(device: torch.device) -> None:

@@ -144,11 +144,11 @@ def test_edit_wins_at_saving_with_one_warning(edit: Any, device: torch.device, l
 def test_restore_fp32_copy(device: torch.device) -> None:
     model = net(device)
     _, masters = cast_with_masters(model)
-    twin = copy.deepcopy(model)
-    objects = dict(twin.named_parameters())
-    assert restore_fp32_copy(twin, model) is True
-    assert hook_count(twin) == 0 and set(dtypes(twin).values()) == {F32, torch.int64}
-    for name, parameter in twin.named_parameters():
+    duplicate = copy.deepcopy(model)
+    objects = dict(duplicate.named_parameters())
+    assert restore_fp32_copy(duplicate, model) is True
+    assert hook_count(duplicate) == 0 and set(dtypes(duplicate).values()) == {F32, torch.int64}
+    for name, parameter in duplicate.named_parameters():
         assert parameter is objects[name]
         if name in masters:
             assert torch.equal(parameter, masters[name]) and parameter.data_ptr() != masters[name].data_ptr()

@@ -26,8 +26,8 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     """FP32 values of a model's parameters, exact where there are masters."""
     result = {}
     for name, parameter in model.named_parameters():
-        twin = fp32_values.fp32_twin(parameter)
-        result[name] = (parameter.detach().float() if twin is None else twin.detach()).clone()
+        master = fp32_values.fp32_twin(parameter)
+        result[name] = (parameter.detach().float() if master is None else master.detach()).clone()
     return result
 
 

@@ -108,7 +108,7 @@ def test_levels_differ_and_learn_the_same(levels: tuple[str, str], wide: bool, d
         )
         train(model, wrappers, device)
         found = [(p, fp32_values.fp32_twin(p)) for p in model.parameters()]
-        ends.append([p.detach().float() if twin is None else twin.detach() for p, twin in found])
+        ends.append([p.detach().float() if master is None else master.detach() for p, master in found])
         for name, level in zip(('generator', 'discriminator'), pair):
             kinds = {p.dtype for p in getattr(model, name).parameters()}
             assert kinds == {toy.HALF.get(level, torch.float32)}
@@ -252,12 +252,12 @@ def test_a_part_that_two_optimizers_step(level: str, device: torch.device) -> No
     )
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.trunk.weight
-    twin = fp32_values.fp32_twin(weight)
+    master = fp32_values.fp32_twin(weight)
     if level in ('O2', 'O5'):
-        assert twin is not None
+        assert master is not None
         for wrapper in wrappers.values():
-            assert any(p is twin for p in wrapper.master_params())
-    stepped = weight if twin is None else twin
+            assert any(p is master for p in wrapper.master_params())
+    stepped = weight if master is None else master
     for step in range(3):
         for wrapper, head in ((wrappers['a'], model.generator), (wrappers['b'], model.discriminator)):
             before = stepped.detach().clone()
@@ -464,9 +464,9 @@ def test_a_weight_given_to_a_second_optimizer_later_keeps_its_master(device: tor
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.generator[0].weight
     wrappers['b'].optimizer.add_param_group(dict(params=[weight]))
-    twin = fp32_values.fp32_twin(weight)
-    assert any(p is twin for p in wrappers['b'].master_params())
-    assert fp32_values.fp32_twin(weight) is twin
+    master = fp32_values.fp32_twin(weight)
+    assert any(p is master for p in wrappers['b'].master_params())
+    assert fp32_values.fp32_twin(weight) is master
 
 
 def test_gradients_cleared_by_the_model_take_their_flag_along(device: torch.device) -> None:

@@ -184,18 +184,18 @@ def test_copies_go_on_alike(cls: type[FusedOptimizer], kwargs: dict[str, Any], d
     optimizer.step()
     copied = copy.deepcopy(optimizer)
     pickled = pickle.loads(pickle.dumps(optimizer))
-    for twin in (copied, pickled):
-        assert twin.state_dtype is torch.bfloat16 and type(twin) is cls
-        theirs = twin.param_groups[0]['params']
+    for duplicate in (copied, pickled):
+        assert duplicate.state_dtype is torch.bfloat16 and type(duplicate) is cls
+        theirs = duplicate.param_groups[0]['params']
         assert theirs[0] is not mine[0]
         for seed in (1, 2):
             give(theirs, seed)
-            twin.step()
+            duplicate.step()
     for seed in (1, 2):
         give(mine, seed)
         optimizer.step()
-    for twin in (copied, pickled):
-        assert same(snapshot(twin.param_groups[0]['params'], twin), snapshot(mine, optimizer))
+    for duplicate in (copied, pickled):
+        assert same(snapshot(duplicate.param_groups[0]['params'], duplicate), snapshot(mine, optimizer))
 
 
 def test_old_pickles_are_completed(device: torch.device) -> None:

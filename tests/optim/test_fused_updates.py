@@ -93,12 +93,12 @@ def test_a_step_reads_nothing(cls: type[FusedOptimizer], kwargs: dict[str, Any],
 # -- under somebody else's loss scale ---------------------------------------------------------------------------------
 
 
-class Owner:
-    """Holds gradients apart, has a loss scale, and clips: what the engine does."""
+class Engine:
+    """Holds gradients apart, has a loss scale, and clips: what the engine of the package does."""
 
-    def __init__(self, optimizer: FusedOptimizer, partners: Mapping[int, Tensor], device: torch.device) -> None:
+    def __init__(self, optimizer: FusedOptimizer, copy_of: Mapping[int, Tensor], device: torch.device) -> None:
         self.optimizer = optimizer
-        self.partners = partners
+        self.copy_of = copy_of
         self.gradients: dict[int, Tensor] = {}
         self.scale = torch.full((), 1024.0, device=device)
         self.trackers = [torch.zeros((), dtype=torch.int32, device=device) for _ in range(2)]
@@ -122,46 +122,46 @@ class Owner:
 
     def step(self) -> Tensor | None:
         mine = [p for group in self.optimizer.param_groups for p in group['params']]
-        gradients, partners = ([found.get(id(p)) for p in mine] for found in (self.gradients, self.partners))
-        update = Update(gradients, partners, lambda grads: self.decide(grads))
+        gradients, copy_of = ([found.get(id(p)) for p in mine] for found in (self.gradients, self.copy_of))
+        update = Update(gradients, copy_of, lambda grads: self.decide(grads))
         with NoHostRead(), self.optimizer.updating(update):
             self.optimizer.step()
         return update.decision
 
 
 @pytest.fixture
-def owned(device: torch.device) -> Iterator[tuple[list[nn.Parameter], Owner]]:
+def weights_and_engine(device: torch.device) -> Iterator[tuple[list[nn.Parameter], Engine]]:
     """A float32 parameter with a copy, a 16-bit one with a remainder, and a float32 one with nothing beside it."""
     mine = weights(device)
     weight, remainder = split(mine[1].detach(), torch.bfloat16)
     mine[1] = nn.Parameter(weight)
-    partners = {id(mine[0]): mine[0].detach().half(), id(mine[1]): remainder}
+    copy_of = {id(mine[0]): mine[0].detach().half(), id(mine[1]): remainder}
     optimizer = FusedAdamW(mine, lr=0.01)
-    yield mine, Owner(optimizer, partners, device)
+    yield mine, Engine(optimizer, copy_of, device)
     assert optimizer._update is None
 
 
 def test_an_update_skips_on_the_device_and_copies_follow(
-    owned: tuple[list[nn.Parameter], Owner], device: torch.device
+    weights_and_engine: tuple[list[nn.Parameter], Engine], device: torch.device
 ) -> None:
-    mine, owner = owned
+    mine, engine = weights_and_engine
     exact = weights(device)
     own = torch.optim.AdamW(exact, lr=0.01)
     called: list[str] = []
-    owner.optimizer.register_step_pre_hook(lambda *_: called.append('pre'))
-    owner.optimizer.register_step_post_hook(lambda *_: called.append('post'))
+    engine.optimizer.register_step_pre_hook(lambda *_: called.append('pre'))
+    engine.optimizer.register_step_post_hook(lambda *_: called.append('post'))
     for seed, kind in enumerate('xcccx'):
-        scale = float(owner.scale)
+        scale = float(engine.scale)
         give(exact, seed)
         gradients = [p.grad.half() for p in exact]
-        owner.gradients = {id(p): g * scale for p, g in zip(mine, gradients)}
+        engine.gradients = {id(p): g * scale for p, g in zip(mine, gradients)}
         if kind == 'x':
-            owner.gradients[id(mine[2])][0, 0, 0] = math.nan
-        decision = owner.step()
+            engine.gradients[id(mine[2])][0, 0, 0] = math.nan
+        decision = engine.step()
         assert decision is not None and decision.device.type == device.type
         skip, _, coefficient, _, norm, after, skipped, _ = decision.tolist()
         assert (skip == 1) == (kind == 'x') and math.isnan(norm) == (kind == 'x')
-        assert after == float(owner.scale) and skipped == int(owner.counts[1])
+        assert after == float(engine.scale) and skipped == int(engine.counts[1])
         if kind == 'c':
             for parameter, gradient in zip(exact, gradients):
                 parameter.grad = gradient.float()
@@ -169,49 +169,49 @@ def test_an_update_skips_on_the_device_and_copies_follow(
             assert coefficient < 1 and norm == pytest.approx(float(total), rel=1e-3)
             own.step()
     for parameter, b in zip(mine, exact):
-        partner = owner.partners.get(id(parameter))
-        a = parameter if parameter.dtype is torch.float32 else join(parameter, partner)
+        beside = engine.copy_of.get(id(parameter))
+        a = parameter if parameter.dtype is torch.float32 else join(parameter, beside)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert same_bits(owner.partners[id(mine[0])], mine[0].detach().half())
-    assert called == ['pre', 'post'] * 5 and owner.seen == [3] * 5 and owner.counts.tolist() == [5, 2, 1]
-    assert float(owner.scale) == 1024 / 2 * 2 / 2
+    assert same_bits(engine.copy_of[id(mine[0])], mine[0].detach().half())
+    assert called == ['pre', 'post'] * 5 and engine.seen == [3] * 5 and engine.counts.tolist() == [5, 2, 1]
+    assert float(engine.scale) == 1024 / 2 * 2 / 2
 
 
-def test_copies_that_change_and_missing_gradients(owned: tuple[list[nn.Parameter], Owner]) -> None:
-    mine, owner = owned
+def test_copies_that_change_and_missing_gradients(weights_and_engine: tuple[list[nn.Parameter], Engine]) -> None:
+    mine, engine = weights_and_engine
     # all ranks decide, also one that has no gradient at all
-    decision = owner.step()
-    assert decision is not None and owner.seen == [0] and not owner.optimizer.state
-    owner.gradients = {id(mine[0]): torch.ones_like(mine[0], dtype=torch.float16)}
-    owner.step()
-    owner.partners = {**owner.partners, id(mine[0]): torch.zeros_like(mine[0], dtype=torch.bfloat16)}
-    again = owner.step()
-    # an owner may keep what it was told
+    decision = engine.step()
+    assert decision is not None and engine.seen == [0] and not engine.optimizer.state
+    engine.gradients = {id(mine[0]): torch.ones_like(mine[0], dtype=torch.float16)}
+    engine.step()
+    engine.copy_of = {**engine.copy_of, id(mine[0]): torch.zeros_like(mine[0], dtype=torch.bfloat16)}
+    again = engine.step()
+    # the engine may keep what it was told
     assert again is not None and again.data_ptr() != decision.data_ptr()
-    assert same_bits(owner.partners[id(mine[0])], mine[0].detach().bfloat16())
-    assert list(owner.optimizer.state) == [mine[0]] and owner.seen == [0, 1, 1]
-    # without an owner it stands beside nothing
-    partner = owner.partners[id(mine[0])].clone()
+    assert same_bits(engine.copy_of[id(mine[0])], mine[0].detach().bfloat16())
+    assert list(engine.optimizer.state) == [mine[0]] and engine.seen == [0, 1, 1]
+    # without an engine it stands beside nothing
+    beside = engine.copy_of[id(mine[0])].clone()
     mine[0].grad = torch.ones_like(mine[0])
-    owner.optimizer.step()
-    assert same_bits(owner.partners[id(mine[0])], partner)
-    with owner.optimizer.updating(Update([None] * 3, [None] * 3, owner.decide)):
+    engine.optimizer.step()
+    assert same_bits(engine.copy_of[id(mine[0])], beside)
+    with engine.optimizer.updating(Update([None] * 3, [None] * 3, engine.decide)):
         with pytest.raises(AmpUsageError, match='does not nest'):
-            with owner.optimizer.updating(Update([None] * 3, [None] * 3, owner.decide)):
+            with engine.optimizer.updating(Update([None] * 3, [None] * 3, engine.decide)):
                 pass
 
 
 @pytest.mark.parametrize('begun', [False, True])
 def test_gradients_of_an_update_are_checked_before_its_step(
-    owned: tuple[list[nn.Parameter], Owner], begun: bool
+    weights_and_engine: tuple[list[nn.Parameter], Engine], begun: bool
 ) -> None:
-    mine, owner = owned
+    mine, engine = weights_and_engine
     good = {id(p): torch.ones_like(p, dtype=torch.float16) for p in mine}
     if begun:
-        owner.gradients = good
-        owner.step()
-        owner.seen.clear()
-    count = len(owner.optimizer.state)
+        engine.gradients = good
+        engine.step()
+        engine.seen.clear()
+    count = len(engine.optimizer.state)
     for gradient, words in (
         (torch.ones(3, dtype=torch.float16), r'has shape \(16,\) and its gradient \(3,\)'),
         (torch.ones(16).to_sparse(), 'has a sparse gradient'),
@@ -220,15 +220,15 @@ def test_gradients_of_an_update_are_checked_before_its_step(
         if begun and gradient.is_meta and mine[0].device.type == 'cpu':
             # torch gives both the same number, and the op refuses
             continue
-        owner.gradients = {**good, id(mine[0]): gradient}
+        engine.gradients = {**good, id(mine[0]): gradient}
         with pytest.raises(AmpUsageError, match=words):
-            owner.step()
-        assert owner.seen == [] and len(owner.optimizer.state) == count
-    owner.optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(2, device='meta'))]))
-    late = owner.optimizer.param_groups[1]['params'][0]
-    owner.gradients = {**good, id(late): torch.ones(2, device='meta')}
+            engine.step()
+        assert engine.seen == [] and len(engine.optimizer.state) == count
+    engine.optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(2, device='meta'))]))
+    late = engine.optimizer.param_groups[1]['params'][0]
+    engine.gradients = {**good, id(late): torch.ones(2, device='meta')}
     with pytest.raises(AmpUsageError, match='under one loss scale they must be on one device'):
-        owner.step()
-    owner.gradients = good
-    owner.step()
-    assert owner.seen == [3]
+        engine.step()
+    engine.gradients = good
+    engine.step()
+    assert engine.seen == [3]
