@@ -11,6 +11,7 @@ import torch
 from bits import same
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_amp import network
 
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpUsageError, amp
 from amp_wrapper.amp.legacy import AmpHandle, NoOpHandle, OptimWrapper
@@ -24,11 +25,8 @@ def handle() -> Iterator[AmpHandle]:
     made._deactivate()
 
 
-def network() -> tuple[nn.Linear, torch.optim.Optimizer]:
-    model = nn.Linear(2, 1)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[0.5, -1.0]]))
-        model.bias.fill_(0.25)
+def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = network()
     return model, torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
 
 
@@ -38,7 +36,7 @@ def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
 
 def reference(factors: list[list[float]]) -> list[Tensor]:
     """FP32 training; each step sums the gradients of its losses."""
-    model, optimizer = network()
+    model, optimizer = trained()
     for losses in factors:
         optimizer.zero_grad()
         for factor in losses:
@@ -78,7 +76,7 @@ def test_disable_casts_ends_with_an_exception(handle: AmpHandle) -> None:
 @pytest.mark.parametrize('num_loss', [1, 3])
 def test_a_wrapped_optimizer_trains_as_in_fp32(handle: AmpHandle, num_loss: int) -> None:
     factors = [[1.0, 0.5, -2.0][:num_loss], [0.25, 2.0, 4.0][:num_loss]]
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain, num_loss)
     for losses in factors:
         # 2 ** 16 overflows at once: a loss that is small enough for float16 gradients keeps the test exact
@@ -92,7 +90,7 @@ def test_a_wrapped_optimizer_trains_as_in_fp32(handle: AmpHandle, num_loss: int)
 
 @pytest.mark.parametrize('bad', [0, 1, 2])
 def test_overflow_of_any_loss_skips_the_step_and_lowers_its_scale(handle: AmpHandle, bad: int) -> None:
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain, 3)
     before = [p.detach().clone() for p in model.parameters()]
     for index in range(3):
@@ -111,7 +109,7 @@ def test_overflow_of_any_loss_skips_the_step_and_lowers_its_scale(handle: AmpHan
 
 
 def test_a_loss_too_many_is_refused(handle: AmpHandle) -> None:
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain)
     with optimizer.scale_loss(loss_of(model, 2.0**-12)) as scaled:
         scaled.backward()
@@ -125,7 +123,7 @@ def test_a_loss_too_many_is_refused(handle: AmpHandle) -> None:
 
 
 def test_a_pass_that_failed_does_not_count(handle: AmpHandle) -> None:
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain)
 
     def fail() -> None:
@@ -145,7 +143,7 @@ def test_a_pass_that_failed_does_not_count(handle: AmpHandle) -> None:
 def test_the_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
     handle = amp.init(loss_scale='128')
     try:
-        model, optimizer = network()
+        model, optimizer = trained()
         for factor in (1.0, float('nan'), 0.5):
             optimizer.zero_grad()
             with handle.scale_loss(loss_of(model, factor), optimizer) as scaled:
@@ -153,7 +151,7 @@ def test_the_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
                 scaled.backward()
             optimizer.step()
         assert same(list(model.parameters()), reference([[1.0], [0.5]]))
-        handle.wrap_optimizer(network()[1])
+        handle.wrap_optimizer(trained()[1])
         with pytest.raises(AmpUsageError, match=r'optimizer\.scale_loss'), handle.scale_loss(loss_of(model), optimizer):
             pass
     finally:
@@ -163,7 +161,7 @@ def test_the_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
 def test_nothing_is_scaled_where_it_is_not_enabled() -> None:
     handle = amp.init(enabled=False)
     assert isinstance(handle, NoOpHandle) and not handle.is_active() and not handle.has_cache
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain)
     loss = loss_of(model)
     with optimizer.scale_loss(loss) as scaled:
@@ -183,7 +181,7 @@ def test_nothing_is_scaled_where_it_is_not_enabled() -> None:
 
 def test_after_deactivate_losses_are_not_scaled() -> None:
     handle = amp.init()
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain)
     handle._deactivate()
     loss = loss_of(model)
@@ -196,7 +194,7 @@ def test_after_deactivate_losses_are_not_scaled() -> None:
 
 def test_a_weight_that_changed_is_seen_by_the_next_cast(handle: AmpHandle) -> None:
     """apex kept 16-bit copies of weights past ``load_state_dict`` and evaluation."""
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain)
     x = torch.tensor([[1.0, 2.0]])
     with torch.no_grad():
@@ -211,7 +209,7 @@ def test_a_weight_that_changed_is_seen_by_the_next_cast(handle: AmpHandle) -> No
 
 
 def test_the_wrapper_hands_on_what_it_does_not_know(handle: AmpHandle) -> None:
-    _, plain = network()
+    _, plain = trained()
     optimizer = handle.wrap_optimizer(plain)
     assert isinstance(optimizer, OptimWrapper) and optimizer.param_groups is plain.param_groups
     assert repr(optimizer) == repr(plain) and optimizer.state_dict() == plain.state_dict()
@@ -224,7 +222,7 @@ def test_the_wrapper_hands_on_what_it_does_not_know(handle: AmpHandle) -> None:
 
 
 def test_closures_and_their_losses(handle: AmpHandle) -> None:
-    model, plain = network()
+    model, plain = trained()
     optimizer = handle.wrap_optimizer(plain)
 
     def closure() -> Tensor:
@@ -234,7 +232,7 @@ def test_closures_and_their_losses(handle: AmpHandle) -> None:
             scaled.backward()
         return loss
 
-    assert optimizer.step(closure).item() == loss_of(network()[0], 2.0**-12).item()
+    assert optimizer.step(closure).item() == loss_of(trained()[0], 2.0**-12).item()
     assert same(list(model.parameters()), reference([[2.0**-12]]))
 
 
@@ -245,7 +243,7 @@ def test_bad_words_are_refused_before_anything_is_turned_on(handle: AmpHandle) -
     with pytest.raises(AmpConfigError, match='loss_scale=0'):
         amp.init(loss_scale=0)
     assert not torch.is_autocast_enabled('cpu')
-    plain = network()[1]
+    plain = trained()[1]
     with pytest.raises(AmpConfigError, match='num_loss=0'):
         handle.wrap_optimizer(plain, 0)
     handle.wrap_optimizer(plain)

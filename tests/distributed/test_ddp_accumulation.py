@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from toy_amp import network
 
 from amp_wrapper import amp
 from amp_wrapper.casting.param_pairs import ParamPairs
@@ -25,14 +26,6 @@ def group(tmp_path: Path) -> Iterator[None]:
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
-
-
-def network() -> nn.Linear:
-    model = nn.Linear(2, 1)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[0.5, -1.0]]))
-        model.bias.fill_(0.25)
-    return model
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:

@@ -51,6 +51,15 @@ class Net(nn.Module):
         return [self.fc.weight, self.bn.weight]
 
 
+def network() -> nn.Linear:
+    """A line: the smallest model with a weight and a bias."""
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.5, -1.0]]))
+        model.bias.fill_(0.25)
+    return model
+
+
 def data(index: int, device: torch.device | str = 'cpu') -> Tensor:
     """(1, 2) of small dyadic numbers, others at each index."""
     return torch.tensor([[(1.0, 0.5, 2.0, -1.0)[index % 4], (0.25, 1.0, -0.5)[index % 3]]], device=device)

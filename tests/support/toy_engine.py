@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -22,14 +23,15 @@ CAST_LEVELS = {'O2': F16, 'O3': F16, 'O5': BF16}
 class Net(nn.Module):
     """One 16-bit and one FP32 parameter group at the levels that keep BatchNorm."""
 
-    def __init__(self, norm: bool = True) -> None:
+    def __init__(self, norm: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.fc = nn.Linear(4, 6)
         self.bn = nn.BatchNorm1d(6) if norm else nn.Identity()
         self.out = nn.Linear(6, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.bn(self.fc(x)).relu())
+        return self.out(F.dropout(self.bn(self.fc(x)).relu(), self.dropout, self.training))
 
 
 def momentum(parameters: Any) -> Optimizer:
