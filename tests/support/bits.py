@@ -46,7 +46,9 @@ def same_bits(left: Tensor, right: Tensor, any_nan: bool = False) -> bool:
     return torch.equal(bits(left, any_nan), bits(right, any_nan))
 
 
-def differences(left: Any, right: Any, path: str = '', *, strict: bool = False, any_nan: bool = False) -> list[str]:
+def differences(
+    left: Any, right: Any, path: str = '', *, strict: bool = False, ordered: bool = False, any_nan: bool = False
+) -> list[str]:
     """Where two nested structures differ, a line for each place; tensors, arrays and floats by their bits.
 
     Args:
@@ -55,11 +57,12 @@ def differences(left: Any, right: Any, path: str = '', *, strict: bool = False, 
         path: The place of both, for the lines.
         strict: Also the exact types of containers and tensors, the order of names in dicts, and the strides of tensors
             and whether they take gradients. Otherwise a tuple may be a list, and a parameter a tensor.
+        ordered: Also the order of keys in dicts, where their types may differ.
         any_nan: One NaN is as good as another.
     """
 
     def inner(a: Any, b: Any, more: str) -> list[str]:
-        return differences(a, b, path + more, strict=strict, any_nan=any_nan)
+        return differences(a, b, path + more, strict=strict, ordered=ordered, any_nan=any_nan)
 
     if strict and type(left) is not type(right):
         return [f'{path}: {type(left).__name__} against {type(right).__name__}']
@@ -68,7 +71,8 @@ def differences(left: Any, right: Any, path: str = '', *, strict: bool = False, 
             return [f'{path}: {_strides(left)} {left.requires_grad} against {_strides(right)} {right.requires_grad}']
         return [] if same_bits(left, right, any_nan) else [f'{path}: {_shown(left)} against {_shown(right)}']
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        if left.keys() != right.keys() or (strict and _names(left) != _names(right)):
+        wrong = (strict and _names(left) != _names(right)) or (ordered and list(left) != list(right))
+        if wrong or left.keys() != right.keys():
             return [f'{path}: keys {list(left)} against {list(right)}']
         return [row for key in left for row in inner(left[key], right[key], f'[{key!r}]')]
     if isinstance(left, (list, tuple, deque)) and isinstance(right, (list, tuple, deque)):
@@ -81,7 +85,8 @@ def differences(left: Any, right: Any, path: str = '', *, strict: bool = False, 
     if left is right:
         return []
     if type(left) is type(right) and _has_attributes_alone(left):
-        return inner(vars(left), vars(right), '.__dict__')
+        # what is saved of them: mmengine's HistoryBuffer leaves something out
+        return inner(left.__reduce_ex__(2)[2], right.__reduce_ex__(2)[2], '.state')
     if isinstance(left, float) and isinstance(right, float):
         same = struct.pack('<d', left) == struct.pack('<d', right) or (any_nan and left != left and right != right)
     else:
@@ -89,9 +94,9 @@ def differences(left: Any, right: Any, path: str = '', *, strict: bool = False, 
     return [] if same else [f'{path}: {left!r} against {right!r}']
 
 
-def same(left: Any, right: Any, any_nan: bool = False) -> bool:
+def same(left: Any, right: Any, *, ordered: bool = False, any_nan: bool = False) -> bool:
     """Whether two nested structures are equal bit for bit; see :func:`differences`."""
-    return not differences(left, right, any_nan=any_nan)
+    return not differences(left, right, ordered=ordered, any_nan=any_nan)
 
 
 def identical(left: Any, right: Any) -> bool:

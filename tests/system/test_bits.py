@@ -95,6 +95,7 @@ def test_what_only_a_strict_comparison_sees() -> None:
         ({}, OrderedDict()),
     ):
         assert same(left, right) and not identical(left, right)
+    assert not same({'a': 1, 'b': 2}, {'b': 2, 'a': 1}, ordered=True) and same({}, OrderedDict(), ordered=True)
     # parameters in an optimizer's state are numbered, in any order
     assert identical({0: 1, 1: 2}, {1: 2, 0: 1})
 
