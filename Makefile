@@ -1,5 +1,5 @@
 # make train   set up and train the digits CNN at O2
-# make test    set up and run the tests
+# make test    set up and run the tests, but for the long grids
 # The first of them makes a virtual environment in .venv; PYTHON chooses its interpreter (3.10 to 3.12).
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -37,11 +37,12 @@ DRY ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help gpu-check ops train test test-torch test-onedl test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-grids test-all test-torch test-onedl test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
-	@echo 'make test    set up, run the tests (PYTEST_ARGS="-k name" for some of them)'
+	@echo 'make test    set up, try every behaviour once (PYTEST_ARGS="-k name" for some of the tests)'
+	@echo 'make test-grids  the long grids: the same behaviours on more levels, settings and examples; make test-all does both'
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine in place of mmengine, in an environment of its own'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
@@ -103,8 +104,16 @@ $(VENV)/.docs: $(VENV)/.dev requirements/docs.txt
 train: $(VENV)/.ops
 	$(BIN)/python tools/train.py configs/digits/cnn_o2.py
 
+# every behaviour once; and what repeats one on more levels, settings and examples, and takes long
+TRY = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	$(TRY) -m 'not grid' $(PYTEST_ARGS)
+
+test-grids: $(VENV)/.dev
+	$(TRY) -m grid $(PYTEST_ARGS)
+
+test-all: test
+	$(MAKE) --no-print-directory test-grids
 
 # everything is pinned but torch, and what that torch asks for in a version of its own
 $(VENV_TORCH)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/openmmlab.txt \

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 STAGES = ('ops', 'step', 'engine', 'end-to-end', 'sanitizer', 'ddp')
 #: The test files of a stage, by pattern; ``engine`` has all others that take a device.
 TESTS = {
-    'ops': ('test_ops*.py', 'test_step_ops.py'),
+    'ops': ('test_ops*.py',),
     'step': (
         'test_fused_*.py', 'test_engine_fused.py', 'test_loss_scaler.py', 'test_gradients.py', 'test_master_weights.py',
         'test_split_masters.py', 'test_accumulation.py', 'test_late_*.py',

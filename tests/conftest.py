@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -48,6 +49,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if name == 'cuda' and not torch.cuda.is_available():
         raise pytest.UsageError('--device cuda, but torch sees no GPU')
     return torch.device(name)
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """Lines of the package's logger with their levels, whether or not it propagates."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(f'{record.levelname} {record.getMessage()}')  # type: ignore[method-assign]
+    logger = logging.getLogger('amp_wrapper')
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from . import state
-from .patching import in_backward as in_backward
 from .patching import patches
 from .state import Region, thread
 

@@ -6,7 +6,10 @@ import itertools
 
 import pytest
 import torch
-from amp_toy import (
+from bits import differing
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
+from toy_amp import (
     HALF,
     LEVELS,
     MASTERS,
@@ -15,16 +18,12 @@ from amp_toy import (
     backward,
     check_rounded,
     data,
-    differing,
-    quick_collections,  # noqa: F401  (a fixture)
     scales,
     set_scales,
     sgd,
     values,
     zero,
 )
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from amp_wrapper import FusedSGD, amp
 from amp_wrapper.errors import AmpUsageError
@@ -137,7 +136,7 @@ def test_the_state_dict_has_all_groups(level: str, device: torch.device) -> None
 
 
 @pytest.mark.parametrize('level', MASTERS)
-def test_in_the_middle_of_a_window(level: str, device: torch.device) -> None:
+def test_in_the_middle_of_an_accumulation(level: str, device: torch.device) -> None:
     """Between two passes of one step."""
 
     def run(at: str | None) -> tuple[list[Net], Optimizer]:

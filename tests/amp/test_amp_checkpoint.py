@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import (
+from bits import same
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from toy_amp import (
     LEVELS,
     MASTERS,
     backward,
     logged,
-    quick_collections,  # noqa: F401  (a fixture)
-    same,
     scalers,
     scales,
     set_scales,
 )
-from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from toy_engine import Net
 
 from amp_wrapper import amp
 from amp_wrapper.errors import AmpCheckpointError, AmpUsageError
@@ -32,33 +32,19 @@ from amp_wrapper.errors import AmpCheckpointError, AmpUsageError
 F16, F32 = torch.float16, torch.float32
 
 
-class Deep(nn.Module):
-    """Its arithmetic rounds everywhere: what a checkpoint loses shows in the next step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 6)
-        self.bn = nn.BatchNorm1d(6)
-        self.out = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.bn(self.fc(x)).relu(), 0.25, self.training)
-        return self.out(x)
-
-
-def make(device: torch.device, optimizer: str = 'SGD') -> tuple[Deep, Optimizer]:
+def make(device: torch.device, optimizer: str = 'SGD') -> tuple[Net, Optimizer]:
     torch.manual_seed(3)
-    model = Deep().to(device)
+    model = Net(dropout=0.25).to(device)
     if optimizer == 'Adam':
         return model, Adam(model.parameters(), 2.0**-5, eps=2.0**-10)
     return model, SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def initialize(model: Deep, optimizer: Optimizer, level: str, **options: Any) -> None:
+def initialize(model: Net, optimizer: Optimizer, level: str, **options: Any) -> None:
     amp.initialize(model, optimizer, opt_level=level, **{'verbosity': 0, **options})
 
 
-def step(model: Deep, optimizer: Optimizer, index: int, device: torch.device) -> Tensor:
+def step(model: Net, optimizer: Optimizer, index: int, device: torch.device) -> Tensor:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(index)).to(device)
     torch.manual_seed(100 + index)
     output = model(x)
@@ -189,7 +175,6 @@ def resume(folder: str, device_type: str) -> None:
         torch.save(_train(level, kind, torch.device(device_type), state, 12), f'{path}.second')
 
 
-@pytest.mark.slow
 def test_resume_in_a_fresh_process(tmp_path: Path, device: torch.device) -> None:
     """Weights, masters, optimizer state, scales and losses, bit for bit, at every level."""
     wanted = {}
@@ -320,7 +305,7 @@ def test_sessions_are_numbered_on(device: torch.device) -> None:
     pairs = [make(device) for _ in range(3)]
     initialize(*pairs[0], 'O1')
     initialize(*pairs[1], 'O2', num_losses=2)
-    amp.initialize(Deep().to(device), opt_level='O2', verbosity=0)
+    amp.initialize(Net(dropout=0.25).to(device), opt_level='O2', verbosity=0)
     initialize(*pairs[2], 'O5')
     set_scales(pairs[1][1], 4.0, 8.0)
     assert [entry['loss_scale'] for entry in amp.state_dict().values()] == [2.0**16, 4.0, 8.0, 1.0]

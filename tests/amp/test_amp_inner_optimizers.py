@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import LEVELS, MASTERS, Net, data, quick_collections, scales, set_scales  # noqa: F401
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from toy_amp import LEVELS, MASTERS, Net, data, scales, set_scales
 
 from amp_wrapper import AmpOptimWrapper, amp
 from amp_wrapper.errors import AmpCheckpointError, AmpUsageError

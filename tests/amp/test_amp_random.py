@@ -6,21 +6,20 @@ import math
 from typing import Any
 
 import torch
-from amp_toy import (
+from bits import same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_amp import (
     Net,
     backward,
     check_rounded,
     data,
-    quick_collections,  # noqa: F401  (a fixture)
     scales,
     set_scales,
     sgd,
     unskipped,
     zero,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from amp_wrapper import amp
 
@@ -125,10 +124,6 @@ def compare(level: str, model: Model, nets: list[Net], optimizers: list[Any], gr
             assert torch.equal(mine, wanted)
             state, plain = ours.state.get(mine, {}), theirs.state.get(wanted, {})
             momenta = [each.get('momentum_buffer') for each in (state, plain)]
-            assert _same(*momenta)
+            assert same(*momenta, any_nan=True)
             # of masters, gradients follow what happened to those of the weights when a pass begins
-            assert not gradients or _same(mine.grad, wanted.grad)
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b is None or (a is not None and b is not None and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+            assert not gradients or same(mine.grad, wanted.grad, any_nan=True)

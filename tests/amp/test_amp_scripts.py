@@ -10,21 +10,20 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import (
+from bits import differing
+from torch.optim import SGD, Optimizer
+from toy_amp import (
     LEVELS,
     Net,
     backward,
     data,
-    differing,
     logged,
-    quick_collections,  # noqa: F401  (a fixture)
     scales,
     set_scales,
     sgd,
     values,
     zero,
 )
-from torch.optim import SGD, Optimizer
 
 from amp_wrapper import FusedSGD, amp
 from amp_wrapper.engine.host_read import LateRead

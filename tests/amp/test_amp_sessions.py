@@ -11,20 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import (
+from bits import same
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.checkpoint import checkpoint
+from toy_amp import (
     logged,
-    quick_collections,  # noqa: F401  (a fixture)
-    same,
     scales,
     set_scales,
     unskipped,
 )
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import FusedAdamW, amp
-from amp_wrapper.amp import session as amp_session
+from amp_wrapper.amp import session
 from amp_wrapper.errors import AmpAttachError, AmpUsageError
 from amp_wrapper.policy import LEVELS, resolve
 
@@ -139,7 +138,7 @@ def test_an_optimizer_that_somebody_holds_counts(device: torch.device) -> None:
 
 @pytest.mark.parametrize('losses', [1, 2])
 @pytest.mark.parametrize(('level', 'to'), list(itertools.product(LEVELS, LEVELS)))
-def test_trained_beside_its_restored_twin(level: str, to: str, losses: int, device: torch.device) -> None:
+def test_trained_beside_its_restored_copy(level: str, to: str, losses: int, device: torch.device) -> None:
     """A script like apex's own test of checkpoints: for all pairs of levels, models are made, trained and restored one after
     the other under the same names, outputs and losses live on, and both trainings go on side by side."""
     outputs: list[Tensor] = []
@@ -158,7 +157,7 @@ def test_trained_beside_its_restored_twin(level: str, to: str, losses: int, devi
 
     for first in (True, False):
         torch.manual_seed(3)
-        twin = twin_optimizer = None
+        restored = restored_optimizer = None
         model, optimizer = make(device, level, num_losses=losses)
         for index in range(2):
             epoch(model, optimizer, index)
@@ -167,26 +166,26 @@ def test_trained_beside_its_restored_twin(level: str, to: str, losses: int, devi
         assert list(state['amp']) == [f'loss_scaler{index}' for index in range(losses)]
         assert [entry['loss_scale'] for entry in state['amp'].values()] == scales(optimizer)
         assert [entry['unskipped'] for entry in state['amp'].values()] == unskipped(optimizer)
-        twin = Deep().to(device)
-        twin_optimizer = SGD(twin.parameters(), lr=0.125)
+        restored = Deep().to(device)
+        restored_optimizer = SGD(restored.parameters(), lr=0.125)
         if first:
-            amp.initialize(twin, twin_optimizer, opt_level=to, num_losses=losses, verbosity=0)
-        twin.load_state_dict(state['model'])
-        twin_optimizer.load_state_dict(state['optimizer'])
+            amp.initialize(restored, restored_optimizer, opt_level=to, num_losses=losses, verbosity=0)
+        restored.load_state_dict(state['model'])
+        restored_optimizer.load_state_dict(state['optimizer'])
         if not first:
-            amp.initialize(twin, twin_optimizer, opt_level=to, num_losses=losses, verbosity=0)
+            amp.initialize(restored, restored_optimizer, opt_level=to, num_losses=losses, verbosity=0)
         # apex could not do this in the same script
-        amp.load_state_dict(state['amp'], optimizers=twin_optimizer)
+        amp.load_state_dict(state['amp'], optimizers=restored_optimizer)
         assert amp.state_dict(optimizers=optimizer) == state['amp']
         if resolve(level).loss_scale == resolve(to).loss_scale:
-            assert amp.state_dict(optimizers=twin_optimizer) == state['amp']
+            assert amp.state_dict(optimizers=restored_optimizer) == state['amp']
         assert len(amp.state_dict()) == 2 * losses
         for index in range(2, 4):
-            here, there = epoch(model, optimizer, index), epoch(twin, twin_optimizer, index)
+            here, there = epoch(model, optimizer, index), epoch(restored, restored_optimizer, index)
             if level == to:
                 assert torch.equal(here, there)
-                assert same(dict(model.state_dict()), dict(twin.state_dict()))
-        del model, optimizer, twin, twin_optimizer
+                assert same(dict(model.state_dict()), dict(restored.state_dict()))
+        del model, optimizer, restored, restored_optimizer
 
 
 def initialised(model: nn.Module) -> Optimizer:
@@ -269,4 +268,4 @@ def test_what_casts_no_weights_makes_way(first: str, second: str, device: torch.
 def test_the_registry_forgets(device: torch.device) -> None:
     kept = [train(*make(device, 'O2'), device) for _ in range(3)]
     gc.collect()
-    assert len(amp_session._alive()) == 0 and len(kept) == 3
+    assert len(session._alive()) == 0 and len(kept) == 3

@@ -124,7 +124,7 @@ def test_without_an_optimizer() -> None:
             cls()
 
 
-def test_members_of_a_dict() -> None:
+def test_wrappers_in_a_dict() -> None:
     for value in VALUES:
         with pytest.raises(AssertionError):
             OptimWrapperDict(a=value)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from amp_toy import logged, quick_collections  # noqa: F401  (a fixture)
+from bits import same_bits
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from toy_amp import logged
 
 from amp_wrapper import AmpOptimWrapper, FusedAdamW, amp
 from amp_wrapper.errors import AmpAttachError, AmpConfigError
@@ -84,7 +85,7 @@ def test_trained_16_bit_weights(level: str, dtype: torch.dtype, api: str, device
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(AmpAttachError, match=r'16-bit already: 0\.weight.*from_16bit=True'):
         Run(api, net, optimizer, level)
-    assert all(same(value, before[name]) for name, value in net.state_dict().items())
+    assert all(same_bits(value, before[name]) for name, value in net.state_dict().items())
     with logged() as lines:
         run = Run(api, net, optimizer, level, from_16bit=True, verbosity=1)
     told = [line for line in lines if '16-bit before' in line]
@@ -101,10 +102,6 @@ def test_trained_16_bit_weights(level: str, dtype: torch.dtype, api: str, device
     losses = [float(run.step(x)) for _ in range(4)]
     assert losses[-1] < losses[0]
     assert net.state_dict()['0.weight'].dtype is torch.float32
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype is b.dtype and torch.equal(a, b)
 
 
 @pytest.mark.parametrize('owns', ['all', 'trained'])
@@ -147,7 +144,7 @@ def test_frozen_16_bit_parts(level: str, dtype: torch.dtype, api: str, owns: str
     again.load_state_dict(saved['model'])
     optimizer.load_state_dict(saved['optimizer'])
     assert [float(resumed.step(x)) for _ in range(2)] == expected
-    assert all(same(value, net.state_dict()[name]) for name, value in again.state_dict().items())
+    assert all(same_bits(value, net.state_dict()[name]) for name, value in again.state_dict().items())
 
 
 @pytest.mark.parametrize('api', APIS)

@@ -10,23 +10,20 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences, same_bits
 from mmengine.hooks import EMAHook
 from mmengine.model import ExponentialMovingAverage
 from mmengine.optim import OptimWrapperDict
-from test_weight_wins import FINE, HIDDEN, IN_PLACE, LOADS
 from torch import Tensor, nn
+from weight_edits import FINE, HIDDEN, IN_PLACE, LOADS
 
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, ops
-from amp_wrapper.casting import fp32_values as twins
+from amp_wrapper.casting import fp32_values
 from amp_wrapper.casting.split_masters import SplitMasters
 from amp_wrapper.ops.split import join, split
 from amp_wrapper.optim import FusedAdamW, FusedSGD
 
 LEVELS = {'O2': torch.float16, 'O5': torch.bfloat16}
-
-
-def bits(value: Tensor) -> Tensor:
-    return value.detach().contiguous().view(torch.int32)
 
 
 def wrap(
@@ -92,21 +89,21 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
         wrapper.attach(model)
         assert weight.grad.dtype is weight.dtype
         masters = wrapper._engine.parts.params
-        remainder = twins.remainder_of(weight)
+        remainder = fp32_values.remainder_of(weight)
         assert weight.dtype is LEVELS[level] and remainder is not None and remainder.bits.dtype is torch.int16
         assert wrapper.optimizer.param_groups[0]['params'] == [weight] == list(wrapper.master_params())
         assert wrapper.optimizer.state[weight]['momentum_buffer'] is moment and moment.dtype is torch.float32
-        assert twins.fp32_twin(weight) is None
-        assert bits(model.state_dict()['0.weight']).equal(bits(values))
+        assert fp32_values.fp32_twin(weight) is None
+        assert same_bits(model.state_dict()['0.weight'], values)
         copied = copy.deepcopy(model)
-        assert bits(copied.state_dict()['0.weight']).equal(bits(copied[0].weight)), 'a copy speaks for itself'
-        assert bits(copied[0].weight).equal(bits(values)), 'and holds the FP32 values'
+        assert same_bits(copied.state_dict()['0.weight'], copied[0].weight), 'a copy speaks for itself'
+        assert same_bits(copied[0].weight, values), 'and holds the FP32 values'
         average = ExponentialMovingAverage(model)
-        assert bits(average.module[0].weight).equal(bits(values))
+        assert same_bits(average.module[0].weight, values)
         wrapper.detach()
         assert len(masters) == 0 and weight.grad.dtype is torch.float32
-        assert weight.dtype is torch.float32 and bits(weight).equal(bits(values))
-        assert twins.remainder_of(weight) is None
+        assert weight.dtype is torch.float32 and same_bits(weight, values)
+        assert fp32_values.remainder_of(weight) is None
 
 
 def test_what_float16_cannot_keep(device: torch.device) -> None:
@@ -136,15 +133,15 @@ def test_checkpoints_move_between_split_and_whole_masters(level: str, start: boo
             model.load_state_dict(saved[0])
             other.load_state_dict(saved[1])
             other.attach(model)
-            assert toy.differences(saved[0], model.state_dict()) == []
-            assert toy.differences(saved[1]['state'], other.state_dict()['state']) == []
+            assert differences(saved[0], model.state_dict()) == []
+            assert differences(saved[1]['state'], other.state_dict()['state']) == []
     plain = toy.ToyModel().to(device)
     plain.load_state_dict(saved[0])
     other = wrap('O0', plain, masters=None, momentum=0.5)
     other.load_state_dict(saved[1])
     other.attach(plain)
-    assert toy.differences(saved[0], plain.state_dict()) == []
-    assert toy.differences(saved[1]['state'], other.state_dict()['state']) == []
+    assert differences(saved[0], plain.state_dict()) == []
+    assert differences(saved[1]['state'], other.state_dict()['state']) == []
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -152,7 +149,7 @@ def test_checkpoints_move_between_split_and_whole_masters(level: str, start: boo
 
 def everything(model: nn.Module, wrapper: AmpOptimWrapper) -> Any:
     """All that a step changes, in FP32 and as it lies."""
-    held = [twins.remainder_of(parameter) for parameter in model.parameters()]
+    held = [fp32_values.remainder_of(parameter) for parameter in model.parameters()]
     remainders = [None if remainder is None else remainder.bits for remainder in held]
     state = wrapper.state_dict()
     return copy.deepcopy([dict(model.state_dict()), dict(model.state_dict(keep_vars=True)), remainders, state['state']])
@@ -176,7 +173,7 @@ def test_training_is_that_of_whole_masters(level: str, setting: str, device: tor
     losses = [train(*run, steps) for run in runs]
     assert losses[0] == losses[1]
     (split_one, _, remainders, state), (whole, _, _, expected) = (everything(*run) for run in runs)
-    assert toy.differences(split_one, whole) == [] and toy.differences(state, expected) == []
+    assert differences(split_one, whole) == [] and differences(state, expected) == []
     moved = [name for name in start if start[name].is_floating_point() and not start[name].equal(split_one[name])]
     assert len(moved) >= 6
     assert sum(bool(remainder.any()) for remainder in remainders if remainder is not None) >= 4
@@ -191,7 +188,7 @@ def test_resumed_runs_are_the_same_bit_for_bit(level: str, early: bool, device: 
     words: dict[str, Any] = dict(kind=FusedAdamW, accumulative_counts=2, loss_scale='dynamic')
     model, wrapper = toy_model(level, device, **words)
     wrapper.initialize_count_status(model, 0, 8)
-    # in the middle of a window
+    # in the middle of an accumulation
     train(model, wrapper, range(3))
     saved = copy.deepcopy((dict(model.state_dict()), wrapper.state_dict()))
     losses = train(model, wrapper, range(3, 8))
@@ -203,7 +200,7 @@ def test_resumed_runs_are_the_same_bit_for_bit(level: str, early: bool, device: 
     resumed.load_state_dict(saved[1])
     resumed.initialize_count_status(other, 3, 8)
     assert train(other, resumed, range(3, 8)) == losses
-    assert toy.differences(everything(model, wrapper), everything(other, resumed)) == []
+    assert differences(everything(model, wrapper), everything(other, resumed)) == []
 
 
 @pytest.mark.parametrize('level', LEVELS)
@@ -216,10 +213,10 @@ def test_skipped_steps_change_nothing_and_are_no_edit(level: str, device: torch.
         model.bn.load_state_dict(
             {**model.bn.state_dict(), **{key: norm[key] for key in norm if 'running' in key or 'num' in key}}
         )
-        assert toy.differences(before[:3], everything(model, wrapper)[:3]) == []
+        assert differences(before[:3], everything(model, wrapper)[:3]) == []
         assert wrapper._engine.parts.params.edited() == []
         train(model, wrapper)
-        assert toy.differences(before, everything(model, wrapper)) != []
+        assert differences(before, everything(model, wrapper)) != []
 
 
 def test_an_edit_before_a_step_is_where_the_step_starts(device: torch.device) -> None:
@@ -230,7 +227,7 @@ def test_an_edit_before_a_step_is_where_the_step_starts(device: torch.device) ->
         model.fc.weight.fill_(0.3)
     train(model, wrapper)
     assert bool((model.state_dict()['fc.weight'] == torch.tensor(0.3).bfloat16().float()).all())
-    assert bits(model.state_dict()['conv.weight']).equal(bits(values))
+    assert same_bits(model.state_dict()['conv.weight'], values)
 
 
 def test_what_one_pass_cannot_do_is_refused(device: torch.device) -> None:
@@ -244,7 +241,7 @@ def test_what_one_pass_cannot_do_is_refused(device: torch.device) -> None:
         loss = model(torch.zeros(1, dtype=torch.int64, device=device)).float().sum()
     with pytest.raises((AmpUsageError, ValueError), match='sparse'):
         wrapper.update_params(loss)
-    assert toy.differences(before[:3], everything(model, wrapper)[:3]) == []
+    assert differences(before[:3], everything(model, wrapper)[:3]) == []
 
 
 def test_a_step_without_any_gradient_steps_nothing(device: torch.device) -> None:
@@ -252,7 +249,7 @@ def test_a_step_without_any_gradient_steps_nothing(device: torch.device) -> None
     outside = torch.ones(1, requires_grad=True, device=device)
     before = everything(model, wrapper)
     wrapper.update_params(outside.sum())
-    assert toy.differences(before, everything(model, wrapper)) == []
+    assert differences(before, everything(model, wrapper)) == []
 
 
 # -- what is written --------------------------------------------------------------------------------------------------
@@ -267,14 +264,14 @@ def test_loads_arrive_unrounded(level: str, place: str, tmp_path: Path) -> None:
     LOADS[place](model, tmp_path)
     assert model.fc.weight is weight
     near, remainder = split(FINE, weight.dtype)
-    held = twins.remainder_of(weight)
+    held = fp32_values.remainder_of(weight)
     assert held is not None and weight.equal(near) and held.bits.equal(remainder) and remainder.any()
     assert wrapper._engine.parts.params.edited() == []
     after = model.state_dict()
-    assert bits(after.pop('fc.weight')).equal(bits(FINE))
+    assert same_bits(after.pop('fc.weight'), FINE)
     # another part loads biases that were rounded before
     if 'submodule' not in place:
-        assert toy.differences(rest, after) == []
+        assert differences(rest, after) == []
 
 
 def test_a_tie_that_is_loaded_is_rounded_away_from_zero(device: torch.device) -> None:
@@ -299,17 +296,17 @@ def test_edits_in_place_win(level: str, place: str, tmp_path: Path, caplog: pyte
         saved = model.state_dict()
     assert 'fc.weight was changed' in caplog.text
     edited = model.fc.weight.detach()
-    assert saved['fc.weight'].equal(edited.float()) and not twins.remainder_of(model.fc.weight).bits.any()
-    assert toy.differences({**before, 'fc.weight': edited.float()}, saved) == []
+    assert saved['fc.weight'].equal(edited.float()) and not fp32_values.remainder_of(model.fc.weight).bits.any()
+    assert differences({**before, 'fc.weight': edited.float()}, saved) == []
     with torch.no_grad():
         model.conv.weight.mul_(0.5)
     edited = model.conv.weight.detach().float()
     # as a step begins
     assert masters.refresh() == ['conv.weight'] and masters.edited() == masters.refresh() == []
-    assert masters.copy_of(model.conv.weight) is twins.remainder_of(model.conv.weight).bits
+    assert masters.copy_of(model.conv.weight) is fp32_values.remainder_of(model.conv.weight).bits
     with torch.no_grad():
         model.conv.weight.mul_(0.5)
-    assert twins.fp32_value(model.conv.weight).equal(edited * 0.5)
+    assert fp32_values.fp32_value(model.conv.weight).equal(edited * 0.5)
     assert not masters.copy_of(model.conv.weight).any() and masters.copy_of(torch.ones(1)) is None
 
 
@@ -344,7 +341,7 @@ def test_a_remainder_of_another_number_makes_no_nan(dtype: torch.dtype, device: 
     decision = torch.tensor([0, 1, 1, torch.inf, torch.nan, torch.nan, 0, 0], device=device)
     halves = weight.clone(), remainder.clone()
     ops.fused_sgd([torch.zeros_like(weight)], [halves[0]], [], [halves[1]], row, decision)
-    assert toy.differences(list(halves), list(split(joined, dtype))) == []
+    assert differences(list(halves), list(split(joined, dtype))) == []
 
 
 # -- averages ---------------------------------------------------------------------------------------------------------
@@ -367,7 +364,7 @@ def test_validation_with_an_average_gives_every_bit_back(level: str, buffers: bo
     hook.src_model, hook.ema_model = model, average
 
     def all_of_it() -> Any:
-        remainders = [twins.remainder_of(parameter) for parameter in model.parameters()]
+        remainders = [fp32_values.remainder_of(parameter) for parameter in model.parameters()]
         held = [None if r is None else r.bits.clone() for r in remainders]
         return copy.deepcopy(
             [dict(model.state_dict(keep_vars=True)), dict(model.state_dict()), held, dict(average.state_dict())]
@@ -375,11 +372,11 @@ def test_validation_with_an_average_gives_every_bit_back(level: str, buffers: bo
 
     before = all_of_it()
     hook._swap_ema_parameters()
-    assert toy.differences(before, all_of_it()) != []
+    assert differences(before, all_of_it()) != []
     assert model.fc.bias.equal(split(before[3]['module.fc.bias'], model.fc.bias.dtype)[0])
     assert average.module.fc.weight.equal(before[1]['fc.weight'])
     hook._swap_ema_parameters()
-    assert toy.differences(before, all_of_it()) == []
+    assert differences(before, all_of_it()) == []
 
 
 # -- the optimizer ----------------------------------------------------------------------------------------------------
@@ -415,7 +412,7 @@ def test_parameters_that_come_later(level: str, device: torch.device) -> None:
     wrapper.backward((late.float() * 2.0**-12).sum() + wide.sum() + model.fc.bias.float().sum())
     wrapper.step()
     assert wide.tolist() == [0.5, 0.5] and bool((late == 1).all())
-    assert twins.fp32_value(late).tolist() == [1 - 2.0**-13] * 3
+    assert fp32_values.fp32_value(late).tolist() == [1 - 2.0**-13] * 3
 
 
 def test_two_optimizers_share_a_remainder(device: torch.device) -> None:

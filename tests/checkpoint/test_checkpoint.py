@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import identical
 from torch import nn
 
 from amp_wrapper import checkpoint
@@ -52,19 +53,6 @@ def written(device: torch.device, stock_shaped: bool = False, open_window: bool 
     )
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Equality down to types and bits."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return a.dtype is b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
-    return bool(a == b or (a != a and b != b))
-
-
 def reload(value: Any) -> Any:
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -80,12 +68,12 @@ def test_round_trip(saved: bool, device: torch.device) -> None:
     state = written(device)
     read = checkpoint.read(reload(state) if saved else state)
     assert read.kind == 'own' and read.opt_level == 'O2'
-    assert equal(read.optimizer, optimizer_state(device))
+    assert identical(read.optimizer, optimizer_state(device))
     assert read.properties == resolve('O2', num_losses=2, verbosity=0).to_dict()
     assert list(read.loss_scalers) == [scaler_state(8.0), scaler_state(16.0)]
     assert read.window is not None
     expected = window(device)
-    assert equal(list(read.window.gradients), list(expected.gradients))
+    assert identical(list(read.window.gradients), list(expected.gradients))
     assert (read.window.unscaled, list(read.window.used)) == (True, [True, False])
     assert list(read.window.found_inf) == [1.0, 0.0]
 
@@ -110,10 +98,10 @@ def test_stock_shaped_form(saved: bool, device: torch.device) -> None:
     assert theirs.get_scale() == scaler_state()['scale'] and theirs.get_growth_interval() == 9
     read = checkpoint.read(state)
     assert read.kind == 'own' and read.opt_level == 'O1' and list(read.loss_scalers) == [scaler_state()]
-    assert equal(read.optimizer, optimizer_state(device))
+    assert identical(read.optimizer, optimizer_state(device))
 
 
-def test_window_in_a_stock_shaped_form(device: torch.device) -> None:
+def test_accumulated_gradients_in_a_stock_shaped_form(device: torch.device) -> None:
     single = Window([None, torch.ones(3, device=device)], False, [True], [0.0])
     state = checkpoint.write(optimizer_state(device), resolve('O1').to_dict(), [scaler_state()], single, True)
     read = checkpoint.read(reload(state)).window
@@ -126,13 +114,13 @@ def test_stock_amp_optim_wrapper(device: torch.device) -> None:
     state = {**optimizer_state(device), 'loss_scaler': theirs.state_dict()}
     read = checkpoint.read(state)
     assert (read.kind, read.opt_level, read.properties, read.window) == ('torch', 'O1', None, None)
-    assert list(read.loss_scalers) == [theirs.state_dict()] and equal(read.optimizer, optimizer_state(device))
+    assert list(read.loss_scalers) == [theirs.state_dict()] and identical(read.optimizer, optimizer_state(device))
 
 
 def test_plain_optimizer(device: torch.device) -> None:
     read = checkpoint.read(optimizer_state(device))
     assert (read.kind, read.opt_level, list(read.loss_scalers), read.window) == ('plain', None, [], None)
-    assert equal(read.optimizer, optimizer_state(device))
+    assert identical(read.optimizer, optimizer_state(device))
 
 
 @pytest.mark.parametrize('stock_shaped', [False, True])
@@ -140,13 +128,13 @@ def test_inputs_are_not_changed(stock_shaped: bool, device: torch.device) -> Non
     optimizer, properties, scaler = optimizer_state(device), resolve('O1').to_dict(), scaler_state()
     kept = copy.deepcopy((optimizer, properties, scaler))
     state = checkpoint.write(optimizer, properties, [scaler], None, stock_shaped)
-    assert equal((optimizer, properties, scaler), kept)
+    assert identical((optimizer, properties, scaler), kept)
     before = copy.deepcopy(state)
     read = checkpoint.read(state)
     read.optimizer.pop('param_groups')
-    assert equal(state, before)
+    assert identical(state, before)
     state['loss_scaler']['scale'] = -1.0
-    assert equal(scaler, kept[2])
+    assert identical(scaler, kept[2])
 
 
 # -- damage -------------------------------------------------------------------------------------------------------
@@ -238,7 +226,7 @@ def test_damage_is_named(damage: Damage, words: list[str], device: torch.device)
         checkpoint.read(state)
     for word in words:
         assert word in str(caught.value), str(caught.value)
-    assert equal(state, before)
+    assert identical(state, before)
 
 
 def test_damage_inside_a_stock_shaped_dict(device: torch.device) -> None:
@@ -284,8 +272,8 @@ def test_apex(key: str, saved: bool, device: torch.device) -> None:
         (4096.0, 3, True),
         (0.5, 1999, True),
     ]
-    assert equal(read.optimizer, {**optimizer_state(device), 'base_param_settings': {'lr': 1.0}})
-    assert equal(state, before)
+    assert identical(read.optimizer, {**optimizer_state(device), 'base_param_settings': {'lr': 1.0}})
+    assert identical(state, before)
     for part, scale, tracker in zip(read.loss_scalers, (4096.0, 0.5), (3, 1999)):
         scaler = LossScaler(LossScaleConfig())
         assert scaler.load_state_dict(part) == []

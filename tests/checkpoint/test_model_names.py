@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.registry import MODELS
 from torch import nn
 
@@ -83,13 +84,13 @@ def test_files_fit_wrapped_and_bare_models(first: bool, second: bool, average: b
     again = toy.run(tmp_path / 'second', wrapper, **case(second, 1, load_from=path, resume=True))
     masters = {k.replace('fc.module.module', 'fc.module'): v for k, v in again.model.state_dict().items()}
     expected = {k.replace('fc.module.module', 'fc.module'): v for k, v in runner.model.state_dict().items()}
-    assert toy.differences(masters, expected) == []
+    assert differences(masters, expected) == []
     if average:
         means = [
             next(h for h in r.hooks if hasattr(h, 'ema_model')).ema_model.module.state_dict() for r in (runner, again)
         ]
         left, right = ({k.replace('fc.module.module', 'fc.module'): v for k, v in m.items()} for m in means)
-        assert toy.differences(left, right) == []
+        assert differences(left, right) == []
     # weights alone
     torch.manual_seed(5)
     loaded = toy.run(

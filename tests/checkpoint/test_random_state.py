@@ -1,4 +1,4 @@
-"""The states of the random generators: there and back, and judged before they are used."""
+"""The states of the random generators: there and back, and checked before they are used."""
 
 from __future__ import annotations
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differences
 
 DATA = next(folder / 'data' for folder in Path(__file__).parents if (folder / 'data' / 'saved').is_dir())
 sys.path.insert(0, str(DATA))
 import saved_runs
-from saved_runs import SCRIPTS, WRAPPED, Script, Wrapped, differences, nearest, read
+from saved_runs import SCRIPTS, WRAPPED, Script, Wrapped, nearest, read
 
 #: Of torch, with which all files were written: another one may save other settings of its optimizers.
 WRITER = '2.13.0'
@@ -42,13 +43,13 @@ def go_on(kind: type[Script] | type[Wrapped], case: Any, saved: Any, after: Any,
     training = kind(case, read(saved_runs.written(saved)), early)
     # what is loaded is there, and is what is saved again
     if not early or kind is Script:
-        assert differences(after['then'], read(saved_runs.written(training.state()))) == []
-    assert differences(saved, read(saved_runs.written(training.save()))) == []
+        assert differences(after['then'], read(saved_runs.written(training.state())), strict=True) == []
+    assert differences(saved, read(saved_runs.written(training.save())), strict=True) == []
     training.train(case.first, case.first + case.then)
     end = read(saved_runs.written({'then': after['then'], 'saved': training.save(), 'state': training.state()}))
     if not case.exact:
         end = nearest(end, after)
-    assert differences(after, end) == []
+    assert differences(after, end, strict=True) == []
 
 
 # what was 16-bit before rounds what is loaded before it is initialised
@@ -78,8 +79,8 @@ def test_runners_go_on(name: str, tmp_path: Path) -> None:
     again, end = saved_runners.resume(tmp_path, saved_runners.RUNNERS[name], files('runners')[f'{name}.pth'])
     saved, after = kept('runners', name)
     there, here = (saved_runners.comparable(file, at_once=True) for file in (saved, read(again)))
-    assert differences(there, here) == []
-    assert differences(*(saved_runners.comparable(file) for file in (after, read(end)))) == []
+    assert differences(there, here, strict=True) == []
+    assert differences(*(saved_runners.comparable(file) for file in (after, read(end))), strict=True) == []
 
 
 # -- what is written now is what was written then --------------------------------------------------------------------
@@ -103,7 +104,7 @@ def test_wrappers_save_the_same(name: str) -> None:
 def same(case: Any, before: tuple[Any, Any], now: tuple[bytes, bytes]) -> None:
     for there, file in zip(before, now):
         here = read(file)
-        assert differences(there, here if case.exact else nearest(here, there)) == []
+        assert differences(there, here if case.exact else nearest(here, there), strict=True) == []
 
 
 @other_torch
@@ -113,7 +114,7 @@ def test_runners_save_the_same(name: str, tmp_path: Path) -> None:
 
     now = saved_runners.run(tmp_path, saved_runners.RUNNERS[name])
     for there, file in zip(kept('runners', name), now):
-        assert differences(*(saved_runners.comparable(one) for one in (there, read(file)))) == []
+        assert differences(*(saved_runners.comparable(one) for one in (there, read(file))), strict=True) == []
 
 
 # -- the files themselves --------------------------------------------------------------------------------------------

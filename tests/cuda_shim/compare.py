@@ -31,7 +31,7 @@ from ops_models import (
 from amp_wrapper.ops.schemas import SCHEMAS
 
 FACTORS = ((None, None), (1 / 3, 0.7))
-#: Of an update: more tensors than an argument of 512 bytes holds, of all types and partners, and one of two chunks.
+#: Of an update: more tensors than an argument of 512 bytes holds, of all types with and without copies, and one of two chunks.
 SHAPES: list[tuple[int, ...]] = [(1,), (0,), (7,), (3, 5), (16,), (), (2, 3, 4, 5), (33, 31), (17,), (32769,), (8,)]
 
 

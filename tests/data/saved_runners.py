@@ -237,14 +237,14 @@ def _pair(level: str, **words: Any) -> dict[str, Any]:
 def _cases() -> dict[str, dict[str, Any]]:
     moving = dict(loss_scale=MOVING)
     found = {
-        # windows of two, seven iterations an epoch: after three epochs, one gradient waits
+        # accumulations of two, seven iterations an epoch: after three epochs, one gradient waits
         'epochs_O2': case(ours('O2', FUSED_ADAMW, accumulative_counts=2, **moving), 'epoch_3.pth', hooks=(EARLY,)),
         'epochs_O2_ema': case(
             ours('O2', FUSED_SGD, accumulative_counts=2, clip_grad=dict(max_norm=1.0), **moving),
             'epoch_1.pth',
             hooks=(EMA,),
         ),
-        # saved in the middle of an epoch, and of a window, in which the average was updated
+        # saved in the middle of an epoch, and of an accumulation, in which the average was updated
         'within_O5_ema': case(
             ours('O5', FUSED_ADAMW, accumulative_counts=3),
             'iter_10.pth',

@@ -342,7 +342,7 @@ def _wrapped() -> dict[str, Case]:
         words: dict[str, Any] = dict(loss_scale=MOVING) if level in ('O1', 'O2') else {}
         for optimizer in ('adamw', 'sgd', 'torch_sgd'):
             cases[f'{level}_{optimizer}'] = Case(level, optimizer, words)
-        # seven passes in windows of three: one gradient waits
+        # seven passes in accumulations of three: one gradient waits
         cases[f'{level}_open'] = Case(level, 'adamw', dict(words, accumulative_counts=3), first=7, then=6)
     windows = dict(accumulative_counts=4, loss_scale=MOVING)
     split = dict(master_weights='split')
@@ -361,7 +361,7 @@ def _wrapped() -> dict[str, Case]:
         O2_losses_open=Case('O2', 'adamw', windows, losses=2, first=6, then=7),
         O1_losses_open=Case('O1', 'torch_sgd', windows, losses=2, first=7, then=6),
         O2_torch_open=Case('O2', 'torch_sgd', windows, first=7, then=6),
-        # the window has overflowed already, and will be skipped
+        # the accumulation has overflowed already, and will be skipped
         O2_overflown_open=Case('O2', 'adamw', dict(windows, loss_scale=2.0**16), losses=2, first=7, then=6),
         O2_bf16=Case('O2', 'adamw_bf16', dict(loss_scale=MOVING)),
         O2_amsgrad=Case('O2', 'adamw_amsgrad', dict(loss_scale=MOVING, **clip)),
@@ -405,36 +405,6 @@ def run(kind: type[Script] | type[Wrapped], case: Case) -> tuple[bytes, bytes]:
     saved, then = written(training.save()), training.state()
     training.train(case.first, case.first + case.then)
     return saved, written({'then': then, 'saved': training.save(), 'state': training.state()})
-
-
-def differences(left: Any, right: Any, path: str = '') -> list[str]:
-    """Where two nested structures differ: keys, their order, types, and the bits of numbers and tensors."""
-    if type(left) is not type(right):
-        return [f'{path}: {type(left).__name__} against {type(right).__name__}']
-    if isinstance(left, Tensor):
-        form = (left.dtype, left.shape, left.stride(), left.layout, left.requires_grad)
-        theirs = (right.dtype, right.shape, right.stride(), right.layout, right.requires_grad)
-        if form != theirs:
-            return [f'{path}: {form} against {theirs}']
-        same = torch.equal(_bits(left), _bits(right))
-        return [] if same else [f'{path}: {left.tolist()} against {right.tolist()}']
-    if isinstance(left, dict):
-        # torch numbers the parameters in the state of an optimizer, in the order in which they got theirs
-        named = all(isinstance(key, str) for key in left)
-        if list(left) != list(right) if named else left.keys() != right.keys():
-            return [f'{path}: keys {list(left)} against {list(right)}']
-        return [row for key in left for row in differences(left[key], right[key], f'{path}[{key!r}]')]
-    if isinstance(left, (list, tuple)):
-        if len(left) != len(right):
-            return [f'{path}: {len(left)} against {len(right)} items']
-        return [row for index, pair in enumerate(zip(left, right)) for row in differences(*pair, f'{path}[{index}]')]
-    same = left.hex() == right.hex() if isinstance(left, float) else left == right
-    return [] if same else [f'{path}: {left!r} against {right!r}']
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    kinds = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
-    return tensor.detach().contiguous().view(kinds.get(tensor.dtype, tensor.dtype))
 
 
 def nearest(left: Any, right: Any) -> Any:

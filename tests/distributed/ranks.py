@@ -1,8 +1,9 @@
-"""Real processes that communicate: ``launch`` starts the ranks of a scenario and judges nothing but their exit codes."""
+"""Real processes that communicate: ``launch`` starts the ranks of a scenario and checks nothing but their exit codes."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 from missing import missing
 
-WORKER = Path(__file__).parent / 'rank_scenarios.py'
+WORKER = Path(__file__).parent / 'rank_worker.py'
 
 
 @dataclasses.dataclass
@@ -28,19 +29,27 @@ class Ended:
     said: str
 
 
-def launch(
-    folder: Path, scenario: str, device: torch.device, *words: str, world: int = 2, limit: float = 240
-) -> list[Ended]:
-    """Run a scenario of ``rank_scenarios.py`` on every rank, and end the others soon after one has failed."""
+def _skip_without(device: torch.device, world: int) -> None:
     if device.type == 'cuda' and torch.cuda.device_count() < world:
         pytest.skip(f'needs {world} GPUs for nccl, and this machine has {torch.cuda.device_count()}')
     if 'mmengine' in missing():
         pytest.skip('the ranks need mmengine, which is not installed')
+
+
+def _command(scenario: str, rank: int, world: int, folder: Path, device: torch.device, *words: str) -> list[str]:
+    return [sys.executable, str(WORKER), scenario, str(rank), str(world), str(folder), device.type, *words]
+
+
+def launch(
+    folder: Path, scenario: str, device: torch.device, *words: str, world: int = 2, limit: float = 240
+) -> list[Ended]:
+    """Run a scenario of ``scenarios/`` on every rank, and end the others soon after one has failed."""
+    _skip_without(device, world)
     logs = [folder / f'{scenario}{rank}.log' for rank in range(world)]
     ranks = []
     for rank, log in enumerate(logs):
         with log.open('w') as out:
-            command = [sys.executable, str(WORKER), scenario, str(rank), str(world), str(folder), device.type, *words]
+            command = _command(scenario, rank, world, folder, device, *words)
             ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
     end = time.monotonic() + limit
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
@@ -64,3 +73,63 @@ def succeed(
     # a worker that leaves before its checks would end with 0 as well
     assert all(rank.said.rstrip().endswith(f'{scenario}: done') for rank in ended)
     return [rank.said for rank in ended]
+
+
+class Group:
+    """Two ranks that stay for several scenarios: to start a process takes longer than most of them.
+
+    After a scenario that failed, the next one has new ranks.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder, self.device = folder, device
+        self._ranks: list[subprocess.Popen[str]] = []
+        self._logs: list[Path] = []
+        self._started = 0
+
+    def succeed(self, folder: Path, scenario: str, *words: str, limit: float = 240) -> list[str]:
+        """Run a scenario that must end well on both ranks; what they said."""
+        if not self._ranks:
+            self._start()
+        before = [log.stat().st_size for log in self._logs]
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.write(json.dumps([scenario, str(folder), *words]) + '\n')
+            rank.stdin.flush()
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            said = [log.read_bytes()[start:].decode(errors='replace') for log, start in zip(self._logs, before)]
+            if all(text.rstrip().endswith(f'{scenario}: done') for text in said):
+                return said
+            if any(rank.poll() is not None for rank in self._ranks):
+                # the other waits for an answer that will not come
+                end = min(end, time.monotonic() + 10)
+            time.sleep(0.05)
+        self.close()
+        pytest.fail('\n'.join(text[-3000:] for text in said))
+
+    def _start(self) -> None:
+        _skip_without(self.device, 2)
+        self._started += 1
+        store = self.folder / str(self._started)
+        store.mkdir()
+        self._logs = [store / f'{rank}.log' for rank in range(2)]
+        for rank, log in enumerate(self._logs):
+            with log.open('w') as out:
+                command = _command('serve', rank, 2, store, self.device)
+                self._ranks.append(
+                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, text=True)
+                )
+
+    def close(self) -> None:
+        """End the ranks: by the end of their input, or by force."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self._ranks:
+            try:
+                rank.wait(20)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.wait()
+        self._ranks = []

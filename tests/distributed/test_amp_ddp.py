@@ -1,4 +1,4 @@
-"""The functional API on two ranks, with DistributedDataParallel around the model. Judged by exit codes."""
+"""The functional API on two ranks, with DistributedDataParallel around the model. Checked by exit codes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ import ranks
 import torch
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
 
 
-@pytest.fixture(autouse=True)
-def _worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, 'WORKER', Path(__file__).parent / 'amp_rank_scenarios.py')
-
-
 def test_scenarios(tmp_path: Path, device: torch.device) -> None:
-    """What each is about stands in ``amp_rank_scenarios.py``; the last line of a failure names it."""
+    """What each is about stands in ``scenarios/functional_api.py``; the last line of a failure names it."""
     ranks.succeed(tmp_path, 'one_after_another', device)

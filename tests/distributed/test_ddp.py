@@ -1,18 +1,26 @@
-"""Several processes: one model on all ranks, whatever DDP, the levels and the gradients do. Judged by exit codes."""
+"""Several processes: one model on all ranks, whatever DDP, the levels and the gradients do. Checked by exit codes."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
+from grid import but, grid
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
+
+
+@pytest.fixture(scope='module')
+def group(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Iterator[ranks.Group]:
+    found = ranks.Group(tmp_path_factory.mktemp('group'), device)
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize(
@@ -20,7 +28,7 @@ pytestmark = [
     [
         'averaging',
         'joint',
-        'windows',
+        'accumulation',
         'overflows',
         'random_overflows',
         'hooks',
@@ -38,17 +46,18 @@ pytestmark = [
         'local_flags',
     ],
 )
-def test_scenario(scenario: str, tmp_path: Path, device: torch.device) -> None:
-    """What each is about stands in ``rank_scenarios.py``."""
-    ranks.succeed(tmp_path, scenario, device)
+def test_scenario(scenario: str, group: ranks.Group, tmp_path: Path) -> None:
+    """What each is about stands in ``scenarios/``."""
+    group.succeed(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(('scenario', 'words'), [('random_overflows', ['fused']), ('local_flags', ['fused', 'split'])])
-def test_decisions_on_the_device(scenario: str, words: list[str], tmp_path: Path, device: torch.device) -> None:
+def test_decisions_on_the_device(scenario: str, words: list[str], group: ranks.Group, tmp_path: Path) -> None:
     """The same with an optimizer that nobody waits for."""
-    ranks.succeed(tmp_path, scenario, device, *words)
+    group.succeed(tmp_path, scenario, *words)
 
 
+@grid
 def test_three_ranks_take_one_decision(tmp_path: Path, device: torch.device) -> None:
     ranks.succeed(tmp_path, 'random_overflows', device, world=3)
 
@@ -57,7 +66,7 @@ def test_groups_that_are_not_the_world(tmp_path: Path, device: torch.device) -> 
     ranks.succeed(tmp_path, 'groups', device, world=3)
 
 
-@pytest.mark.parametrize('scenario', ['averaging', 'joint', 'changes'])
+@pytest.mark.parametrize('scenario', but(['joint'], ['averaging', 'joint', 'changes']))
 def test_the_checks_see_a_reducer_that_was_not_rebuilt(scenario: str, tmp_path: Path, device: torch.device) -> None:
     """The silent failure itself: without the rebuild, every rank keeps its own gradients."""
     ended = ranks.launch(tmp_path, 'planted', device, scenario)
@@ -67,8 +76,8 @@ def test_the_checks_see_a_reducer_that_was_not_rebuilt(scenario: str, tmp_path: 
     assert 'differs between rank' in said or 'Expected to have finished reduction' in said, said[-2000:]
 
 
-def test_the_line_about_a_skipped_step_comes_once(tmp_path: Path, device: torch.device) -> None:
-    said = ranks.succeed(tmp_path, 'message', device)
+def test_the_line_about_a_skipped_step_comes_once(group: ranks.Group, tmp_path: Path) -> None:
+    said = group.succeed(tmp_path, 'message')
     assert [text.count('optimizer step skipped') for text in said] == [2, 0]
 
 
@@ -93,6 +102,7 @@ def test_resume_on_one_two_and_three_ranks(tmp_path: Path, device: torch.device)
         assert end.keys() == whole.keys() and all(bool(value.isfinite().all()) for value in end.values())
 
 
+@grid
 def test_files_of_a_model_with_wrappers_inside(tmp_path: Path, device: torch.device) -> None:
     """mmengine saves names with ``.module.`` there, and finds none of them again."""
     ranks.succeed(tmp_path, 'gan_files', device, 'whole')
@@ -110,3 +120,10 @@ def test_files_of_a_model_with_wrappers_inside(tmp_path: Path, device: torch.dev
     for key, value in whole.items():
         if value.is_floating_point() and 'running' not in key:
             torch.testing.assert_close(alone[key], value, rtol=0, atol=0.1)
+
+
+@grid
+def test_a_group_of_ranks_begins_anew_after_a_failure(group: ranks.Group, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="KeyError: 'no such scenario'"):
+        group.succeed(tmp_path, 'no such scenario', limit=30)
+    assert group.succeed(tmp_path, 'disabled')

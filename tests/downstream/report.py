@@ -19,7 +19,7 @@ Rows = dict[str, dict[str, dict[str, Any]]]
 
 
 def read(folder: Path) -> Rows:
-    """model -> level -> what ``test_judged_by_fp32.py`` kept, in the order of the zoo."""
+    """model -> level -> what ``test_against_fp32.py`` kept, in the order of the zoo."""
     order = {case.name: index for index, case in enumerate(CASES)}
     found: Rows = {}
     for row in sorted(_rows(folder, two_ranks=False), key=lambda row: order[row['model']]):

@@ -72,7 +72,7 @@ _THIRD_STAGE = dict(
 _AVERAGE = dict(custom_hooks=[dict(type='EMAHook', momentum=0.1)])
 JOBS = (
     Job('plain', 'ResNet-18', 'O2', ('optim_wrapper.loss_scale=8192',)),
-    # one image at a time, so that a window is an epoch, and the windows of two ranks have no image in common
+    # one image at a time, so that an accumulation is an epoch, and the accumulations of two ranks have no image in common
     Job(
         'accumulation',
         'ResNet-18',
@@ -100,7 +100,7 @@ JOBS = (
 
 
 def user_config(job: Job, tmp_path: Path, pictures: Path, **witness: Any) -> Path:
-    """A file as a user has it, with GPUs in mind; the hook that judges is all that is added."""
+    """A file as a user has it, with GPUs in mind; the hook that checks is all that is added."""
     case = BY_NAME[job.model]
     skip_without_ops(case.project)
     cfg: Config = small_config(case, data.write(pictures, case.size), tmp_path / 'run')
@@ -196,19 +196,19 @@ def test_two_ranks(job: Job, pictures: Path, tmp_path: Path, keep: Any) -> None:
     keep(f'{slug}-two_ranks', dict(model=job.model, level=job.level, what=job.what, two_ranks=seen))
 
 
-def test_the_judge_of_data_sees_one_batch_on_both_ranks() -> None:
+def test_the_check_of_data_sees_one_batch_on_both_ranks() -> None:
     assert rank_witness.same_data([['a', 'b'], ['c', 'd']]) == []
     assert rank_witness.same_data([['a', 'b'], ['c', 'b']]) == ['the ranks saw the same data in 1 of 2 iterations']
     assert rank_witness.same_data([[], []]) != []
 
 
-def test_the_judge_of_gradients_sees_a_reducer_that_was_not_rebuilt(pictures: Path, tmp_path: Path) -> None:
+def test_the_check_of_gradients_sees_a_reducer_that_was_not_rebuilt(pictures: Path, tmp_path: Path) -> None:
     """Beside FP32 BatchNorm."""
     code, said = launch(JOBS[0], user_config(JOBS[0], tmp_path, pictures), RANK_WITNESS_NO_REBUILD='1')
     assert code != 0 and 'numbers are not the mean over ranks' in said, said[-3000:]
 
 
-def test_the_judge_of_weights_sees_a_reducer_that_was_not_rebuilt(pictures: Path, tmp_path: Path) -> None:
+def test_the_check_of_weights_sees_a_reducer_that_was_not_rebuilt(pictures: Path, tmp_path: Path) -> None:
     """Where every parameter is cast: torch itself says nothing, and the training goes on to its end."""
     job = next(job for job in JOBS if job.model == 'ViT')
     code, said = launch(job, user_config(job, tmp_path, pictures, judge_gradients=False), RANK_WITNESS_NO_REBUILD='1')

@@ -15,13 +15,13 @@ import data
 import pytest
 import schedule
 import torch
+from bits import differences
 from conftest import skip_without_ops
 from flows import Original, run_tool, small_config, tool, write_config
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
-from toy import differences
 from zoo import BY_NAME, RTMDET, Case, register
 
 from amp_wrapper.policy.nested import HALF_TYPES

@@ -1,4 +1,4 @@
-"""Accumulation windows: what 16-bit sums lose, what FP32 sums keep, and where they lie."""
+"""Sums of several backward passes: what 16-bit sums lose, what FP32 sums keep, and where they lie."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from torch import Tensor, nn
 
 from amp_wrapper import AmpConfigError, AmpOptimWrapper
@@ -38,7 +39,7 @@ def test_small_gradients_are_swamped_in_16_bit_and_not_in_fp32(level: str, devic
         wrapper = wrapped(model, level, 256, accumulate_in_fp32=wide)
         for step in range(256):
             with wrapper.optim_context(model):
-                # times 256: the division by the window's length is undone
+                # times 256: the division by the accumulation's length is undone
                 loss = model(torch.full((1, 1), 1.0 if step == 0 else 2.0**-10, device=device)).sum() * 256
             wrapper.backward(wrapper.scale_loss(loss))
         weight = next(iter(wrapper.master_params()))
@@ -84,7 +85,7 @@ def test_levels_whose_gradients_are_fp32_take_the_option_and_change_nothing(devi
             for _ in range(4):
                 model.train_step(dict(inputs=data.images, labels=data.labels), wrapper)
             ends.append(model.state_dict())
-        assert toy.differences(*ends) == []
+        assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('level', ['O2', 'O3', 'O5'])
@@ -101,13 +102,13 @@ def test_sparse_gradients_are_summed_too(level: str, device: torch.device) -> No
                 loss = model(torch.tensor(rows, device=device)).sum()
             wrapper.update_params(loss)
         ends.append([p.detach().clone() for p in wrapper.master_params()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('wide', [False, True])
 @pytest.mark.parametrize('level', ['O2', 'O3', 'O5'])
-def test_an_open_window_goes_into_a_file_and_comes_back(level: str, wide: bool, device: torch.device) -> None:
-    """Sums unrounded: the step that closes the window is the same bit for bit."""
+def test_accumulated_gradients_go_into_a_file_and_come_back(level: str, wide: bool, device: torch.device) -> None:
+    """Sums unrounded: the step that closes the accumulation is the same bit for bit."""
 
     def micro(model: nn.Module, wrapper: AmpOptimWrapper, step: int) -> None:
         generator = torch.Generator().manual_seed(step)
@@ -143,9 +144,9 @@ def test_an_open_window_goes_into_a_file_and_comes_back(level: str, wide: bool, 
         if not attach_first:
             for step in range(6, 8):
                 micro(model, wrapper, step)
-        assert toy.differences(model.state_dict(), other.state_dict()) == []
-        assert toy.differences(list(wrapper.master_params()), list(resumed.master_params())) == []
-    # a window of the other kind means something else: it is left out, and the log says so
+        assert differences(model.state_dict(), other.state_dict()) == []
+        assert differences(list(wrapper.master_params()), list(resumed.master_params())) == []
+    # an accumulation of the other kind means something else: it is left out, and the log says so
     _, other_kind = fresh()
     words = dict(opt_level=level, optimizer=other_kind.optimizer, accumulative_counts=4, loss_scale=256.0)
     other_kind = AmpOptimWrapper(**words, accumulate_in_fp32=not wide)
@@ -154,7 +155,7 @@ def test_an_open_window_goes_into_a_file_and_comes_back(level: str, wide: bool, 
     assert any('open accumulation window, which belong to another configuration' in line for line in lines)
 
 
-def test_files_from_before_the_option_resume_with_their_window(device: torch.device) -> None:
+def test_files_from_before_the_option_resume_with_their_gradients(device: torch.device) -> None:
     model = nn.Linear(4, 4).to(device)
     wrapper = wrapped(model, 'O2', 2)
     with wrapper.optim_context(model):
@@ -191,7 +192,7 @@ def test_a_sum_that_float16_cannot_hold_is_no_overflow(device: torch.device) -> 
         assert wrapper.loss_scaler.counts.tolist()[1] == (0 if wide else 1)
 
 
-def test_clearing_in_mid_window_forgets_the_sums(device: torch.device) -> None:
+def test_clearing_during_accumulation_forgets_the_sums(device: torch.device) -> None:
     ends = []
     for cleared in (False, True):
         torch.manual_seed(0)
@@ -206,7 +207,7 @@ def test_clearing_in_mid_window_forgets_the_sums(device: torch.device) -> None:
             loss = model(torch.ones(2, 4, device=device)).sum()
         wrapper.update_params(loss)
         ends.append(model.state_dict())
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('wide', [False, True])
@@ -237,7 +238,7 @@ def test_what_the_option_may_be() -> None:
 
 
 def test_whole_runs_resume_bit_for_bit(tmp_path: Path) -> None:
-    """Windows that stay open at the end of an epoch, and a remainder at the end of the training."""
+    """Accumulations that stay open at the end of an epoch, and a remainder at the end of the training."""
     case = toy.everything('O5', max_epochs=3)
     case['optim_wrapper'].update(accumulative_counts=4, accumulate_in_fp32=True)
     toy.run(tmp_path / 'whole', **case)
@@ -246,5 +247,5 @@ def test_whole_runs_resume_bit_for_bit(tmp_path: Path) -> None:
     toy.run(tmp_path / 'part', **{**case, 'resume': True})
     whole, part = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
     for key in ('state_dict', 'ema_state_dict', 'optimizer'):
-        assert toy.differences(whole[key], part[key]) == []
+        assert differences(whole[key], part[key]) == []
     assert isinstance(whole['state_dict']['fc.weight'], Tensor)

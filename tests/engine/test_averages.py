@@ -348,7 +348,7 @@ def test_patches_are_the_identity_without_casts(device: torch.device, libraries:
 def test_buffers_of_an_average_updated_while_gradients_accumulate(
     bad: int | None, level: str, interface: str, device: torch.device
 ) -> None:
-    """A batch with NaN leaves nothing in the average of a model's buffers, wherever it stands in its window."""
+    """A batch with NaN leaves nothing in the average of a model's buffers, wherever it stands in its accumulation."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
     wrapper = AmpOptimWrapper(

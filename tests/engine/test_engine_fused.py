@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differing
 from ops_models import NoHostRead
-from test_engine import Run, differ, poisoned
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from toy_engine import Run, poisoned
 
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.engine.clipping import GradientClip
@@ -99,7 +100,7 @@ def test_the_numbers_are_those_of_torchs_fused_optimizers(level: str, kind: str,
     found, expected = ours.bits(), theirs.bits()
     # torch has no count for SGD
     found = {key: value for key, value in found.items() if key in expected}
-    assert differ(found, expected) == [] and len(found) > 8
+    assert differing(found, expected) == [] and len(found) > 8
 
 
 @pytest.mark.parametrize('name', ['norm', 'largest', 'value'])
@@ -127,7 +128,7 @@ def test_groups_do_not_matter(kind: str, device: torch.device) -> None:
     apart = Run('O2', device, lambda p: FUSED[kind]([dict(params=[one]) for one in p]))
     for run in (together, apart):
         run.train(0, 1, 2, clip=clip('norm'))
-    assert differ(together.bits(), apart.bits()) == []
+    assert differing(together.bits(), apart.bits()) == []
 
 
 # -- nobody waits ------------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def test_two_losses_and_fp32_sums_need_no_read_either(device: torch.device) -> N
             plain.engine.step()
             for one in (run, plain):
                 one.engine.zero_grad()
-        assert differ(run.bits(), plain.bits()) == []
+        assert differing(run.bits(), plain.bits()) == []
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -187,13 +188,13 @@ def test_a_skipped_step_is_as_if_the_batch_had_not_been(make: Make, bad: set[int
             # state that was made for the step, and holds nothing yet
             made = set(after) - set(before)
             assert all(not after.pop(key).any() for key in made)
-            assert differ(before, after) == []
+            assert differing(before, after) == []
         else:
             for run in (with_them, without):
                 run.train(index, clip=clip('norm'))
     found, expected = with_them.bits(), without.bits()
     found = {key: value for key, value in found.items() if key in expected or value.any()}
-    assert differ(found, expected) == []
+    assert differing(found, expected) == []
     assert with_them.engine.scalers[0].counts.tolist()[:2] == [4, len(bad)]
 
 
@@ -281,7 +282,7 @@ def test_a_norm_that_the_prologue_cannot_take_goes_the_other_way(device: torch.d
     ours, theirs = EvenRun('O2', device, FUSED['adamw']), EvenRun('O2', device, TORCHS['adamw'])
     for run in (ours, theirs):
         run.train(0, 1, clip=chosen)
-    assert differ(ours.bits(), theirs.bits()) == []
+    assert differing(ours.bits(), theirs.bits()) == []
 
 
 def test_error_if_nonfinite_comes_before_anything_changes(device: torch.device) -> None:
@@ -306,7 +307,7 @@ def test_error_if_nonfinite_comes_before_anything_changes(device: torch.device) 
             else:
                 with pytest.raises(RuntimeError, match='non-finite'):
                     run.engine.step(chosen)
-            assert differ(before, run.bits()) == []
+            assert differing(before, run.bits()) == []
 
 
 def test_hooks_before_a_step_see_unscaled_gradients(device: torch.device) -> None:
@@ -335,7 +336,7 @@ def test_memory_that_two_parameters_share_is_refused_with_nothing_done(device: t
     before, scale = run.bits(), run.engine.scalers[0].state_dict()
     with pytest.raises(AmpUsageError, match='share memory'):
         run.engine.step(clip('norm'))
-    assert differ(before, run.bits()) == [] and run.engine.scalers[0].state_dict() == scale
+    assert differing(before, run.bits()) == [] and run.engine.scalers[0].state_dict() == scale
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(level: str, kind: str, device:
     resumed.engine.load_state_dict(saved[1])
     resumed.engine.attach(resumed.model)
     resumed.train(3, 4, clip=clip('norm'))
-    assert differ(through.bits(), resumed.bits()) == []
+    assert differing(through.bits(), resumed.bits()) == []
 
 
 def test_states_move_between_our_optimizers_and_torchs(device: torch.device) -> None:

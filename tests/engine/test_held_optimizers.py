@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_foreign_writes import Sam
 from torch import nn
+from toy_optimizers import Sam
 
 from amp_wrapper import AmpOptimWrapper, AmpUsageError
 from amp_wrapper.policy import LEVELS, resolve

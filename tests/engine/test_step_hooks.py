@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_sides import MASTERED, OPTIMIZERS, Ours
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from toy_masters import MASTERED, OPTIMIZERS, Ours
 
 LIMIT = 0.0625  # exact in every type
 #: Only fused optimizers step split weights.

@@ -12,9 +12,10 @@ import pytest
 import timm.utils
 import torch
 import torch_ema
+from bits import same
 from torch import Tensor, nn
 from torch.optim import swa_utils
-from ways import DIGITS, LEVELS, Recipe, Way, check_masters, digits, held_out, same
+from ways import DIGITS, LEVELS, Recipe, Way, check_masters, digits, held_out
 
 from amp_wrapper import amp
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import same
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +24,7 @@ from amp_wrapper.errors import AmpError
 LEVELS = ('O1', 'O2', 'O4', 'O5')
 APIS = ('functional', 'mmengine')
 CAST = {'O2': torch.float16, 'O5': torch.bfloat16}
-#: The first steps of a search for a scale are skipped: with this one no step is, so that each has its partner in FP32.
+#: The first steps of a search for a scale are skipped: with this one no step is, so that each has its counterpart in FP32.
 SCALE: dict[str, Any] = dict(init_scale=2.0**7, growth_interval=7)
 FIXED = 2.0**7
 Batch = tuple[Tensor, Tensor]
@@ -297,19 +297,6 @@ class Way:
     def everything(self) -> dict[str, Any]:
         """What two runs that are the same have in common."""
         return {'model': self.values(), 'optimizer': self.optimizer.state_dict(), 'stepped': self.stepped()}
-
-
-def same(a: Any, b: Any) -> bool:
-    """Two nested structures are equal, tensors bit for bit (NaN equals NaN)."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype is b.dtype and a.shape == b.shape and bool(torch.equal(a.nan_to_num(7), b.nan_to_num(7)))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if dataclasses.is_dataclass(a) and type(a) is type(b):
-        return same(vars(a), vars(b))
-    return bool(a == b)
 
 
 def check_masters(way: Way) -> None:

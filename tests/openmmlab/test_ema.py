@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.hooks import EMAHook, Hook
 from mmengine.model import BaseAveragedModel, ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage
 from mmengine.registry import HOOKS, MODELS
 from torch import nn
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.casting import fp32_values as twins
+from amp_wrapper.casting import fp32_values
 from amp_wrapper.casting.find_hooks import is_cast
 
 SGD = dict(type='SGD', lr=0.1, momentum=0.9)
@@ -25,8 +26,8 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     """FP32 values of a model's parameters, exact where there are masters."""
     result = {}
     for name, parameter in model.named_parameters():
-        twin = twins.fp32_twin(parameter)
-        result[name] = (parameter.detach().float() if twin is None else twin.detach()).clone()
+        master = fp32_values.fp32_twin(parameter)
+        result[name] = (parameter.detach().float() if master is None else master.detach()).clone()
     return result
 
 
@@ -44,7 +45,7 @@ class OutsideAverage(Hook):
     def before_run(self, runner: Any) -> None:
         self.copy = toy.ToyModel()
         self.average = MODELS.build(dict(self.average_cfg, model=self.copy))
-        self.window: list[torch.Tensor] = []  # the average's buffers, before the first update of a window
+        self.window: list[torch.Tensor] = []  # the average's buffers, before the first update of an accumulation
 
     def _ema(self, runner: Any) -> EMAHook:
         return next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
@@ -75,7 +76,7 @@ class OutsideAverage(Hook):
         # runs before EMAHook: the training weights
         ema = self._ema(runner).ema_model.module
         assert {value.dtype for value in ema.parameters()} == {torch.float32}
-        assert toy.differences(ema.state_dict(), self.average.module.state_dict()) == []
+        assert differences(ema.state_dict(), self.average.module.state_dict()) == []
         self.before = self._everything(runner)
 
     def after_val_iter(self, runner: Any, *_: Any, **__: Any) -> None:
@@ -85,7 +86,7 @@ class OutsideAverage(Hook):
             assert parameter.detach().equal(average[name].to(parameter.dtype)), name
 
     def after_val(self, runner: Any) -> None:
-        assert toy.differences(self.before, self._everything(runner)) == []
+        assert differences(self.before, self._everything(runner)) == []
         self.checked += 1
 
 
@@ -115,8 +116,8 @@ def test_average_is_that_of_an_fp32_copy_outside(
     saved = toy.checkpoint(tmp_path)
     # the file holds the average as the model, ready to deploy, and the masters in the EMA's place
     for name, value in outside.average.module.named_parameters():
-        assert toy.differences(saved['state_dict'][name], value.detach()) == []
-        assert toy.differences(saved['ema_state_dict'][f'module.{name}'], masters(runner.model)[name]) == []
+        assert differences(saved['state_dict'][name], value.detach()) == []
+        assert differences(saved['ema_state_dict'][f'module.{name}'], masters(runner.model)[name]) == []
 
 
 @pytest.mark.parametrize('kind', [ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage])
@@ -146,8 +147,8 @@ def test_copied_before_or_after_attachment_gives_the_same_bits(kind: Any, level:
         for left, right in zip(ends[0][0].values(), ends[1][0].values()):
             torch.testing.assert_close(left, right, rtol=2e-3, atol=2e-3)
     else:
-        assert toy.differences(ends[0][0], ends[1][0]) == []
-    assert toy.differences(ends[0][1], ends[1][1]) == []
+        assert differences(ends[0][0], ends[1][0]) == []
+    assert differences(ends[0][1], ends[1][1]) == []
 
 
 def test_average_moves_at_momentum_2e_4() -> None:
@@ -212,7 +213,7 @@ def test_patches_are_the_identity_without_our_wrapper() -> None:
     hook._swap_ema_parameters()
     assert model.conv.weight.equal(before[1]['conv.weight'])
     hook._swap_ema_parameters()
-    assert toy.differences(before, (dict(model.state_dict()), dict(average.module.state_dict()))) == []
+    assert differences(before, (dict(model.state_dict()), dict(average.module.state_dict()))) == []
 
 
 def test_an_edit_that_no_step_has_seen_belongs_to_the_average() -> None:
@@ -239,4 +240,4 @@ def test_an_edit_before_validation_survives_the_swap() -> None:
     hook._swap_ema_parameters()
     hook._swap_ema_parameters()
     assert bool((model.weight == 3.0).all())
-    assert bool((twins.fp32_twin(model.weight) == 3.0).all())
+    assert bool((fp32_values.fp32_twin(model.weight) == 3.0).all())

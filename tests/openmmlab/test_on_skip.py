@@ -10,8 +10,7 @@ import pytest
 import torch
 import toy
 from mmengine.hooks import ParamSchedulerHook
-from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
 from amp_wrapper import AmpConfigError, AmpOptimWrapper
 
@@ -20,24 +19,6 @@ SCHEDULES = [
     dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=40),
     dict(type='MultiStepLR', milestones=[1], by_epoch=True),
 ]
-
-
-@MODELS.register_module()
-class PoisonedModel(toy.ToyModel):
-    """The loss of some iterations is infinite."""
-
-    def __init__(self, poisoned: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.poisoned = poisoned
-        self.calls = 0
-
-    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
-        result = super().forward(inputs, labels, mode)
-        if mode == 'loss':
-            self.calls += 1
-            if self.calls in self.poisoned:
-                result['loss'] = result['loss'] * float('inf')
-        return result
 
 
 def last_steps(tmp_path: Path, **words: Any) -> list[int]:
@@ -56,7 +37,7 @@ def last_steps(tmp_path: Path, **words: Any) -> list[int]:
         (dict(on_skip='hold'), [11, 1]),
         # a step reads the flag on the device: the host asks once more
         (dict(on_skip='hold', optimizer=dict(type='SGD', lr=0.01, fused=True)), [11, 1]),
-        # windows of iterations 3 and 4, 9 and 10 are skipped: schedules wait at their last iteration
+        # accumulations of iterations 3 and 4, 9 and 10 are skipped: schedules wait at their last iteration
         (dict(on_skip='hold', accumulative_counts=2), [12, 1]),
         (dict(on_skip='hold', opt_level='O0', loss_scale=1.0), [14, 1]),
     ],
@@ -67,7 +48,7 @@ def test_schedules_of_iterations_wait_and_those_of_epochs_do_not(
     assert last_steps(tmp_path, **words) == expected
 
 
-def test_members_of_a_dict_wait_each_for_its_own_steps() -> None:
+def test_wrappers_of_a_dict_wait_each_for_its_own_steps() -> None:
     def schedule(by_epoch: bool) -> Any:
         return SimpleNamespace(by_epoch=by_epoch, steps=0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import subprocess
@@ -15,8 +14,11 @@ import crash_harness
 import pytest
 import torch
 import toy
+from bits import differences
+from grid import but, grid
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from preemption import PREEMPTION, with_hooks
 
 from amp_wrapper import AmpConfigError
 from amp_wrapper.openmmlab.resume.preemption import PreemptionHook
@@ -25,39 +27,10 @@ REPOSITORY = Path(__file__).parents[2]
 WORKER = REPOSITORY / 'tests' / 'support' / 'ddp_preemption_worker.py'
 
 
-@HOOKS.register_module()
-class SendSignal(Hook):
-    """Sends a signal to its own process in the middle of an iteration, or of a validation."""
-
-    def __init__(self, iteration: int, where: str = 'train', number: str = 'SIGTERM', rank: int = 0) -> None:
-        self.iteration, self.where, self.number, self.rank = iteration, where, signal.Signals[number], rank
-
-    def _send(self, runner: Any) -> None:
-        if runner.iter == self.iteration and runner.rank == self.rank:
-            os.kill(os.getpid(), self.number)
-
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if self.where == 'train':
-            self._send(runner)
-
-    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if self.where == 'val':
-            self._send(runner)
-
-
-def _with(case: dict[str, Any], *hooks: dict[str, Any]) -> dict[str, Any]:
-    case = copy.deepcopy(case)
-    case['custom_hooks'] = [*case['custom_hooks'], *hooks]
-    return case
-
-
-PREEMPTION = dict(type='amp_wrapper.PreemptionHook')
-
-
 @pytest.mark.parametrize(
     ('level', 'by_epoch', 'where', 'sent', 'saved'),
     [
-        # windows of two: the signal in the first iteration of a window waits for the second
+        # accumulations of two: the signal in the first iteration of an accumulation waits for the second
         ('O2', True, 'train', 10, 12),
         ('O5', True, 'train', 9, 10),
         ('O1', False, 'train', 10, 12),
@@ -75,7 +48,7 @@ def test_saved_at_the_step_boundary_and_gone_on_from(
     for folder in (whole, part):
         folder.mkdir()
     crash_harness.finish(whole, case)
-    stopped = _with(case, PREEMPTION, dict(type='SendSignal', iteration=sent, where=where))
+    stopped = with_hooks(case, PREEMPTION, dict(type='SendSignal', iteration=sent, where=where))
     assert crash_harness.wait(crash_harness.start(part, stopped), 120) == 0
     file = toy.checkpoint(part, 'preempted.pth')
     assert file['meta']['iter'] == saved
@@ -83,20 +56,20 @@ def test_saved_at_the_step_boundary_and_gone_on_from(
     assert 'window' not in window
     assert (part / 'last_checkpoint').read_text() == str(part / 'preempted.pth')
     crash_harness.finish(part, case)
-    assert toy.differences(crash_harness.result(whole), crash_harness.result(part)) == []
+    assert differences(crash_harness.result(whole), crash_harness.result(part)) == []
     # another checkpoint has taken its place
     assert not (part / 'preempted.pth').exists()
 
 
 def test_the_signal_means_again_what_it_meant(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    runner = toy.run(tmp_path, **_with(toy.everything('O5', max_epochs=1), PREEMPTION))
+    runner = toy.run(tmp_path, **with_hooks(toy.everything('O5', max_epochs=1), PREEMPTION))
     assert runner.epoch == 1 and signal.getsignal(signal.SIGTERM) is before
     hooks = (
         dict(PREEMPTION, signals=['SIGUSR1'], exit_code=3),
         dict(type='SendSignal', iteration=1, number='SIGUSR1'),
     )
-    case = _with(toy.everything('O5', max_epochs=1), *hooks)
+    case = with_hooks(toy.everything('O5', max_epochs=1), *hooks)
     with pytest.raises(SystemExit) as caught:
         toy.run(tmp_path / 'b', **case)
     assert caught.value.code == 3
@@ -107,7 +80,7 @@ def test_other_wrappers_wait_for_their_step_too(tmp_path: Path) -> None:
     case = toy.everything('O0')
     case['optim_wrapper'] = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1), accumulative_counts=2)
     with pytest.raises(SystemExit):
-        toy.run(tmp_path, **_with(case, PREEMPTION, dict(type='SendSignal', iteration=2)))
+        toy.run(tmp_path, **with_hooks(case, PREEMPTION, dict(type='SendSignal', iteration=2)))
     assert toy.checkpoint(tmp_path, 'preempted.pth')['meta']['iter'] == 4
 
 
@@ -116,7 +89,6 @@ def test_every_problem_is_named() -> None:
         PreemptionHook(signals=['SIGKILL', 'TERM'], exit_code=300)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_agree(tmp_path: Path) -> None:
     """The signal reaches one rank only; both save and end in the same iteration."""
@@ -128,7 +100,7 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     left, right = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
     assert (tmp_path / 'saved').read_text() == '6'
     for key in ('state_dict', 'optimizer', 'exact_resume', 'param_schedulers'):
-        assert toy.differences(left[key], right[key]) == [], key
+        assert differences(left[key], right[key]) == [], key
     assert len(left['exact_resume']['ranks']) == 2
     states = [rank['now']['torch'] for rank in left['exact_resume']['ranks']]
     # each rank has drawn for itself
@@ -139,10 +111,10 @@ def test_two_processes_agree(tmp_path: Path) -> None:
         'bn.running_var',
         'bn.num_batches_tracked',
     }
-    assert toy.differences(*(file['message_hub']['runtime_info']['best_score'] for file in (left, right))) == []
+    assert differences(*(file['message_hub']['runtime_info']['best_score'] for file in (left, right))) == []
 
 
-@pytest.mark.slow
+@grid
 @pytest.mark.timeout(300)
 def test_the_command(tmp_path: Path) -> None:
     """As a preempted user sees it."""
@@ -165,7 +137,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert 'Finished: epoch 10, iteration 230' in done.stdout and time.monotonic() > begin
 
 
-@pytest.mark.parametrize('by_epoch', [True, False])
+@pytest.mark.parametrize('by_epoch', but([True], [True, False]))
 def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_epoch: bool) -> None:
     """As cluster schedulers send it."""
     case = toy.everything('O5', by_epoch, num_workers=2)
@@ -173,14 +145,14 @@ def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_
     for folder in (whole, part):
         folder.mkdir()
     crash_harness.finish(whole, case)
-    pid = crash_harness.start(part, _with(case, PREEMPTION, dict(type='Marks', iteration=10)))
+    pid = crash_harness.start(part, with_hooks(case, PREEMPTION, dict(type='Marks', iteration=10)))
     assert crash_harness.wait(pid, 60, (part / 'mark').exists) is None
     os.killpg(pid, signal.SIGTERM)
     code = crash_harness.wait(pid, 60)
     assert code == 0, (tmp_path / 'part.log').read_text()[-3000:]
     assert 12 <= toy.checkpoint(part, 'preempted.pth')['meta']['iter'] <= 28
     crash_harness.finish(part, case)
-    assert toy.differences(crash_harness.result(whole), crash_harness.result(part)) == []
+    assert differences(crash_harness.result(whole), crash_harness.result(part)) == []
     # nobody is left behind
     end = time.monotonic() + 20
     while subprocess.run(['pgrep', '-g', str(pid)], capture_output=True).returncode == 0:

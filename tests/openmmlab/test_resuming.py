@@ -1,4 +1,4 @@
-"""Resuming through mmengine: the newest complete file, judged as a whole before any of it is applied."""
+"""Resuming through mmengine: the newest complete file, checked as a whole before any of it is applied."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import fuzz_checkpoints
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.runner import FlexibleRunner, Runner
 
 from amp_wrapper import AmpCheckpointError
@@ -145,12 +146,12 @@ def test_damage_is_named_before_anything_changes(
     with pytest.raises(AmpCheckpointError, match=words) as caught:
         target.runner.resume(str(path))
     assert str(path) in str(caught.value)
-    assert toy.differences(target.here, target.state()) == []
+    assert differences(target.here, target.state()) == []
 
 
 def test_the_same_file_undamaged_is_taken(target: fuzz_checkpoints.Target) -> None:
     target.resumed(target.names['there'])
-    assert toy.differences(target.there, target.state()) == []
+    assert differences(target.there, target.state()) == []
     target.resumed(target.names['here'])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
@@ -91,7 +92,7 @@ def test_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     toy.run(whole, OURS, **hooks(max_keep_ckpts=1))
     assert files(part) == files(whole) == ['epoch_2.pth']
     left, right = toy.checkpoint(part), toy.checkpoint(whole)
-    assert toy.differences(left['state_dict'], right['state_dict']) == []
+    assert differences(left['state_dict'], right['state_dict']) == []
 
 
 @HOOKS.register_module()

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import toy
+from bits import differences
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
 from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError
-from amp_wrapper.casting import fp32_values as twins
+from amp_wrapper.casting import fp32_values
 
 
 class Two(nn.Module):
@@ -68,10 +69,10 @@ def test_losses_reach_each_other_as_without_scales(device: torch.device) -> None
         train(model, wrappers, device)
         ends.append([p.detach().clone() for p in model.parameters()])
     for other in ends[1:]:
-        assert toy.differences(ends[0], other) == []
+        assert differences(ends[0], other) == []
 
 
-def test_a_stock_member_gets_what_it_expects_and_cannot_give_it(device: torch.device) -> None:
+def test_a_stock_wrapper_gets_what_it_expects_and_cannot_give_it(device: torch.device) -> None:
     ends = []
     for scale in (None, 512.0):
         model = two(device)
@@ -92,7 +93,7 @@ def test_a_stock_member_gets_what_it_expects_and_cannot_give_it(device: torch.de
                 loss = model.discriminator(model.generator(batch(device, step))).square().mean()
             wrapper.update_params(loss)
         ends.append([p.detach().clone() for p in model.parameters()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 @pytest.mark.parametrize('levels', [('O2', 'O5'), ('O5', 'O2'), ('O1', 'O2'), ('O2', 'O0'), ('O3', 'O4')])
@@ -106,8 +107,8 @@ def test_levels_differ_and_learn_the_same(levels: tuple[str, str], wide: bool, d
             discriminator=amp(pair[1], model.discriminator, loss_scale=2.0**4, accumulate_in_fp32=wide),
         )
         train(model, wrappers, device)
-        found = [(p, twins.fp32_twin(p)) for p in model.parameters()]
-        ends.append([p.detach().float() if twin is None else twin.detach() for p, twin in found])
+        found = [(p, fp32_values.fp32_twin(p)) for p in model.parameters()]
+        ends.append([p.detach().float() if master is None else master.detach() for p, master in found])
         for name, level in zip(('generator', 'discriminator'), pair):
             kinds = {p.dtype for p in getattr(model, name).parameters()}
             assert kinds == {toy.HALF.get(level, torch.float32)}
@@ -131,7 +132,7 @@ def test_one_joint_loss_and_two_steps(device: torch.device) -> None:
             wrapper.step()
             wrapper.zero_grad()
         ends.append([p.detach().clone() for p in model.parameters()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
     assert not torch.equal(ends[0][-1], two(device).discriminator[-1].bias)
 
 
@@ -155,7 +156,7 @@ def test_the_scale_that_overflowed_learns(level: str, device: torch.device) -> N
     with wrappers['discriminator'].optim_context(model.discriminator):
         loss = model.discriminator(batch(device)).float().square().mean()
     wrappers['discriminator'].update_params(loss)
-    assert toy.differences(start, [p.detach().to(s.dtype) for p, s in zip(model.parameters(), start)]) == []
+    assert differences(start, [p.detach().to(s.dtype) for p, s in zip(model.parameters(), start)]) == []
     assert [w.loss_scaler.counts.tolist()[:2] for w in wrappers.values()] == [[1, 1], [1, 1]]
     assert [w.loss_scaler.get_scale() for w in wrappers.values()] == [2.0**7, 2.0**8]
     # and afterwards both go on
@@ -187,8 +188,8 @@ def test_what_another_loss_brought_goes_into_files(wide: bool, overflow: bool, d
     resumed.load_state_dict(state)
     for pair in ((model, wrappers), (other, resumed)):
         train(*pair, device)
-    assert toy.differences(model.state_dict(), other.state_dict()) == []
-    assert toy.differences(wrappers.state_dict(), resumed.state_dict()) == []
+    assert differences(model.state_dict(), other.state_dict()) == []
+    assert differences(wrappers.state_dict(), resumed.state_dict()) == []
 
 
 def test_an_overflow_never_reaches_a_wrapper_that_does_not_look(device: torch.device) -> None:
@@ -206,7 +207,7 @@ def test_an_overflow_never_reaches_a_wrapper_that_does_not_look(device: torch.de
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
-def test_several_losses_of_one_member(device: torch.device) -> None:
+def test_several_losses_of_one_wrapper(device: torch.device) -> None:
     """A member that unscales on arrival takes what others bring as well."""
     ends = []
     for losses in (1, 2):
@@ -217,7 +218,7 @@ def test_several_losses_of_one_member(device: torch.device) -> None:
         )
         train(model, wrappers, device)
         ends.append([p.detach().clone() for p in model.parameters()])
-    assert toy.differences(*ends) == []
+    assert differences(*ends) == []
 
 
 def test_an_exception_in_backward_leaves_gradients_of_others_alone(device: torch.device) -> None:
@@ -237,7 +238,7 @@ def test_an_exception_in_backward_leaves_gradients_of_others_alone(device: torch
         loss = model.discriminator(hidden).sum()
     with pytest.raises(RuntimeError, match='in the middle'):
         wrappers['a'].backward(loss)
-    assert toy.differences(before, [p.grad for p in model.discriminator.parameters()]) == []
+    assert differences(before, [p.grad for p in model.discriminator.parameters()]) == []
     wrappers['b'].step()
 
 
@@ -251,12 +252,12 @@ def test_a_part_that_two_optimizers_step(level: str, device: torch.device) -> No
     )
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.trunk.weight
-    twin = twins.fp32_twin(weight)
+    master = fp32_values.fp32_twin(weight)
     if level in ('O2', 'O5'):
-        assert twin is not None
+        assert master is not None
         for wrapper in wrappers.values():
-            assert any(p is twin for p in wrapper.master_params())
-    stepped = weight if twin is None else twin
+            assert any(p is master for p in wrapper.master_params())
+    stepped = weight if master is None else master
     for step in range(3):
         for wrapper, head in ((wrappers['a'], model.generator), (wrappers['b'], model.discriminator)):
             before = stepped.detach().clone()
@@ -289,7 +290,7 @@ def test_shared_parts_that_cannot_be_shared(device: torch.device) -> None:
         with pytest.raises(AmpAttachError, match='stepped by two optimizers'):
             OptimWrapperDict(a=one, b=other)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
-    # two open windows would mix two scales in one gradient
+    # two open accumulations would mix two scales in one gradient
     model = two(device)
     wrappers = OptimWrapperDict(
         a=amp('O2', model.trunk, model.generator), b=amp('O2', model.trunk, model.discriminator)
@@ -308,7 +309,7 @@ def test_shared_parts_that_cannot_be_shared(device: torch.device) -> None:
     wrappers['b'].backward(losses[1])
 
 
-def test_members_log_under_their_names(device: torch.device, tmp_path: Any) -> None:
+def test_wrappers_log_under_their_names(device: torch.device, tmp_path: Any) -> None:
     hub = MessageHub.get_instance(f'members{tmp_path.name}')
     model = two(device)
     wrappers = OptimWrapperDict(
@@ -463,9 +464,9 @@ def test_a_weight_given_to_a_second_optimizer_later_keeps_its_master(device: tor
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.generator[0].weight
     wrappers['b'].optimizer.add_param_group(dict(params=[weight]))
-    twin = twins.fp32_twin(weight)
-    assert any(p is twin for p in wrappers['b'].master_params())
-    assert twins.fp32_twin(weight) is twin
+    master = fp32_values.fp32_twin(weight)
+    assert any(p is master for p in wrappers['b'].master_params())
+    assert fp32_values.fp32_twin(weight) is master
 
 
 def test_gradients_cleared_by_the_model_take_their_flag_along(device: torch.device) -> None:
@@ -484,7 +485,7 @@ def test_gradients_cleared_by_the_model_take_their_flag_along(device: torch.devi
     assert wrappers['d'].loss_scaler.counts.tolist()[:2] == [1, 0]
 
 
-def test_a_member_without_a_scale_beside_float16_is_told(device: torch.device) -> None:
+def test_a_wrapper_without_a_scale_beside_float16_is_told(device: torch.device) -> None:
     model = two(device)
     for level, words, told in (('O0', {}, True), ('O5', {}, True), ('O0', dict(loss_scale='dynamic'), False)):
         with toy.captured_log() as lines:
@@ -501,4 +502,4 @@ def test_a_deep_copy_of_an_attached_wrapper_is_refused(device: torch.device) -> 
         copy.deepcopy((model, wrapper))
     copied = copy.deepcopy(model)
     assert copied.trunk.weight.dtype == torch.float32
-    assert copied.trunk.weight.equal(twins.fp32_twin(model.trunk.weight))
+    assert copied.trunk.weight.equal(fp32_values.fp32_twin(model.trunk.weight))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grid import but, grid
 from native import CSRC, ROOT, SHIM, compile_cpp, compiler, nvcc
 from ops_models import in_fresh_process
 from torch.utils.cpp_extension import include_paths, library_paths
@@ -80,8 +81,9 @@ def skip_without(sanitizer: tuple[str, ...], folder: Path) -> None:
         pytest.skip(f'programs with {sanitizer[0]} do not run on this machine')
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(('sanitizer', 'rounds'), [(ADDRESS, 8), (THREAD, 2)], ids=['address-undefined', 'thread'])
+@pytest.mark.parametrize(
+    ('sanitizer', 'rounds'), but([(THREAD, 2)], [(ADDRESS, 8), (THREAD, 2)]), ids=['address-undefined', 'thread']
+)
 def test_kernels_equal_the_cpu_ops_and_the_sanitizers_are_silent(
     sanitizer: tuple[str, ...], rounds: int, tmp_path: Path
 ) -> None:
@@ -141,7 +143,7 @@ WRONG_RESULTS = {
 }
 
 
-@pytest.mark.slow
+@grid
 @pytest.mark.parametrize('fault', FAULTS)
 def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
     """Without this, a check that never says anything would look like a check that finds nothing."""
@@ -152,7 +154,7 @@ def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
     assert message in done.stdout + done.stderr, done.stdout[-500:] + done.stderr[-1000:]
 
 
-@pytest.mark.slow
+@grid
 def test_planted_faults_show_in_the_results(tmp_path: Path) -> None:
     done = run(build(tmp_path, (), *WRONG_RESULTS.values()), 0, 8)
     assert done.returncode != 0
@@ -186,8 +188,9 @@ WRONG_STEPS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(('sanitizer', 'rounds'), [(ADDRESS, 5), (THREAD, 2)], ids=['address-undefined', 'thread'])
+@pytest.mark.parametrize(
+    ('sanitizer', 'rounds'), but([(THREAD, 2)], [(ADDRESS, 5), (THREAD, 2)]), ids=['address-undefined', 'thread']
+)
 def test_steps_equal_their_arithmetic_and_the_sanitizers_are_silent(
     sanitizer: tuple[str, ...], rounds: int, tmp_path: Path
 ) -> None:
@@ -197,7 +200,6 @@ def test_steps_equal_their_arithmetic_and_the_sanitizers_are_silent(
     assert f'{rounds} rounds, 0 wrong' in done.stdout
 
 
-@pytest.mark.slow
 def test_a_missing_barrier_in_a_step_is_caught(tmp_path: Path) -> None:
     skip_without(THREAD, tmp_path)
     planted = ('step_kernels.cuh', COMMON, COMMON.replace('  __syncthreads();\n', ''))
@@ -205,7 +207,7 @@ def test_a_missing_barrier_in_a_step_is_caught(tmp_path: Path) -> None:
     assert done.returncode != 0 and 'data race' in done.stderr, done.stdout[-500:] + done.stderr[-1000:]
 
 
-@pytest.mark.slow
+@grid
 def test_planted_faults_show_in_a_step(tmp_path: Path) -> None:
     done = run(build(tmp_path, (), *WRONG_STEPS.values(), harness='step_harness.cpp'), 0, 5)
     assert done.returncode != 0
@@ -253,7 +255,7 @@ def differences(library: Path) -> list[str]:
     return found
 
 
-@pytest.mark.slow
+@grid
 def test_host_code_and_kernels_together_equal_the_reference(tmp_path: Path) -> None:
     assert differences(build_host(tmp_path)) == []
 
@@ -282,7 +284,7 @@ HOST_FAULTS = {
 }
 
 
-@pytest.mark.slow
+@grid
 def test_faults_in_the_host_code_are_caught(tmp_path: Path) -> None:
     found = differences(build_host(tmp_path, *HOST_FAULTS.values()))
     assert {line.split()[0] for line in found} == set(HOST_FAULTS)
@@ -330,7 +332,7 @@ def mangled(name: str) -> str:
 
 
 # one test for all that is read from one compilation: tests of one file run in several processes
-@pytest.mark.slow
+@grid
 def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: Path) -> None:
     reports = compile_reports(tmp_path)
     text = ''.join((CSRC / 'cuda' / name).read_text() for name in KERNELS)
@@ -352,7 +354,6 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: P
 MOVED = ('scale', 'copy', 'axpby', 'refresh', 'sum_of_squares', 'largest', 'scale_and_sum', 'adam', 'sgd')
 
 
-@pytest.mark.slow
 def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path) -> None:
     """Products and sums are fused where the arithmetic of a step names fmaf, and nowhere else."""
     compiler()
@@ -382,7 +383,7 @@ def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path)
                 assert re.search(r'st\.global\.v4\.(u|b|f)32', text), name
 
 
-@pytest.mark.slow
+@grid
 def test_the_host_part_compiles_against_torch(tmp_path: Path) -> None:
     """Also with a torch without CUDA: its headers are there. ``ATen/cuda`` would need more than they have."""
     home = Path(nvcc()).resolve().parents[2]

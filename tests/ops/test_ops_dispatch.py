@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import but_every, grid
 from ops_models import (
     FLOATS,
     LISTED,
@@ -90,7 +91,7 @@ def test_every_registered_op_is_checked(device: torch.device) -> None:
     assert not without_samples(device)
 
 
-@pytest.mark.parametrize('name', list(schemas.SCHEMAS))
+@pytest.mark.parametrize('name', but_every(3, schemas.SCHEMAS))
 def test_opcheck(name: str, device: torch.device) -> None:
     overload = getattr(torch.ops.amp_wrapper, name).default
     for call in samples(name, device):
@@ -154,7 +155,7 @@ def same_compiled(face: str, name: str, rows: list[Row], device: torch.device, b
 
 
 @pytest.mark.parametrize('face', list(FACES))
-@pytest.mark.parametrize('name', LISTED)
+@pytest.mark.parametrize('name', but_every(3, LISTED))
 def test_compiled_graphs_give_the_same_bits(name: str, face: str, device: torch.device) -> None:
     same_compiled(face, name, ROWS['mixed'], device)
 
@@ -164,7 +165,7 @@ def test_the_reference_is_traced_too(name: str, device: torch.device) -> None:
     same_compiled('front', name, [(1, (3, 5), (torch.float64, F32, F16), (0, 0, 0)), *ROWS['mixed'][:2]], device)
 
 
-@pytest.mark.slow
+@grid
 @needs_compiler
 @pytest.mark.parametrize('name', LISTED)
 def test_inductor_gives_the_same_bits(name: str, device: torch.device) -> None:

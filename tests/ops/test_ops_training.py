@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import but
 from ops_models import bits, in_fresh_process, without_compiled
 
 from amp_wrapper import ops
@@ -35,8 +36,8 @@ def counted(calls: Counter[str]) -> Any:
 
 
 def train(level: str, device: torch.device) -> dict[str, Any]:
-    """Eight updates of two windows each, with a clip, an overflow and a growing scale; digests of all that came of it."""
-    from test_engine import Run, poisoned
+    """Eight updates of two accumulations each, with a clip, an overflow and a growing scale; digests of all that came of it."""
+    from toy_engine import Run, poisoned
 
     from amp_wrapper.engine.clipping import GradientClip
 
@@ -69,7 +70,7 @@ def train(level: str, device: torch.device) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize('level', ['O2', 'O5'])
+@pytest.mark.parametrize('level', but(['O2'], ['O2', 'O5']))
 def test_the_reference_trains_to_the_same_bits(level: str, device: torch.device) -> None:
     if without_compiled(device):
         pytest.skip(without_compiled(device))

@@ -12,10 +12,8 @@ os.environ.setdefault('OMP_NUM_THREADS', '1')
 import mmengine.runner.runner
 import torch
 import torch.distributed as dist
-
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ('openmmlab', 'system')]
-import test_preemption
 import toy
+from preemption import PREEMPTION, with_hooks
 
 mmengine.runner.runner.collect_env = dict
 
@@ -38,9 +36,9 @@ def main(folder: Path) -> None:
     dist.init_process_group('gloo')
     case = toy.everything('O5', max_epochs=2)
     train(folder / 'whole', case)
-    hooks = (test_preemption.PREEMPTION, dict(type='SendSignal', iteration=4, rank=1))
+    hooks = (PREEMPTION, dict(type='SendSignal', iteration=4, rank=1))
     try:
-        train(folder / 'part', test_preemption._with(case, *hooks))
+        train(folder / 'part', with_hooks(case, *hooks))
     except SystemExit as ended:
         if ended.code != 0:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -15,6 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from bits import bits as every_bit
+from bits import same_bits as equal_bits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,7 +44,6 @@ UPDATES = ('fused_adam', 'fused_sgd')
 STEPS = ('step_prologue', *UPDATES)
 #: A block of the sum is 1024 elements, a chunk 32768.
 EDGES = (1, 2, 63, 64, 65, 1023, 1024, 1025, 2049, 32767, 32768, 32769, 65536, 3 * 32768 + 7)
-_VIEWS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NoHostRead(TorchDispatchMode):
@@ -52,17 +54,9 @@ class NoHostRead(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """The bits as integers on the CPU, all NaN made equal."""
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
-    return tensor.view(_VIEWS[tensor.element_size()])
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in type, shape and every bit; any NaN equals any other."""
-    return a.dtype is b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+#: As everywhere, but for which NaN an operation gives: processors choose among those that go in.
+bits = functools.partial(every_bit, any_nan=True)
+same_bits = functools.partial(equal_bits, any_nan=True)
 
 
 def without_compiled(device: torch.device) -> str:
@@ -219,7 +213,7 @@ def make_call(
     return Call(name, dict(weights=weights, masters=masters), ('masters',))
 
 
-#: (type of a parameter, type of its partner): alone, with a copy, with a remainder.
+#: (type of a parameter, type of its copy): alone, with a copy, with a remainder.
 KINDS: tuple[tuple[torch.dtype, torch.dtype | None], ...] = (
     (torch.float32, None),
     (torch.float32, torch.bfloat16),
@@ -302,7 +296,7 @@ def update_call(
     start: int = 0,
     plain: bool = False,
 ) -> Call:
-    """One parameter for each shape; types, partners and layouts by turns, all of them over 63 shapes.
+    """One parameter for each shape; types, copies and layouts by turns, all of them over 63 shapes.
 
     Args:
         name: Of the op.
@@ -328,7 +322,7 @@ def update_call(
 
         state_type = torch.float32 if plain or index % 3 else FLOATS[index // 3 % 3]
         parameter = made(1, kind)
-        # nothing beside it: the partner is the parameter itself, or a copy of its type
+        # nothing beside it: the parameter itself stands there, or a copy of its type
         partner = parameter if plain or index % 2 else torch.zeros_like(parameter)
         if other is not None:
             partner = made(5, torch.float32 if other is torch.int16 else other)
@@ -454,7 +448,7 @@ def wrong_conversions(device: torch.device) -> dict[str, int]:
 
 
 #: Where modules lie that test files share.
-SHARED = [str(ROOT / 'tests' / name) for name in ('support', 'engine')]
+SHARED = [str(ROOT / 'tests' / 'support')]
 
 
 def in_fresh_process(*arguments: str, environment: dict[str, str] | None = None, folder: Path = ROOT) -> Any:

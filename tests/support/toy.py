@@ -302,32 +302,6 @@ def checkpoint(work_dir: Path | str, name: str | None = None) -> dict[str, Any]:
     return torch.load(path, map_location='cpu', weights_only=True)
 
 
-def differences(left: Any, right: Any, path: str = '') -> list[str]:
-    """Where two nested structures differ, tensors and floats by their bits."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        same = left.dtype == right.dtype and left.shape == right.shape and _bits(left).equal(_bits(right))
-        return [] if same else [f'{path}: {left.dtype} {tuple(left.shape)} against {right.dtype} {tuple(right.shape)}']
-    if isinstance(left, dict) and isinstance(right, dict):
-        rows = [f'{path}: keys {sorted(map(str, left.keys() ^ right.keys()))}'] if left.keys() != right.keys() else []
-        for key in left.keys() & right.keys():
-            rows += differences(left[key], right[key], f'{path}[{key!r}]')
-        return rows
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        rows = [f'{path}: {len(left)} against {len(right)} items'] if len(left) != len(right) else []
-        for index, (a, b) in enumerate(zip(left, right)):
-            rows += differences(a, b, f'{path}[{index}]')
-        return rows
-    return (
-        [] if type(left) is type(right) and (left == right or left != left) else [f'{path}: {left!r} against {right!r}']
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.view(widths[tensor.element_size()]) if tensor.is_floating_point() else tensor
-
-
 @contextmanager
 def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
     """What mmengine's logger was told."""
@@ -361,3 +335,21 @@ def run_log() -> Iterator[list[str]]:
 
     with mock.patch.object(MMLogger, 'callHandlers', keep):
         yield lines
+
+
+@MODELS.register_module()
+class PoisonedModel(ToyModel):
+    """The loss of some iterations is infinite."""
+
+    def __init__(self, poisoned: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.poisoned = poisoned
+        self.calls = 0
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        result = super().forward(inputs, labels, mode)
+        if mode == 'loss':
+            self.calls += 1
+            if self.calls in self.poisoned:
+                result['loss'] = result['loss'] * float('inf')
+        return result

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bits import differences
+
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import mmengine
 import mmengine.runner.runner
@@ -191,7 +193,7 @@ def torture(
             break
     finish(work_dir, case)
     tally.runs += 1
-    rows = toy.differences(reference, result(work_dir))
+    rows = differences(reference, result(work_dir))
     tally.failures += [f'{work_dir.name}: {row}' for row in rows]
     if not rows:
         shutil.rmtree(work_dir)

@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bits import differences
+
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import mmengine
 import mmengine.runner.runner
@@ -78,7 +80,7 @@ class Target:
         first = folder / f'{level}-{attached}'
         self.names = dict(here=first / 'epoch_2.pth', there=first / 'epoch_3.pth')
         if files is None:
-            # an open window is among the things that can be damaged: 7 iterations an epoch, windows of 2
+            # an open accumulation is among the things that can be damaged: 7 iterations an epoch, accumulations of 2
             toy.run(
                 first, **copy.deepcopy(dict(self.case, train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=1)))
             )
@@ -332,7 +334,7 @@ def attack(target: Target, path: Path, dice: random.Random, outcome: Outcome) ->
         outcome.verdicts.append(fuzz_verdicts.refused(label, error, path))
         if str(path) not in str(error):
             outcome.failures.append(f'{label}: the message does not name the file: {error}')
-        rows = toy.differences(target.here, target.state())
+        rows = differences(target.here, target.state())
         if rows:
             outcome.failures.append(f'{label}: half-applied: {rows[:3]} after: {error}')
             target.resumed(target.names['here'])
@@ -345,7 +347,7 @@ def attack(target: Target, path: Path, dice: random.Random, outcome: Outcome) ->
         outcome.counts[kind, 'harmless'] += 1
         if kind == 'code':
             outcome.failures.append(f'{label}: accepted')
-        rows = toy.differences(target.there, target.state())
+        rows = differences(target.there, target.state())
         if kind == 'bytes' and rows:
             outcome.failures.append(f'{label}: damaged bytes were applied')
         end: Exception | None = None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grid import but, grid
 from PIL import Image
 
 from amp_wrapper import AmpAttachError, AmpCheckpointError, amp
@@ -87,7 +88,7 @@ def check_options(level: str, text: str) -> None:
 # -- every level, from the command line -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('level', LEVELS)
+@pytest.mark.parametrize('level', but(['O1', 'O2'], LEVELS))
 def test_simple(level: str) -> None:
     text = command(EXAMPLES / 'simple.py', level, '--steps', '41')
     check_options(level, text)
@@ -96,7 +97,7 @@ def test_simple(level: str) -> None:
     assert re.search(rf'{level} on cpu: loss 0\.\d+$', text)
 
 
-@pytest.mark.parametrize('level', LEVELS)
+@pytest.mark.parametrize('level', but(['O2', 'O4'], LEVELS))
 def test_dcgan(level: str, tmp_path: Path) -> None:
     text = command(EXAMPLES / 'dcgan_digits.py', '--opt-level', level, '--out', tmp_path, *TINY_GAN)
     check_options(level, text)
@@ -125,7 +126,7 @@ def test_dcgan(level: str, tmp_path: Path) -> None:
     assert kinds == {torch.float32, torch.int64}
 
 
-@pytest.mark.parametrize('level', LEVELS)
+@pytest.mark.parametrize('level', but(['O2', 'O5'], LEVELS))
 def test_imagenet(level: str, tmp_path: Path) -> None:
     text = command(EXAMPLES / 'imagenet.py', '--opt-level', level, '--out', tmp_path, *TINY_IMAGES, '--epochs', '1')
     check_options(level, text)
@@ -187,7 +188,7 @@ def test_dcgan_resumes_to_the_bit(level: str, tmp_path: Path) -> None:
         assert (tmp_path / 'whole' / name).read_bytes() == (tmp_path / 'part' / name).read_bytes()
 
 
-@pytest.mark.slow
+@grid
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize('level', ['O2', 'O5'])
 def test_dcgan_resumes_to_the_bit_in_a_new_process(level: str, tmp_path: Path) -> None:
@@ -225,9 +226,7 @@ def trained_images(folder: Path, *words: str | Path) -> dict[str, Any]:
     return torch.load(folder / images.CHECKPOINT, weights_only=True)
 
 
-@pytest.mark.parametrize(
-    'level', [pytest.param('O0', marks=pytest.mark.slow), pytest.param('O4', marks=pytest.mark.slow), 'O5']
-)
+@pytest.mark.parametrize('level', but(['O5'], ['O0', 'O4', 'O5']))
 def test_imagenet_resumes_to_the_bit(level: str, tmp_path: Path) -> None:
     words = ('--opt-level', level, '--loss-scale', 'dynamic')
     whole = trained_images(tmp_path / 'whole', *words, '--epochs', '2')
@@ -257,9 +256,8 @@ script['main']()
 TORCHRUN = ('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2')
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize('level', ['O4', 'O5'])
+@pytest.mark.parametrize('level', but(['O5'], ['O4', 'O5']))
 def test_imagenet_in_two_processes(level: str, tmp_path: Path) -> None:
     """They share the images, agree on the numbers, and resume to the bit."""
 

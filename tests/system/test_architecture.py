@@ -1,4 +1,4 @@
-"""Imports point downward between the folders of the package, and form no cycle inside one."""
+"""Imports point downward between the folders of the package, and form no cycle inside one; tests have the same folders."""
 
 from __future__ import annotations
 
@@ -170,3 +170,43 @@ def test_checker_allows_what_points_downward(
     sources: dict[str, str], packages: frozenset[str], module: str, line: str
 ) -> None:
     assert violations({**sources, module: sources[module] + '\n' + line + '\n'}, packages) == []
+
+
+# -- the tests -------------------------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).parents[1]
+#: Folders beside those that mirror the package: what they hold is of no single one of its folders.
+BESIDE = frozenset(
+    {'distributed', 'system', 'tools', 'downstream', 'foreign_packages', 'support', 'data', 'cuda_shim', '__pycache__'}
+)
+LONGEST = 600
+
+
+def test_tests_have_the_folders_of_the_package() -> None:
+    root = Path(amp_wrapper.__file__).parent
+    rooms = {path.parent.name for path in root.glob('*/__init__.py')}
+    assert {path.name for path in TESTS.iterdir() if path.is_dir()} - BESIDE == rooms
+    for name in rooms:
+        assert list((TESTS / name).glob('test_*.py')), name
+    # what is tested has a folder
+    assert [path.name for path in TESTS.glob('*.py')] == ['conftest.py']
+
+
+def test_no_test_file_is_long() -> None:
+    lines = {path: path.read_text(encoding='utf-8').count('\n') for path in TESTS.rglob('*.py')}
+    assert [f'{path.relative_to(TESTS)}: {count}' for path, count in lines.items() if count > LONGEST] == []
+
+
+def test_no_test_file_is_imported() -> None:
+    """What several files share lies in ``support``; a file of tests has a name that no other has."""
+    files = [path for path in TESTS.rglob('test_*.py') if path.parent.name not in ('downstream', 'foreign_packages')]
+    names = [path.stem for path in files]
+    assert sorted(names) == sorted(set(names))
+    found = []
+    for path in TESTS.rglob('*.py'):
+        if 'migration_scripts' not in path.parts and path.parent.name != 'foreign_packages':
+            tree = ast.parse(path.read_text(encoding='utf-8'))
+            imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+            imported += [node.module or '' for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+            found += [f'{path.relative_to(TESTS)} imports {name}' for name in imported if name in names]
+    assert found == []

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from grid import grid
 from torch.utils.cpp_extension import CUDA_HOME
 
 import amp_wrapper
@@ -149,9 +150,6 @@ class Tree:
         facts = json.loads(done.stdout)
         assert facts.pop('sum') == 9.0
         return {**facts, 'warnings': done.stderr.count('runs without its compiled ops')}
-
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope='module')
@@ -296,6 +294,7 @@ def users_of(tree: Path, name: str) -> set[str]:
     return {name for name in names if '/cuda/' not in name}
 
 
+@grid
 def test_what_changed_is_compiled(built: Tree) -> None:
     built.build()
     assert built.build() == []
@@ -312,6 +311,7 @@ def test_what_changed_is_compiled(built: Tree) -> None:
         assert set(built.build()) == users
 
 
+@grid
 def test_other_flags_compile_everything(built: Tree) -> None:
     setup = built.root / 'setup.py'
     kept = setup.read_text()
@@ -323,6 +323,7 @@ def test_other_flags_compile_everything(built: Tree) -> None:
         setup.write_text(kept)
 
 
+@grid
 def test_a_library_for_another_torch_is_built_anew(built: Tree) -> None:
     """Newer than every source, it would be taken for up to date."""
     library = next((built.root / 'amp_wrapper/ops').glob('_C.*.so'))
@@ -332,6 +333,7 @@ def test_a_library_for_another_torch_is_built_anew(built: Tree) -> None:
     assert built.library()['file'] == str(library)
 
 
+@grid
 def test_a_failed_build(built: Tree) -> None:
     """A message without traceback, and a record that says so, though an older library lies there."""
     source = built.root / 'csrc/cpu/kernels_default.cpp'
@@ -367,6 +369,7 @@ def test_a_library_that_cannot_be_loaded_fails_the_build(built: Tree) -> None:
         source.unlink()
 
 
+@grid
 def test_pure_python_over_a_library(built: Tree) -> None:
     """The library of an earlier build stays where it is, and is not loaded."""
     assert built.build(AMP_WRAPPER_WITH_OPS='0') == []

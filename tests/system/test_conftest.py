@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amp_wrapper import amp
-from amp_wrapper.autocast import regions, state
+from amp_wrapper.autocast import patching, regions, state
 from amp_wrapper.autocast.op_set import OpSet
 from amp_wrapper.autocast.patching import patches
 
@@ -38,7 +38,7 @@ def test_the_next():
 
 def test_everything_at_once():
     ops = OpSet(casts=True)
-    for context in (state.suspended(), state.overruling(), regions.in_backward(ops.keys), torch.autocast('cpu')):
+    for context in (state.suspended(), state.overruling(), patching.in_backward(ops.keys), torch.autocast('cpu')):
         context.__enter__()
         held.append(context)
     regions.enter(ops.keys)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grid import grid
 
 TESTS = Path(__file__).parent
 
@@ -24,15 +25,17 @@ def _run(name: str, tmp_path: Path, *arguments: str) -> str:
     return report.read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_killed_trainings_become_the_uninterrupted_ones(tmp_path: Path) -> None:
-    page = _run('crash_harness.py', tmp_path, '--kills', '12', '--seed', '5', '--levels', 'O2', 'O5')
-    assert '- 12 processes killed with SIGKILL' in page
+@pytest.mark.parametrize(
+    ('kills', 'levels'), [(4, ('O2',)), pytest.param(12, ('O2', 'O5'), marks=grid)], ids=['4', '12']
+)
+def test_killed_trainings_become_the_uninterrupted_ones(kills: int, levels: tuple[str, ...], tmp_path: Path) -> None:
+    page = _run('crash_harness.py', tmp_path, '--kills', str(kills), '--seed', '5', '--levels', *levels)
+    assert f'- {kills} processes killed with SIGKILL' in page
     assert '- 0 differences.' in page
 
 
-@pytest.mark.slow
+@grid
 @pytest.mark.timeout(600)
 def test_the_comparison_sees_what_differs(tmp_path: Path) -> None:
     """A test of the test: where random states are not put back, the harness reports differences."""
@@ -48,7 +51,7 @@ def test_the_comparison_sees_what_differs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
-@pytest.mark.slow
+@grid
 @pytest.mark.timeout(600)
 def test_damaged_files_give_typed_errors_and_change_nothing(tmp_path: Path) -> None:
     page = _run('fuzz_checkpoints.py', tmp_path, '--files', '600', '--seed', '4')

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from grid import grid
 
 DATA = next(folder / 'data' for folder in Path(__file__).parents if (folder / 'data' / 'saved').is_dir())
 RECORD = DATA / 'fuzz_verdicts.json.xz'
@@ -20,7 +21,6 @@ def compared(record: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_verdicts_are_those_of_before() -> None:
     done = compared(RECORD, '--files', '400')
@@ -29,7 +29,7 @@ def test_verdicts_are_those_of_before() -> None:
     assert 'compared with the record: 400 files' in done.stdout or 'is not compared with' in done.stdout
 
 
-@pytest.mark.slow
+@grid
 @pytest.mark.timeout(600)
 def test_another_verdict_is_told(tmp_path: Path) -> None:
     """A test of the test."""

@@ -11,6 +11,7 @@ import mmcv
 import numpy as np
 import pytest
 import torch
+from grid import but
 from mmengine.config import Config
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
 from mmengine.registry import MODELS
@@ -71,8 +72,8 @@ def matrix_types(module: nn.Module) -> set[torch.dtype]:
     return {m.weight.dtype for m in module.modules() if isinstance(m, kinds)}
 
 
-@pytest.mark.parametrize('discriminator', LEVELS)
-@pytest.mark.parametrize('generator', LEVELS)
+@pytest.mark.parametrize('discriminator', but(['O2', 'O4'], LEVELS))
+@pytest.mark.parametrize('generator', but(['O1', 'O5'], LEVELS))
 def test_every_pair_of_levels(generator: str, discriminator: str) -> None:
     # the usual first scale of 2^16 may overflow, and what is asked here is whether a step moves the weights
     model, wrappers = parts(generator, discriminator, loss_scale=128.0)

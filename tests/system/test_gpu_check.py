@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grid import grid
 from missing import SkipsWhatLacksAPackage, reason_of
 
 from benchmarks import gpu_check, gpu_stages
@@ -171,6 +172,7 @@ def test_the_end_has_a_line_for_each_stage(
     assert gpu_check.main(['--stage', 'ops', '--budget', '60', '--out', str(tmp_path / 'out')]) == 0
 
 
+@grid
 def test_one_rank_trains() -> None:
     done = subprocess.run(
         [sys.executable, '-m', 'benchmarks.one_rank'], cwd=ROOT, capture_output=True, text=True, timeout=120

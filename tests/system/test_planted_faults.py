@@ -1,12 +1,15 @@
-"""The list of planted faults fits the tree; whether tests notice them is for ``python tests/planted_faults.py``."""
+"""The list of planted faults fits the tree; whether tests notice them is for ``planted_faults.py``."""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import planted_faults
 import pytest
+from grid import grid
 from planted_faults import FAULTS, ROOT, Fault, Stale
 
 ROOMS = {'policy', 'ops', 'autocast', 'casting', 'checkpoint', 'optim', 'engine', 'amp', 'openmmlab', 'csrc'}
@@ -18,6 +21,45 @@ def test_every_fault_can_be_planted(fault: Fault) -> None:
     assert planted_faults.find(ROOT, fault).is_file()
     assert planted_faults.tests_of(ROOT, fault)
     assert fault.old.split() != fault.new.split()
+
+
+class Words(dict[str, bool]):
+    """What pytest's -k makes of the words in an expression: whether the name of a test contains each."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name.lower()
+
+    def __missing__(self, word: str) -> bool:
+        return word.lower() in self.name
+
+
+@pytest.fixture(scope='module')
+def collected() -> dict[str, list[str]]:
+    """The tests of each file that a fault names, as pytest collects them."""
+    files = sorted(
+        {path for fault in FAULTS for path in planted_faults.tests_of(ROOT, dataclasses.replace(fault, only=''))}
+    )
+    command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', '-p', 'no:cacheprovider', *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        path, separator, test = line.partition('::')
+        if separator:
+            found.setdefault(path, []).append(test)
+    return found
+
+
+@grid
+def test_every_file_of_a_fault_has_tests_for_it(collected: dict[str, list[str]]) -> None:
+    missing = []
+    for fault in FAULTS:
+        for path in map(Path, planted_faults.tests_of(ROOT, dataclasses.replace(fault, only=''))):
+            names = [f'{path.name}::{test}' for test in collected.get(path.relative_to(ROOT).as_posix(), [])]
+            if not any(eval(fault.only or 'True', {}, Words(name)) for name in names):
+                missing.append(f'{fault.name}: {path.name} has no {fault.only!r}')
+    assert missing == []
 
 
 def test_there_are_faults_in_every_room() -> None:

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import crash_harness
 import pytest
 import toy
+from bits import differences
+from grid import but, grid
 
 WORKER = Path(__file__).parents[1] / 'support' / 'resume_worker.py'
 SGD = dict(type='SGD', lr=0.2, momentum=0.9, weight_decay=1e-3)
@@ -34,7 +37,7 @@ def _cases() -> dict[str, dict[str, Any]]:
         train_cfg=dict(by_epoch=True, max_epochs=4, val_interval=1), param_scheduler=SCHEDULE, default_hooks=CHECKPOINTS
     )
     for level in toy.LEVELS:
-        # 7 batches an epoch: windows of 2 are open at each odd epoch's end, and the last one has a remainder
+        # 7 batches an epoch: accumulations of 2 are open at each odd epoch's end, and the last one has a remainder
         for stop in (1, 2):
             cases[f'{level}-everything-{stop}'] = dict(
                 stop=stop,
@@ -144,36 +147,60 @@ def _run(folder: Path, phase: str) -> None:
     assert done.returncode == 0, f'{phase}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}'
 
 
+#: What ``make test`` trains; the grids train the rest.
+SHORT = ('O2-everything-1', 'O5-everything-2', 'O1-adamw', 'O3-ema-buffers')
+
+
 @pytest.fixture(scope='module')
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs of all cases that this session asks for, in one process for each phase."""
+    tests = [item for item in request.session.items if item.path == request.path and isinstance(item, pytest.Function)]
+    asked = {test.callspec.params['name'] for test in tests if 'runs' in test.fixturenames}
     folder = tmp_path_factory.mktemp('resume')
-    (folder / 'cases.json').write_text(json.dumps(_cases()))
+    (folder / 'cases.json').write_text(json.dumps({name: case for name, case in _cases().items() if name in asked}))
     for phase in ('whole', 'first', 'second'):
         _run(folder, phase)
     return folder
 
 
-@pytest.mark.slow
+#: As above, of the cases with everything that draws random numbers, counts or decides.
+SHORT_EXACT = ('O2-epochs-within', 'O5-iterations', 'O5-random-sampler', 'O5-no-seed')
+
+
+def _exact_runs(folder: Path, cases: dict[str, dict[str, Any]], expected: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Run all phases of the cases; what the uninterrupted runs became, which the resumed ones must equal."""
+    (folder / 'cases.json').write_text(json.dumps(cases))
+    for phase in ('whole', 'first', 'second'):
+        _run(folder, phase)
+    whole = {name: crash_harness.result(folder / name / 'whole') for name in expected}
+    rows = []
+    for name, result in whole.items():
+        rows += [f'{name}: {row}' for row in differences(result, crash_harness.result(folder / name / 'parts'))]
+    assert rows == []
+    return whole
+
+
+@pytest.mark.timeout(900)
+def test_resumed_equals_uninterrupted_with_most_things_on(tmp_path: Path) -> None:
+    """A part of what follows: two levels, and the cases that interrupt where it hurts most."""
+    cases = _exact_cases()
+    _exact_runs(tmp_path, {name: cases[name] for name in SHORT_EXACT}, SHORT_EXACT)
+
+
+@grid
 @pytest.mark.timeout(900)
 def test_resumed_equals_uninterrupted_with_everything_on(tmp_path: Path) -> None:
     """Dropout, augmentation, accumulation, EMA, save_best, early stopping: in a process that never saw the first part.
 
     Without any one of the protections, the same comparison is red.
     """
-    (tmp_path / 'cases.json').write_text(json.dumps({**_exact_cases(), **_broken_cases()}))
-    for phase in ('whole', 'first', 'second'):
-        _run(tmp_path, phase)
-    whole = {name: crash_harness.result(tmp_path / name / 'whole') for name in _exact_cases()}
-    rows = []
-    for name, expected in whole.items():
-        rows += [f'{name}: {row}' for row in toy.differences(expected, crash_harness.result(tmp_path / name / 'parts'))]
-    assert rows == []
+    whole = _exact_runs(tmp_path, {**_exact_cases(), **_broken_cases()}, _exact_cases())
     green = [
         name
         for name, case in _broken_cases().items()
         # the worker removes what could not even come to its end
         if (parts := tmp_path / name / 'parts').exists()
-        and not toy.differences(whole[case['reference']], crash_harness.result(parts))
+        and not differences(whole[case['reference']], crash_harness.result(parts))
     ]
     assert green == [], 'these protections protect nothing'
     # the runs were interesting: stopped early, interrupted in mid-epoch, with a scale that moved and steps that were skipped
@@ -197,23 +224,22 @@ def _comparable(work_dir: Path, name: str | None = None) -> dict[str, Any]:
     return kept
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize('name', list(_cases()))
+@pytest.mark.parametrize('name', but(SHORT, _cases()))
 def test_resumed_equals_uninterrupted(runs: Path, name: str) -> None:
     whole, parts = _comparable(runs / name / 'whole'), _comparable(runs / name / 'parts')
     assert len(whole['train/loss']) == 28
-    assert toy.differences(whole, parts) == []
+    assert differences(whole, parts) == []
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_runs_were_interesting(runs: Path) -> None:
-    """Overflows, growth, open windows and averages really occurred in the runs that are compared."""
-    saved = _comparable(runs / 'O2-everything-1' / 'whole')
+@pytest.mark.parametrize('name', ['O2-everything-1'])
+def test_the_runs_were_interesting(runs: Path, name: str) -> None:
+    """Overflows, growth, open accumulations and averages really occurred in the runs that are compared."""
+    saved = _comparable(runs / name / 'whole')
     assert saved['train/amp_skipped'][-1] > 0
     assert len(set(saved['train/amp_scale'])) > 2
-    inside = toy.checkpoint(runs / 'O2-everything-1' / 'parts', 'epoch_1.pth')
+    inside = toy.checkpoint(runs / name / 'parts', 'epoch_1.pth')
     gradients = inside['optimizer']['amp']['window']['gradients']
     assert any(g is not None and g.dtype.itemsize == 2 and g.abs().sum() > 0 for g in gradients)
-    assert toy.differences(saved['state_dict'], {k[7:]: v for k, v in saved['ema_state_dict'].items() if k != 'steps'})
+    assert differences(saved['state_dict'], {k[7:]: v for k, v in saved['ema_state_dict'].items() if k != 'steps'})

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import toy
+from bits import differences
+from command_line import ROOT, tool
+from grid import but, grid
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'log_level=WARNING']
 
 
-def tool(*words: str, ok: bool = True, **environment: str) -> str:
-    """Run ``python tools/...`` in the repository; returns everything it said."""
-    command = [sys.executable, *words] if words[0].endswith('.py') else ['bash', *words]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHON': sys.executable, **environment},
-    )
-    said = done.stdout + done.stderr
-    assert (done.returncode == 0) == ok, said[-4000:]
-    return said
-
-
-@pytest.mark.slow
 def test_train_resume_and_test(tmp_path: Path) -> None:
     config = 'configs/digits/cnn_o2.py'
     work = ['--work-dir', str(tmp_path / 'whole')]
@@ -47,7 +30,7 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
     tool('tools/train.py', config, *parts, '--resume', str(tmp_path / 'whole' / 'epoch_1.pth'), *SHORT)
     left, right = (toy.checkpoint(tmp_path / name, 'epoch_2.pth') for name in ('whole', 'parts'))
     for key in ('state_dict', 'optimizer', 'param_schedulers'):
-        assert toy.differences(left[key], right[key]) == [], key
+        assert differences(left[key], right[key]) == [], key
 
     # the command that was printed trains as long again
     assert 'Finished: epoch 4' in tool(*command)
@@ -60,7 +43,7 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
         assert f'Tested at {level}: accuracy/top1 ' in said
 
 
-@pytest.mark.slow
+@grid
 def test_level_from_the_command_line_and_seed_from_the_checkpoint(tmp_path: Path) -> None:
     config = tmp_path / 'plain.py'
     config.write_text(
@@ -86,13 +69,16 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ('name', 'words'),
     [
-        ('cnn_o2', []),
+        pytest.param('cnn_o2', [], marks=grid),
         ('cnn_o2_ddp', []),
-        ('gan_o2_o5', ['model.generator.width=4', 'model.discriminator.width=4', 'train_cfg.val_interval=2']),
+        pytest.param(
+            'gan_o2_o5',
+            ['model.generator.width=4', 'model.discriminator.width=4', 'train_cfg.val_interval=2'],
+            marks=grid,
+        ),
     ],
 )
 def test_two_processes_on_a_cpu(name: str, words: list[str], tmp_path: Path) -> None:
@@ -163,8 +149,8 @@ def test_help_teaches() -> None:
     assert '--opt-level' in tool('tools/test.py', '--help')
 
 
-@pytest.mark.parametrize('name', ['cifar10', 'imagenet'])
-@pytest.mark.parametrize('script', ['tools/train.py', 'tools/test.py'])
+@pytest.mark.parametrize('name', but(['cifar10'], ['cifar10', 'imagenet']))
+@pytest.mark.parametrize('script', but(['tools/test.py'], ['tools/train.py', 'tools/test.py']))
 def test_one_data_path_moves_every_data_set(name: str, script: str, tmp_path: Path) -> None:
     """The data are not there, so each tool ends by naming where it looked: below the path that was typed."""
     config = f'configs/{name}/resnet50_o2.py'
@@ -210,6 +196,7 @@ def test_data_path_moves_nested_data_sets_and_annotations() -> None:
         merge_options(Config(dict(train_dataloader=dict(dataset=dict(type='X')))), dict(data_root='/new'))
 
 
+@grid
 def test_a_config_without_randomness(tmp_path: Path) -> None:
     """The configs of mmdetection and mmsegmentation have none."""
     text = (ROOT / 'configs/digits/cnn_o2.py').read_text().replace("'../", f"'{ROOT}/configs/")

@@ -1,4 +1,4 @@
-"""Judges a DDP training from inside its ranks. A config names it in ``custom_imports`` and ``custom_hooks``.
+"""Checks a DDP training from inside its ranks. A config names it in ``custom_imports`` and ``custom_hooks``.
 
 Every verdict is reached together: a rank that fails alone would leave the others waiting in a collective.
 """
@@ -102,7 +102,7 @@ class RankWitness(Hook):
         self.batches.append(_digest(inputs if isinstance(inputs, list) else [inputs]))
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
-        # a skipped step ends a window, too
+        # a skipped step ends an accumulation, too
         if not runner.optim_wrapper.in_window:
             self.sums, self.sizes = {}, {}
 

@@ -1,0 +1,307 @@
+"""Warnings and errors about a forgotten scale, name or step; and none for scripts that forget nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import differing
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from toy_amp import (
+    LEVELS,
+    Net,
+    amp_speaks,
+    backward,
+    data,
+    logged,
+    scaled,
+    set_scales,
+    sgd,
+    values,
+)
+
+from amp_wrapper import AmpOptimWrapper, amp
+from amp_wrapper.amp import session
+from amp_wrapper.errors import AmpUsageError
+
+MASTERS = ('O2', 'O5')
+
+
+# -- gradients that came past the scaled losses -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('clear', ['none', 'zeros'])
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_backward_without_scale_is_told_once(level: str, clear: str, device: torch.device, capsys: Any) -> None:
+    net, optimizer = scaled(level, device)
+    with logged() as lines:
+        for index in range(3):
+            optimizer.zero_grad(set_to_none=clear == 'none')
+            net(data(index, device)).backward()
+            optimizer.step()
+    assert [line for line in lines if 'no amp.scale_loss block brought' in line] == lines[:1]
+    assert len(lines) == 1 and lines[0].startswith('amp: SGD ')
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_levels_without_a_scale_say_nothing(level: str, device: torch.device) -> None:
+    net, optimizer = scaled(level, device, scale=1.0)
+    with logged() as lines:
+        net(data(0, device)).backward()
+        optimizer.step()
+    assert lines == []
+
+
+def steps_again(net: Net, optimizer: Optimizer, index: int) -> None:
+    """Once more with the same gradients."""
+    optimizer.step()
+
+
+def never_clears(net: Net, optimizer: Optimizer, index: int) -> None:
+    backward(net(data(index)), optimizer)
+    optimizer.step()
+
+
+def clears_by_zeros(net: Net, optimizer: Optimizer, index: int) -> None:
+    net.zero_grad(set_to_none=False)
+    optimizer.step()
+    backward(net(data(index)), optimizer)
+
+
+def has_nothing_to_do(net: Net, optimizer: Optimizer, index: int) -> None:
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def penalises(net: Net, optimizer: Optimizer, index: int) -> None:
+    x = data(index).requires_grad_()
+    (slope,) = torch.autograd.grad(net(x), x, create_graph=True)
+    backward(net(x) + slope.square().sum() * 0, optimizer)
+    optimizer.step()
+
+
+def trains_another(net: Net, optimizer: Optimizer, index: int) -> None:
+    other = nn.Linear(2, 1)
+    plain = SGD(other.parameters(), lr=0.1)
+    other(data(index)).sum().backward()
+    plain.step()
+    backward(net(data(index)), optimizer)
+    optimizer.step()
+
+
+def accumulates(net: Net, optimizer: Optimizer, index: int) -> None:
+    for part in range(2):
+        backward(net(data(index + part)) / 2, optimizer)
+    nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def evaluates(net: Net, optimizer: Optimizer, index: int) -> None:
+    with torch.no_grad():
+        net(data(index))
+    x = data(index).requires_grad_()
+    # a saliency map: gradients of the input alone
+    torch.autograd.grad(net(x), x)
+
+
+def uses_a_part(net: Net, optimizer: Optimizer, index: int) -> None:
+    with amp.scale_loss(net(data(index)), optimizer) as loss:
+        (loss * 1).backward()
+    optimizer.step()
+
+
+def only_looks(net: Net, optimizer: Optimizer, index: int) -> None:
+    with amp.scale_loss(net(data(index)), optimizer):
+        pass
+
+
+def closes(net: Net, optimizer: Optimizer, index: int) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = net(data(index))
+        backward(loss, optimizer)
+        return loss
+
+    optimizer.step(closure)
+
+
+def combines_gradients(net: Net, optimizer: Optimizer, index: int) -> None:
+    """As PCGrad does: the gradients of each loss by themselves, and a mixture handed back."""
+    kept: list[list[Tensor | None]] = []
+    for part in range(2):
+        optimizer.zero_grad()
+        backward(net(data(index + part)), optimizer)
+        kept.append([None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)])
+    optimizer.zero_grad()
+    for parameter, first, second in zip(amp.master_params(optimizer), *kept):
+        parameter.grad = None if first is None or second is None else first + second
+    optimizer.step()
+
+
+HABITS: list[Callable[[Net, Optimizer, int], None]] = [
+    steps_again, never_clears, clears_by_zeros, has_nothing_to_do, penalises, trains_another, accumulates, evaluates,
+    uses_a_part, only_looks, closes, combines_gradients,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('habit', HABITS)
+@pytest.mark.parametrize('level', LEVELS)
+def test_no_false_alarm(level: str, habit: Callable[[Net, Optimizer, int], None]) -> None:
+    net, optimizer = scaled(level, torch.device('cpu'))
+    with logged() as lines:
+        for index in range(3):
+            backward(net(data(index)), optimizer)
+            optimizer.step()
+            habit(net, optimizer, index)
+    assert lines == []
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_the_loss_itself_inside_the_block(level: str, device: torch.device) -> None:
+    net, optimizer = scaled(level, device)
+    with logged() as lines:
+        for index in range(2):
+            optimizer.zero_grad()
+            loss = net(data(index, device))
+            with amp.scale_loss(loss, optimizer):
+                loss.backward()
+            optimizer.step()
+    assert len(lines) == 1 and 'Call scaled_loss.backward()' in lines[0]
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_an_optimizer_that_no_block_names(level: str, device: torch.device) -> None:
+    nets = [Net().to(device), Net(2).to(device)]
+    optimizers = [sgd([net]) for net in nets]
+    amp.initialize(nets, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
+    amp_speaks(optimizers)
+    x = data(0, device)
+    with logged() as lines:
+        for _ in range(2):
+            # what GANs do: the other one's gradients are thrown away
+            with amp.scale_loss(nets[0](x) + nets[1](x), optimizers[0]) as loss:
+                loss.backward()
+            optimizers[0].step()
+            optimizers[1].zero_grad()
+            backward(nets[1](x), optimizers[1])
+            optimizers[1].step()
+            # both are named
+            with amp.scale_loss(nets[0](x) + nets[1](x), optimizers) as loss:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert lines == []
+    with logged() as lines:
+        for _ in range(2):
+            with amp.scale_loss(nets[0](x) + nets[1](x), optimizers[0]) as loss:
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(lines) == 1 and 'optimizer 1' in lines[0] and 'Name it too' in lines[0]
+
+
+@pytest.mark.parametrize('level', LEVELS)
+@pytest.mark.parametrize('clip', [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_clipping_the_weights_of_masters_is_told(clip: Any, level: str, device: torch.device) -> None:
+    net, optimizer = scaled(level, device)
+    with logged() as lines:
+        for index in range(2):
+            optimizer.zero_grad()
+            backward(net(data(index, device)), optimizer)
+            clip(net.trained, 1e-3)
+            optimizer.step()
+    assert len(lines) == (level in MASTERS)
+    assert all('amp.master_params(optimizer)' in line for line in lines)
+
+
+# -- closures that are called in the middle of a step -------------------------------------------------------------------
+
+
+class Probing(SGD):
+    """Looks at the loss a second time, by itself; SAM and its like, which hold another optimizer, work."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, 'Probing requires closure, but it was not provided'
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_closure_in_the_middle_of_a_step(level: str, device: torch.device) -> None:
+    net = Net().to(device)
+    optimizer = Probing(net.trained, lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, loss_scale=4.0 if level != 'O0' else None)
+    before = values([net], [])
+
+    def closure() -> Tensor:
+        loss = net(data(0, device))
+        backward(loss, optimizer)
+        return loss
+
+    if level == 'O0':
+        optimizer.step(closure)
+        return
+    with pytest.raises(AmpUsageError, match=r'Probing\.step\(closure\).*enabled=False'):
+        optimizer.step(closure)
+    assert not differing(before, values([net], []))
+
+
+def test_other_errors_of_a_step_stay() -> None:
+    class Broken(SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError('out of memory')
+
+    net = Net()
+    optimizer = Broken(net.trained, lr=0.1)
+    amp.initialize(net, optimizer, opt_level='O2', verbosity=0, loss_scale=4.0)
+    with pytest.raises(RuntimeError, match='out of memory'):
+        optimizer.step(lambda: backward(net(data(0)), optimizer))
+
+
+# -- silence ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_verbosity_0_is_silent(
+    level: str, device: torch.device, capsys: Any, recwarn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that is told otherwise, one after the other."""
+    # those of other tests, which speak
+    monkeypatch.setattr(session, '_sessions', [])
+    net, optimizer = scaled(level, device, verbosity=0, scale='dynamic')
+    other = SGD([nn.Parameter(torch.ones(1, device=device))], lr=0.1)
+    with logged() as lines:
+        net(data(0, device)).backward()
+        optimizer.step()
+        loss = net(data(0, device))
+        with amp.scale_loss(loss, optimizer):
+            loss.backward()
+        nn.utils.clip_grad_norm_(net.trained, 1e-3)
+        optimizer.step()
+        set_scales(optimizer, 2.0**24)
+        with amp.scale_loss(net(data(0, device)) * float('inf'), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        net.fc.weight.data.mul_(2)
+        net.state_dict()
+        state = amp.state_dict()
+        amp.load_state_dict({**state, f'loss_scaler{len(state)}': dict(loss_scale=1.0, unskipped=0)})
+        amp.initialize([], other, verbosity=0)
+        half = nn.Linear(2, 2, device=device).bfloat16()
+        amp.initialize(half, SGD(half.parameters(), lr=0.1), opt_level=level, from_16bit=True, verbosity=0)
+        plain = nn.Linear(2, 2, device=device)
+        wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.Adam(plain.parameters()), verbosity=0)
+        wrapper.attach(plain)
+        wrapper.load_state_dict(wrapper.state_dict())
+        wrapper.backward(plain(torch.ones(1, 2, device=device)).sum())
+        wrapper.load_state_dict(wrapper.state_dict())
+    captured = capsys.readouterr()
+    assert lines == [] and captured.out == captured.err == ''
+    assert [str(w.message) for w in recwarn if 'amp' in str(w.message)] == []

@@ -1,0 +1,37 @@
+"""Fixtures of the tests of checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import make_foreign
+import pytest
+import torch
+import toy
+from mmengine.runner import Runner
+
+
+@pytest.fixture(scope='session')
+def own_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """A run of our wrapper at each level: its last file, and what it had in memory when that was written."""
+    folder = tmp_path_factory.mktemp('own')
+    runs = {}
+    for level in toy.LEVELS:
+        torch.manual_seed(0)
+        scale = dict(loss_scale=make_foreign.SCALER) if level in ('O1', 'O2') else {}
+        wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=make_foreign.SGD, **scale)
+        runner = Runner.from_cfg(make_foreign.config(folder / level, wrapper))
+        runner.train()
+        masters = [tensor.detach().clone() for tensor in runner.optim_wrapper.master_params()]
+        state = copy.deepcopy(runner.optim_wrapper.optimizer.state_dict()['state'])
+        scaler = runner.optim_wrapper.loss_scaler.state_dict()
+        runs[level] = (folder / level / 'epoch_2.pth', dict(masters=masters, state=state, scaler=scaler))
+    return runs
+
+
+@pytest.fixture(scope='session')
+def own(own_runs: dict[str, tuple[Path, dict[str, Any]]]) -> dict[str, Path]:
+    """The files of these runs: scale and tracker on their way where they move."""
+    return {level: path for level, (path, _) in own_runs.items()}

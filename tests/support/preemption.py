@@ -1,0 +1,40 @@
+"""A hook that sends a signal to the process that trains, and a config with it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from typing import Any
+
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+
+@HOOKS.register_module()
+class SendSignal(Hook):
+    """Sends a signal to its own process in the middle of an iteration, or of a validation."""
+
+    def __init__(self, iteration: int, where: str = 'train', number: str = 'SIGTERM', rank: int = 0) -> None:
+        self.iteration, self.where, self.number, self.rank = iteration, where, signal.Signals[number], rank
+
+    def _send(self, runner: Any) -> None:
+        if runner.iter == self.iteration and runner.rank == self.rank:
+            os.kill(os.getpid(), self.number)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if self.where == 'train':
+            self._send(runner)
+
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if self.where == 'val':
+            self._send(runner)
+
+
+def with_hooks(case: dict[str, Any], *hooks: dict[str, Any]) -> dict[str, Any]:
+    case = copy.deepcopy(case)
+    case['custom_hooks'] = [*case['custom_hooks'], *hooks]
+    return case
+
+
+PREEMPTION = dict(type='amp_wrapper.PreemptionHook')
