@@ -35,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SkipsWhatLacksAPackage(absent))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts compilers and whole trainings comes first, so that no worker is left alone with it at the end."""
+    long = {'system', 'tools', 'distributed', 'test_cuda_kernels'}
+    items.sort(key=lambda item: long.isdisjoint((item.path.parent.name, item.path.stem)))
+
+
 @pytest.fixture(scope='module', autouse=True)
 def few_objects_to_collect() -> None:
     """amp.initialize and many tests collect garbage: not each time all that was imported, and what earlier files have left."""

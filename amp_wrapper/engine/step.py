@@ -64,7 +64,7 @@ class FusedStep:
         result = result_of(parts, None, info, None if clip is None or clip.kind == 'value' else info[GRAD_NORM])
         if parts.gradients.unscaled:
             parts.scales.update(parts.overflow, parts.device, is_counted=True)
-            # the prologue was told of no scale, for the gradients carry none
+            # the prologue was given no scale, for the gradients carry none
             info[LOSS_SCALE] = parts.scales.first.current_scale
         else:
             if parts.gradients.sums is not None:

@@ -85,9 +85,9 @@ def addresses(tensors: Sequence[Tensor | None]) -> bytes:
     return array('q', [-1 if tensor is None else tensor.data_ptr() for tensor in tensors]).tobytes()
 
 
-def numbers_of(told: bytes) -> Sequence[int]:
+def numbers_of(values: bytes) -> Sequence[int]:
     """The numbers of :func:`versions` and :func:`addresses`."""
-    return memoryview(told).cast('q')
+    return memoryview(values).cast('q')
 
 
 @_compiled
