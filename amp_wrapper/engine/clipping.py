@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,12 +72,12 @@ class GradientClip:
             raise AmpConfigError(problems)
         return cls(kind, words)
 
-    @functools.cached_property
+    @property
     def raises_on_nonfinite(self) -> bool:
         """Whether a non-finite norm is an error."""
         return bool(self.arguments.get('error_if_nonfinite', False))
 
-    @functools.cached_property
+    @property
     def fits_prologue(self) -> bool:
         """Whether a fused step can clip so: by value, by the Euclidean or by the maximum norm, with a limit on the host."""
         limit = self.arguments[_CLIP_KEYS[self.kind][0]]

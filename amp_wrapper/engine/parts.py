@@ -218,7 +218,8 @@ class EngineParts:
         """Check once per step the gradients that were there before the first scaled backward pass."""
         if not self.scales.are_shared or self.overflow.checked_before or not self.scales.check:
             return
-        self.overflow.checked_before = True
+        # forgotten again where gradients are cleared
+        self.overflow.checked_before, self.overflow.is_clear = True, False
         found = [parameter.grad for parameter in self.params.parameters() if parameter.grad is not None]
         values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
         if values:

@@ -39,8 +39,8 @@ class Update:
             same tensors every time, where nothing changed.
         decide: Called once with all gradients, after everything was checked and before anything is written. Returns keyword
             arguments of :func:`amp_wrapper.ops.step_prologue`: ``found_inf``, ``norm``, ``scale``, ``clip_value`` and the like.
-        written: Called once everything is written, before the optimizer's post-hooks, which may write more. None for
-            nothing.
+        written: Called once everything is written, before the optimizer's post-hooks, which may write more; and where new lists
+            were tried, which moves the versions of parameters and partners and changes no value. None for nothing.
         decision: Set by ``step()``: float32 (8,) on the device, as :func:`amp_wrapper.ops.step_prologue` describes it.
     """
 
@@ -170,6 +170,9 @@ class FusedOptimizer(Optimizer):
             or not lists.is_current(groups, parameters, self.state, gradients, partners)
         ):
             lists = self._gather(gradients, partners, options)
+            if update is not None and update.written is not None:
+                # the trial of the new lists has moved versions
+                update.written()
         hyper = self._hyper = hyper_parameters(self._algorithm, groups, options, lists.is_on_host, self._hyper)
         if not lists.devices:
             return

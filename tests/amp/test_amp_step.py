@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -446,3 +447,34 @@ def test_sessions_die_with_their_optimizers(level: str, device: torch.device) ->
     gc.collect()
     assert weight() is None
     del other
+
+
+@pytest.mark.parametrize('cleared', ['optimizer', 'module'])
+@pytest.mark.parametrize('before', ['failed block', 'block', 'nothing'])
+@pytest.mark.parametrize(('level', 'scale'), [('O1', 1.0), ('O1', 8.0), ('O3', None), ('O4', None), ('O5', None)])
+def test_gradients_by_hand_are_checked_after_others_were_cleared(
+    level: str, scale: float | None, before: str, cleared: str, device: torch.device
+) -> None:
+    """Whatever was checked before belongs to gradients that are gone."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2).to(device)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=level, verbosity=0, **({} if scale is None else {'loss_scale': scale})
+    )
+    if before != 'nothing':
+        with (
+            contextlib.suppress(RuntimeError),
+            amp.scale_loss(model(torch.ones(2, 4, device=device)).sum(), optimizer) as loss,
+        ):
+            if before == 'failed block':
+                raise RuntimeError('no backward pass')
+            loss.backward()
+    optimizer.zero_grad()
+    if cleared == 'module':
+        model.zero_grad()
+    known = [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.step()
+    assert same(known, list(amp.master_params(optimizer)))

@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bits import differences
-
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import mmengine
 import mmengine.runner.runner
@@ -33,6 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'support'))
 import toy
+from bits import differences
 
 from amp_wrapper.checkpoint import file as checkpoint_file
 

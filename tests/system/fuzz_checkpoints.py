@@ -31,8 +31,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bits import differences
-
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 import mmengine
 import mmengine.runner.runner
@@ -41,6 +39,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / 'support')]
 import fuzz_verdicts
 import toy
+from bits import differences
 from mmengine.hooks import Hook
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS

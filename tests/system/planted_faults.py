@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import os
 import re
 import shutil
@@ -178,8 +179,8 @@ def table(rows: Iterable[tuple[Fault, str, str, str]]) -> str:
     lines = [
         '# Planted faults',
         '',
-        f'`python tests/system/planted_faults.py`: {red} of {len(rows)} are noticed. Each takes one protection away; the test '
-        'named is the first that fails.',
+        f'{datetime.date.today()}, `python tests/system/planted_faults.py`: {red} of {len(rows)} are noticed. Each takes one '
+        'protection away; the test named is the first that fails.',
         '',
         '| room | fault | what is protected | file | noticed | by |',
         '| --- | --- | --- | --- | --- | --- |',

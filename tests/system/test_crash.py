@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,17 @@ def test_damaged_files_give_typed_errors_and_change_nothing(tmp_path: Path) -> N
     page = _run('fuzz_checkpoints.py', tmp_path, '--files', '600', '--seed', '4')
     assert '600 files, seed 4' in page
     assert '0 failures.' in page
+
+
+@pytest.mark.parametrize(
+    'script',
+    ['crash_harness.py', 'fuzz_checkpoints.py', 'planted_faults.py'],
+)
+def test_scripts_start_without_pytest(script: str) -> None:
+    """``make crash-test`` and its like find the modules that tests share without the paths that pytest knows."""
+    root = TESTS.parents[1]
+    environment = {**os.environ, 'PYTHONPATH': str(root)}
+    command = [sys.executable, str(TESTS / script), '--help']
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 'usage:' in done.stdout
