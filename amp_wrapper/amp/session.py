@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from ..autocast import state as autocast_state
 from ..casting import ownership, save_pretrained
-from ..engine import AmpEngine, inner_optimizers, new_scalers
-from ..engine.attach import attach_together, take_over
+from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
+from ..engine.attach import take_over
 from ..engine.host_read import LateRead
 from ..engine.pass_watch import PassWatch
 from ..errors import AmpAttachError, AmpUsageError
@@ -86,7 +86,7 @@ class Session:
             _share_gradients(engine)
         # before masters stand in the place of their weights
         theirs = known_models.models_of(optimizers) if not models else []
-        self.casts = attach_together([engine.parts for engine in self.engines], models, policy)
+        self.casts = attach_together(self.engines, models, policy)
         for engine in self.engines:
             take_over(engine.parts, theirs)
         save_pretrained.watch(models)

@@ -4,9 +4,36 @@ An engine serves one optimizer and the modules it trains. It knows no framework:
 it.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..casting.plan import CastHandle
+from ..policy import Policy
+from . import attach
 from .engine import AmpEngine
 from .loss_scale import new_scalers
 from .overflow import StepResult
 from .parts import Stage
 
-__all__ = ['AmpEngine', 'Stage', 'StepResult', 'new_scalers']
+
+def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], policy: Policy) -> CastHandle:
+    """Cast models as wholes, and make masters for all that the engines' optimizers step of them.
+
+    Args:
+        engines: Not attached; with ``policy``.
+        models: FP32, not wrapped.
+        policy: The configuration.
+
+    Returns:
+        The handle that takes the casts off.
+
+    Raises:
+        AmpAttachError: As :meth:`AmpEngine.attach`. Nothing has been changed.
+    """
+    return attach.attach_together([engine.parts for engine in engines], models, policy)
+
+
+__all__ = ['AmpEngine', 'Stage', 'StepResult', 'attach_together', 'new_scalers']

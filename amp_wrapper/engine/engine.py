@@ -15,7 +15,7 @@ from ..errors import AmpUsageError
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy
 from ..policy.nested import EnterObject
-from . import attach, forward, state
+from . import attach, forward
 from .backward import BackwardPass, backward_pass, scale_of
 from .clipping import GradientClip
 from .gradients.cross_optimizer import OtherOptimizer
@@ -23,6 +23,7 @@ from .gradients.unscale import NO_GRAPH
 from .loss_scale import LossScaler
 from .overflow import StepResult
 from .parts import EngineParts, Stage
+from .state import check_state, load_state, restore_accumulation, state_of
 from .step import EagerStep, FusedStep, StepChecks, finish_gradients, step_with_closure
 
 
@@ -42,8 +43,7 @@ class AmpEngine:
     pass over everything, and the host reads nothing (:class:`~amp_wrapper.engine.step.FusedStep`). With any other one,
     unscaling comes first, together with 4, and each of the rest is a pass of its own
     (:class:`~amp_wrapper.engine.step.EagerStep`).
-    Gradients of several losses, and of engines that share their scales, are unscaled at the end of 2
-    (:class:`~amp_wrapper.engine.gradients.per_backward.UnscaledGradients`).
+    Gradients of several losses, and of engines that share their scales, are unscaled at the end of 2 (``UnscaledGradients``).
 
     Args:
         policy: The configuration.
@@ -208,7 +208,7 @@ class AmpEngine:
         attach.begin(parts, model)
         pending, parts.pending = parts.pending, None
         if pending is not None and pending.window is not None:
-            state.restore_accumulation(parts, pending.window)
+            restore_accumulation(parts, pending.window)
 
     def detach(self) -> None:
         """Take the hooks off, give the model FP32 weights (the masters) and the optimizer its own parameters back.
@@ -371,24 +371,24 @@ class AmpEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state dict and, unless disabled, what :mod:`amp_wrapper.checkpoint` adds to it. Syncs."""
-        return state.state_of(self.parts)
+        return state_of(self.parts)
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> SavedAmp:
+    def check_state_dict(self, state: Mapping[str, Any]) -> SavedAmp:
         """Whether a state dict can be taken over, applying nothing.
 
         Args:
-            state_dict: As for :meth:`load_state_dict`.
+            state: As for :meth:`load_state_dict`.
 
         Raises:
             AmpCheckpointError: Names the key and what was expected.
         """
-        return state.check_state(self.parts, state_dict)
+        return check_state(self.parts, state)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> list[str]:
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Take over a state dict; before or after :meth:`attach`.
 
         Args:
-            state_dict: From :meth:`state_dict`, from mmengine's stock wrappers, from apex or from a bare optimizer. Not
+            state: From :meth:`state_dict`, from mmengine's stock wrappers, from apex or from a bare optimizer. Not
                 changed, and not aliased.
 
         Returns:
@@ -397,4 +397,4 @@ class AmpEngine:
         Raises:
             AmpCheckpointError: Nothing has been applied.
         """
-        return state.load_state(self.parts, state_dict)
+        return load_state(self.parts, state)

@@ -1,6 +1,16 @@
 """What an opt level means: the table of levels, their overrides, and the lists of what computes in which type."""
 
 from .policy import LEVELS, Policy, dtype_name, parse_dtype
-from .resolve import OPTIONS, PolicyOptions, SharedOptions, resolve
+from .resolve import OPTIONS, Fp32Names, PolicyOptions, SharedOptions, resolve
 
-__all__ = ['LEVELS', 'OPTIONS', 'Policy', 'PolicyOptions', 'SharedOptions', 'dtype_name', 'parse_dtype', 'resolve']
+__all__ = [
+    'LEVELS',
+    'OPTIONS',
+    'Fp32Names',
+    'Policy',
+    'PolicyOptions',
+    'SharedOptions',
+    'dtype_name',
+    'parse_dtype',
+    'resolve',
+]
