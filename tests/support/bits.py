@@ -71,10 +71,11 @@ def differences(
             return [f'{path}: {_strides(left)} {left.requires_grad} against {_strides(right)} {right.requires_grad}']
         return [] if same_bits(left, right, any_nan) else [f'{path}: {_shown(left)} against {_shown(right)}']
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        wrong = (strict and _names(left) != _names(right)) or (ordered and list(left) != list(right))
-        if wrong or left.keys() != right.keys():
+        if (strict and _names(left) != _names(right)) or (ordered and list(left) != list(right)):
             return [f'{path}: keys {list(left)} against {list(right)}']
-        return [row for key in left for row in inner(left[key], right[key], f'[{key!r}]')]
+        apart = sorted(map(str, left.keys() ^ right.keys()))
+        rows = [f'{path}: keys {apart} on one side'] if apart else []
+        return rows + [row for key in left if key in right for row in inner(left[key], right[key], f'[{key!r}]')]
     if isinstance(left, (list, tuple, deque)) and isinstance(right, (list, tuple, deque)):
         if len(left) != len(right):
             return [f'{path}: {len(left)} against {len(right)} items']
