@@ -2,9 +2,9 @@
 
 A name is private if it, or a module on the way to it, begins with one underscore. All of them are here, but for those that
 torch itself tells its users to use, and those that every version has had for years and that countless packages rely on:
-``tests/system/test_torch_internals.py`` has the list, with a reason for each, and looks for any other in the whole package.
+``tests/system/test_private_names.py`` has the list, with a reason for each, and looks for any other in the whole package.
 
-:data:`TRIED` names the versions that every name here was tried on; the same file tries them again.
+:data:`TRIED` names the versions that every name here was tried on; ``tests/system/test_torch_internals.py`` tries them again.
 """
 
 from __future__ import annotations
