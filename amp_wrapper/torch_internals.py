@@ -1,23 +1,40 @@
 """The private names of torch that the package uses: each with its reason, and what happens where a version lacks it.
 
-:data:`TRIED` names the versions that every one of them was tried on; ``tests/system/test_torch_internals.py`` tries them again.
+A name is private if it, or a module on the way to it, begins with one underscore. All of them are here, but for those that
+torch itself tells its users to use, and those that every version has had for years and that countless packages rely on:
+``tests/system/test_private_names.py`` has the list, with a reason for each, and looks for any other in the whole package.
+
+:data:`TRIED` names the versions that every name here was tried on; ``tests/system/test_torch_internals.py`` tries them again.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils import checkpoint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils import _python_dispatch, checkpoint
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
+_Hooks = dict[int, Callable[..., Any]]
 
 #: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
 #: Whether what DDP broadcasts into buffers moves their version counters: so in 2.6, not in 2.13, unknown in between.
 COUNTS_BROADCASTS = tuple(int(number) for number in torch.__version__.split('.')[:2]) < (2, 13)
+
+# -- the dispatcher, autograd and tensors ------------------------------------------------------------------------------
+
+#: 1 where elements of a tensor share memory, 0 where none do, 2 where that is not known; no public function says so. Since 1.2.
+internal_overlap: Callable[[Tensor], int] = torch._debug_has_internal_overlap
+#: Whether a tensor is of a subclass that holds other tensors (DTensor and its like), and so no memory of its own. The public
+#: name is newer than the oldest version that was tried. Since 2.1.
+is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
 
 
 def graph_task_id() -> int:
@@ -64,6 +81,14 @@ def variable_function(name: str) -> Callable[..., Any] | None:
     return getattr(torch._C._VariableFunctions, name, None)
 
 
+def function_of(context: Any) -> Any:
+    """The :class:`torch.autograd.Function` that the context of one of its calls belongs to.
+
+    torch makes a class of its own for contexts, and that has no public way back. In every version since 1.0.
+    """
+    return type(context)._forward_cls
+
+
 def checkpointed_function() -> Any:
     """The class of what ``checkpoint(use_reentrant=False)`` makes of a function, as a decorator.
 
@@ -75,12 +100,33 @@ def checkpointed_function() -> Any:
     return getattr(checkpoint, '_CheckpointedFunction', None)
 
 
-def builtin_comm_hooks() -> dict[str, Any]:
-    """DDP's communication hooks that are written in C++, by name; ``register_comm_hook`` does not take them.
+# -- torch.compile -----------------------------------------------------------------------------------------------------
 
-    In every version since 1.9 that has ``torch.distributed``.
+
+def is_compile_wrapper(model: nn.Module) -> bool:
+    """Whether ``torch.compile(model)`` made it, a module around another.
+
+    Its class is in ``torch._dynamo``, which would be loaded. In every version since 2.0.
     """
-    return dict(torch._C._distributed_c10d.BuiltinCommHookType.__members__)
+    return hasattr(model, '_orig_mod')
+
+
+def compiled_module(wrapper: nn.Module) -> nn.Module:
+    """The module inside one that :func:`is_compile_wrapper`; nothing public leads to it. In every version since 2.0."""
+    return cast(nn.Module, wrapper._orig_mod)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile has been at a module: is around it, or has replaced its call (``module.compile()``) or a method.
+
+    :mod:`torch.compiler` has no such question. In every version since 2.2.
+    """
+    replaced = [value for value in module.__dict__.values() if callable(value)]
+    return (
+        is_compile_wrapper(module)
+        or getattr(module, '_compiled_call_impl', None) is not None
+        or any(hasattr(method, '_torchdynamo_orig_callable') for method in replaced)
+    )
 
 
 def untraced(function: _Function) -> _Function:
@@ -126,3 +172,199 @@ def constant_when_traced(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+#: What all BatchNorm classes derive from; only the derived ones are public, as in the two lines below. Since 1.0.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+#: What all BatchNorm and InstanceNorm classes derive from.
+BatchOrInstanceNorm = nn.modules.batchnorm._NormBase
+#: What all losses derive from.
+Loss = nn.modules.loss._Loss
+#: The attributes with the forward pre-hooks and the forward hooks of a module; see :func:`forward_pre_hooks`.
+FORWARD_HOOKS = ('_forward_pre_hooks', '_forward_hooks')
+#: The methods that torch and mmengine call while they save and load. The first two are those of one module alone, which others
+#: override; torch documents neither. Since 0.4.
+STATE_DICT_METHODS = ('_load_from_state_dict', '_save_to_state_dict', 'load_state_dict', 'state_dict')
+
+
+def forward_pre_hooks(module: nn.Module) -> _Hooks:
+    """The forward pre-hooks of a module. torch registers and removes hooks, and shows none. In every version since 0.2."""
+    return module._forward_pre_hooks
+
+
+def forward_hooks(module: nn.Module) -> _Hooks:
+    """The forward hooks of a module; see :func:`forward_pre_hooks`."""
+    return module._forward_hooks
+
+
+def hooks_of(module: nn.Module) -> tuple[_Hooks, ...]:
+    """All hooks of a module that the package has some of: forward pre-hooks, forward hooks, those of state dicts.
+
+    In every version since 2.0; see :func:`forward_pre_hooks`.
+    """
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+
+
+def saving_and_loading_hooks(module: nn.Module) -> list[Any]:
+    """What runs while a module saves or loads: hooks, as they were registered. In every version since 2.0."""
+    kinds = (module._load_state_dict_pre_hooks, module._state_dict_pre_hooks, module._state_dict_hooks)
+    return [getattr(hook, 'hook', hook) for hooks in kinds for hook in hooks.values()]
+
+
+def drop_hook_flags(module: nn.Module) -> None:
+    """After hooks were taken out of their dicts: what torch notes of them goes as well.
+
+    The handles of hooks do both, but copies of modules have hooks without handles. In every version since 2.0.
+    """
+    for flags, hooks in (
+        (module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks),
+        (module._forward_hooks_always_called, module._forward_hooks),
+    ):
+        for key in [key for key in flags if key not in hooks]:
+            del flags[key]
+
+
+def wrap_apply(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what ``half()``, ``to()`` and their like end in, for every module: torch has no hook there.
+
+    In every version since 0.1.
+
+    Args:
+        wrap: Makes the new method of the old one.
+    """
+    nn.Module._apply = wrap(nn.Module._apply)  # type: ignore[method-assign]
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+#: The hooks before, and after, the step of every optimizer. torch registers and removes them, and shows none. Since 2.0.
+global_pre_hooks: Any = _global_optimizer_pre_hooks
+global_post_hooks: Any = _global_optimizer_post_hooks
+
+
+def step_pre_hooks(optimizer: Optimizer) -> _Hooks | None:
+    """The hooks before the step of one optimizer; None where its class does not call the constructor of torch's. Since 2.0."""
+    return getattr(optimizer, '_optimizer_step_pre_hooks', None)
+
+
+def step_post_hooks(optimizer: Optimizer) -> _Hooks | None:
+    """The hooks after the step of one optimizer; see :func:`step_pre_hooks`."""
+    return getattr(optimizer, '_optimizer_step_post_hooks', None)
+
+
+def note_step(optimizer: Optimizer) -> None:
+    """Tell learning rate schedulers that the optimizer has stepped; they warn where they are first, and ask for this mark.
+
+    In every version since 2.4; before, it was a count of calls.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+
+#: What DDP's constructor makes anew, and no argument of it sets; those that a version does not have are passed over.
+DDP_FIELDS = (
+    '_join_config',
+    '_ddp_sink_clone',
+    '_divide_by_initial_world_size',
+    'device_mesh',
+    'require_backward_grad_sync',
+    'require_forward_param_sync',
+)
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DDP whose forward call is under way on this thread, which it tells nobody. In every version since 2.0."""
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def ddp_parameters(ddp: DistributedDataParallel) -> Sequence[nn.Parameter]:
+    """The parameters that a DDP broadcast when it was made, trainable or not. In every version since 1.11."""
+    return cast('Sequence[nn.Parameter]', ddp._module_parameters)
+
+
+def reducer_parameters(ddp: DistributedDataParallel) -> Iterable[Tensor]:
+    """The parameters that the reducer of a DDP listens to, which are in its buckets alone. In every version since 1.11.
+
+    Raises:
+        RuntimeError: Sparse gradients have no bucket before the first backward pass.
+    """
+    buckets = ddp.reducer._get_zeros_like_grad_buckets()
+    return (parameter for bucket in buckets for parameter in bucket.parameters())
+
+
+def ddp_log(ddp: DistributedDataParallel) -> Mapping[str, Any]:
+    """What the reducer of a DDP logs about itself: sizes and the name of its communication hook are nowhere else.
+
+    In every version since 1.9.
+    """
+    return cast('Mapping[str, Any]', ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
+
+
+def is_finalized(ddp: DistributedDataParallel) -> bool:
+    """Whether nothing is still to be averaged: DDP asks its reducer that before each forward call, and raises.
+
+    In every version since 1.13.
+    """
+    try:
+        ddp.reducer._check_reducer_finalized()
+    except RuntimeError:
+        # a part of the parameters is still waiting for another backward pass
+        return False
+    return True
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], Any]]:
+    """The communication hooks that were registered on a DDP, each with its state. In every version since 2.0."""
+    return list(getattr(ddp, '_comm_hooks', ()))
+
+
+def builtin_comm_hooks() -> dict[str, Any]:
+    """DDP's communication hooks that are written in C++, by name; ``register_comm_hook`` does not take them.
+
+    In every version since 1.9 that has ``torch.distributed``.
+    """
+    return dict(torch._C._distributed_c10d.BuiltinCommHookType.__members__)
+
+
+def register_builtin_comm_hook(ddp: DistributedDataParallel, hook: Any) -> None:
+    """Let a DDP use one of :func:`builtin_comm_hooks`. In every version since 1.9."""
+    ddp._register_builtin_comm_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def remove_accumulate_hooks(ddp: DistributedDataParallel) -> None:
+    """Take off the parameters what DDP puts there, where ``torch.compile`` traces it; it would stay when the reducer goes.
+
+    In every version since 2.4.
+    """
+    for handle in getattr(ddp, '_accum_grad_hooks', []):
+        handle.remove()
+
+
+def joins(ddp: DistributedDataParallel) -> bool:
+    """Whether a DDP runs under ``join()``, which it tells nobody. In every version since 1.10."""
+    return getattr(getattr(ddp, '_join_config', None), 'enable', False)
+
+
+def delays_all_reduce(ddp: DistributedDataParallel) -> bool:
+    """Whether a DDP was made with ``delay_all_reduce_named_params``; it keeps no more of the argument.
+
+    In every version since 2.1.
+    """
+    return bool(getattr(ddp, '_delay_all_reduce_params', None))
+
+
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether ``torch.distributed.optim`` steps an optimizer where the gradient of a parameter arrives.
+
+    It leaves this mark, and no public one. In every version since 1.13.
+    """
+    return hasattr(parameter, '_in_backward_optimizers')

@@ -29,6 +29,7 @@ from ..engine.pass_watch import PassWatch
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.nested import parameters_of
 from ..policy.policy import Policy
+from ..torch_internals import note_step
 from . import known_models
 
 _sessions: list[ReferenceType[Session]] = []
@@ -161,7 +162,7 @@ class Session:
             closure = None
             args, kwargs = ((None, *args[1:]), kwargs) if args else ((), {k: v for k, v in kwargs.items() if k != name})
         # a skipped step is a step to schedulers, which would warn otherwise
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        note_step(optimizer)
 
         def bare_step(**_: Any) -> None:
             # every argument as it came: the engine has to know of closures alone

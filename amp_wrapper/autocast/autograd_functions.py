@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .. import torch_internals
 from ..errors import AmpUsageError
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES, cast_tensors, map_tensors
@@ -85,7 +86,7 @@ def _mark_non_differentiable(context: Any, before: Any, after: Any) -> None:
 def _mark(context: Any) -> None:
     """Let gradients meet FP32 in this graph. ``backward`` stays wrapped, since a graph may outlive every forward pass."""
     setattr(context, _MARK, True)
-    cls = type(context)._forward_cls
+    cls = torch_internals.function_of(context)
     backward = cls.backward
     if getattr(backward, _WRAPPED, False):
         return

@@ -101,7 +101,7 @@ def _without_schema(op: Any) -> Callable[..., Any]:
 
     Both take the same arguments in the same order, and both end in the dispatcher.
     """
-    found = torch_internals.variable_function(op._schema.name.partition('::')[2])
+    found = torch_internals.variable_function(op.overloadpacket.__name__)
     return op if found is None else found
 
 

@@ -24,6 +24,7 @@ from ..autocast import state
 from ..errors import AmpUsageError
 from ..policy.nested import CASTABLE
 from ..policy.policy import Policy, dtype_name
+from ..torch_internals import wrap_apply
 from . import fp32_values
 from .cast_hooks import CastInputs
 from .find_hooks import has_hook
@@ -46,7 +47,7 @@ def watch(modules: Iterable[nn.Module], policy: Policy) -> None:
     global _installed
     if not _installed:
         _installed = True
-        nn.Module._apply = _wrapped(nn.Module._apply)  # type: ignore[method-assign]
+        wrap_apply(_wrapped)
         register_module_module_registration_hook(_treat_new_losses)
     for module in modules:
         _attached[module] = policy

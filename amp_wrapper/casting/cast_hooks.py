@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..autocast import generators, state
 from ..errors import ScriptingError
 from ..policy.nested import CASTABLE, EnterObject, cast_tensors
+from ..torch_internals import forward_pre_hooks
 from . import fp32_values
 
 
@@ -145,12 +146,12 @@ def computed_weights(module: nn.Module) -> list[str]:
     What they are computed from stays in FP32, and so does the computation. Weights that :mod:`torch.nn.utils.parametrize`
     computes belong to a module of their own, which the FP32 registry names.
     """
-    return [hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, (WeightNorm, SpectralNorm))]
+    return [hook.name for hook in forward_pre_hooks(module).values() if isinstance(hook, (WeightNorm, SpectralNorm))]
 
 
 def computed_from(module: nn.Module) -> Iterator[Tensor]:
     """The parameters and buffers that :func:`computed_weights` are computed from."""
-    for hook in module._forward_pre_hooks.values():
+    for hook in forward_pre_hooks(module).values():
         if isinstance(hook, (WeightNorm, SpectralNorm)):
             for ending in ('_g', '_v') if isinstance(hook, WeightNorm) else ('_orig', '_u', '_v'):
                 yield getattr(module, hook.name + ending)

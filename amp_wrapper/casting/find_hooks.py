@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from .. import torch_internals
 from .cast_hooks import AmpHook, CastInputs, Fp32Inputs, StayedBehind
 
 
 def has_hook(module: nn.Module, kind: type) -> bool:
     """Whether a hook of this kind is on ``module``."""
-    return any(isinstance(hook, kind) for hooks in _hook_dicts(module)[:3] for hook in hooks.values())
+    return any(isinstance(hook, kind) for hooks in torch_internals.hooks_of(module)[:3] for hook in hooks.values())
 
 
 def is_cast(module: nn.Module) -> bool:
@@ -26,7 +27,7 @@ def holds_casts(module: nn.Module) -> bool:
     return any(
         isinstance(hook, CastInputs) and not isinstance(hook, Fp32Inputs)
         for part in module.modules()
-        for hook in part._forward_pre_hooks.values()
+        for hook in torch_internals.forward_pre_hooks(part).values()
     )
 
 
@@ -59,27 +60,12 @@ def drop_hooks(module: nn.Module, is_meant: Callable[[Any], bool]) -> None:
     for hooks, key, hook in list(_hooks_of(module)):
         if is_meant(hook):
             del hooks[key]
-    for flags, hooks in (
-        (module._forward_pre_hooks_with_kwargs, module._forward_pre_hooks),
-        (module._forward_hooks_always_called, module._forward_hooks),
-    ):
-        for key in [key for key in flags if key not in hooks]:
-            del flags[key]
-
-
-def _hook_dicts(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._state_dict_hooks,
-        module._load_state_dict_pre_hooks,
-        module._load_state_dict_post_hooks,
-    )
+    torch_internals.drop_hook_flags(module)
 
 
 def _hooks_of(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
     """Where each hook is, its key, and itself: torch wraps load pre-hooks, and those of ours are bound methods."""
-    for hooks in _hook_dicts(module):
+    for hooks in torch_internals.hooks_of(module):
         for key, hook in hooks.items():
             inner = getattr(hook, 'hook', hook)
             owner = getattr(inner, '__self__', None)

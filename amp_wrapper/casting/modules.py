@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.loss import _Loss
+
+from ..torch_internals import BatchNorm, Loss
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -27,10 +27,10 @@ def module_device(module: nn.Module) -> torch.device:
 
 def is_loss(module: nn.Module) -> bool:
     """Whether ``module`` is a loss, by its class or by its name."""
-    return isinstance(module, _Loss) or type(module).__name__.endswith('Loss')
+    return isinstance(module, Loss) or type(module).__name__.endswith('Loss')
 
 
 def is_batchnorm(module: nn.Module) -> bool:
     """Whether ``module`` normalises over batches."""
     # mmcv's SyncBatchNorm is no subclass of torch's
-    return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
+    return isinstance(module, BatchNorm) or type(module).__name__ == 'SyncBatchNorm'

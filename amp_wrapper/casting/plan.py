@@ -7,10 +7,10 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
+from .. import torch_internals
 from ..autocast import op_set
 from ..autocast.op_set import OpSet
 from ..errors import AmpAttachError
@@ -38,7 +38,7 @@ from .region_hooks import (
 )
 from .state_dict_hooks import Fp32StateDict, LoadFp32
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, torch_internals.BatchOrInstanceNorm)
 
 
 class CastPlan:
@@ -328,7 +328,7 @@ class CastPlan:
                 if id(module) not in left and any(True for _ in own_tensors(module)):
                     if module in cast_modules:
                         exact = Fp32StateDict(module, self.policy.verbosity >= 1)
-                        module._register_state_dict_hook(exact)  # type: ignore[no-untyped-call]
+                        module.register_state_dict_post_hook(exact)  # type: ignore[no-untyped-call]
                     hooks = LoadFp32()
                     module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]

@@ -19,7 +19,7 @@ from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..errors import AmpAttachError, BannedOpError
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
-from ..torch_internals import untraced
+from ..torch_internals import FORWARD_HOOKS, forward_hooks, forward_pre_hooks, untraced
 from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks
 from .modules import module_device
@@ -173,7 +173,7 @@ def autocast_forward(
 
 def region_on(module: nn.Module, *kinds: str) -> EnterRegion | None:
     """The hook that opens a region of one of these kinds on ``module``, if there is one."""
-    hooks = module._forward_pre_hooks.values()
+    hooks = forward_pre_hooks(module).values()
     return next((hook for hook in hooks if isinstance(hook, EnterRegion) and hook.kind in kinds), None)
 
 
@@ -260,8 +260,8 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
         return (
             cover is None
             # a module that is called by itself has to close what it opened, also where it calls itself
-            or cover.module._forward_pre_hooks is self
-            or cover.module._forward_hooks is self
+            or forward_pre_hooks(cover.module) is self
+            or forward_hooks(cover.module) is self
             # the hook has to see to copies of weights that were made in the other mode
             or cover.grad is not torch.is_grad_enabled()
         )
@@ -269,12 +269,12 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
 
 def cover_below(module: nn.Module, enter: EnterBelow, leave: LeaveBelow) -> None:
     """Put the pair on a module below a model."""
-    for name in ('_forward_pre_hooks', '_forward_hooks'):
+    for name in FORWARD_HOOKS:
         hooks = vars(module)[name]
         # the handles of hooks that somebody registered know the dict that these were in
         if type(hooks) is OrderedDict and not hooks and not weakref.getweakrefcount(hooks):
             vars(module)[name] = QuietHooks()
     put_region(module, enter, leave)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+    for hooks in (forward_pre_hooks(module), forward_hooks(module)):
         if isinstance(hooks, QuietHooks):
             hooks.ours = next(key for key, hook in hooks.items() if hook in (enter, leave))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
+from .. import torch_internals
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy.nested import parameters_of
 
@@ -37,8 +38,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = cast(nn.Module, model.module)
-        elif hasattr(model, '_orig_mod'):
-            model = cast(nn.Module, model._orig_mod)
+        elif torch_internals.is_compile_wrapper(model):
+            model = torch_internals.compiled_module(model)
         else:
             return model
 
@@ -50,13 +51,7 @@ def check_compiled(model: nn.Module) -> None:
         AmpAttachError: A compiled module.
     """
     for name, module in model.named_modules():
-        replaced = [value for value in module.__dict__.values() if callable(value)]
-        compiled = (
-            hasattr(module, '_orig_mod')
-            or getattr(module, '_compiled_call_impl', None) is not None
-            or any(hasattr(method, '_torchdynamo_orig_callable') for method in replaced)
-        )
-        if compiled:
+        if torch_internals.is_compiled(module):
             raise AmpAttachError(
                 f'torch.compile has wrapped {name or "the model"} ({type(module).__name__}): compiled models are not supported '
                 f'yet at the levels that compute in 16-bit. Hand over the plain module, or use O0.'

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AmpCheckpointError, some
+from ..torch_internals import STATE_DICT_METHODS, saving_and_loading_hooks
 from .names import plain_names, reader
 from .schema import ANYTHING, Both, Is, MapOf, Maybe, Record, Schema, TensorOf, is_dense, whole
 
@@ -164,17 +165,12 @@ def _plain_starts(start: str, names: Mapping[str, str]) -> list[str]:
     return [plain[: len(plain) - rest] for key, plain, rest in lengths if plain.endswith(key[len(start) :])]
 
 
-# what mmengine and torch call while they save and load
-_WAYS = ('_load_from_state_dict', '_save_to_state_dict', 'load_state_dict', 'state_dict')
-_WAYS_HOOKS = ('_load_state_dict_pre_hooks', '_state_dict_pre_hooks', '_state_dict_hooks')
-
-
 def _own_ways(model: nn.Module) -> list[str]:
     """What the names of modules begin with that save or load in another way than torch's."""
     found = []
     for key, module in model.named_modules():
-        methods = any(not getattr(type(module), way).__module__.startswith('torch.') for way in _WAYS)
-        hooks = [getattr(hook, 'hook', hook) for name in _WAYS_HOOKS for hook in getattr(module, name).values()]
+        methods = any(not getattr(type(module), way).__module__.startswith('torch.') for way in STATE_DICT_METHODS)
+        hooks = saving_and_loading_hooks(module)
         makers = {type(getattr(hook, '__self__', hook)).__module__ for hook in hooks}
         if methods or any(not maker.startswith('amp_wrapper') for maker in makers):
             found.append(f'{key}.' if key else '')

@@ -13,6 +13,7 @@ from ..casting import roots
 from ..casting.modules import module_device
 from ..casting.region_hooks import autocast_context
 from ..errors import AmpError, AmpUsageError
+from ..torch_internals import is_compile_wrapper
 from .parts import EngineParts
 
 
@@ -22,7 +23,7 @@ def prepare(parts: EngineParts, model: nn.Module) -> None:
     for other in parts.others:
         if isinstance(other, EngineParts):
             other.params.synchronise()
-    if parts.policy.runs_16_bit and hasattr(model, '_orig_mod'):
+    if parts.policy.runs_16_bit and is_compile_wrapper(model):
         roots.check_compiled(model)
     if parts.ddp.joins() and not parts.is_plain:
         raise AmpUsageError(

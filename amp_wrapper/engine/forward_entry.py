@@ -15,7 +15,7 @@ from torch import nn
 from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, CastInputs
 from ..casting.masters import Fp32Masters
-from ..torch_internals import untraced
+from ..torch_internals import forward_pre_hooks, untraced
 from . import averages
 
 
@@ -59,7 +59,7 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
         masters: Those of one optimizer.
     """
     for root in roots:
-        hook = next((hook for hook in root._forward_pre_hooks.values() if isinstance(hook, FollowMasters)), None)
+        hook = next((hook for hook in forward_pre_hooks(root).values() if isinstance(hook, FollowMasters)), None)
         if hook is None:
             hook = FollowMasters()
             # before anything is opened that an error would leave open
@@ -67,7 +67,7 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
         hook.followed.append(ref(masters))
         for module in root.modules():
             if any(fp32_values.master_of(weight) is not None for weight in module.parameters(recurse=False)):
-                for own in module._forward_pre_hooks.values():
+                for own in forward_pre_hooks(module).values():
                     if isinstance(own, CastInputs):
                         # where somebody calls the module directly
                         own.follows_masters = True

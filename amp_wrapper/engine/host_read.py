@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.hooks import RemovableHandle
+
+from ..torch_internals import global_post_hooks, global_pre_hooks, step_post_hooks, step_pre_hooks
 
 _harmless: list[Callable[..., Any]] = []
 
@@ -78,8 +79,8 @@ def takes_flag(optimizer: Optimizer) -> bool:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether somebody wants to see gradients where the optimizer looks for them, unscaled, before it steps."""
-    others = any(not any(hook is ours for ours in _harmless) for hook in _global_optimizer_pre_hooks.values())
-    return others or bool(getattr(optimizer, '_optimizer_step_pre_hooks', None))
+    others = any(not any(hook is ours for ours in _harmless) for hook in global_pre_hooks.values())
+    return others or bool(step_pre_hooks(optimizer))
 
 
 def mark_harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +139,7 @@ def before_post_hooks(optimizer: Optimizer, call: Callable[[], None] | None) -> 
         yield
         return
     # torch calls those for all optimizers first
-    hooks: Any = _global_optimizer_post_hooks or getattr(optimizer, '_optimizer_step_post_hooks', None)
+    hooks: Any = global_post_hooks or step_post_hooks(optimizer)
     if not hooks:
         yield
         call()

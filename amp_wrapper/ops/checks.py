@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..policy.nested import HALF_TYPES
+from ..torch_internals import internal_overlap
 from . import schemas
 
 Named = tuple[str, Sequence[Tensor]]
@@ -74,7 +75,7 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
     for other, tensors in written:
         for index, tensor in enumerate(tensors):
             _check_writable(f'{other}[{index}]', tensor)
-            if not _is_traced(tensor) and torch._debug_has_internal_overlap(tensor) == 1:
+            if not _is_traced(tensor) and internal_overlap(tensor) == 1:
                 raise ValueError(
                     f'{other}[{index}] has elements that share memory (an expanded tensor): it cannot be written to.'
                 )
@@ -160,7 +161,7 @@ def is_direct(tensors: Sequence[Tensor]) -> bool:
     if any(_is_traced(tensor) for tensor in tensors):
         return True
     stride = tensors[0].stride()
-    return all(t.stride() == stride and torch._debug_has_internal_overlap(t) == 0 for t in tensors)
+    return all(t.stride() == stride and internal_overlap(t) == 0 for t in tensors)
 
 
 def check_floating(*lists: Named) -> None:
@@ -179,11 +180,7 @@ def _spans(tensors: Sequence[Tensor]) -> list[tuple[int, int, int]]:
     """(begin, end, index) in memory, in order, of the tensors without gaps; others are read whole before they are written."""
     spans: list[tuple[int, int, int]] = []
     for index, tensor in enumerate(tensors):
-        if (
-            not _is_traced(tensor)
-            and tensor.numel()
-            and (tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0)
-        ):
+        if not _is_traced(tensor) and tensor.numel() and (tensor.is_contiguous() or internal_overlap(tensor) == 0):
             begin = tensor.data_ptr()
             spans.append((begin, begin + tensor.numel() * tensor.element_size(), index))
     return sorted(spans)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import ops
 from ..errors import AmpUsageError
@@ -17,6 +16,7 @@ from ..ops.attributes import fingerprints
 from ..ops.checks import check_lists
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import dtype_name
+from ..torch_internals import is_traceable_wrapper_subclass
 from .algorithm import Algorithm
 from .tensor_lists import Bucket, DeviceBucket, TensorLists, parameters_of
 

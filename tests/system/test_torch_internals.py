@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.library import Library
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 
 import amp_wrapper
@@ -32,20 +37,24 @@ def test_the_versions_that_were_tried() -> None:
     assert pinned[1] in torch_internals.TRIED
 
 
-def test_no_other_file_reaches_into_the_bindings() -> None:
-    folder = Path(amp_wrapper.__file__).parent
-    found = [
-        f'{path.name}:{number}'
-        for path in folder.rglob('*.py')
-        if path.name != 'torch_internals.py'
-        for number, line in enumerate(path.read_text(encoding='utf-8').splitlines(), 1)
-        # the registry names an object that users call under this name
-        if re.search(r'\btorch\._C\.', line)
-        and 'Fp32Op(' not in line
-        and "'torch._C.'" not in line
-        and "'torch._C._nn.'" not in line
-    ]
-    assert found == []
+def test_each_name_is_tried_here() -> None:
+    """Whatever ``torch_internals`` has, this file calls or compares."""
+    tree = ast.parse(Path(torch_internals.__file__).read_text(encoding='utf-8'))
+    names = {
+        name
+        for node in tree.body
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', node)])
+        if (name := target.id if isinstance(target, ast.Name) else getattr(target, 'name', ''))
+        and not name.startswith('_')
+    }
+    tried = {
+        node.attr
+        for node in ast.walk(ast.parse(Path(__file__).read_text(encoding='utf-8')))
+        if isinstance(node, ast.Attribute)
+    }
+    assert len(names) > 30
+    # that one says what versions do, and asks for no name
+    assert names - tried == {'COUNTS_BROADCASTS'}
 
 
 def test_graph_task_id() -> None:
@@ -98,6 +107,144 @@ def test_keys_below() -> None:
     assert calls == [torch.float32]
 
 
+def test_overlap_inside_a_tensor() -> None:
+    x = torch.ones(2, 2)
+    assert [torch_internals.internal_overlap(y) for y in (x, x.t(), x[:1].expand(2, 2))] == [0, 0, 1]
+    # gaps
+    assert torch_internals.internal_overlap(torch.ones(4)[::2]) in (0, 2)
+
+
+def test_subclasses_that_hold_tensors() -> None:
+    offsets = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert torch_internals.is_traceable_wrapper_subclass(offsets)
+    assert not torch_internals.is_traceable_wrapper_subclass(nn.Parameter(torch.ones(1)))
+
+
+def test_the_function_of_a_context() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append(torch_internals.function_of(ctx))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    seen: list[Any] = []
+    y = Double.apply(torch.ones(1, requires_grad=True))
+    assert [*seen, torch_internals.function_of(y.grad_fn)] == [Double, Double]
+
+
+def test_modules_that_are_compiled() -> None:
+    plain, called, method = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    wrapper = torch.compile(plain)
+    called.compile()
+    method.forward = torch.compile(method.forward)
+    assert torch_internals.is_compile_wrapper(wrapper) and torch_internals.compiled_module(wrapper) is plain
+    modules = (wrapper, called, method, plain)
+    assert [torch_internals.is_compiled(module) for module in modules] == [True, True, True, False]
+    assert not any(map(torch_internals.is_compile_wrapper, modules[1:]))
+
+
+def test_base_classes_of_modules() -> None:
+    assert issubclass(nn.BatchNorm2d, torch_internals.BatchNorm) and issubclass(
+        nn.SyncBatchNorm, torch_internals.BatchNorm
+    )
+    assert not issubclass(nn.InstanceNorm2d, torch_internals.BatchNorm)
+    assert issubclass(nn.InstanceNorm2d, torch_internals.BatchOrInstanceNorm)
+    assert issubclass(torch_internals.BatchNorm, torch_internals.BatchOrInstanceNorm)
+    assert issubclass(nn.MSELoss, torch_internals.Loss) and issubclass(nn.BCELoss, torch_internals.Loss)
+
+
+def test_hooks_of_modules() -> None:
+    module = nn.Linear(1, 1)
+    calls: list[str] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: calls.append(name)
+
+    module.register_forward_pre_hook(noting('before'), with_kwargs=True)
+    module.register_forward_hook(noting('after'), always_call=True)
+    module.register_state_dict_pre_hook(noting('before saving'))
+    module.register_state_dict_post_hook(noting('after saving'))
+    module.register_load_state_dict_pre_hook(noting('before loading'))
+    module.register_load_state_dict_post_hook(noting('after loading'))
+    assert torch_internals.hooks_of(module)[:2] == (
+        torch_internals.forward_pre_hooks(module),
+        torch_internals.forward_hooks(module),
+    )
+    assert [vars(module)[name] for name in torch_internals.FORWARD_HOOKS] == list(torch_internals.hooks_of(module)[:2])
+    assert [len(hooks) for hooks in torch_internals.hooks_of(module)] == [1] * 5
+    for hook in torch_internals.saving_and_loading_hooks(module):
+        hook()
+    assert calls == ['before loading', 'before saving', 'after saving']
+    assert all(
+        getattr(nn.Module, name).__module__ == 'torch.nn.modules.module' for name in torch_internals.STATE_DICT_METHODS
+    )
+    for hooks in torch_internals.hooks_of(module):
+        hooks.clear()
+    calls.clear()
+    torch_internals.drop_hook_flags(module)
+    # a hook with the number of one that is gone is called as it was registered
+    assert not module._forward_pre_hooks_with_kwargs and not module._forward_hooks_always_called
+    module.load_state_dict(module.state_dict())
+    module(torch.ones(1))
+    assert calls == ['before saving']
+
+
+def test_conversions_end_in_one_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[nn.Module] = []
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        monkeypatch.setattr(nn.Module, '_apply', original)
+
+        def apply(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            seen.append(module)
+            return original(module, *args, **kwargs)
+
+        return apply
+
+    torch_internals.wrap_apply(wrap)
+    for convert in (nn.Module.half, nn.Module.double, lambda module: module.to(torch.bfloat16)):
+        module = nn.ReLU()
+        convert(module)
+        assert seen.pop() is module and seen == []
+
+
+def test_hooks_of_optimizers() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    before, after = len(torch_internals.global_pre_hooks), len(torch_internals.global_post_hooks)
+    handles = [
+        register_optimizer_step_pre_hook(print),
+        register_optimizer_step_post_hook(print),
+        optimizer.register_step_pre_hook(print),
+        optimizer.register_step_post_hook(repr),
+    ]
+    try:
+        assert len(torch_internals.global_pre_hooks) == before + 1
+        assert len(torch_internals.global_post_hooks) == after + 1
+        assert list((torch_internals.step_pre_hooks(optimizer) or {}).values()) == [print]
+        assert list((torch_internals.step_post_hooks(optimizer) or {}).values()) == [repr]
+    finally:
+        for handle in handles:
+            handle.remove()
+    bare = torch.optim.SGD.__new__(torch.optim.SGD)
+    assert torch_internals.step_pre_hooks(bare) is None and torch_internals.step_post_hooks(bare) is None
+
+
+@pytest.mark.parametrize('noted', [False, True])
+def test_schedulers_are_told_of_steps(noted: bool) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    if noted:
+        torch_internals.note_step(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        scheduler.step()
+    assert any('lr_scheduler.step()' in str(warning.message) for warning in caught) is not noted
+
+
 def test_bindings_of_ops() -> None:
     x = torch.ones(2)
     found = torch_internals.variable_function('exp')
@@ -115,9 +262,88 @@ def test_the_decorator_of_checkpoint() -> None:
         assert made.function is torch.exp
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch has no torch.distributed')
-def test_built_in_communication_hooks() -> None:
-    assert 'FP16_COMPRESS' in torch_internals.builtin_comm_hooks()
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A group of processes that has this one alone."""
+    if not torch.distributed.is_available():
+        pytest.skip('this torch has no torch.distributed')
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_ddp(one_process: None) -> None:
+    active: list[object] = []
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            active.append(torch_internals.active_ddp())
+            return super().forward(x)
+
+    model = Model(2, 2)
+    model.bias.requires_grad_(False)
+    ddp = DistributedDataParallel(model)
+    assert list(torch_internals.ddp_parameters(ddp)) == [model.weight, model.bias]
+    assert list(torch_internals.reducer_parameters(ddp)) == [model.weight]
+    log = torch_internals.ddp_log(ddp)
+    assert (log['num_parameter_tensors'], log['total_parameter_size_bytes']) == (1, 16)
+    assert {'_join_config', 'require_backward_grad_sync'} <= vars(ddp).keys() & {*torch_internals.DDP_FIELDS}
+    ddp(torch.ones(1, 2)).sum().backward()
+    assert active == [ddp] and torch_internals.active_ddp() is None
+    assert not torch_internals.delays_all_reduce(ddp)
+    assert not torch_internals.joins(ddp)
+    with ddp.join():
+        assert torch_internals.joins(ddp)
+
+
+def test_ddp_that_waits_for_gradients(one_process: None) -> None:
+    class TwoOutputs(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x @ self.weight, x + self.bias
+
+    ddp = DistributedDataParallel(TwoOutputs(2, 2))
+    first, second = ddp(torch.ones(1, 2))
+    first.sum().backward()
+    assert not torch_internals.is_finalized(ddp)
+    second.sum().backward()
+    assert torch_internals.is_finalized(ddp)
+
+
+def test_ddp_that_delays_all_reduce(one_process: None) -> None:
+    model = nn.Linear(2, 2)
+    named = [('weight', model.weight)]
+    ddp = DistributedDataParallel(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.bias)
+    assert torch_internals.delays_all_reduce(ddp)
+
+
+def test_communication_hooks(one_process: None) -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    assert torch_internals.comm_hooks(ddp) == []
+    ddp.register_comm_hook('its state', default_hooks.fp16_compress_hook)
+    assert torch_internals.comm_hooks(ddp) == [(default_hooks.fp16_compress_hook, 'its state')]
+    other = DistributedDataParallel(nn.Linear(2, 2))
+    torch_internals.register_builtin_comm_hook(other, torch_internals.builtin_comm_hooks()['FP16_COMPRESS'])
+    assert torch_internals.ddp_log(other)['comm_hook'].endswith('FP16_COMPRESS')
+    assert torch_internals.comm_hooks(other) == []
+
+
+def test_hooks_of_ddp_for_the_compiler(one_process: None) -> None:
+    model = nn.Linear(2, 2)
+    with torch._dynamo.config.patch(optimize_ddp='python_reducer'):
+        ddp = DistributedDataParallel(model)
+    assert model.weight._post_accumulate_grad_hooks
+    torch_internals.remove_accumulate_hooks(ddp)
+    assert not model.weight._post_accumulate_grad_hooks
+
+
+def test_optimizers_that_step_in_backward() -> None:
+    pytest.importorskip('torch.distributed.optim')
+    model = nn.Linear(2, 2)
+    assert not torch_internals.steps_in_backward(model.weight)
+    torch.distributed.optim._apply_optimizer_in_backward(torch.optim.SGD, [model.weight], {'lr': 1.0})
+    assert torch_internals.steps_in_backward(model.weight) and not torch_internals.steps_in_backward(model.bias)
 
 
 class Watched:

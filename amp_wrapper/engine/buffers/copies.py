@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...torch_internals import internal_overlap
 
 #: Larger buffers (in bytes) are copied only after their version counter has moved; one that never moves has no copy.
 LARGE = 2**20
@@ -238,7 +239,7 @@ def is_tracked(tensor: Tensor | None) -> bool:
         and not (tensor.is_meta or tensor.is_inference() or tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
         and tensor.numel() > 0
         and tensor.untyped_storage().nbytes() > 0
-        and torch._debug_has_internal_overlap(tensor) != 1
+        and internal_overlap(tensor) != 1
     )
 
 

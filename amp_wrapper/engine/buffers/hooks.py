@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...torch_internals import untraced
+from ...torch_internals import forward_hooks, untraced
 
 
 @dataclasses.dataclass(slots=True)
@@ -175,8 +175,8 @@ class HookedModules:
             leave: Any = (LeaveModel if key in self._models else LeavePart)(self._listener())
             self._handles[key].append(module.register_forward_hook(leave, always_call=True))
             self._ends[key] = self._handles[key][-1].id
-        elif next(reversed(module._forward_hooks)) != self._ends[key]:
-            module._forward_hooks.move_to_end(self._ends[key])  # type: ignore[attr-defined]
+        elif next(reversed(forward_hooks(module))) != self._ends[key]:
+            forward_hooks(module).move_to_end(self._ends[key])  # type: ignore[attr-defined]
 
 
 def _calling(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:

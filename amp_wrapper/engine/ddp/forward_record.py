@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ... import torch_internals
 from ...casting.cast_hooks import AmpHook
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
@@ -46,7 +47,7 @@ class ForwardRecord:
 
     def watch(self, ddp: DistributedDataParallel) -> bool:
         """Be called after forward calls from now on. Whether that is new."""
-        is_new = self not in ddp._forward_hooks.values()
+        is_new = self not in torch_internals.forward_hooks(ddp).values()
         if is_new:
             ddp.register_forward_hook(self)
         return is_new
@@ -89,7 +90,7 @@ class NoticeDdp(AmpHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        ddp = torch_internals.active_ddp()
         if ddp is not None:
             self.ddp = ref(ddp)
             record = record_of(ddp)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,6 @@ _ARGUMENTS = """
 """
 # what nn.Module.__init__ makes anew, and DDP's constructor calls it
 _MODULE_FIELDS = tuple(nn.Module().__dict__)
-# what DDP's constructor makes anew, and no argument of it sets
-_DDP_FIELDS = """
-    _join_config _ddp_sink_clone _divide_by_initial_world_size device_mesh require_backward_grad_sync
-    require_forward_param_sync
-"""
 
 
 def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -38,7 +33,7 @@ def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
         record.reduced = _listens_to(ddp, parameters)
     if list(map(id, record.parameters)) != list(map(id, parameters)):
         record.parameters, record.flags = parameters, None
-    before = set(map(id, ddp._module_parameters)) | set(map(id, getattr(ddp, 'modules_buffers', ())))
+    before = set(map(id, torch_internals.ddp_parameters(ddp))) | set(map(id, getattr(ddp, 'modules_buffers', ())))
     named = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
     new = [tensor for name, tensor in named if id(tensor) not in before and name not in ddp.parameters_to_ignore]
     if new and has_several_ranks(ddp):
@@ -87,17 +82,16 @@ def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 def _listens_to(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> frozenset[int]:
     """What the reducer of a DDP that we did not build listens to, by id."""
-    logged = _logged(ddp)
+    logged = torch_internals.ddp_log(ddp)
     # torch logs number and size; where they are those of all parameters, it is all of them
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     if logged.get('num_parameter_tensors') == len(parameters) and logged.get('total_parameter_size_bytes') == size:
         return frozenset(map(id, parameters))
     try:
-        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        return frozenset(map(id, torch_internals.reducer_parameters(ddp)))
     except RuntimeError:
         # sparse gradients have no bucket before the first backward pass: build it anew at the first forward call
         return frozenset()
-    return frozenset(id(parameter) for bucket in buckets for parameter in bucket.parameters())
 
 
 def rebuild_ddp(ddp: DistributedDataParallel) -> None:
@@ -111,31 +105,25 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     """
     settings = _settings(ddp)
     before = dict(ddp.__dict__)
-    comm_hooks = list(getattr(ddp, '_comm_hooks', []))
+    comm_hooks = torch_internals.comm_hooks(ddp)
     builtin = _builtin_comm_hook(ddp)
-    for handle in getattr(ddp, '_accum_grad_hooks', []):
-        handle.remove()
+    torch_internals.remove_accumulate_hooks(ddp)
     # the old reducer takes its hooks along, and its buckets need not lie beside the new ones
     del ddp.reducer, before['reducer']
     del ddp.logger, before['logger']
     DistributedDataParallel.__init__(ddp, ddp.module, **settings)
-    for name in (*_MODULE_FIELDS, *_DDP_FIELDS.split()):
+    for name in (*_MODULE_FIELDS, *torch_internals.DDP_FIELDS):
         if name in before:
             ddp.__dict__[name] = before[name]
     for hook, state in comm_hooks:
         ddp.register_comm_hook(state, hook)
     if builtin is not None:
-        ddp._register_builtin_comm_hook(builtin)  # type: ignore[no-untyped-call]
-
-
-def _logged(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """What the reducer logs about itself: torch keeps it nowhere else."""
-    return cast(dict[str, Any], ddp._get_ddp_logging_data())  # type: ignore[no-untyped-call]
+        torch_internals.register_builtin_comm_hook(ddp, builtin)
 
 
 def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
     """torch keeps built-in communication hooks in the reducer alone; their name is in its log."""
-    name = str(_logged(ddp).get('comm_hook', '')).rpartition('.')[2]
+    name = str(torch_internals.ddp_log(ddp).get('comm_hook', '')).rpartition('.')[2]
     return torch_internals.builtin_comm_hooks().get(name)
 
 

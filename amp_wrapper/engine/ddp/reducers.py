@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ... import torch_internals
 from ...errors import AmpAttachError, AmpUsageError, some
 from .forward_record import NoticeDdp, State, record_of, state_of
 from .rebuild import has_several_ranks, look_at, rebuild
@@ -71,9 +72,9 @@ class Reducers:
             AmpAttachError: A DDP with delayed reductions, its own mixed precision, or optimizers in its backward pass.
         """
         for ddp in self.ddps:
-            overlapped = [hook for hook, _ in getattr(ddp, '_comm_hooks', ()) if _steps_in_backward(hook)]
+            overlapped = [hook for hook, _ in torch_internals.comm_hooks(ddp) if _steps_in_backward(hook)]
             if scales_or_masters and (
-                overlapped or any(hasattr(p, '_in_backward_optimizers') for p in ddp.module.parameters())
+                overlapped or any(map(torch_internals.steps_in_backward, ddp.module.parameters()))
             ):
                 raise AmpAttachError(
                     'DistributedDataParallel steps an optimizer inside its backward pass (_register_fused_optim, '
@@ -83,7 +84,7 @@ class Reducers:
                 raise AmpAttachError(
                     'DistributedDataParallel(mixed_precision=...) casts the model itself: drop it, the opt level does it.'
                 )
-            if casts and getattr(ddp, '_delay_all_reduce_params', None):
+            if casts and torch_internals.delays_all_reduce(ddp):
                 raise AmpAttachError(
                     'DistributedDataParallel(delay_all_reduce_named_params=...) cannot be combined with a level that '
                     'casts the model: drop the argument, or use O0, O1 or O4.'
@@ -113,7 +114,7 @@ class Reducers:
         """
         self._notices = []
         for model in models if dist.is_available() else ():
-            known = [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, NoticeDdp)]
+            known = [hook for hook in torch_internals.forward_pre_hooks(model).values() if isinstance(hook, NoticeDdp)]
             self._notices += known or [NoticeDdp()]
             if not known:
                 model.register_forward_pre_hook(self._notices[-1], prepend=True)
@@ -160,7 +161,7 @@ class Reducers:
         now: frozenset[int],
         waiting: Callable[[Iterable[int]], bool],
     ) -> None:
-        if getattr(ddp, '_delay_all_reduce_params', None):
+        if torch_internals.delays_all_reduce(ddp):
             raise AmpUsageError(
                 'parameters were frozen or unfrozen under DistributedDataParallel(delay_all_reduce_named_params=...), which '
                 'cannot be built anew: freeze them before it wraps the model, or drop the argument.'
@@ -247,7 +248,7 @@ class Reducers:
         if any(mark != _mark(parameter) for parameter, mark in before.items()):
             raise AmpUsageError(_SECOND)
         for ddp in self._mine:
-            if _is_finalized(ddp):
+            if torch_internals.is_finalized(ddp):
                 record_of(ddp).use_up('spent')
 
     def _that_are(self, state: State, everywhere: bool = False) -> list[DistributedDataParallel]:
@@ -262,7 +263,7 @@ class Reducers:
 
     def is_unfinished(self) -> bool:
         """Whether a backward pass has left a DDP waiting for the gradients of another one."""
-        return bool(self._mine) and not all(map(_is_finalized, self._that_are('averaged')))
+        return bool(self._mine) and not all(map(torch_internals.is_finalized, self._that_are('averaged')))
 
     def about_to_average(self, everywhere: bool = False) -> frozenset[int]:
         """The parameters, by id, whose gradients the coming backward pass averages over several ranks.
@@ -282,7 +283,7 @@ class Reducers:
     def joins(self) -> bool:
         """Whether ranks may take another number of steps: ``DistributedDataParallel.join``."""
         ddps = self._mine
-        return bool(ddps) and any(getattr(getattr(ddp, '_join_config', None), 'enable', False) for ddp in ddps)
+        return bool(ddps) and any(map(torch_internals.joins, ddps))
 
     # -- one decision ------------------------------------------------------------------------------------------------
 
@@ -305,7 +306,7 @@ class Reducers:
         for ddp in filter(has_several_ranks, self._mine):
             if not any(ddp.process_group is group for group in groups):
                 groups.append(ddp.process_group)
-            always = always or self._outside or bool(getattr(ddp, '_comm_hooks', ()))
+            always = always or self._outside or bool(torch_internals.comm_hooks(ddp))
         return groups if always or len(groups) > 1 or self._that_are('local') else []
 
 
@@ -379,15 +380,6 @@ def check_foreign_wrapper(model: nn.Module) -> None:
 
 def _is_ddp(module: nn.Module | None) -> TypeGuard[DistributedDataParallel]:
     return isinstance(module, DistributedDataParallel) and 'reducer' in module.__dict__
-
-
-def _is_finalized(ddp: DistributedDataParallel) -> bool:
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError:
-        # a part of the parameters is still waiting for another backward pass
-        return False
-    return True
 
 
 def _steps_in_backward(hook: Any) -> bool:
