@@ -181,7 +181,7 @@ def measure(
             buffers = list(loops[True].model.buffers())
             held = sum(
                 flat.numel() * flat.element_size()
-                for group in loops[True].wrapper._engine.parts.buffers._tracked.parts  # type: ignore[union-attr]
+                for group in loops[True].wrapper._engine.parts.buffers.tracked.parts  # type: ignore[union-attr]
                 for flat in (group._first, group._now)  # type: ignore[union-attr]
             )
             bytes_ = sum(buffer.numel() * buffer.element_size() for buffer in buffers)

@@ -22,6 +22,9 @@ from .parts import Stage
 def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], policy: Policy) -> CastHandle:
     """Cast models as wholes, and make masters for all that the engines' optimizers step of them.
 
+    Unlike :meth:`AmpEngine.attach`, it does not matter which optimizer owns what, nor whether any does. Losses of each engine
+    may reach the parameters of the others.
+
     Args:
         engines: Not attached; with ``policy``.
         models: FP32, not wrapped.
@@ -33,7 +36,7 @@ def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], p
     Raises:
         AmpAttachError: As :meth:`AmpEngine.attach`. Nothing has been changed.
     """
-    return attach.attach_together([engine.parts for engine in engines], models, policy)
+    return attach.attach_parts([engine.parts for engine in engines], models, policy)
 
 
 __all__ = ['AmpEngine', 'Stage', 'StepResult', 'attach_together', 'new_scalers']

@@ -69,23 +69,8 @@ def attach_model(
             logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
 
 
-def attach_together(engines: Sequence[EngineParts], models: Sequence[nn.Module], policy: Policy) -> CastHandle:
-    """Cast models as wholes, and make masters for all that the engines' optimizers step of them.
-
-    Unlike :func:`attach_model`, it does not matter which optimizer owns what, nor whether any does. Losses of each engine
-    may reach the parameters of the others.
-
-    Args:
-        engines: Not attached; with ``policy``.
-        models: FP32, not wrapped.
-        policy: The configuration.
-
-    Returns:
-        The handle that takes the casts off.
-
-    Raises:
-        AmpAttachError: As :func:`attach_model`. Nothing has been changed.
-    """
+def attach_parts(engines: Sequence[EngineParts], models: Sequence[nn.Module], policy: Policy) -> CastHandle:
+    """The work of :func:`amp_wrapper.engine.attach_together`, on the engines' parts."""
     named = named_roots(models)
     for model in models:
         if policy.runs_16_bit:

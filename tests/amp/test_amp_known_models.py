@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -169,11 +169,42 @@ def none_at_all(net: nn.Module) -> list[Optimizer]:
 @pytest.mark.parametrize('level', LEVELS)
 def test_optimizers_that_hold_more_or_less_than_the_model(level: str, made: Callable[..., list[Optimizer]]) -> None:
     net = model()
-    amp.initialize(net, made(net), opt_level=level, verbosity=0)
+    optimizers = made(net)
+    own = set(net.parameters())
+    loose = [parameter for parameter in stepped(optimizers) if parameter not in own]
+    amp.initialize(net, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
+    assert net[0].weight.dtype is (resolve(level).cast_model_type or torch.float32)
+    check_trains(net, optimizers, loose)
+
+
+def stepped(optimizers: list[Optimizer]) -> list[torch.Tensor]:
+    return [parameter for each in optimizers for group in each.param_groups for parameter in group['params']]
+
+
+def check_trains(net: nn.Module, optimizers: list[Optimizer], loose: Sequence[torch.Tensor] = ()) -> None:
+    """One step moves all that the optimizers step, the model's parameters and the ``loose`` others, and changes no type."""
+    held = stepped(optimizers)
+    types = [parameter.dtype for parameter in held]
+    before = [parameter.detach().clone() for parameter in held]
+    torch.manual_seed(0)
+    loss = net.eval()(torch.randn(3, 4)).float().square().sum() + sum(p.float().sum() for p in loose)
+    if optimizers:
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+    for each in optimizers:
+        each.step()
+    assert [parameter.dtype for parameter in held] == types
+    moved = [not old.equal(parameter.detach()) for old, parameter in zip(before, held)]
+    assert all(moved), moved
+    assert all(p.detach().isfinite().all() for p in held)
 
 
 def test_an_optimizer_alone() -> None:
-    amp.initialize([], SGD(model().parameters(), lr=0.1), verbosity=0)
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    assert amp.initialize([], optimizer, verbosity=0, loss_scale=8.0) == ([], optimizer)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    check_trains(net, [optimizer])
 
 
 # -- another optimizer for the same model -------------------------------------------------------------------------------
@@ -434,7 +465,21 @@ def test_optimizers_over_a_part_and_something_else_are_left_alone(device: torch.
     for loose in ([(4,)], [(4,), (4,)], [(3, 4), (4,)]):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(device)
         extra = [nn.Parameter(torch.zeros(shape, device=device)) for shape in loose]
-        amp.initialize(model, SGD([*model[2].parameters(), *extra], lr=0.25), opt_level='O2', verbosity=0)
+        optimizer = SGD([*model[2].parameters(), *extra], lr=0.25)
+        amp.initialize(model, optimizer, opt_level='O2', verbosity=0, loss_scale=8.0)
+        body = model[0].weight.detach().clone()
+        assert (body.dtype, model[2].weight.dtype) == (torch.float16, torch.float16)
+        masters = [p for p in amp.master_params(optimizer) if not any(p is each for each in extra)]
+        assert [p.dtype for p in masters] == [torch.float32] * 2
+        old = [p.detach().clone() for p in masters]
+        loss = model(torch.randn(5, 3, device=device)).float().square().sum() + sum(p.sum() for p in extra)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        # stepped as they are, by the gradient 1
+        assert all(p.dtype is torch.float32 and p.detach().eq(-0.25).all() for p in extra)
+        assert not any(map(torch.equal, old, masters))
+        assert torch.equal(model[2].weight, masters[0].half()) and torch.equal(model[0].weight, body)
 
 
 @pytest.mark.parametrize('later', ['O2', 'O5'])

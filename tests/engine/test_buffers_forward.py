@@ -280,7 +280,7 @@ def test_large_constants_are_not_kept_twice(device: torch.device) -> None:
     run.train(batch((4, 3), device))
     snapshots = run.wrapper._engine.parts.buffers
     assert snapshots is not None
-    copies = {name: snapshots._tracked._copies[place] for place, name in enumerate(snapshots._tracked.names)}
+    copies = {name: snapshots.tracked._copies[place] for place, name in enumerate(snapshots.tracked.names)}
     large = {name: part for name, (part, _) in copies.items() if isinstance(part, LargeBuffer)}
     assert set(large) == {'part.0.table', 'part.1.large'}
     kept = {name for name, part in large.items() if part.copies[0] is not None}

@@ -138,4 +138,4 @@ def test_a_run_of_mmengine(level: str, tmp_path: Any, device: torch.device) -> N
     )
     snapshots = runner.optim_wrapper._engine.parts.buffers
     assert snapshots is not None
-    assert not any(name.startswith('data_preprocessor') for name in snapshots._tracked.names)
+    assert not any(name.startswith('data_preprocessor') for name in snapshots.tracked.names)

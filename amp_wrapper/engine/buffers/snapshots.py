@@ -59,7 +59,7 @@ class BufferSnapshots:
         self._deciders = Deciders(owner)
         self._averaged: AveragedBuffers | None = None
         self._roots = list(roots)
-        self._owners = owners
+        self.owners = owners
         self._leave = leave
         self._hooked = HookedModules(self, [root for _, root in roots])
         self.calls = Calls()
@@ -91,15 +91,15 @@ class BufferSnapshots:
     def _collect(self) -> None:
         """Look for the buffers, and put hooks on the modules that have some."""
         self._stale = False
-        mine, theirs = self._owners()
-        others = [weight for other in _all() if other is not self for weight in other._owners()[0]]
+        mine, theirs = self.owners()
+        others = [weight for other in _all() if other is not self for weight in other.owners()[0]]
         modules = owned_modules(self._roots, mine, [*theirs, *others], self._leave)
-        self._tracked = TrackedBuffers(modules)
+        self.tracked = TrackedBuffers(modules)
         roots = [root for _, root in self._roots]
         # scripts call the model, one of its parts, or some layer
         parts = [child for root in roots for child in root.children()]
-        above = [module for module in (*roots, *parts) if self._tracked.places_in(module.modules())]
-        owners = [module for _, module in modules if self._tracked.places_in([module])]
+        above = [module for module in (*roots, *parts) if self.tracked.places_in(module.modules())]
+        owners = [module for _, module in modules if self.tracked.places_in([module])]
         # a hook that was called at the beginning of a call has to be called at its end
         self._hooked.hook([*above, *owners], keeps=self._active > 0)
 
@@ -165,10 +165,10 @@ class BufferSnapshots:
         self._looked = False
         with self._lock:
             if not call.counts:
-                self._tracked.accept()
+                self.tracked.accept()
                 return
             self._active = max(self._active - 1, 0)
-            self._tracked.note()
+            self.tracked.note()
         # a single optimizer decides alone
         if len(living) > 1 and self._live:
             self._deciders.watch(output)
@@ -177,23 +177,23 @@ class BufferSnapshots:
         if self._loaded or hooks.is_broadcast():
             # what DDP broadcasts goes on being the work of forward calls
             self._loaded = False
-            self._tracked.note()
+            self.tracked.note()
         if self._live:
             doubt = self._deciders.take_doubt()
             self._give_back(doubt, keeps_nan=False)
             if doubt is not None or self.expects_graph or self._deciders.are_done:
                 self._close()
         if self._live:
-            self._tracked.go_on()
+            self.tracked.go_on()
         else:
             self._take()
             self.expects_graph = not has_graph
 
     def _take(self) -> None:
         """Copy all buffers: a step begins."""
-        if self._stale or not self._tracked.take():
+        if self._stale or not self.tracked.take():
             self._collect()
-            self._tracked.take()
+            self.tracked.take()
         self._live = True
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class BufferSnapshots:
             # an interrupt ended a call without its hooks, or the step is taken inside of one
             self._active, self._loaded = 0, False
             self.calls.open.clear()
-            self._tracked.note()
+            self.tracked.note()
         if self._live:
             self._give_back(None if self.expects_graph else flag)
             self._close()
@@ -252,15 +252,15 @@ class BufferSnapshots:
             keeps_nan: Whether NaN stays that somebody has written between two calls.
         """
         self._looked = True
-        self._tracked.accept(keeps_nan=keeps_nan)
-        self._tracked.write_back(flag)
+        self.tracked.accept(keeps_nan=keeps_nan)
+        self.tracked.write_back(flag)
         if flag is not None and self._averaged is not None:
             self._averaged.give_back(flag)
 
     def _close(self) -> None:
         """The step is over: the next forward call copies anew."""
         self._live = False
-        self._tracked.close()
+        self.tracked.close()
         self._deciders.forget()
         if self._averaged is not None:
             self._averaged.release()
@@ -278,7 +278,7 @@ class BufferSnapshots:
             model: The model, or a wrapper of the same structure that the copy was made from.
         """
         if self._live or (self._averaged is not None and self._averaged.waits):
-            mine = set(map(id, self._tracked.tensors))
+            mine = set(map(id, self.tracked.tensors))
             if not mine.isdisjoint(map(id, model.buffers())):
                 self.settle()
             pairs = zip(average.named_buffers(), model.buffers())
@@ -299,8 +299,8 @@ class BufferSnapshots:
             return {}
         if self._loaded:
             # saved again before any forward call: the buffers were loaded meanwhile
-            self._tracked.note()
-        return self._tracked.state()
+            self.tracked.note()
+        return self.tracked.state()
 
     def averages(self) -> list[dict[str, dict[str, Tensor]]]:
         """Of averages that were updated since the step began, the buffers ``before`` it and ``now``. Syncs."""
@@ -317,7 +317,7 @@ class BufferSnapshots:
         """
         self._close()
         self._take()
-        self._tracked.load(copies)
+        self.tracked.load(copies)
         self._averaged = AveragedBuffers(averages)
         self._deciders.has_own_loss = True
         self.expects_graph, self._loaded = False, True
@@ -352,7 +352,7 @@ def _listen() -> None:
 
 def _on_registration(parent: nn.Module, name: str, new: nn.Module | Tensor | None) -> None:
     for snapshots in _all():
-        if id(parent) in snapshots._tracked.module_ids and not is_tracked(parent._buffers.get(name)):
+        if id(parent) in snapshots.tracked.module_ids and not is_tracked(parent._buffers.get(name)):
             snapshots.collect_again()
 
 

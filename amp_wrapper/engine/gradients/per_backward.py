@@ -43,9 +43,9 @@ class UnscaledGradients(ScaledGradients):
     def __init__(self, keeps: bool, speaks: bool = True) -> None:
         super().__init__()
         self._keeps = keeps
-        self._added = AddedGradients()
+        self.added = AddedGradients()
         # those that a pass under way has taken off their weights, by id
-        self._aside: dict[int, Tensor] = {}
+        self.aside: dict[int, Tensor] = {}
         self._warned = not speaks
         self._scale: Tensor | None = None
         # what the pass under way adds to, by id
@@ -66,7 +66,7 @@ class UnscaledGradients(ScaledGradients):
             other: Whose notes hold from now on.
         """
         assert isinstance(other, UnscaledGradients)
-        self._added, self._aside = other._added, other._aside
+        self.added, self.aside = other.added, other.aside
         self.is_shared = True
 
     def take_over(self, pairs: Iterable[Pair]) -> None:
@@ -78,7 +78,7 @@ class UnscaledGradients(ScaledGradients):
             pairs: All of them.
         """
         for weight, master in pairs:
-            if master.grad is None or self._added.get(weight) is not None:
+            if master.grad is None or self.added.get(weight) is not None:
                 continue
             if weight.grad is None:
                 master.grad = None
@@ -88,9 +88,9 @@ class UnscaledGradients(ScaledGradients):
     def clear(self, params: ParamPairs) -> None:
         """Gradients were cleared, of weights and masters."""
         weights = _weights_of(params.pairs)
-        self._added.forget(weights)
-        for weight in weights if self._aside else ():
-            self._aside.pop(id(weight), None)
+        self.added.forget(weights)
+        for weight in weights if self.aside else ():
+            self.aside.pop(id(weight), None)
         self._waiting.clear()
         if self.held is not None:
             # a pass may be under way that averages it
@@ -110,23 +110,23 @@ class UnscaledGradients(ScaledGradients):
         Returns:
             The pairs whose weight has a gradient that came from elsewhere, without a scale.
         """
-        if not self._added:
+        if not self.added:
             found = attributes.gradients(_weights_of(pairs))
             return [pair for pair, gradient in zip(pairs, found) if gradient is not None]
-        if not makes_room and self._added.are_as_noted(_weights_of(pairs)):
+        if not makes_room and self.added.are_as_noted(_weights_of(pairs)):
             return []
         self._recognise(pairs)
         plain: list[Pair] = []
         written: list[Pair] = []
         for pair in pairs:
             weight, master = pair
-            added = self._added.get(weight)
-            if added is not None and self._added.has(weight):
+            added = self.added.get(weight)
+            if added is not None and self.added.has(weight):
                 if makes_room:
-                    self._aside[id(weight)], weight.grad = added[0], None
-                    self._added.forget([weight])
+                    self.aside[id(weight)], weight.grad = added[0], None
+                    self.added.forget([weight])
                 continue
-            self._added.forget([weight])
+            self.added.forget([weight])
             if added is None:
                 if weight.grad is not None:
                     plain.append(pair)
@@ -149,24 +149,24 @@ class UnscaledGradients(ScaledGradients):
         moved: list[nn.Parameter] = []
         same: list[Tensor] = []
         for weight, _ in pairs:
-            added, grad = self._added.get(weight), weight.grad
+            added, grad = self.added.get(weight), weight.grad
             if added is None or grad is None or grad is added[0] or grad.is_sparse or added[0].is_sparse:
                 continue
             moved.append(weight)
             same.append(((grad == added[0]) | (grad.isnan() & added[0].isnan())).all())
         are_same = torch.stack(same).tolist() if same else []
-        self._added.note([weight for weight, is_same in zip(moved, are_same) if is_same])
+        self.added.note([weight for weight, is_same in zip(moved, are_same) if is_same])
 
     def put_back(self, params: ParamPairs) -> None:
         """After a pass, however it ended: weights that got no gradient have the one that was left there before."""
-        if self.in_backward or self.held is not None or not self._aside:
+        if self.in_backward or self.held is not None or not self.aside:
             # what lies on the weights will be unscaled, all of it
             return
         for weight, _ in params.pairs:
-            gradient = self._aside.pop(id(weight), None)
+            gradient = self.aside.pop(id(weight), None)
             if gradient is not None and weight.grad is None:
                 weight.grad = gradient
-                self._added.note([weight])
+                self.added.note([weight])
 
     def _take_up_written(self, pairs: Sequence[Pair], makes_room: bool) -> None:
         """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs."""
@@ -177,7 +177,7 @@ class UnscaledGradients(ScaledGradients):
             if cleared and master.grad is not None:
                 master.grad = None if master.grad.is_sparse else torch.zeros_like(master.grad)
             if makes_room and weight.grad is not None:
-                self._aside[id(weight)], weight.grad = weight.grad, None
+                self.aside[id(weight)], weight.grad = weight.grad, None
         self._note_added(_weights_of(pairs))
         if not all(zero) and not self._warned:
             self._warned = True
@@ -190,7 +190,7 @@ class UnscaledGradients(ScaledGradients):
     def _note_added(self, weights: Sequence[nn.Parameter]) -> None:
         """The weights' gradients have been added to the masters'."""
         if self._keeps:
-            self._added.note(weights)
+            self.added.note(weights)
             return
         attributes.set_gradients(weights, None)
 
