@@ -129,10 +129,16 @@ def has_mmengine() -> bool:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
+def progress(text: str) -> None:
+    """Say how far the measurement is."""
+    print(f'{time.strftime("%H:%M:%S")}  {text}', file=sys.stderr, flush=True)
+
+
 def measure_imports(trees: Sequence[Tree], rounds: int) -> None:
     """Times of whole processes, by turns, and the modules that are loaded."""
     for index in range(rounds + 1):
         for tree in trees:
+            progress(f'imports, round {index} of {rounds}: {tree.label}')
             for name, words in tree.commands():
                 start, used = time.perf_counter(), children()
                 tree.run(*words)
@@ -159,6 +165,7 @@ def measure_calls(trees: Sequence[Tree], levels: Sequence[str]) -> None:
     """Calls and changes of file; these depend on no machine, so once each."""
     for tree in trees:
         for way in COUNTED:
+            progress(f'calls of Python, {tree.label}: {way}')
             for level in levels:
                 if way != 'wrapper' or has_mmengine():
                     found = json.loads(tree.run(str(PROBE), 'calls', level, way))
@@ -167,9 +174,10 @@ def measure_calls(trees: Sequence[Tree], levels: Sequence[str]) -> None:
 
 def measure_times(trees: Sequence[Tree], levels: Sequence[str], processes: int, steps: int) -> None:
     """Times of steps, in several processes for each, by turns."""
-    for _ in range(processes):
+    for index in range(processes):
         for way in TIMED:
             for level in levels:
+                progress(f'times, process {index + 1} of {processes}: {way}, {level}')
                 for tree in trees:
                     if way != 'wrapper' or has_mmengine():
                         found = json.loads(tree.run(str(PROBE), 'times', level, way, str(steps)))

@@ -272,7 +272,7 @@ AMP_OP(step_prologue, 6,
 AMP_OP(fused_adam, 8, void(Tensors, Tensors, Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
 AMP_OP(fused_sgd, 6, void(Tensors, Tensors, Tensors, Tensors, Tensor, Tensor))
 
-// -- amp_wrapper/ops/attributes.py, where these are told in words
+// -- amp_wrapper/ops/attributes.py, where these are described
 
 class Items {
  public:

@@ -105,7 +105,7 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
     name = type(optimizer).__name__
     scaled: dict[int, Policy] = {}
     for parameter in parameters:
-        if fp32_values.fp32_twin(parameter) is not None:
+        if fp32_values.master_tensor(parameter) is not None:
             raise AmpUsageError(
                 f'{name}.step() of an optimizer that was not initialised, on 16-bit weights that have FP32 masters, with '
                 f'gradients that carry a loss scale: hand it over, by amp.initialize([], optimizer), before its first '

@@ -113,7 +113,7 @@ def unpair(weight: Tensor) -> None:
     _fp32_of.pop(weight, None)
 
 
-def fp32_twin(weight: Tensor) -> Tensor | None:
+def master_tensor(weight: Tensor) -> Tensor | None:
     """The FP32 master of a cast parameter: float32, same shape and device; None where there is no such tensor."""
     found = master_of(weight)
     return None if found is None else found.tensor

@@ -15,7 +15,7 @@ from ..autocast import patching
 from ..errors import AmpUsageError
 from .buffers import snapshots
 from .buffers import users as buffer_users
-from .gradients.cross_optimizer import OtherOptimizer, Rescaling, Share
+from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
 from .parts import EngineParts, Stage
 
@@ -45,7 +45,7 @@ class BackwardPass:
         ]
         self._other_engines = [other for other in self.others if isinstance(other, EngineParts)]
         # the other optimizers whose parameters may get gradients
-        self._shares: list[tuple[EngineParts | OtherOptimizer, Share]] = []
+        self._targets: list[tuple[EngineParts | OtherOptimizer, RescaleTarget]] = []
         self._flags: list[Tensor | None] = []
         self._rescaling: Rescaling | None = None
 
@@ -152,20 +152,22 @@ class BackwardPass:
 
     def _rescale_elsewhere(self, stack: ExitStack) -> Rescaling:
         """What the pass brings to parameters of others is put on their scales."""
-        self._shares = self._find_shares()
-        averaged: Container[int] = self.first.ddp.about_to_average(everywhere=True) if self._shares else ()
-        others = {share: other for other, share in self._shares}
-        rescaling = Rescaling(list(others), self.scale, averaged, lambda share: self._hand_over(others[share], share))
+        self._targets = self._find_targets()
+        averaged: Container[int] = self.first.ddp.about_to_average(everywhere=True) if self._targets else ()
+        others = {target: other for other, target in self._targets}
+        rescaling = Rescaling(
+            list(others), self.scale, averaged, lambda target: self._hand_over(others[target], target)
+        )
         stack.enter_context(rescaling)
-        for other, share in self._shares:
+        for other, target in self._targets:
             if isinstance(other, EngineParts):
-                other.rescalings.append((rescaling, share))
-                stack.callback(other.rescalings.remove, (rescaling, share))
+                other.rescalings.append((rescaling, target))
+                stack.callback(other.rescalings.remove, (rescaling, target))
         return rescaling
 
-    def _find_shares(self) -> list[tuple[EngineParts | OtherOptimizer, Share]]:
+    def _find_targets(self) -> list[tuple[EngineParts | OtherOptimizer, RescaleTarget]]:
         mine = {id(weight) for engine in self.engines for weight in engine.weights()}
-        shares: list[tuple[EngineParts | OtherOptimizer, Share]] = []
+        targets: list[tuple[EngineParts | OtherOptimizer, RescaleTarget]] = []
         seen: set[int] = set()
         for other in self.others:
             if isinstance(other, EngineParts):
@@ -173,34 +175,34 @@ class BackwardPass:
             theirs = other.weights()
             if isinstance(other, EngineParts):
                 _check_not_mixed(other, [weight for weight in theirs if id(weight) in mine])
-            share = other.share([weight for weight in theirs if id(weight) not in mine])
-            again = [weight for weight in share.parameters if id(weight) in seen]
-            seen.update(map(id, share.parameters))
+            target = other.rescale_target([weight for weight in theirs if id(weight) not in mine])
+            again = [weight for weight in target.parameters if id(weight) in seen]
+            seen.update(map(id, target.parameters))
             if again:
-                share.parameters = [weight for weight in share.parameters if not any(weight is w for w in again)]
+                target.parameters = [weight for weight in target.parameters if not any(weight is w for w in again)]
                 # without any scale it does not matter who takes them
-                if share.scale() is not None or any(s.scale() is not None for _, s in shares):
-                    share.contested = again
-            shares.append((other, share))
-        return shares
+                if target.scale() is not None or any(s.scale() is not None for _, s in targets):
+                    target.contested = again
+            targets.append((other, target))
+        return targets
 
     def _take_up_rescaling(self, rescaling: Rescaling) -> None:
         """This pass goes on where another one may have come in between."""
-        for other, share in self._shares:
-            if not rescaling.is_open(share):
+        for other, target in self._targets:
+            if not rescaling.is_open(target):
                 if isinstance(other, EngineParts):
                     other.forget_cleared()
-                rescaling.open(share)
+                rescaling.open(target)
 
-    def _hand_over(self, other: EngineParts | OtherOptimizer, share: Share) -> None:
-        if not share.arrived or share.found_inf is None:
+    def _hand_over(self, other: EngineParts | OtherOptimizer, target: RescaleTarget) -> None:
+        if not target.arrived or target.found_inf is None:
             return
         if self.first.scales.check and not self.first.scales.are_shared:
             # the scale of this loss was too large there, so it has to fall. Scripts name the optimizers that step; gradients
             # elsewhere are mostly thrown away, and do not count
-            self.first.overflow.add_elsewhere(self.loss_id, share.found_inf)
+            self.first.overflow.add_elsewhere(self.loss_id, target.found_inf)
         if isinstance(other, EngineParts):
-            other.receive(share.found_inf, share.parameters)
+            other.receive(target.found_inf, target.parameters)
 
     def _check_alone(self) -> None:
         """Within a backward() call: another block's loss may be a part of what it differentiates."""
@@ -229,9 +231,9 @@ class BackwardPass:
             engine.stage = Stage.ACCUMULATING
             if engine.buffers is not None:
                 engine.buffers.used_by(self.engines)
-        for other, share in self._shares:
+        for other, target in self._targets:
             # through modules whose outputs were not used, but what hooks have taken from inside of them
-            if share.arrived and isinstance(other, EngineParts) and other.buffers is not None:
+            if target.arrived and isinstance(other, EngineParts) and other.buffers is not None:
                 other.buffers.used_by(self.engines)
 
     def _tell_flags(self) -> None:

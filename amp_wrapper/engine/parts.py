@@ -20,7 +20,7 @@ from ..ops import attributes
 from ..policy import Policy
 from .buffers.snapshots import BufferSnapshots
 from .ddp.reducers import Reducers
-from .gradients.cross_optimizer import OtherOptimizer, Rescaling, Share
+from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
 from .gradients.store import Fp32Sums, ScaledGradients
 from .loss_scale import LossScaler, LossScales
@@ -86,7 +86,7 @@ class EngineParts:
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None
         #: Backward passes of other optimizers' losses that are under way, and their gradients at our parameters.
-        self.rescalings: list[tuple[Rescaling, Share]] = []
+        self.rescalings: list[tuple[Rescaling, RescaleTarget]] = []
         #: The call of ``backward()`` that the last backward pass was a part of.
         self.call = -1
         #: Whether the optimizer's own ``step`` runs, and what stands for its methods where somebody is in front of them.
@@ -247,7 +247,7 @@ class EngineParts:
         if self.attached:
             self.stage = Stage.ACCUMULATING
 
-    def share(self, beyond: Sequence[Tensor]) -> Share:
+    def rescale_target(self, beyond: Sequence[Tensor]) -> RescaleTarget:
         """How gradients of another engine's loss have to look for this one.
 
         Args:
@@ -256,13 +256,13 @@ class EngineParts:
         gradients = self.gradients
         if isinstance(gradients, UnscaledGradients):
             # unscaled right away, but for those that wait for the end of a backward pass
-            return Share(beyond, lambda: gradients.pending_scale, self.scales.check)
-        return Share(beyond, lambda: self.scales.current(0), self.scales.check and self.attached)
+            return RescaleTarget(beyond, lambda: gradients.pending_scale, self.scales.check)
+        return RescaleTarget(beyond, lambda: self.scales.current(0), self.scales.check and self.attached)
 
     def end_rescalings(self) -> None:
         """Gradients of other optimizers' losses carry their scales: convert those that are there by now to ours."""
-        for rescaling, share in self.rescalings:
-            rescaling.close(share)
+        for rescaling, target in self.rescalings:
+            rescaling.close(target)
 
     def forget_cleared(self) -> None:
         """Forget flags and held gradients where the model's own ``zero_grad()`` has cleared the gradients."""
@@ -299,8 +299,8 @@ class EngineParts:
             self.drop()
         if self.gradients.unscaled or self.gradients.sums is not None:
             self.gradients.clear(self.params)
-        for rescaling, share in self.rescalings:
-            rescaling.forget(share)
+        for rescaling, target in self.rescalings:
+            rescaling.forget(target)
         self.own('zero_grad')(**kwargs)
         weights = [weight for weight, _ in self.params.pairs]
         kept = not kwargs.get('set_to_none', True)

@@ -34,7 +34,7 @@ struct Square {
   }
 };
 
-// The rule of the dynamic loss scale, once per optimizer step; told in words in amp_wrapper/engine/loss_scale.py.
+// The rule of the dynamic loss scale, once per optimizer step; described in amp_wrapper/engine/loss_scale.py.
 struct ScaleUpdate {
   float growth_factor;
   float backoff_factor;

@@ -1,4 +1,4 @@
-// A float as a 16-bit weight and a 16-bit remainder, and back; told in words in amp_wrapper/ops/split.py.
+// A float as a 16-bit weight and a 16-bit remainder, and back; described in amp_wrapper/ops/split.py.
 //
 // Templates alone, over a policy M: one float (Single in step_prologue.h) or a vector of them (vector.inl). M has the types
 // Floats, Ints and Words of one width, and half_bits and half_floats, which convert between float and float16. A weight stands

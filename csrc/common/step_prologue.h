@@ -1,4 +1,4 @@
-// The prologue of an optimizer step: whether it is taken, and what each parameter needs to know. Told in words in
+// The prologue of an optimizer step: whether it is taken, and what each parameter needs to know. Described in
 // amp_wrapper/ops/optimizer_step.py. The only place with double precision: a few numbers for each parameter.
 #pragma once
 

@@ -1,5 +1,5 @@
 // The CUDA kernels of an optimizer step: a prologue that decides, and one pass over gradient, weight and state. What they
-// compute is told in amp_wrapper/ops/optimizer_step.py.
+// compute is described in amp_wrapper/ops/optimizer_step.py.
 //
 // Types are told apart at run time (device.cuh): one kernel serves every mixture of them.
 #pragma once

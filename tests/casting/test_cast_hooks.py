@@ -23,7 +23,7 @@ from amp_wrapper.autocast import state
 from amp_wrapper.autocast.patching import patches
 from amp_wrapper.casting.cast_hooks import CastInputs
 from amp_wrapper.casting.find_hooks import is_cast, strip_hooks
-from amp_wrapper.casting.fp32_values import fp32_twin
+from amp_wrapper.casting.fp32_values import master_tensor
 from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.casting.region_hooks import autocast_forward
 from amp_wrapper.errors import AmpConfigError
@@ -282,7 +282,7 @@ def test_master_dies_with_its_weight(device: torch.device) -> None:
     model = net(device)
     masters = cast_with_masters(model)[1]
     gone = weakref.ref(masters.pop('head.weight'))
-    assert gone() is fp32_twin(model.head.weight)
+    assert gone() is master_tensor(model.head.weight)
     model.head = None
     gc.collect()
     assert gone() is None
@@ -347,7 +347,7 @@ def test_remove(level: str, device: torch.device) -> None:
     assert set(dtypes(model).values()) == {F32, torch.int64} and hook_count(model) == 0 and not is_cast(model)
     for name, parameter in model.named_parameters():
         assert parameter is objects[name] and torch.equal(parameter, before[name])
-        assert fp32_twin(parameter) is None
+        assert master_tensor(parameter) is None
         assert parameter.grad is not None and parameter.grad.dtype is F32
     assert model.conv(images(device)).dtype is F32
     cast(model, level)

@@ -93,7 +93,7 @@ def test_what_is_saved_is_what_was_attached_and_what_detach_gives_back(level: st
         assert weight.dtype is LEVELS[level] and remainder is not None and remainder.bits.dtype is torch.int16
         assert wrapper.optimizer.param_groups[0]['params'] == [weight] == list(wrapper.master_params())
         assert wrapper.optimizer.state[weight]['momentum_buffer'] is moment and moment.dtype is torch.float32
-        assert fp32_values.fp32_twin(weight) is None
+        assert fp32_values.master_tensor(weight) is None
         assert same_bits(model.state_dict()['0.weight'], values)
         copied = copy.deepcopy(model)
         assert same_bits(copied.state_dict()['0.weight'], copied[0].weight), 'a copy speaks for itself'

@@ -26,7 +26,7 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
     """FP32 values of a model's parameters, exact where there are masters."""
     result = {}
     for name, parameter in model.named_parameters():
-        master = fp32_values.fp32_twin(parameter)
+        master = fp32_values.master_tensor(parameter)
         result[name] = (parameter.detach().float() if master is None else master.detach()).clone()
     return result
 
@@ -240,4 +240,4 @@ def test_an_edit_before_validation_survives_the_swap() -> None:
     hook._swap_ema_parameters()
     hook._swap_ema_parameters()
     assert bool((model.weight == 3.0).all())
-    assert bool((fp32_values.fp32_twin(model.weight) == 3.0).all())
+    assert bool((fp32_values.master_tensor(model.weight) == 3.0).all())

@@ -107,7 +107,7 @@ def test_levels_differ_and_learn_the_same(levels: tuple[str, str], wide: bool, d
             discriminator=amp(pair[1], model.discriminator, loss_scale=2.0**4, accumulate_in_fp32=wide),
         )
         train(model, wrappers, device)
-        found = [(p, fp32_values.fp32_twin(p)) for p in model.parameters()]
+        found = [(p, fp32_values.master_tensor(p)) for p in model.parameters()]
         ends.append([p.detach().float() if master is None else master.detach() for p, master in found])
         for name, level in zip(('generator', 'discriminator'), pair):
             kinds = {p.dtype for p in getattr(model, name).parameters()}
@@ -252,7 +252,7 @@ def test_a_part_that_two_optimizers_step(level: str, device: torch.device) -> No
     )
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.trunk.weight
-    master = fp32_values.fp32_twin(weight)
+    master = fp32_values.master_tensor(weight)
     if level in ('O2', 'O5'):
         assert master is not None
         for wrapper in wrappers.values():
@@ -464,9 +464,9 @@ def test_a_weight_given_to_a_second_optimizer_later_keeps_its_master(device: tor
     wrappers.initialize_count_status(model, 0, 10)
     weight = model.generator[0].weight
     wrappers['b'].optimizer.add_param_group(dict(params=[weight]))
-    master = fp32_values.fp32_twin(weight)
+    master = fp32_values.master_tensor(weight)
     assert any(p is master for p in wrappers['b'].master_params())
-    assert fp32_values.fp32_twin(weight) is master
+    assert fp32_values.master_tensor(weight) is master
 
 
 def test_gradients_cleared_by_the_model_take_their_flag_along(device: torch.device) -> None:
@@ -502,4 +502,4 @@ def test_a_deep_copy_of_an_attached_wrapper_is_refused(device: torch.device) -> 
         copy.deepcopy((model, wrapper))
     copied = copy.deepcopy(model)
     assert copied.trunk.weight.dtype == torch.float32
-    assert copied.trunk.weight.equal(fp32_values.fp32_twin(model.trunk.weight))
+    assert copied.trunk.weight.equal(fp32_values.master_tensor(model.trunk.weight))

@@ -20,12 +20,12 @@ from ...policy.nested import parameters_of
 
 
 @dataclasses.dataclass(eq=False)
-class Share:
+class RescaleTarget:
     """The gradients of one backward pass at the parameters of one other optimizer.
 
     Attributes:
         parameters: The model's parameters that the other optimizer steps (weights, not masters), without those that this
-            optimizer steps too, and without those in another ``Share``.
+            optimizer steps too, and without those in another ``RescaleTarget``.
         scale: Returns the other optimizer's loss scale, a float32 scalar; None for 1. Called only where there are gradients.
         checks: Whether the other optimizer looks for non-finite gradients itself.
         contested: Parameters that a third optimizer steps as well, perhaps on another scale.
@@ -61,9 +61,9 @@ class OtherOptimizer:
         """What it steps."""
         return parameters_of(self._optimizer)
 
-    def share(self, beyond: Sequence[Tensor]) -> Share:
+    def rescale_target(self, beyond: Sequence[Tensor]) -> RescaleTarget:
         """As of an engine."""
-        return Share(beyond, self._scale, self._checks)
+        return RescaleTarget(beyond, self._scale, self._checks)
 
 
 class Rescaling:
@@ -78,10 +78,10 @@ class Rescaling:
     (:meth:`close`) where another one goes on, and new ones are waited for (:meth:`open`) where it goes on itself.
 
     Args:
-        shares: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
+        targets: The other optimizers; their fields ``arrived`` and ``found_inf`` are set.
         scale: The scale of this loss, a float32 scalar; None for 1.
         averaged: Parameters, by id, that DDP averages in this backward pass. Where gradients were set aside, it must find some.
-        hand_over: Called with each share that is complete.
+        hand_over: Called with each target that is complete.
 
     Raises:
         AmpUsageError: On leaving: a parameter that two of the others step has got a gradient.
@@ -89,53 +89,53 @@ class Rescaling:
 
     def __init__(
         self,
-        shares: Sequence[Share],
+        targets: Sequence[RescaleTarget],
         scale: Tensor | None,
         averaged: Container[int],
-        hand_over: Callable[[Share], None],
+        hand_over: Callable[[RescaleTarget], None],
     ) -> None:
-        self.shares = list(shares)
+        self.targets = list(targets)
         self._scale = scale
         self._averaged = averaged
         self._hand_over = hand_over
-        # open shares: their parameters, and what waited there
-        self._waiting: dict[Share, list[tuple[Tensor, Tensor | None]]] = {}
+        # open targets: their parameters, and what waited there
+        self._waiting: dict[RescaleTarget, list[tuple[Tensor, Tensor | None]]] = {}
 
     def __enter__(self) -> Rescaling:
-        for share in self.shares:
-            self.open(share)
+        for target in self.targets:
+            self.open(target)
         return self
 
-    def open(self, share: Share) -> None:
+    def open(self, target: RescaleTarget) -> None:
         """Set aside what is there: gradients that come from now on are those of this backward pass."""
-        if share not in self._waiting:
-            share.arrived, share.found_inf = False, None
-            self._waiting[share] = [(p, _set_aside(p, id(p) in self._averaged)) for p in share.parameters]
+        if target not in self._waiting:
+            target.arrived, target.found_inf = False, None
+            self._waiting[target] = [(p, _set_aside(p, id(p) in self._averaged)) for p in target.parameters]
 
-    def is_open(self, share: Share) -> bool:
+    def is_open(self, target: RescaleTarget) -> bool:
         """Whether new gradients are counted as those of this backward pass."""
-        return share in self._waiting
+        return target in self._waiting
 
-    def close(self, share: Share) -> None:
+    def close(self, target: RescaleTarget) -> None:
         """Convert what has come; gradients that come from now on are those of another backward pass."""
-        if share in self._waiting:
-            self._finish([share])
+        if target in self._waiting:
+            self._finish([target])
 
-    def forget(self, share: Share) -> None:
+    def forget(self, target: RescaleTarget) -> None:
         """The gradients there were cleared, and so are those that were set aside."""
-        if share in self._waiting:
-            self._waiting[share] = [(parameter, None) for parameter, _ in self._waiting[share]]
+        if target in self._waiting:
+            self._waiting[target] = [(parameter, None) for parameter, _ in self._waiting[target]]
 
-    def _finish(self, shares: Sequence[Share]) -> None:
-        for share in shares:
-            _convert(share, self._scale)
-        waiting = [pair for share in shares for pair in self._waiting[share]]
+    def _finish(self, targets: Sequence[RescaleTarget]) -> None:
+        for target in targets:
+            _convert(target, self._scale)
+        waiting = [pair for target in targets for pair in self._waiting[target]]
         sums = [(parameter, ops.add_gradients(gradient, parameter.grad)) for parameter, gradient in waiting]
         for parameter, gradient in sums:
             parameter.grad = gradient
-        for share in shares:
-            del self._waiting[share]
-            self._hand_over(share)
+        for target in targets:
+            del self._waiting[target]
+            self._hand_over(target)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
@@ -159,14 +159,14 @@ def _set_aside(parameter: Tensor, averaged: bool) -> Tensor | None:
 
 
 @torch.no_grad()
-def _convert(share: Share, scale: Tensor | None) -> None:
-    if any(parameter.grad is not None for parameter in share.contested):
+def _convert(target: RescaleTarget, scale: Tensor | None) -> None:
+    if any(parameter.grad is not None for parameter in target.contested):
         raise AmpUsageError(
             'backward() brought gradients to parameters that two other wrappers step, each on its own loss scale: which of '
             'the two would step them cannot be known. Freeze or detach them in this loss, or give them to one optimizer.'
         )
     arrived = []
-    for parameter in share.parameters:
+    for parameter in target.parameters:
         if parameter.grad is None:
             continue
         if parameter.grad.is_sparse:
@@ -176,15 +176,15 @@ def _convert(share: Share, scale: Tensor | None) -> None:
             arrived.append(parameter.grad)
     if not arrived:
         return
-    share.arrived = True
+    target.arrived = True
     device = arrived[0].device
-    share.found_inf = torch.zeros((), dtype=torch.float32, device=device)
-    theirs = share.scale()
+    target.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+    theirs = target.scale()
     ratio = None if scale is None else scale.to(device).double().reciprocal()
     if theirs is not None:
         ratio = theirs.to(device).double() * (1 if ratio is None else ratio)
-    ops.multi_tensor_scale(arrived, arrived, None if ratio is None else ratio.float(), share.found_inf)
-    if not share.checks:
-        void = share.found_inf.bool()
+    ops.multi_tensor_scale(arrived, arrived, None if ratio is None else ratio.float(), target.found_inf)
+    if not target.checks:
+        void = target.found_inf.bool()
         for gradient in arrived:
             gradient.masked_fill_(void.to(gradient.device), 0)

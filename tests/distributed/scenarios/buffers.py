@@ -50,7 +50,7 @@ def averages(here: Here) -> None:
                 with torch.no_grad():
                     copied.seen.copy_(net.seen)
                     for mine, parameter in zip(copied.parameters(), net.parameters()):
-                        master = fp32_values.fp32_twin(parameter)
+                        master = fp32_values.master_tensor(parameter)
                         mine.copy_(parameter.float() if master is None else master)
                 outside.update_parameters(copied)
             same_on_all_ranks(here, average.module.parameters(), f'{level} average')
