@@ -74,7 +74,10 @@ class Fp32Masters(ParamPairs):
 
     def without_master(self) -> list[nn.Parameter]:
         """The parameters that stay FP32, and are stepped themselves."""
-        return [parameter for parameter in self.parameters() if id(parameter) not in self._weight_of]
+        parameters = self.parameters()
+        if all(map(self._weight_of.__contains__, map(id, parameters))):
+            return []
+        return [parameter for parameter in parameters if id(parameter) not in self._weight_of]
 
     def weight_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """The model weight behind a master; any other parameter itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -220,8 +221,8 @@ class EngineParts:
             return
         # forgotten again where gradients are cleared
         self.overflow.checked_before, self.overflow.is_clear = True, False
-        found = [parameter.grad for parameter in self.params.parameters() if parameter.grad is not None]
-        values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found]
+        found = attributes.gradients(self.params.parameters())
+        values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found if grad is not None]
         if values:
             flag = self.overflow.new()
             ops.multi_tensor_isnonfinite(values, flag)
@@ -302,13 +303,13 @@ class EngineParts:
         for rescaling, target in self.rescalings:
             rescaling.forget(target)
         self.own('zero_grad')(**kwargs)
-        weights = [weight for weight, _ in self.params.pairs]
-        kept = not kwargs.get('set_to_none', True)
-        for gradient in attributes.gradients(weights) if kept else ():
-            if gradient is not None:
-                gradient.zero_()
-        # a master's gradient is made anew at each step: keeping zeros would only cost memory
-        masters = [master for _, master in self.params.pairs]
-        attributes.set_gradients(masters if kept else [*weights, *masters], None)
+        if kwargs.get('set_to_none', True):
+            attributes.set_gradients(list(chain.from_iterable(self.params.pairs)), None)
+        else:
+            for weight, master in self.params.pairs:
+                if weight.grad is not None:
+                    weight.grad.zero_()
+                # made anew at each step: keeping zeros would only cost memory
+                master.grad = None
         if self.stage is not Stage.DETACHED:
             self.stage = Stage.READY

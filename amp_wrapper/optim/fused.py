@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
+from ..policy.nested import parameters_in
 from ..policy.policy import parse_dtype
 from ..torch_internals import untraced
 from .algorithm import Algorithm, HyperParameters, hyper_parameters
 from .gather import Buffers, Gatherer, count_of, misfit, moment_dtype, uncountable
-from .tensor_lists import Bucket, DeviceBucket, TensorLists, parameters_of
+from .tensor_lists import Bucket, DeviceBucket, TensorLists
 
 _GRADIENT = operator.attrgetter('grad')
 
@@ -151,7 +152,7 @@ class FusedOptimizer(Optimizer):
 
     def _take_step(self, update: Update | None) -> None:
         groups = self.param_groups
-        parameters = parameters_of(groups)
+        parameters = parameters_in(groups)
         gradients = list(map(_GRADIENT, parameters)) if update is None else update.gradients
         if update is not None and not len(gradients) == len(update.partners) == len(parameters):
             raise AmpUsageError(
@@ -339,7 +340,7 @@ class FusedOptimizer(Optimizer):
                 )
         ids = [key for group in state_dict['param_groups'] for key in group['params']]
         places = {
-            key: (index, parameter) for index, (key, parameter) in enumerate(zip(ids, parameters_of(self.param_groups)))
+            key: (index, parameter) for index, (key, parameter) in enumerate(zip(ids, parameters_in(self.param_groups)))
         }
         rest: dict[Any, Any] = {}
         loaded: dict[Tensor, Any] = {}

@@ -14,11 +14,11 @@ from .. import ops
 from ..errors import AmpUsageError
 from ..ops.attributes import fingerprints
 from ..ops.checks import check_lists
-from ..policy.nested import HALF_TYPES
+from ..policy.nested import HALF_TYPES, parameters_in
 from ..policy.policy import dtype_name
 from ..torch_internals import is_traceable_wrapper_subclass
 from .algorithm import Algorithm
-from .tensor_lists import Bucket, DeviceBucket, TensorLists, parameters_of
+from .tensor_lists import Bucket, DeviceBucket, TensorLists
 
 FUSED = (torch.float32, *HALF_TYPES)
 REAL = (torch.float32, torch.float64, *HALF_TYPES)
@@ -91,7 +91,7 @@ class Gatherer:
                     f"param_groups[{index}]['differentiable'] is True: {type(self._optimizer).__name__} writes in place and "
                     f'keeps no graph. Set it to False, or use torch.optim.{self._algorithm.torch_name}.'
                 )
-        parameters = parameters_of(groups)
+        parameters = parameters_in(groups)
         group_of = [index for index, group in enumerate(groups) for _ in group['params']]
         names = [self._algorithm.names(group) for group in groups]
         chosen = [index for index, gradient in enumerate(gradients) if gradient is not None]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +13,6 @@ from torch import Tensor
 from ..ops.attributes import Column, fingerprints, unchanged
 
 _PARAMS = operator.itemgetter('params')
-
-
-def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Tensor]:
-    """The parameters of all groups, in their order."""
-    return list(chain.from_iterable(map(_PARAMS, groups)))
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,6 +7,7 @@ pass and the optimizer's step, where people clip them.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -25,6 +26,8 @@ logger = logging.getLogger('amp_wrapper')
 
 #: (model weight, master)
 Pair = tuple[nn.Parameter, nn.Parameter]
+
+_FIRST = operator.itemgetter(0)
 
 
 class UnscaledGradients(ScaledGradients):
@@ -308,4 +311,4 @@ class UnscaledGradients(ScaledGradients):
 
 
 def _weights_of(pairs: Iterable[Pair]) -> list[nn.Parameter]:
-    return [weight for weight, _ in pairs]
+    return list(map(_FIRST, pairs))

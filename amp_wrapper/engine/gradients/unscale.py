@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from ...errors import AmpUsageError
 from ...ops import attributes
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
+_is_sparse: Callable[[Tensor | None], bool] = operator.attrgetter('is_sparse')
+_FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
 
 
 def unscale_to_masters(
@@ -82,13 +85,14 @@ class _Changes:
         fp32_sum: Callable[[Tensor], Tensor | None] | None,
     ) -> None:
         """Gradients of weights go to their masters."""
-        weights, masters = [weight for weight, _ in pairs], [master for _, master in pairs]
+        weights, masters = list(map(_FIRST, pairs)), list(map(_SECOND, pairs))
         if list(map(_requires_grad, weights)) != list(map(_requires_grad, masters)):
             # frozen and unfrozen at will: clipping asks the tensor that the optimizer steps
             for weight, master in pairs:
                 master.requires_grad = weight.requires_grad
         found = attributes.gradients(weights)
-        if fp32_sum is None and all(type(gradient) is Tensor and not gradient.is_sparse for gradient in found):
+        is_plain = all(map(operator.is_, map(type, found), repeat(Tensor)))
+        if fp32_sum is None and is_plain and not any(map(_is_sparse, found)):
             self.parameters = masters
             self.sources = found  # type: ignore[assignment]
             self.targets = attributes.float32_like(self.sources)
@@ -204,9 +208,7 @@ def accumulate_unscaled(
         found_inf: As in :func:`unscale_to_masters`.
     """
     pairs, own = list(pairs), list(own)
-    if not before and not any(
-        gradient is not None for gradient in attributes.gradients([master for _, master in pairs])
-    ):
+    if not before and not any(map(operator.is_not, attributes.gradients(list(map(_SECOND, pairs))), repeat(None))):
         # the first of a sum
         unscale_to_masters(pairs, own, inverse_scale, found_inf)
         return
