@@ -25,8 +25,9 @@ _Hooks = dict[int, Callable[..., Any]]
 
 #: The versions of torch on which the tests of this file were run; ``docs/versions.md`` says what else was.
 TRIED: tuple[str, ...] = ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
+_VERSION = tuple(int(number) for number in torch.__version__.split('.')[:2])
 #: Whether what DDP broadcasts into buffers moves their version counters: so in 2.6, not in 2.13, unknown in between.
-COUNTS_BROADCASTS = tuple(int(number) for number in torch.__version__.split('.')[:2]) < (2, 13)
+COUNTS_BROADCASTS = _VERSION < (2, 13)
 
 # -- the dispatcher, autograd and tensors ------------------------------------------------------------------------------
 
@@ -134,12 +135,16 @@ def untraced(function: _Function) -> _Function:
 
     :func:`torch.compiler.disable` does the same, but loads ``torch._dynamo`` where a function is decorated, and sets its state
     at every call. Here both wait for a call while something is compiled; every other call costs one more of Python.
-    ``torch._dynamo`` skips the wrapper by the same two marks as what its own ``skip`` decorates. In every version since 2.6.
+    ``torch._dynamo`` skips the wrapper by the same two marks as what its own ``skip`` decorates. In every version since 2.13; in
+    2.6, each look for the compiler takes a reference to it, or to None, that is not its own, until Python crashes. There, and in
+    the versions in between, ``torch._dynamo`` is loaded at the first call, and its state is set at every call.
 
     Args:
         function: A function or method.
     """
-    untraced_call = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    untraced_call: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    if _VERSION < (2, 13):
+        return untraced_call
     frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
     @functools.wraps(function)
