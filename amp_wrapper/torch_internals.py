@@ -135,14 +135,15 @@ def untraced(function: _Function) -> _Function:
 
     :func:`torch.compiler.disable` does the same, but loads ``torch._dynamo`` where a function is decorated, and sets its state
     at every call. Here both wait for a call while something is compiled; every other call costs one more of Python.
-    ``torch._dynamo`` skips the wrapper by the same two marks as what its own ``skip`` decorates. In every version since 2.13; in
-    2.6, each look for the compiler takes a reference to it, or to None, that is not its own, until Python crashes. There, and in
-    the versions in between, ``torch._dynamo`` is loaded at the first call, and its state is set at every call.
+    ``torch._dynamo`` skips the wrapper by the same two marks as what its own ``skip`` decorates. In every version since 2.13.
+
+    In 2.6, each look for what compiles drops a reference to it, or to None, that is not its own, until Python crashes. There,
+    and in the versions in between, ``torch._dynamo`` is loaded at the first call, and its state is set at every call.
 
     Args:
         function: A function or method.
     """
-    untraced_call: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+    untraced_call: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined, assignment]
     if _VERSION < (2, 13):
         return untraced_call
     frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
@@ -152,19 +153,11 @@ def untraced(function: _Function) -> _Function:
         # what compiles the frames of this thread: None where nothing does
         return (function if frame_compiler() is None else untraced_call)(*args, **kwargs)
 
-    _skip(call)
-    return call  # type: ignore[return-value]
-
-
-def _skip(function: Any) -> None:
-    function._torchdynamo_disable = True
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
     frames: Any = torch._C._dynamo.eval_frame
-    if hasattr(frames, 'skip_code'):
-        frames.skip_code(function.__code__)
-    else:
-        # since torch 2.8
-        action = frames._FrameAction
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    action = frames._FrameAction
+    frames.set_code_exec_strategy(cast(Any, call).__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return call  # type: ignore[return-value]
 
 
 def constant_when_traced(function: _Function) -> _Function:
