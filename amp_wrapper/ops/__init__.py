@@ -123,8 +123,10 @@ def _uncompiled(front: Callable[..., Any], arguments: Mapping[str, Any], is_miss
 def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function that users call: the compiled op where it takes the call, and the reference otherwise."""
     op = meaning.__name__
-    parameters = inspect.signature(meaning).parameters
-    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    signature = inspect.signature(meaning).parameters
+    defaults = {name: each.default for name, each in signature.items() if each.default is not each.empty}
+    # torch 2.6 traces no mapping of a signature
+    parameters = tuple(signature)
 
     @functools.wraps(meaning)
     def front(*args: _P.args, **kwargs: _P.kwargs) -> _R:
