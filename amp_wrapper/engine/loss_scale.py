@@ -216,7 +216,8 @@ class LossScaler:
         dropped = []
         was_dynamic = state.get('dynamic', True)
         if self.config.dynamic and was_dynamic:
-            self._scale.fill_(state['scale'])
+            # torch takes no whole number beyond 64 bits, though float32 could hold it
+            self._scale.fill_(float(state['scale']))
             self._growth_tracker.fill_(state['_growth_tracker'])
             self._hysteresis_tracker.fill_(state.get('hysteresis_tracker', self.config.hysteresis))
             if float(state['scale']) != self.get_scale():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -282,6 +282,24 @@ def test_going_on_from_a_state_is_going_on(
         whole.update(flag(bad, device))
         part.update(flag(bad, device))
     assert whole.state_dict() == part.state_dict()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    scale=st.one_of(
+        st.integers(1, int(torch.finfo(torch.float32).max)),
+        st.floats(torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max),
+    )
+)
+@example(scale=2**63)
+@example(scale=int(torch.finfo(torch.float32).max))
+def test_every_scale_that_is_accepted_is_taken_over(scale: float, device: torch.device) -> None:
+    """Whole numbers too that torch does not take for a tensor, from 2**63 on."""
+    state = {**used(device).state_dict(), 'scale': scale}
+    check_scaler_state(state)
+    target = make(LossScaleConfig(), device)
+    target.load_state_dict(state)
+    assert target.get_scale() == float(torch.tensor(float(scale), dtype=torch.float32))
 
 
 @pytest.mark.parametrize('scale', [128.0, 1000.1, 0.3])
