@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from ..torch_internals import untraced
 from . import state
 from .patching import patches
 from .state import Region, thread
@@ -118,8 +119,13 @@ def count() -> int:
     return len(thread.regions)
 
 
+@untraced
 def unwind(to: int = 0) -> None:
-    """Close down to ``to`` regions."""
+    """Close down to ``to`` regions.
+
+    A function that ``torch.compile`` compiles, and that has a block with a region, calls this when its graph is broken there;
+    torch 2.15 fails over the end of an autocast.
+    """
     while len(thread.regions) > to:
         leave()
 
