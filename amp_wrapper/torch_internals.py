@@ -10,11 +10,12 @@ torch itself tells its users to use, and those that every version has had for ye
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -130,6 +131,65 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        # what is untraced, and was called by code that is compiled, and not by other such calls
+        self.from_compiled = 0
+        # whether anything compiled was ever called
+        self.any = False
+
+
+_calls = _Calls()
+_listeners: list[Callable[[Any], None]] = []
+
+
+def is_called_by_compiled_code() -> bool:
+    """Of a function that is :func:`untraced`: whether code that is compiled calls it, between two graphs, on this thread.
+
+    Before 2.13 nobody can tell; there it is True from the first call of anything compiled on.
+    """
+    return _calls.from_compiled > 0 if _VERSION >= (2, 13) else _calls.any
+
+
+def before_compiled_calls(listener: Callable[[Any], None]) -> None:
+    """Be told before each call of what ``torch.compile`` made, from now on; :mod:`torch._dynamo` is loaded.
+
+    :mod:`torch.compiler` has no such hook. All that is compiled asks one function of ``torch._dynamo.eval_frame`` what compiles
+    it, whenever it is called from outside. In every version since 2.6.
+
+    Args:
+        listener: Called with what compiles it, an object of its own for each call of ``torch.compile``.
+    """
+    from torch._dynamo import eval_frame
+
+    if not _listeners:
+        ask = eval_frame._callback_from_stance
+
+        @functools.wraps(ask)
+        def call(callback: Any) -> Any:
+            if callback is not None and callback is not False:
+                _calls.any = True
+                for each in _listeners:
+                    each(callback)
+            return ask(callback)
+
+        never_compiled(call)
+        eval_frame._callback_from_stance = call
+    _listeners.append(listener)
+
+
+def load_compiler_tables() -> None:
+    """Let ``torch._dynamo`` look at torch's functions, which it knows by identity from the first time on that it compiles.
+
+    So does :mod:`torch.overrides`, which it asks. In every version since 2.1.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+    overrides.get_testing_overrides()
+    overrides.get_overridable_functions()
+
+
 def untraced(function: _Function) -> _Function:
     """Break the graph of ``torch.compile`` at every call of ``function``, which runs as it is, with all that it calls.
 
@@ -151,13 +211,88 @@ def untraced(function: _Function) -> _Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # what compiles the frames of this thread: None where nothing does
-        return (function if frame_compiler() is None else untraced_call)(*args, **kwargs)
+        if frame_compiler() is None:
+            return function(*args, **kwargs)
+        _calls.from_compiled += 1
+        try:
+            return untraced_call(*args, **kwargs)
+        finally:
+            _calls.from_compiled -= 1
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    frames: Any = torch._C._dynamo.eval_frame
-    action = frames._FrameAction
-    frames.set_code_exec_strategy(cast(Any, call).__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    never_compiled(call)
     return call  # type: ignore[return-value]
+
+
+def traced_as(traced: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorator: where ``torch.compile`` traces a caller, ``traced`` takes the place of the function and belongs to the graph.
+
+    Everywhere else the function runs as it is, with all that it calls, also where code that is compiled calls it between two
+    graphs. The mark that keeps torch from compiling the wrapper by itself is what tells the two apart:
+    :func:`torch.compiler.is_compiling` is True inside of a graph then, and nowhere else. In every version since 2.6.
+
+    Args:
+        traced: A function of the same arguments.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        run = untraced(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return traced(*args, **kwargs)
+            return run(*args, **kwargs)
+
+        never_compiled(call)
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Keep ``torch.compile`` from compiling a function by itself. It is traced all the same where its caller is.
+
+    In 2.6 by ``skip_code``; by a strategy in the versions that were tried since.
+
+    Args:
+        function: A function of Python.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    code = cast(Any, function).__code__
+    if hasattr(frames, 'skip_code'):
+        frames.skip_code(code)
+    else:
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+def function_modes() -> int:
+    """The number of function modes that are open on this thread, or where a graph is traced.
+
+    torch shows the class of a mode, and not the stack. In every version since 1.13, traced since 2.6, as the three below.
+    """
+    return torch._C._len_torch_function_stack()
+
+
+def function_mode_at(place: int) -> Any:
+    """One of the function modes that are open; the outermost is at 0. The mode whose work is being done is not among them."""
+    return torch._C._get_function_stack_at(place)
+
+
+def push_function_mode(mode: Any) -> None:
+    """Open a function mode, without a block. The outermost is open first."""
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def pop_function_mode() -> Any:
+    """Close the innermost function mode, and return it."""
+    return torch._C._pop_torch_function_stack()
+
+
+def tracing_context() -> object | None:
+    """What stands for the graph that is made on this thread, by any part of ``torch.compile``. In every version since 2.0."""
+    return torch._guards.TracingContext.try_get()
 
 
 def constant_when_traced(function: _Function) -> _Function:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
-from ..torch_internals import untraced
-from . import state
+from ..torch_internals import constant_when_traced, untraced
+from . import graph, state
+from .graph import GraphRegion
 from .state import AutocastOff, autocast_is_on
 
 _FLOAT32 = frozenset({torch.float32})
@@ -119,7 +120,6 @@ def _cast_call(
 # -- by the FP32 registry ----------------------------------------------------------------------------------------------
 
 
-# torch.compile runs it as it is: a break of its graph in the middle would leave autocast off where its compiler fails
 @untraced
 def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], held: int = 0) -> Any:
     """Call ``function`` in FP32.
@@ -191,6 +191,80 @@ def narrowed(op: Fp32Op, tensors: list[Tensor], result: Any) -> Any:
     return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
 
 
+def call_in_graph(
+    region: GraphRegion,
+    op: Fp32Op,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: int = 0,
+) -> Any:
+    """:func:`call`, where a graph is traced: the casts become part of it.
+
+    Args:
+        region: What is open.
+        op: As for :func:`call`, as all that follow.
+    """
+    tensors = tensors_in(args[held:], kwargs)
+    narrow = is_narrow(op, tensors)
+    if op.output == REFUSED and narrow:
+        raise BannedOpError(function.__name__, op.reason)
+    if narrow and _writes(function, kwargs):
+        # what is written to stays the caller's tensor
+        return call(op, function, args, kwargs, held)
+    devices = devices_of(tensors) or [
+        t.device.type for m in args[held:] if isinstance(m, nn.Module) for t in list(m.parameters())[:1]
+    ]
+    args, kwargs = _wide_types(op, devices, args, kwargs)
+    off = [device for device in devices if region.autocast_type(device) in op.avoids(device)]
+    if narrow:
+        wide = [*args[:held], *cast_tensors(args[held:], torch.float32, HALF_TYPES)]
+        result = _run(region, function, wide, cast_tensors(kwargs, torch.float32, HALF_TYPES), off, None)
+    else:
+        result = _run(region, function, args, kwargs, off, None)
+    if not narrow:
+        return result
+    types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
+    stays = op.output in (FLOAT32, REFUSED) or (op.output == WIDEST and torch.float32 in types)
+    if op.output == MODEL:
+        stays = any([region.autocast_type(device) is not None for device in devices])
+    return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
+
+
+def _run(
+    region: GraphRegion,
+    function: Callable[..., Any],
+    args: Iterable[Any],
+    kwargs: dict[str, Any],
+    devices: list[str],
+    dtype: torch.dtype | None,
+) -> Any:
+    """Call a function in a graph with autocast of ``dtype``, None for off, on some devices; elsewhere as the region has it."""
+    device = devices[0] if devices else None
+    if not _is_op(function):
+        # what is written in Python calls functions of torch, which come to the region by themselves
+        if device is None:
+            return function(*args, **kwargs)
+        inside = GraphRegion(region, None, device, dtype)
+        graph.enter(inside)
+        result = function(*args, **kwargs)
+        graph.leave(inside)
+        return result
+    if device is None:
+        return region.run(function, tuple(args), kwargs)
+    with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+        return function(*args, **kwargs)
+
+
+def _writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    return kwargs.get('out') is not None or _WRITES.fullmatch(_name(function)) is not None
+
+
+@constant_when_traced
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, '__name__', '')
+
+
 # -- by a rule of the user ---------------------------------------------------------------------------------------------
 
 
@@ -239,6 +313,34 @@ def call_by_rule(
         return _cast_call(function, args, kwargs, held, target, CASTABLE)
 
 
+def rule_in_graph(rule: CallRule | None, region: GraphRegion, tensors: list[Tensor]) -> bool:
+    """:func:`rule_applies`, where a graph is traced."""
+    return rule is not None and region.casts and any([region.autocast_type(d) is not None for d in devices_of(tensors)])
+
+
+def call_by_rule_in_graph(
+    region: GraphRegion,
+    rule: CallRule,
+    function: Callable[..., Any],
+    tensors: list[Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    held: int = 0,
+) -> Any:
+    """:func:`call_by_rule`, where a graph is traced: the casts become part of it."""
+    if _writes(function, kwargs):
+        return call_by_rule(rule, function, tensors, args, kwargs, held)
+    target, is_op, devices = _target(rule, function, tensors, kwargs), _is_op(function), devices_of(tensors)
+    if target is not None:
+        args = (*args[:held], *cast_tensors(args[held:], target))
+        kwargs = cast_tensors(kwargs, target)
+    if is_op or rule.dtype is torch.float32:
+        return _run(region, function, args, kwargs, [d for d in devices if region.autocast_type(d) is not None], None)
+    if rule.dtype is None:
+        return function(*args, **kwargs)
+    return _run(region, function, args, kwargs, [d for d in devices if state.has_autocast(d)], rule.dtype)
+
+
 def _target(
     rule: CallRule, function: Callable[..., Any], tensors: list[Tensor], kwargs: dict[str, Any]
 ) -> torch.dtype | None:
@@ -255,6 +357,7 @@ def _target(
     return torch.float32 if len(types) > 1 else next(iter(types), None)
 
 
+@constant_when_traced
 def _is_op(function: Any) -> bool:
     """Whether a callable is one op: compiled, or a function of torch. What is written in Python may use weights."""
     while isinstance(function, (functools.partial, MethodType)):

@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 from ..policy.fp32_registry import CAST_OPS, FLOAT32, FP32_METHODS, FP32_OPS, METHOD_REASON, REFUSED, Fp32Op
-from . import recompute, regions, state
-from .call import call
+from ..torch_internals import never_compiled
+from . import graph, recompute, regions, state
+from .call import call, call_in_graph
+from .graph import GraphRegion
 from .patching import patches
 
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
@@ -92,6 +94,11 @@ def refuses_bce() -> bool:
     return not state.is_suspended() and state.is_active(_cast_key(_BCE)) and not state.is_active(_BCE)
 
 
+def refuses_bce_in(region: GraphRegion) -> bool:
+    """:func:`refuses_bce`, where a graph is traced."""
+    return region.has(_cast_key(_BCE)) and not region.has(_BCE)
+
+
 # module of an attached model -> its set. Copies are not in it: they open regions at their root's hooks.
 _attached: WeakKeyDictionary[nn.Module, OpSet] = WeakKeyDictionary()
 
@@ -119,14 +126,19 @@ def _wrap_method(cls: type, name: str) -> None:
 
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            region = graph.innermost()
+            if region is None or not in_fp32:
+                return method(self, *args, **kwargs)
+            return call_in_graph(region, _METHOD_OP, method, (self, *args), kwargs, 1)
         if state.depth():
             return call(_METHOD_OP, method, (self, *args), kwargs, 1) if in_fp32 else method(self, *args, **kwargs)
-        # torch.compile would guard a plain model by the other models of its class that happen to be attached
-        ops = None if torch.compiler.is_compiling() else _attached.get(self)
+        ops = _attached.get(self)
         if ops is None:
             return method(self, *args, **kwargs)
         with regions.opened(ops.keys):
             return entry(self, *args, **kwargs)
 
+    never_compiled(entry)
     setattr(entry, _WRAPPED, True)
     setattr(owner_class, name, entry)

@@ -22,8 +22,19 @@ import torch
 
 from ..policy.fp32_registry import CALLER, FLOAT32, FP32_OPS, MODEL, Fp32Op
 from ..policy.lookup import find, is_function_class, is_module_class, parent_of
-from . import autograd_functions, state
-from .call import CallRule, call, call_by_rule, rule_applies, tensors_in
+from ..torch_internals import never_compiled, untraced
+from . import autograd_functions, graph, state
+from .call import (
+    CallRule,
+    call,
+    call_by_rule,
+    call_by_rule_in_graph,
+    call_in_graph,
+    rule_applies,
+    rule_in_graph,
+    tensors_in,
+)
+from .graph import GraphRegion
 
 _ORIGINAL = '_amp_wrapper_original'
 _ABSENT = object()
@@ -33,11 +44,21 @@ class PatchedFunction:
     """A function that runs in FP32 while any of its names is active: 'mmcv.ops.nms' is 'mmcv.ops.nms.nms' too.
 
     Or by a rule of the user, where O1 and O4 cast op by op.
+
+    Args:
+        is_python: Whether its calls do not come to function modes (:func:`_is_python`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_python: bool = False) -> None:
         self.ops: dict[str, Fp32Op] = {}
         self.rule: CallRule | None = None
+        self.is_python = is_python
+
+    def comes_for(self, function: Any) -> None:
+        """Let graphs find this by the function that it stands for."""
+        if id(function) not in graph.places:
+            graph.places[id(function)] = function, len(graph.patched)
+            graph.patched.append(self)
 
     def active(self) -> Fp32Op | None:
         """What holds for this thread now."""
@@ -46,6 +67,39 @@ class PatchedFunction:
             if state.is_active(key):
                 found = op if found is None else _joined(found, op)
         return found
+
+    @untraced
+    def _wanted(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: int
+    ) -> tuple[CallRule | None, Fp32Op | None, list[torch.Tensor]]:
+        """The rule of the user that applies to a call, or else the rule of the registry; and its tensors for the former."""
+        rule = self.rule
+        if rule is not None and state.casts_on():
+            tensors = tensors_in(args[held:], kwargs)
+            if rule_applies(tensors):
+                return rule, None, tensors
+        return None, self.active(), []
+
+    def run_in_graph(
+        self,
+        region: GraphRegion,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        held: int = 0,
+    ) -> Any:
+        """Call ``function`` as a region wants it, where a graph is traced."""
+        if self.rule is not None:
+            tensors = tensors_in(args[held:], kwargs)
+            if rule_in_graph(self.rule, region, tensors):
+                return call_by_rule_in_graph(region, self.rule, function, tensors, args, kwargs, held)
+        found: Fp32Op | None = None
+        for key, op in self.ops.items():
+            if region.has(key):
+                found = op if found is None else _join(found, op)
+        if found is not None:
+            return call_in_graph(region, found, function, args, kwargs, held)
+        return function(*args, **kwargs) if self.is_python else region.run(function, args, kwargs)
 
     def around(self, original: Any, of_class: bool) -> Any:
         """What is put in the place of ``original``: a function, or the descriptor around one.
@@ -59,29 +113,43 @@ class PatchedFunction:
 
         @functools.wraps(function)
         def in_fp32(*args: Any, **kwargs: Any) -> Any:
-            rule = self.rule
             # the ``self`` of a method that is no tensor must not be replaced by a copy
             held = 1 if is_method and args and not isinstance(args[0], torch.Tensor) else 0
-            if rule is not None and state.casts_on():
-                tensors = tensors_in(args[held:], kwargs)
-                if rule_applies(tensors):
-                    return call_by_rule(rule, function, tensors, args, kwargs, held)
-            op = self.active()
+            if torch.compiler.is_compiling():
+                region = graph.innermost()
+                if region is not None and self.is_python:
+                    return self.run_in_graph(region, function, args, kwargs, held)
+                # functions of torch come to the region by themselves; without a region, those that stay patched are plain
+                if region is not None or self.is_python:
+                    return function(*args, **kwargs)
+            rule, op, tensors = self._wanted(args, kwargs, held)
+            if rule is not None:
+                return call_by_rule(rule, function, tensors, args, kwargs, held)
             return function(*args, **kwargs) if op is None else call(op, function, args, kwargs, held)
 
+        never_compiled(in_fp32)
         setattr(in_fp32, _ORIGINAL, original)
         return type(original)(in_fp32) if isinstance(original, (staticmethod, classmethod)) else in_fp32
 
 
-@functools.lru_cache(maxsize=1024)
-def _joined(left: Fp32Op, right: Fp32Op) -> Fp32Op:
+def _join(left: Fp32Op, right: Fp32Op) -> Fp32Op:
     outputs = (left.output, right.output)
     output = next((rule for rule in (FLOAT32, MODEL) if rule in outputs), CALLER)
     return Fp32Op(left.name, output, left.cpu | right.cpu, left.cuda | right.cuda, left.reason)
 
 
+_joined = functools.lru_cache(maxsize=1024)(_join)
+
+
 def _function(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _is_python(value: Any) -> bool:
+    """Whether calls of a function do not come to function modes: it is written in Python, and no op of torch."""
+    function = _function(value)
+    name = function.__module__ or '' if isinstance(function, FunctionType) else 'torch'
+    return name.partition('.')[0] != 'torch' or name.startswith('torch.nn.utils.')
 
 
 def _original(value: Any) -> Any:
@@ -149,12 +217,18 @@ class _Namespace:
         self.targets: dict[str, Target] = {}
         # by name: what is put there, what is there at rest, and which is inherited then
         self.patches: dict[str, Any] = {}
-        self.at_rest: dict[str, Any] = {}
+        self.rests: dict[str, Any] = {}
         self.inherited: list[str] = []
+        # those that stay patched
+        self.kept: set[str] = set()
+
+    def keep(self) -> None:
+        """Leave those patched from now on that do not come to function modes."""
+        self.kept = {name for name, target in self.targets.items() if target.patched.is_python}
 
     def look(self) -> None:
         """Find out what is there at rest."""
-        self.patches, self.at_rest, self.inherited = {}, {}, []
+        self.patches, self.rests, self.inherited = {}, {}, []
         for name in self.targets:
             self.prepare(name)
 
@@ -164,10 +238,12 @@ class _Namespace:
         if not target.prepare():
             return False
         self.patches[name] = target.patch
-        if target.at_rest is _ABSENT:
+        if name in self.kept:
+            self.rests[name] = target.patch
+        elif target.at_rest is _ABSENT:
             self.inherited.append(name)
         else:
-            self.at_rest[name] = target.at_rest
+            self.rests[name] = target.at_rest
         return True
 
 
@@ -184,6 +260,8 @@ class Patches:
         self._namespaces: dict[int, _Namespace] = {}
         # id of an original -> itself, its patched function
         self._originals: dict[int, tuple[Any, PatchedFunction]] = {}
+        # whether functions that do not come to function modes stay patched
+        self._keeps = False
         self._function_classes: dict[int, tuple[Any, PatchedFunction]] = {}
         self._scanned: set[str] = set()
         self._fingerprint: tuple[Any, ...] = ()
@@ -211,7 +289,7 @@ class Patches:
             known = None if of_class else self._originals.get(id(value))
             if target is None:
                 # under all of its names, as functions of the registry are
-                target = self._add_target(PatchedFunction() if known is None else known[1], holder, name)
+                target = self._add_target(PatchedFunction(_is_python(value)) if known is None else known[1], holder, name)
                 if known is None and not of_class:
                     self._originals[id(value)] = (value, target.patched)
                     self._scanned.clear()
@@ -219,6 +297,15 @@ class Patches:
                 if self._users:
                     self._look_around()
             target.patched.rule = rule
+            target.patched.comes_for(value)
+
+    def keep(self) -> None:
+        """Leave functions patched that do not come to function modes: a graph is made of their calls, which has to find them."""
+        with self._lock:
+            if not self._keeps:
+                self._keeps = True
+                self._fingerprint = ()
+                self._look_around()
 
     def acquire(self) -> None:
         """Patch, until :meth:`release` is called as often."""
@@ -251,7 +338,7 @@ class Patches:
         """Patch. Of a plain module that is as it was the last time, that takes two walks through a dict in C."""
         for names in self._namespaces.values():
             space = names.space
-            as_before = len(names.patches) == len(names.targets) and names.at_rest.items() <= space.items()
+            as_before = len(names.patches) == len(names.targets) and names.rests.items() <= space.items()
             if not (as_before and space.keys().isdisjoint(names.inherited)):
                 names.look()
             if names.is_plain:
@@ -265,12 +352,12 @@ class Patches:
         for names in self._namespaces.values():
             space, patches = names.space, names.patches
             if names.is_plain and not names.inherited and patches.items() <= space.items():
-                space.update(names.at_rest)
+                space.update(names.rests)
                 continue
             for name, patch in patches.items():
-                if space.get(name) is patch:
-                    if name in names.at_rest:
-                        setattr(names.holder, name, names.at_rest[name])
+                if space.get(name) is patch and name not in names.kept:
+                    if name in names.rests:
+                        setattr(names.holder, name, names.rests[name])
                     else:
                         delattr(names.holder, name)
 
@@ -297,6 +384,15 @@ class Patches:
                 self._scanned.add(name)
                 self._scan(module)
         self._fingerprint = now
+        if self._keeps:
+            self._put_kept()
+
+    def _put_kept(self) -> None:
+        for names in self._namespaces.values():
+            names.keep()
+            names.look()
+            for name in names.kept & names.patches.keys():
+                setattr(names.holder, name, names.patches[name])
 
     def _clean_new_modules(self) -> None:
         """A module that was imported while functions were patched holds patched ones: it gets the originals."""
@@ -324,8 +420,9 @@ class Patches:
             if target is None:
                 self._add_target(known[1], holder, name)
             return
-        target = target or self._add_target(PatchedFunction(), holder, name)
+        target = target or self._add_target(PatchedFunction(_is_python(value)), holder, name)
         target.patched.ops[key] = op
+        target.patched.comes_for(value)
         if not isinstance(holder, type):
             self._originals[id(value)] = (value, target.patched)
 

@@ -18,16 +18,18 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from ..torch_internals import untraced
-from . import state
+from ..torch_internals import before_compiled_calls, is_called_by_compiled_code, load_compiler_tables, untraced
+from . import graph, state
 from .patching import patches
 from .state import Region, thread
 
 _lock = threading.Lock()
 # threads with open regions
 _covered = 0
+_listens = False
 
 
+@untraced
 def enter(
     keys: frozenset[str] | None,
     module: nn.Module | None = None,
@@ -52,6 +54,8 @@ def enter(
     region = Region(module, keys, outer)
     if module is not None:
         region.frame = _calling_frame()
+    if outer is None and not _listens:
+        _listen()
     if keys and outer is not None and outer.patched:
         patches.refresh()
     elif keys:
@@ -67,9 +71,32 @@ def enter(
     if autocast is not None:
         autocast.__enter__()
         region.autocast = autocast
+    if region.agrees or is_called_by_compiled_code():
+        region.agrees = True
+        graph.agree()
     return region
 
 
+def _listen() -> None:
+    """Once torch.compile may be in use, what it compiles is told what is open around it."""
+    global _listens
+    if 'torch._dynamo' in sys.modules:
+        _listens = True
+        # before anything is patched
+        load_compiler_tables()
+        before_compiled_calls(_before_compiled_call)
+
+
+@untraced
+def _before_compiled_call(compiler: object) -> None:
+    regions = thread.regions
+    if regions:
+        for region in regions:
+            region.agrees = True
+        graph.agree()
+
+
+@untraced
 def leave() -> None:
     """Close the innermost region. Does nothing where none is open."""
     if not thread.regions:
@@ -79,6 +106,8 @@ def leave() -> None:
         if region.autocast is not None:
             region.autocast.__exit__(None, None, None)
     finally:
+        if region.agrees:
+            graph.agree()
         if region.acquired:
             patches.release()
         if not thread.regions:

@@ -44,6 +44,7 @@ class Region:
         caller: Of an FP32 region: the 16-bit type that the caller came with.
         patched: Whether the functions of the registry are patched for it or for a region around it.
         acquired: Whether for itself.
+        agrees: Whether the stack of function modes says what is open, since code inside of it is compiled.
     """
 
     def __init__(self, module: nn.Module | None, keys: frozenset[str] | None, outer: Region | None) -> None:
@@ -65,6 +66,7 @@ class Region:
         self.caller: torch.dtype | None = None
         self.patched: bool = outer is not None and outer.patched
         self.acquired = False
+        self.agrees: bool = outer is not None and outer.agrees
 
 
 class _Thread(threading.local):
@@ -84,6 +86,9 @@ class _Thread(threading.local):
         self.resumed = 0
         # whether nn.Module._apply of an attached model is under way, which calls it for the children
         self.in_apply = False
+        # whether a graph is at a call that the tables of O1 and O4 act in, and which graph
+        self.graph_casts = False
+        self.traced_in: object | None = None
 
 
 thread = _Thread()
@@ -153,6 +158,8 @@ def session_closed(session: CastSession) -> None:
 
 def casts_on() -> bool:
     """Whether the tables of O1 and O4 and the registered functions act on this thread, where autocast is on."""
+    if thread.graph_casts and thread.traced_in is torch_internals.tracing_context():
+        return True
     if thread.suspended:
         return False
     regions = thread.regions

@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..autocast import generators, state
 from ..errors import ScriptingError
 from ..policy.nested import CASTABLE, EnterObject, cast_tensors
-from ..torch_internals import forward_pre_hooks
+from ..torch_internals import forward_pre_hooks, never_compiled, traced_as, untraced
 from . import fp32_values
 
 
@@ -33,6 +33,15 @@ class _Unscriptable:
             'torch.jit.trace(model, example), which records them, or load model.state_dict() into a new FP32 model and script '
             'that one.'
         )
+
+
+@untraced
+def _synchronise(module: nn.Module) -> None:
+    fp32_values.synchronise(module.parameters())
+
+
+#: Between two graphs, casts are not worth one of their own.
+_cast = untraced(cast_tensors)
 
 
 class AmpHook(_Unscriptable):
@@ -75,12 +84,13 @@ class CastInputs(AmpHook):
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_traced = torch.compiler.is_compiling()
         # what torch.compile traces is inside of a call of the model, or compiled apart from it
-        if self.follows_masters and not torch.compiler.is_compiling():
+        if self.follows_masters and not is_traced:
             regions = state.thread.regions
             if not regions or not regions[-1].depth:
                 # with those below, which some modules use without calling them
-                fp32_values.synchronise(module.parameters())
+                _synchronise(module)
         dtype = self.dtype
         # the usual case, tensors of the right type and a few flags, must cost next to nothing
         for values in (args, kwargs.values()) if kwargs else (args,):
@@ -94,8 +104,13 @@ class CastInputs(AmpHook):
             break
         else:
             return None
-        new_args, new_kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+        if is_traced:
+            # torch.compile does not compare tuples by identity
+            return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+        new_args, new_kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
+
+    never_compiled(__call__)
 
 
 class Fp32Inputs(CastInputs):
@@ -124,6 +139,11 @@ class CastOutputs(AmpHook):
         self.enter = enter
         self.only_eval = only_eval
 
+    def in_graph(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """As a call of the hook, where torch.compile traces it."""
+        return None if self.only_eval and module.training else self.cast(output)
+
+    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.only_eval and module.training:
             return None
@@ -169,9 +189,12 @@ class CastComputed(AmpHook):
         self.names = names
         self.dtype = dtype
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def cast(self, module: nn.Module, args: Any) -> None:
+        """Cast the attributes."""
         for name in self.names:
             value = getattr(module, name, None)
             # a parameter again, once the normalisation is removed
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.dtype in CASTABLE:
                 setattr(module, name, value.to(self.dtype))
+
+    __call__ = traced_as(cast)(cast)

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autocast import generators, kernels, regions, state
+from ..autocast import generators, graph, kernels, regions, state
 from ..autocast.call import tensors_in
-from ..autocast.op_set import OpSet, refuses_bce
+from ..autocast.graph import GraphRegion
+from ..autocast.op_set import OpSet, refuses_bce, refuses_bce_in
+from ..autocast.patching import patches
 from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..errors import AmpAttachError, BannedOpError
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
-from ..torch_internals import FORWARD_HOOKS, forward_hooks, forward_pre_hooks, untraced
+from ..torch_internals import FORWARD_HOOKS, constant_when_traced, forward_hooks, forward_pre_hooks, traced_as
 from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks
 from .modules import module_device
@@ -52,7 +54,57 @@ class EnterRegion(AmpHook):
         self.ops = ops
         self.dtype = dtype
 
-    @untraced
+    def in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """As a call of the hook, where torch.compile traces it."""
+        if self.kind == FP32:
+            return self._open_fp32_in_graph(module, args, kwargs)
+        self.open_in_graph(module, args, kwargs)
+        return None
+
+    def open_in_graph(self, module: nn.Module, args: Any, kwargs: Any, again: bool = False) -> None:
+        """:meth:`open`, where torch.compile traces it."""
+        _keep_patched()
+        outer = graph.innermost()
+        device: str | None = None
+        dtype: torch.dtype | None = None
+        if self.kind != FORWARD and not again:
+            device = _device_of_call(module, args, kwargs)
+            if self.kind == PLAIN:
+                was_on = autocast_is_on(device) if outer is None else outer.autocast_type(device) is not None
+                device = device if was_on else None
+            elif state.has_autocast(device):
+                dtype = self.dtype
+                if self.kind == CASTS:
+                    _install_kernels(device)
+            else:
+                device = None
+        covers = self.kind in (PLAIN, CASTS)
+        keys = self.ops.keys if self.ops is not None else frozenset() if covers else None
+        region = GraphRegion(outer, keys, device, dtype)
+        region.module = module
+        region.covers = region.covers or covers
+        graph.enter(region)
+
+    def _open_fp32_in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        outer = graph.innermost()
+        tensors = tensors_in(args, kwargs)
+        halves = [tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES]
+        caller = halves[0] if halves else None
+        if caller is not None and isinstance(module, nn.BCELoss) and outer is not None and refuses_bce_in(outer):
+            raise BannedOpError('nn.BCELoss', BCE_REASON)
+        device = tensors[0].device.type if tensors else module_device(module).type
+        if outer is None:
+            is_on = autocast_is_on(device)
+        else:
+            is_on = outer.autocast_type(device) is not None
+        region = GraphRegion(outer, None, device if is_on else None, None, caller)
+        region.module = module
+        graph.enter(region)
+        if caller is None:
+            return None
+        return cast_tensors(args, torch.float32, HALF_TYPES), cast_tensors(kwargs, torch.float32, HALF_TYPES)
+
+    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.kind in (PLAIN, CASTS):
             regions.unwind_stale()
@@ -114,7 +166,19 @@ class LeaveRegion(AmpHook):
         self.enter = enter
         self.gives_back = gives_back
 
-    @untraced
+    def in_graph(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """As a call of the hook, where torch.compile traces it."""
+        region = graph.innermost()
+        if region is None or region.module is not module:
+            return None
+        graph.leave(region)
+        if self.kind == CASTS:
+            return self.cast(output)
+        if region.caller is not None and self.gives_back:
+            return cast_tensors(output, region.caller, _FLOAT32)
+        return None
+
+    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.close(module, output)
 
@@ -182,6 +246,18 @@ def drop_regions(module: nn.Module, kinds: Collection[str]) -> None:
     drop_hooks(module, lambda hook: isinstance(hook, (EnterRegion, LeaveRegion)) and hook.kind in kinds)
 
 
+@constant_when_traced
+def _keep_patched() -> bool:
+    patches.keep()
+    return True
+
+
+@constant_when_traced
+def _install_kernels(device: str) -> bool:
+    kernels.install(device)
+    return True
+
+
 def _device_of_call(module: nn.Module, args: Any, kwargs: Any) -> str:
     """Where a call works: at the module's first tensor, or at the first that it is handed."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -211,10 +287,16 @@ class EnterBelow(EnterRegion):
     Inside of a region that covers it, it costs a few tests.
     """
 
+    def in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """As a call of the hook, where torch.compile traces it."""
+        outer = graph.innermost()
+        if outer is None or not outer.covers:
+            self.open_in_graph(module, args, kwargs)
+        elif outer.module is module:
+            self.open_in_graph(module, args, kwargs, again=True)
+
+    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # what torch.compile traces is inside of a region, or compiled apart from the model
-        if torch.compiler.is_compiling():
-            return
         top = state.innermost()
         cover = None if top is None else top.cover
         if cover is None:
@@ -233,8 +315,17 @@ class EnterBelow(EnterRegion):
 class LeaveBelow(LeaveRegion):
     """The counterpart of :class:`EnterBelow`: the outermost call gives FP32 outputs."""
 
+    def in_graph(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """As a call of the hook, where torch.compile traces it."""
+        region = graph.innermost()
+        if region is None or region.module is not module:
+            return None
+        graph.leave(region)
+        return self.cast(output) if graph.innermost() is None else None
+
+    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if torch.compiler.is_compiling() else self.close(module, output)
+        return self.close(module, output)
 
     def _cast_of(self, region: Region) -> Callable[[Any], Any] | None:
         return self.cast if region.around is None else None

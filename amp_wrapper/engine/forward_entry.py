@@ -15,8 +15,8 @@ from torch import nn
 from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, CastInputs
 from ..casting.masters import Fp32Masters
-from ..torch_internals import forward_pre_hooks, untraced
-from . import averages
+from ..torch_internals import constant_when_traced, forward_pre_hooks, traced_as
+from . import averages, graph_calls
 
 
 class FollowMasters(AmpHook):
@@ -29,8 +29,22 @@ class FollowMasters(AmpHook):
     def __init__(self) -> None:
         self.followed: list[ReferenceType[Fp32Masters]] = []
 
-    @untraced
+    def in_graph(self, module: nn.Module, args: Any) -> None:
+        """As a call of the hook, where torch.compile traces it."""
+        self.is_traced()
+
+    @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any) -> None:
+        self.before_graph()
+
+    @constant_when_traced
+    def is_traced(self) -> bool:
+        """The hook is becoming part of a graph."""
+        graph_calls.traced(self)
+        return True
+
+    def before_graph(self) -> None:
+        """Before a forward call, in a graph or not."""
         # packages that were imported since the last call
         averages.patch_loaded()
         self.synchronise()

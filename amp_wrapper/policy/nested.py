@@ -64,14 +64,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
         changed = _changed(function, value, enter)
         if not changed:
             return value
-        result = copy.copy(value)
+        result = dict(value) if type(value) is dict else copy.copy(value)
         for key, item in changed.items():
             result[key] = item
         return result
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item, enter) for item in value]
-        if all(new is old for new, old in zip(items, value)):
+        if all([new is old for new, old in zip(items, value)]):
             return value
+        if type(value) is list:
+            return items
         if isinstance(value, list):
             sequence = copy.copy(value)
             sequence[:] = items
@@ -95,7 +97,13 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
 def _changed(
     function: Callable[[Tensor], Tensor], items: Mapping[Any, Any], enter: EnterObject | None
 ) -> dict[Any, Any]:
-    return {key: new for key, item in items.items() if (new := map_tensors(function, item, enter)) is not item}
+    # torch.compile cannot trace a comprehension that binds a name
+    changed = {}
+    for key, item in items.items():
+        new = map_tensors(function, item, enter)
+        if new is not item:
+            changed[key] = new
+    return changed
 
 
 def cast_tensors(

@@ -17,7 +17,8 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...torch_internals import forward_hooks, untraced
+from ...torch_internals import constant_when_traced, forward_hooks, never_compiled, traced_as
+from .. import graph_calls
 
 
 @dataclasses.dataclass(slots=True)
@@ -60,6 +61,9 @@ class Listener(Protocol):
     def settle(self) -> None:
         """Somebody is about to read the buffers."""
 
+    def before_graph(self) -> None:
+        """A graph is about to run that forward calls of models are part of."""
+
 
 class BufferHook:
     """Base of the hooks, which call a listener. Copies of a model, in memory or in a file, have hooks without one.
@@ -95,7 +99,10 @@ class EnterPart(BufferHook):
     """Forward pre-hook of modules that own buffers, and of what scripts mostly call. Inside of another call it ends at once."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        listener = None if torch.compiler.is_compiling() else self._listener()
+        if torch.compiler.is_compiling():
+            # the call is part of one of the model, or of a graph around it
+            return
+        listener = self._listener()
         if listener is None:
             return
         calls = listener.calls.open
@@ -107,26 +114,42 @@ class EnterPart(BufferHook):
         ):
             listener.enter(module)
 
+    never_compiled(__call__)
+
 
 class LeavePart(BufferHook):
     """Forward hook, called after exceptions too: the counterpart of :class:`EnterPart`."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        listener = None if torch.compiler.is_compiling() else self._listener()
+        if torch.compiler.is_compiling():
+            return
+        listener = self._listener()
         if listener is not None:
             listener.leave(module, output)
 
+    never_compiled(__call__)
+
 
 class EnterModel(EnterPart):
-    """:class:`EnterPart` of a model: where torch.compile traces it, the graph breaks here."""
+    """:class:`EnterPart` of a model, which may be part of a graph as a whole."""
 
-    __call__ = untraced(EnterPart.__call__)
+    def in_graph(self, module: nn.Module, args: Any) -> None:
+        """As a call of the hook, where torch.compile traces it."""
+        self.is_traced()
 
+    __call__ = traced_as(in_graph)(EnterPart.__call__)
 
-class LeaveModel(LeavePart):
-    """The counterpart of :class:`EnterModel`."""
+    @constant_when_traced
+    def is_traced(self) -> bool:
+        """The hook is becoming part of a graph."""
+        graph_calls.traced(self)
+        return True
 
-    __call__ = untraced(LeavePart.__call__)
+    def before_graph(self) -> None:
+        """A graph is about to run that the model is part of."""
+        listener = self._listener()
+        if listener is not None:
+            listener.before_graph()
 
 
 class HookedModules:
@@ -172,7 +195,7 @@ class HookedModules:
             # a replica
             return
         if key not in self._ends:
-            leave: Any = (LeaveModel if key in self._models else LeavePart)(self._listener())
+            leave = LeavePart(self._listener())
             self._handles[key].append(module.register_forward_hook(leave, always_call=True))
             self._ends[key] = self._handles[key][-1].id
         elif next(reversed(forward_hooks(module))) != self._ends[key]:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ... import torch_internals
+from ...torch_internals import untraced
 from . import hooks
 from .averages import AveragedBuffers
 from .copies import LARGE, is_tracked
@@ -73,6 +74,8 @@ class BufferSnapshots:
         self._looked = True
         # whether what was written until now was loaded together with the copies
         self._loaded = False
+        # whether a graph may have written to buffers since the last look at them
+        self._graph_runs = False
         self._collect()
         _collect_again()
         # complete from here on: hooks of torch ask all that are listed
@@ -110,6 +113,25 @@ class BufferSnapshots:
 
     # -- forward calls -------------------------------------------------------------------------------------------------
 
+    def before_graph(self) -> None:
+        """A graph is about to run that forward calls of models are part of, whose ends nobody sees."""
+        has_graph = torch.is_grad_enabled()
+        if not has_graph and not any(root.training for _, root in self._roots):
+            self.settle()
+            return
+        with self._lock:
+            if not self._active:
+                self._begin(has_graph)
+                self._graph_runs = True
+                self._looked = False
+
+    def _note_graphs(self) -> None:
+        """What was written since a graph began to run, a forward call in it has written."""
+        if self._graph_runs:
+            self._graph_runs = False
+            self.tracked.note()
+
+    @untraced
     def enter(self, module: nn.Module) -> None:
         """A forward call begins that may write to buffers, or an evaluation that reads them.
 
@@ -148,6 +170,7 @@ class BufferSnapshots:
         calls.append(Call(module, frozenset(map(id, module.modules())) if is_part else None, counts))
         self._hooked.hook_end(module)
 
+    @untraced
     def leave(self, module: nn.Module, output: Any = None) -> None:
         """The counterpart of :meth:`enter`.
 
@@ -174,6 +197,7 @@ class BufferSnapshots:
             self._deciders.watch(output)
 
     def _begin(self, has_graph: bool) -> None:
+        self._note_graphs()
         if self._loaded or hooks.is_broadcast():
             # what DDP broadcasts goes on being the work of forward calls
             self._loaded = False
@@ -207,6 +231,7 @@ class BufferSnapshots:
         Args:
             flag: float32 scalar on any device, not zero where the step is skipped; None for a step that is taken.
         """
+        self._note_graphs()
         if self._active or self._loaded or self.calls.open:
             # an interrupt ended a call without its hooks, or the step is taken inside of one
             self._active, self._loaded = 0, False
@@ -224,6 +249,7 @@ class BufferSnapshots:
             flag: As for :meth:`restore`.
         """
         if self._live and not self._active:
+            self._note_graphs()
             decides = self.expects_graph or self._deciders.other_step(user, flag)
             self._settle(decides, None if self.expects_graph else flag)
 
@@ -233,6 +259,7 @@ class BufferSnapshots:
         Where no loss has gone through the calls so far, the skipped step of another optimizer decides on them now.
         """
         if self._live and not self._active and not torch_internals.in_function_transform():
+            self._note_graphs()
             doubt = self._deciders.take_doubt()
             self._settle(doubt is not None, doubt)
 

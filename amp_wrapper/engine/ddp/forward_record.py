@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...casting.cast_hooks import AmpHook
+from ...torch_internals import never_compiled
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
 
@@ -41,6 +42,8 @@ class ForwardRecord:
                 self.state = 'averaged'
             elif self.state != 'averaged':
                 self.state = 'local'
+
+    never_compiled(__call__)
 
     def __reduce__(self) -> tuple[type[ForwardRecord], tuple[()]]:
         return type(self), ()
@@ -97,6 +100,8 @@ class NoticeDdp(AmpHook):
             if record.watch(ddp):
                 # torch may have looked for hooks before this forward call began
                 record(ddp)
+
+    never_compiled(__call__)
 
     def __getstate__(self) -> dict[str, Any]:
         return {'ddp': None}

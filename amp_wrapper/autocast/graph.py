@@ -1,0 +1,192 @@
+"""Regions inside of a graph that ``torch.compile`` traces: a mode of torch's functions, whose casts become part of the graph.
+
+Outside of graphs a region is kept in state of the thread, and functions are patched while it is open. Neither can be part of a
+graph. What ``torch.compile`` does trace, guard, and put right where a graph breaks, in every version since 2.6, is the stack of
+function modes. So a region that is opened while a graph is traced is a :class:`GraphRegion` at the top of that stack: each
+call of a function of torch comes to it, and is made as the region wants it. It is a matter of tracing alone; what runs later
+is a graph of plain casts and calls.
+
+A region that was opened outside, around code that is compiled, shows in the stack too: :func:`agree` puts a
+:class:`GraphRegion` at its bottom that says what is open on the thread. It only hands calls on where nothing is traced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.library import Library
+from torch.overrides import TorchFunctionMode
+
+from .. import torch_internals
+from ..torch_internals import constant_when_traced
+from . import state
+from .state import CASTS, Snapshot
+
+
+class Patched(Protocol):
+    """A function of the FP32 registry, or one with a rule of the user: :class:`amp_wrapper.autocast.patching.PatchedFunction`."""
+
+    def run_in_graph(
+        self, region: GraphRegion, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call ``function`` as the region wants it."""
+
+
+#: All functions of the FP32 registry, and those with rules; filled by :mod:`amp_wrapper.autocast.patching`.
+patched: list[Patched] = []
+#: The id of a function to itself and its place in the list.
+places: dict[int, tuple[Any, int]] = {}
+
+
+class GraphRegion(TorchFunctionMode):
+    """What one region makes active, as a mode.
+
+    Args:
+        outer: The region around it; None where there is none.
+        keys: What it makes active of the FP32 registry and of the casts of ops; None where it leaves that to ``outer``.
+        device: The type of the device whose autocast it sets; None where it leaves autocast as it is.
+        dtype: The type of autocast there; None to turn it off.
+        caller: Of an FP32 region: the 16-bit type that the caller came with.
+
+    Attributes:
+        key_sets: What is active: its own keys, and those of the regions around it.
+        casts: Whether the tables of O1 and O4 act.
+        covers: Whether it, or one around it, keeps casts of other models out.
+        module: Whose call opened it; None for a block.
+    """
+
+    def __init__(
+        self,
+        outer: GraphRegion | None,
+        keys: frozenset[str] | None,
+        device: str | None = None,
+        dtype: torch.dtype | None = None,
+        caller: torch.dtype | None = None,
+    ) -> None:
+        self.outer = outer
+        self.module: nn.Module | None = None
+        self.caller = caller
+        self.covers = outer is not None and outer.covers
+        # whether ``outer`` was at the top of the stack, and waits to be put back there
+        self.lifted = False
+        self.key_sets: tuple[frozenset[str], ...] = () if outer is None else outer.key_sets
+        self.casts: bool = outer is not None and outer.casts
+        self.device = outer.device if device is None and outer is not None else device
+        self.dtype = outer.dtype if device is None and outer is not None else dtype
+        if keys is not None:
+            self.key_sets = (*self.key_sets, keys)
+            self.casts = CASTS in keys
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if not torch.compiler.is_compiling():
+            # the regions of the thread do their work by themselves
+            return func(*args, **kwargs)
+        place = _place(func)
+        if place < 0:
+            return self.run(func, args, kwargs)
+        return patched[place].run_in_graph(self, func, args, kwargs)
+
+    def has(self, key: str) -> bool:
+        """Whether an entry of the FP32 registry is active."""
+        return any([key in keys for keys in self.key_sets])
+
+    def autocast_type(self, device: str) -> torch.dtype | None:
+        """The type of autocast on a device; None where it is off."""
+        if self.device == device:
+            return self.dtype
+        return torch.get_autocast_dtype(device) if state.autocast_is_on(device) else None
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch with the autocast of the region, and with its tables."""
+        if self.casts:
+            torch.ops.amp_wrapper.casts(True)
+        if self.device is None:
+            result = function(*args, **kwargs)
+        else:
+            # the cache of cast weights ends with each call: the compiler finds casts that are made twice
+            with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None):
+                result = function(*args, **kwargs)
+        if self.casts:
+            torch.ops.amp_wrapper.casts(False)
+        return result
+
+
+@constant_when_traced
+def _place(function: Any) -> int:
+    known = places.get(id(function))
+    return -1 if known is None else known[1]
+
+
+def innermost() -> GraphRegion | None:
+    """The region that is open where a graph is traced."""
+    for place in range(torch_internals.function_modes() - 1, -1, -1):
+        mode = torch_internals.function_mode_at(place)
+        if isinstance(mode, GraphRegion):
+            return mode
+    return None
+
+
+def enter(region: GraphRegion) -> None:
+    """Open a region while a graph is traced."""
+    if region.outer is not None:
+        # one region answers for all of them
+        region.lifted = torch_internals.function_mode_at(torch_internals.function_modes() - 1) is region.outer
+        if region.lifted:
+            torch_internals.pop_function_mode()
+    torch_internals.push_function_mode(region)
+
+
+def leave(region: GraphRegion) -> None:
+    """The counterpart of :func:`enter`."""
+    torch_internals.pop_function_mode()
+    if region.lifted:
+        torch_internals.push_function_mode(region.outer)
+
+
+# -- the tables of O1 and O4 -------------------------------------------------------------------------------------------
+
+# a call of this op is part of the graph, so that no cache of compiled graphs takes one with these casts for one without
+_library = Library('amp_wrapper', 'FRAGMENT')  # type: ignore[no-untyped-call]
+_library.define('casts(bool on) -> ()')
+
+
+def _casts(on: bool) -> None:
+    state.thread.graph_casts = on
+    state.thread.traced_in = torch_internals.tracing_context()
+
+
+_library.impl('casts', _casts, 'CompositeImplicitAutograd')  # type: ignore[no-untyped-call]
+
+
+# -- regions that are open around code that is compiled ------------------------------------------------------------------
+
+
+def agree() -> None:
+    """Make the stack of function modes say what is open on this thread."""
+    top = state.innermost()
+    wanted = _outside(state.snapshot(), top is not None and top.cover is not None)
+    count = torch_internals.function_modes()
+    bottom = torch_internals.function_mode_at(0) if count else None
+    present = bottom if isinstance(bottom, GraphRegion) else None
+    if wanted is present:
+        return
+    modes = [torch_internals.pop_function_mode() for _ in range(count)][::-1]
+    for mode in ([] if wanted is None else [wanted]) + modes[present is not None :]:
+        torch_internals.push_function_mode(mode)
+
+
+@functools.lru_cache(maxsize=1024)
+def _outside(snapshot: Snapshot, covers: bool) -> GraphRegion | None:
+    keys = snapshot.keys
+    if keys is None:
+        return None
+    region = GraphRegion(None, keys - {CASTS} if snapshot.suspended else keys)
+    region.covers = covers
+    return region
