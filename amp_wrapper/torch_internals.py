@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _python_dispatch, checkpoint
+from torch.utils.hooks import RemovableHandle
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 _Hooks = dict[int, Callable[..., Any]]
@@ -132,11 +133,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 class _Calls(threading.local):
-    def __init__(self) -> None:
-        # what is untraced, and was called by code that is compiled, and not by other such calls
-        self.from_compiled = 0
-        # whether anything compiled was ever called
-        self.any = False
+    # what is untraced, and was called by code that is compiled
+    from_compiled = 0
 
 
 _calls = _Calls()
@@ -146,9 +144,9 @@ _listeners: list[Callable[[Any], None]] = []
 def is_called_by_compiled_code() -> bool:
     """Of a function that is :func:`untraced`: whether code that is compiled calls it, between two graphs, on this thread.
 
-    Before 2.13 nobody can tell; there it is True from the first call of anything compiled on.
+    Before 2.13 nobody can tell; there it is True as soon as anything may be compiled.
     """
-    return _calls.from_compiled > 0 if _VERSION >= (2, 13) else _calls.any
+    return _calls.from_compiled > 0 if _VERSION >= (2, 13) else bool(_listeners)
 
 
 def before_compiled_calls(listener: Callable[[Any], None]) -> None:
@@ -168,7 +166,6 @@ def before_compiled_calls(listener: Callable[[Any], None]) -> None:
         @functools.wraps(ask)
         def call(callback: Any) -> Any:
             if callback is not None and callback is not False:
-                _calls.any = True
                 for each in _listeners:
                     each(callback)
             return ask(callback)
@@ -330,6 +327,24 @@ def forward_pre_hooks(module: nn.Module) -> _Hooks:
 def forward_hooks(module: nn.Module) -> _Hooks:
     """The forward hooks of a module; see :func:`forward_pre_hooks`."""
     return module._forward_hooks
+
+
+def first_pre_hook(module: nn.Module, hook: Callable[..., Any], with_kwargs: bool = False) -> RemovableHandle:
+    """Register a forward pre-hook to be called before all others of a module.
+
+    Some versions of torch.compile, 2.11 among them, read an ordered dict in the order in which its keys came, whatever was
+    moved to its front; so the dict is filled anew.
+    """
+    handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=with_kwargs)
+    refill(module._forward_pre_hooks)
+    return handle
+
+
+def refill(hooks: _Hooks) -> None:
+    """Take the hooks of a dict out and put them in again, in their order; see :func:`first_pre_hook`."""
+    items = list(hooks.items())
+    hooks.clear()
+    hooks.update(items)
 
 
 def hooks_of(module: nn.Module) -> tuple[_Hooks, ...]:

@@ -256,7 +256,13 @@ class AutocastOff:
             torch.set_autocast_enabled(device, True)
 
 
-has_autocast = functools.cache(torch.amp.is_autocast_available)
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+
+
+@torch_internals.constant_when_traced
+def has_autocast(device: str) -> bool:
+    """Whether a device type has autocast; 'meta' has none."""
+    return _has_autocast(device)
 
 
 def autocast_is_on(device: str) -> bool:

@@ -21,7 +21,14 @@ from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..errors import AmpAttachError, BannedOpError
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
-from ..torch_internals import FORWARD_HOOKS, constant_when_traced, forward_hooks, forward_pre_hooks, traced_as
+from ..torch_internals import (
+    FORWARD_HOOKS,
+    constant_when_traced,
+    first_pre_hook,
+    forward_hooks,
+    forward_pre_hooks,
+    traced_as,
+)
 from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks
 from .modules import module_device
@@ -211,7 +218,7 @@ class LeaveRegion(AmpHook):
 
 def put_region(module: nn.Module, enter: EnterRegion, leave: LeaveRegion) -> None:
     """Put a pair on ``module``."""
-    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    first_pre_hook(module, enter, with_kwargs=True)
     module.register_forward_hook(leave, always_call=True)
 
 
@@ -344,6 +351,8 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
     ours = -1
 
     def __bool__(self) -> bool:
+        if torch.compiler.is_compiling():
+            return True
         if len(self) != 1 or self.ours not in self:
             return len(self) > 0
         open_regions = state.thread.regions

@@ -15,7 +15,7 @@ from torch import nn
 from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, CastInputs
 from ..casting.masters import Fp32Masters
-from ..torch_internals import constant_when_traced, forward_pre_hooks, traced_as
+from ..torch_internals import constant_when_traced, first_pre_hook, forward_pre_hooks, traced_as
 from . import averages, graph_calls
 
 
@@ -77,7 +77,7 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
         if hook is None:
             hook = FollowMasters()
             # before anything is opened that an error would leave open
-            root.register_forward_pre_hook(hook, prepend=True)
+            first_pre_hook(root, hook)
         hook.followed.append(ref(masters))
         for module in root.modules():
             if any(fp32_values.master_of(weight) is not None for weight in module.parameters(recurse=False)):

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...torch_internals import constant_when_traced, forward_hooks, never_compiled, traced_as
+from ...torch_internals import constant_when_traced, first_pre_hook, forward_hooks, never_compiled, refill, traced_as
 from .. import graph_calls
 
 
@@ -182,7 +182,7 @@ class HookedModules:
                 continue
             is_model = key in self._models
             enter = (EnterModel if is_model else EnterPart)(self._listener())
-            self._handles[key] = [module.register_forward_pre_hook(enter, prepend=True)]
+            self._handles[key] = [first_pre_hook(module, enter)]
             if is_model:
                 before = BeforeStateDict(self._listener())
                 self._handles[key].append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
@@ -200,6 +200,7 @@ class HookedModules:
             self._ends[key] = self._handles[key][-1].id
         elif next(reversed(forward_hooks(module))) != self._ends[key]:
             forward_hooks(module).move_to_end(self._ends[key])  # type: ignore[attr-defined]
+            refill(forward_hooks(module))
 
 
 def _calling(is_wanted: Callable[[CodeType], bool]) -> FrameType | None:

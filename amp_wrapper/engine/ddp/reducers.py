@@ -117,7 +117,7 @@ class Reducers:
             known = [hook for hook in torch_internals.forward_pre_hooks(model).values() if isinstance(hook, NoticeDdp)]
             self._notices += known or [NoticeDdp()]
             if not known:
-                model.register_forward_pre_hook(self._notices[-1], prepend=True)
+                torch_internals.first_pre_hook(model, self._notices[-1])
 
     # -- before a forward call ---------------------------------------------------------------------------------------
 
