@@ -9,7 +9,9 @@ torch itself tells its users to use, and those that every version has had for ye
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -302,6 +304,65 @@ def constant_when_traced(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCounts:
+    """What ``torch.compile`` has counted in this process so far.
+
+    Attributes:
+        graphs: Graphs that were compiled.
+        recompilations: Of code that had been compiled before.
+        breaks: Graph breaks, by their reasons.
+    """
+
+    graphs: int = 0
+    recompilations: int = 0
+    breaks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def compile_counts() -> CompileCounts:
+    """What ``torch.compile`` has counted so far; zeros where it is not loaded. :mod:`torch.compiler` shows no counters.
+
+    In every version since 2.6.
+    """
+    dynamo: Any = sys.modules.get('torch._dynamo')
+    if dynamo is None:
+        return CompileCounts()
+    counters = dynamo.utils.counters
+    ids = [str(metrics.compile_id) for metrics in dynamo.utils.get_compilation_metrics()]
+    again = sum(not name.split('_')[0].endswith('/0') for name in set(ids) if '/' in name)
+    return CompileCounts(counters['stats'].get('unique_graphs', 0), again, dict(counters['graph_break']))
+
+
+def compile_problem(options: Mapping[str, Any], weight: Tensor | None) -> str | None:
+    """Why a model cannot be compiled and trained with some keywords of :func:`torch.compile`; None where it can.
+
+    Args:
+        options: The keywords.
+        weight: Of the model.
+    """
+    backend = options.get('backend', 'inductor')
+    if isinstance(backend, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            return f'there is no backend {backend!r}; torch has {", ".join(sorted(known))}.'
+    if backend != 'inductor':
+        return None
+    from torch._inductor import config, cpp_builder, exc
+
+    if config.freezing or (options.get('options') or {}).get('freezing'):
+        return 'freezing makes constants of weights, which a training changes. Leave options=dict(freezing=True) out.'
+    if weight is not None and weight.device.type == 'cpu':
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler as error:
+            return (
+                f'the backend inductor needs a C++ compiler on a CPU ({" ".join(str(error).split())[:200]}). Install g++ '
+                f'(apt-get install g++) or name one in CXX, or take compile=dict(backend="aot_eager"), which needs none and '
+                f'is no faster than no compilation.'
+            )
+    return None
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -20,11 +20,16 @@ import torch
 from torch import nn
 from torch.library import Library
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from .. import torch_internals
 from ..torch_internals import constant_when_traced
 from . import state
 from .state import CASTS, Snapshot
+
+
+# what torch.compile makes of activation checkpointing
+_CHECKPOINTS = frozenset({'checkpoint', 'tag_activation_checkpoint', 'wrap_activation_checkpoint'})
 
 
 class Patched(Protocol):
@@ -103,8 +108,24 @@ class GraphRegion(TorchFunctionMode):
             return self.dtype
         return torch.get_autocast_dtype(device) if state.autocast_is_on(device) else None
 
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` inside of the region, which is not on the stack while one of its calls is made."""
+
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            torch_internals.push_function_mode(self)
+            result = function(*args, **kwargs)
+            torch_internals.pop_function_mode()
+            return result
+
+        return inside
+
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch with the autocast of the region, and with its tables."""
+        if args and _runs_a_function(function):
+            # what is checkpointed is traced by itself. The stack has to change before, or its change counts as an effect of that
+            torch_internals.push_function_mode(self)
+            torch_internals.pop_function_mode()
+            return function(self.around(args[0]), *args[1:], **kwargs)
         if self.casts:
             torch.ops.amp_wrapper.casts(True)
         if self.device is None:
@@ -116,6 +137,11 @@ class GraphRegion(TorchFunctionMode):
         if self.casts:
             torch.ops.amp_wrapper.casts(False)
         return result
+
+
+@constant_when_traced
+def _runs_a_function(function: Any) -> bool:
+    return function is checkpoint.checkpoint or getattr(function, '__name__', '') in _CHECKPOINTS
 
 
 @constant_when_traced

@@ -159,6 +159,7 @@ def unwind(to: int = 0) -> None:
         leave()
 
 
+@untraced
 def unwind_stale() -> None:
     """Close what calls left that are no longer under way: a signal may end a forward pass in the middle of one of our hooks.
 

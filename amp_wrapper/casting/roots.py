@@ -44,20 +44,6 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def check_compiled(model: nn.Module) -> None:
-    """Refuse a model that ``torch.compile`` has wrapped, as a whole or in part.
-
-    Raises:
-        AmpAttachError: A compiled module.
-    """
-    for name, module in []:
-        if torch_internals.is_compiled(module):
-            raise AmpAttachError(
-                f'torch.compile has wrapped {name or "the model"} ({type(module).__name__}): compiled models are not supported '
-                f'yet at the levels that compute in 16-bit. Hand over the plain module, or use O0.'
-            )
-
-
 def find_roots(
     model: nn.Module, optimizer: Optimizer | None, foreign: Iterable[Tensor] = (), done: Container[int] = ()
 ) -> list[tuple[str, nn.Module]]:

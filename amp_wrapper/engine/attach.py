@@ -39,8 +39,6 @@ def attach_model(
 ) -> None:
     """Cast a model for one engine, make masters and take them into the optimizer; see :meth:`AmpEngine.attach`."""
     policy, optimizer = parts.policy, parts.optimizer
-    if policy.runs_16_bit:
-        roots.check_compiled(model)
     inner = roots.unwrap(model)
     parts.names = {id(parameter): name for name, parameter in inner.named_parameters()}
     ddp = Reducers(model, parts.weights, inner.named_parameters(), policy.verbosity >= 1)
@@ -73,8 +71,6 @@ def attach_parts(engines: Sequence[EngineParts], models: Sequence[nn.Module], po
     """The work of :func:`amp_wrapper.engine.attach_together`, on the engines' parts."""
     named = named_roots(models)
     for model in models:
-        if policy.runs_16_bit:
-            roots.check_compiled(model)
         roots.unwrap(model)
         if policy.casts_model:
             check_unknown_listeners(model)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from ..autocast import regions
@@ -13,7 +12,6 @@ from ..casting import roots
 from ..casting.modules import module_device
 from ..casting.region_hooks import autocast_context
 from ..errors import AmpError, AmpUsageError
-from ..torch_internals import is_compile_wrapper
 from .parts import EngineParts
 
 
@@ -23,8 +21,6 @@ def prepare(parts: EngineParts, model: nn.Module) -> None:
     for other in parts.others:
         if isinstance(other, EngineParts):
             other.params.synchronise()
-    if parts.policy.runs_16_bit and is_compile_wrapper(model):
-        roots.check_compiled(model)
     if parts.ddp.joins() and not parts.is_plain:
         raise AmpUsageError(
             'DistributedDataParallel.join(): ranks that take more steps than others would move their loss scale and '
@@ -43,10 +39,6 @@ def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
     """Around a forward call; see :meth:`AmpEngine.forward_context`."""
     dtype = parts.policy.autocast_dtype if parts.policy.enabled else None
     context = autocast_context(module_device(model).type, dtype)
-    if torch.compiler.is_compiling():
-        with context or nullcontext():
-            yield
-        return
     # what an interrupted validation left open
     regions.unwind_stale()
     before = regions.count()

@@ -56,9 +56,11 @@ PATCHES: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
     ((OptimWrapperDict,), '__init__', wrapper_dict.introduce_members),
     # does nothing in mmengine; ours attach here, all before the first forward
     ((OptimWrapperDict,), 'initialize_count_status', wrapper_dict.initialize_count_status),
-    # torch.compile is refused; from a hook, mmengine would not let the type of the error through
+    # compiles train_step, with the optimizer's step in it; no hook comes after the model was cast and before it is called
     ((Runner,), '_maybe_compile', strategies.maybe_compile),
-    # strategies that shard, and models that are compiled, are refused before anything is changed
+    # compiles before there is an optimizer wrapper
+    ((BaseStrategy,), 'compile_model', strategies.compile_model),
+    # strategies that shard are refused before anything is changed, and what is compiled is known here at the earliest
     ((BaseStrategy, FSDPStrategy), 'build_optim_wrapper', strategies.build_optim_wrapper),
     # raises where the name FusedAdam is taken; with DeepSpeed's strategy it is DeepSpeed's
     ((deepspeed,), 'register_deepspeed_optimizers', strategies.register_deepspeed_optimizers),

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 
+from ..compiling import Compiled
 from . import ema, resuming, saving
 
 
@@ -17,6 +18,8 @@ class AmpRunnerHook(Hook):
     """
 
     priority = 'LOWEST'
+    #: What was compiled for the runner, until the log has its line about that.
+    compiled: Compiled | None = None
 
     def before_run(self, runner: Any) -> None:
         """Refuse what is not supported."""
@@ -25,6 +28,18 @@ class AmpRunnerHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Prepare the folders that checkpoints go to."""
         saving.prepare_folders(runner)
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Count the iterations of a model that is compiled."""
+        if self.compiled is None:
+            self.compiled = getattr(getattr(runner, 'strategy', None), '_amp_wrapper_compiled', None)
+        if self.compiled is not None:
+            self.compiled.after_iteration()
+
+    def after_train(self, runner: Any) -> None:
+        """Say what was compiled, where the training was too short to say it before."""
+        if self.compiled is not None:
+            self.compiled.report()
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Give the weights the names that mmengine looks for."""
@@ -39,6 +54,13 @@ def register_hooks(original: Callable[..., None], runner: Any, *args: Any, **kwa
     """Replaces ``register_hooks`` of runners: registers :class:`AmpRunnerHook` as well."""
     original(runner, *args, **kwargs)
     give_hook(runner)
+
+
+def give_report(runner: Any, compiled: Compiled) -> None:
+    """Let the log of a runner say what was compiled, after some iterations."""
+    for hook in runner.hooks:
+        if isinstance(hook, AmpRunnerHook):
+            hook.compiled = compiled
 
 
 def load_or_resume(original: Callable[..., None], runner: Any) -> None:

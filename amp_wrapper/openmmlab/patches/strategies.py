@@ -1,4 +1,4 @@
-"""Refuses strategies of mmengine and ``torch.compile`` where they are not supported, before anything is changed."""
+"""Refuses strategies of mmengine that are not supported, before anything is changed, and chooses what is compiled."""
 
 from __future__ import annotations
 
@@ -10,33 +10,42 @@ from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.registry import OPTIMIZERS
 from torch import nn
 
-from ...casting import roots
-from ...errors import AmpAttachError, AmpConfigError
+from ...errors import AmpAttachError
 from ...optim import FusedAdam
+from .. import compiling
 from ..wrappers import amp_wrappers, wrappers_of
+from .runner_hook import give_report
 
 
 def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> None:
-    """Replaces ``Runner._maybe_compile``: refuses ``torch.compile`` at the levels that compute in 16-bit."""
-    for wrapper in wrappers_of(runner).values() if runner.cfg.get('compile') else ():
-        if wrapper.policy.runs_16_bit:
-            raise AmpConfigError(
-                [
-                    f'compile={runner.cfg.compile!r}: torch.compile is not supported yet at {wrapper.opt_level}, which '
-                    f'computes in 16-bit. Drop it from the config, or use opt_level="O0".'
-                ]
-            )
-    original(runner, target)
+    """Replaces ``Runner._maybe_compile``: compiles the forward call, where mmengine compiles the whole ``train_step``."""
+    if not any(wrapper.policy.enabled for wrapper in wrappers_of(runner).values()):
+        original(runner, target)
+        return
+    options = compiling.options_of(runner.cfg.get('compile'))
+    if options is not None:
+        give_report(runner, compiling.compile_model(runner.model, options))
+
+
+def compile_model(original: Callable[..., nn.Module], strategy: Any, model: nn.Module, compile: Any = False) -> nn.Module:
+    """Replaces ``compile_model`` of strategies, which comes before there is an optimizer wrapper: remembers what to compile."""
+    strategy._amp_wrapper_compile = None if compile is False else {} if compile is True else dict(compile)
+    # mmengine takes ``target`` out of the dict
+    return original(strategy, model, compile if isinstance(compile, bool) else dict(compile))
 
 
 def build_optim_wrapper(original: Callable[..., Any], strategy: Any, optim_wrapper: Any, model: Any = None) -> Any:
-    """Replaces ``build_optim_wrapper`` of strategies: refuses those that shard, and compiled models."""
+    """Replaces ``build_optim_wrapper`` of strategies: refuses those that shard, and compiles as :func:`maybe_compile` does."""
     _check_strategy(strategy, optim_wrapper)
     wrapper = original(strategy, optim_wrapper, model)
     _check_strategy(strategy, wrapper)
-    # the strategies compile first, and then everything that the model's step calls
-    if isinstance(model, nn.Module) and any(member.policy.runs_16_bit for member in amp_wrappers(wrapper).values()):
-        roots.check_compiled(model)
+    options = vars(strategy).pop('_amp_wrapper_compile', None)
+    ours = any(member.policy.enabled for member in amp_wrappers(wrapper).values())
+    if options is not None and ours and isinstance(model, nn.Module):
+        target = options.pop('target', 'train_step')
+        if target in ('train_step', 'val_step', 'forward'):
+            compiling.decompile(model, target)
+            strategy._amp_wrapper_compiled = compiling.compile_model(model, options)
     return wrapper
 
 
