@@ -127,7 +127,7 @@ def initialize(  # type: ignore[misc]
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name in OPTIONS}
     policy = amp_arguments.policy_of(opt_level, given)
-    model_list = amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module')
+    model_list = amp_arguments.uncompiled(amp_arguments.listed(models, nn.Module, 'models', 'a torch.nn.Module'))
     optimizer_list = (
         []
         if optimizers is None
@@ -146,7 +146,7 @@ def initialize(  # type: ignore[misc]
         amp_arguments.print_options(policy, given, session)
     else:
         amp_session.disable(optimizer_list)
-    result = models if isinstance(models, nn.Module) else amp_arguments.like(models, model_list)
+    result = models if isinstance(models, nn.Module) else amp_arguments.like(models, list(models))
     if optimizers is None:
         return result
     return result, optimizers if isinstance(optimizers, Optimizer) else amp_arguments.like(optimizers, optimizer_list)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from .. import compiler_internals
 from ..casting.find_hooks import holds_casts
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy import OPTIONS, Policy, SharedOptions, resolve
@@ -59,6 +60,11 @@ def policy_of(opt_level: str, given: Mapping[str, Any]) -> Policy:
         )
     options: Any = dict(given)
     return resolve(opt_level, **options)
+
+
+def uncompiled(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """The models inside of what ``torch.compile(model)`` made: what is cast is the same, whichever of the two is called."""
+    return [compiler_internals.compiled_module(m) if compiler_internals.is_compile_wrapper(m) else m for m in models]
 
 
 def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:

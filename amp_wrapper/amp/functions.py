@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..autocast import kernels, regions, state
-from ..autocast.call import CallRule, call_by_rule, devices_of, rule_applies, tensors_in
+from ..autocast import graph, kernels, regions, state
+from ..autocast.call import (
+    CallRule,
+    call_by_rule,
+    call_by_rule_in_graph,
+    devices_of,
+    rule_applies,
+    rule_in_graph,
+    tensors_in,
+)
 from ..autocast.op_set import OpSet
 from ..autocast.patching import patches
+from ..compiler_internals import constant_when_traced, traced_as
 from ..errors import AmpConfigError, nearest
 from ..policy import lookup
 
@@ -96,14 +105,36 @@ def register_promote_function(module: Any, name: str) -> None:
     _register(module, name, _PROMOTE)
 
 
-@contextmanager
-def disable_casts() -> Iterator[None]:
+def disable_casts() -> AbstractContextManager[None]:
     """Inside, on this thread, O1 and O4 cast nothing: autocast is off, our tables and registrations are suspended.
 
-    Nests, and ends with exceptions too. Losses that get 16-bit tensors still compute in FP32.
+    Nests, ends with exceptions too, and may be a decorator. Losses that get 16-bit tensors still compute in FP32.
     """
-    with state.suspended():
-        yield
+    return _DisableCasts()
+
+
+class _DisableCasts(ContextDecorator):
+    """A class, since torch.compile traces no generator in versions before 2.7."""
+
+    def __init__(self) -> None:
+        self._open: list[Any] = []
+
+    def _recreate_cm(self) -> _DisableCasts:
+        # each call of what is decorated has one of its own
+        return _DisableCasts()
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_compiling():
+            self._open.append(graph.suspend())
+            return
+        self._open.append(state.suspended())
+        self._open[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if torch.compiler.is_compiling():
+            graph.leave(self._open.pop())
+            return
+        self._open.pop().__exit__(*error)
 
 
 @functools.cache
@@ -122,7 +153,24 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
         )
     is_method = _takes_self(function)
 
+    def in_graph(*args: Any, **kwargs: Any) -> Any:
+        region = graph.innermost()
+        held = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
+        tensors = tensors_in(args[held:], kwargs)
+        if region is not None:
+            if rule_in_graph(rule, region, tensors):
+                return call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
+            return function(*args, **kwargs)
+        if not _are_casts_alive():
+            return function(*args, **kwargs)
+        region = graph.GraphRegion(None, frozenset({state.CASTS}))
+        graph.enter(region)
+        result = call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
+        graph.leave(region)
+        return result
+
     @functools.wraps(function)
+    @traced_as(in_graph)
     def by_rule(*args: Any, **kwargs: Any) -> Any:
         outside = state.casts_alive()
         if not outside and not state.casts_on():
@@ -139,6 +187,16 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
             return call_by_rule(rule, function, tensors, args, kwargs, held)
 
     return by_rule  # type: ignore[return-value]
+
+
+@constant_when_traced
+def _are_casts_alive() -> bool:
+    if state.casts_alive():
+        for device in state.AUTOCAST_DEVICES:
+            if torch.amp.is_autocast_available(device):
+                kernels.install(device)
+        return True
+    return False
 
 
 def _takes_self(function: Callable[..., Any]) -> bool:

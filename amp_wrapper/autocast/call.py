@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiler_internals import constant_when_traced, untraced
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
-from ..torch_internals import constant_when_traced, untraced
 from . import graph, state
 from .graph import GraphRegion
 from .state import AutocastOff, autocast_is_on
@@ -227,7 +227,7 @@ def call_in_graph(
     types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
     stays = op.output in (FLOAT32, REFUSED) or (op.output == WIDEST and torch.float32 in types)
     if op.output == MODEL:
-        stays = any([region.autocast_type(device) is not None for device in devices])
+        stays = any(region.autocast_type(device) is not None for device in devices)
     return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
 
 
@@ -315,7 +315,7 @@ def call_by_rule(
 
 def rule_in_graph(rule: CallRule | None, region: GraphRegion, tensors: list[Tensor]) -> bool:
     """:func:`rule_applies`, where a graph is traced."""
-    return rule is not None and region.casts and any([region.autocast_type(d) is not None for d in devices_of(tensors)])
+    return rule is not None and region.casts and any(region.autocast_type(d) is not None for d in devices_of(tensors))
 
 
 def call_by_rule_in_graph(

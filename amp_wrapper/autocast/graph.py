@@ -22,18 +22,17 @@ from torch.library import Library
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .. import torch_internals
-from ..torch_internals import constant_when_traced
+from .. import compiler_internals
+from ..compiler_internals import constant_when_traced
 from . import state
 from .state import CASTS, Snapshot
-
 
 # what torch.compile makes of activation checkpointing
 _CHECKPOINTS = frozenset({'checkpoint', 'tag_activation_checkpoint', 'wrap_activation_checkpoint'})
 
 
 class Patched(Protocol):
-    """A function of the FP32 registry, or one with a rule of the user: :class:`amp_wrapper.autocast.patching.PatchedFunction`."""
+    """A function of the FP32 registry, or with a rule of the user: see :mod:`amp_wrapper.autocast.patched_function`."""
 
     def run_in_graph(
         self, region: GraphRegion, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -41,7 +40,7 @@ class Patched(Protocol):
         """Call ``function`` as the region wants it."""
 
 
-#: All functions of the FP32 registry, and those with rules; filled by :mod:`amp_wrapper.autocast.patching`.
+#: All functions of the FP32 registry, and those with rules; filled by :mod:`amp_wrapper.autocast.patched_function`.
 patched: list[Patched] = []
 #: The id of a function to itself and its place in the list.
 places: dict[int, tuple[Any, int]] = {}
@@ -75,13 +74,13 @@ class GraphRegion(TorchFunctionMode):
         self.outer = outer
         self.module: nn.Module | None = None
         self.caller = caller
-        self.covers = outer is not None and outer.covers
+        self.covers: bool = outer is not None and outer.covers
         # whether ``outer`` was at the top of the stack, and waits to be put back there
         self.lifted = False
         self.key_sets: tuple[frozenset[str], ...] = () if outer is None else outer.key_sets
         self.casts: bool = outer is not None and outer.casts
-        self.device = outer.device if device is None and outer is not None else device
-        self.dtype = outer.dtype if device is None and outer is not None else dtype
+        self.device: str | None = outer.device if device is None and outer is not None else device
+        self.dtype: torch.dtype | None = outer.dtype if device is None and outer is not None else dtype
         if keys is not None:
             self.key_sets = (*self.key_sets, keys)
             self.casts = CASTS in keys
@@ -100,7 +99,7 @@ class GraphRegion(TorchFunctionMode):
 
     def has(self, key: str) -> bool:
         """Whether an entry of the FP32 registry is active."""
-        return any([key in keys for keys in self.key_sets])
+        return any(key in keys for keys in self.key_sets)
 
     def autocast_type(self, device: str) -> torch.dtype | None:
         """The type of autocast on a device; None where it is off."""
@@ -112,9 +111,9 @@ class GraphRegion(TorchFunctionMode):
         """``function`` inside of the region, which is not on the stack while one of its calls is made."""
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            torch_internals.push_function_mode(self)
+            compiler_internals.push_function_mode(self)
             result = function(*args, **kwargs)
-            torch_internals.pop_function_mode()
+            compiler_internals.pop_function_mode()
             return result
 
         return inside
@@ -122,12 +121,12 @@ class GraphRegion(TorchFunctionMode):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch with the autocast of the region, and with its tables."""
         if args and _runs_a_function(function):
-            # what is checkpointed is traced by itself. The stack has to change before, or its change counts as an effect of that
-            torch_internals.push_function_mode(self)
-            torch_internals.pop_function_mode()
+            # what is checkpointed is traced by itself; the stack changes before, or the change would count as an effect of it
+            compiler_internals.push_function_mode(self)
+            compiler_internals.pop_function_mode()
             return function(self.around(args[0]), *args[1:], **kwargs)
         if self.casts:
-            torch.ops.amp_wrapper.casts(True)
+            torch.ops.amp_wrapper_graph.casts(True)
         if self.device is None:
             result = function(*args, **kwargs)
         else:
@@ -135,7 +134,7 @@ class GraphRegion(TorchFunctionMode):
             with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None):
                 result = function(*args, **kwargs)
         if self.casts:
-            torch.ops.amp_wrapper.casts(False)
+            torch.ops.amp_wrapper_graph.casts(False)
         return result
 
 
@@ -152,8 +151,8 @@ def _place(function: Any) -> int:
 
 def innermost() -> GraphRegion | None:
     """The region that is open where a graph is traced."""
-    for place in range(torch_internals.function_modes() - 1, -1, -1):
-        mode = torch_internals.function_mode_at(place)
+    for place in range(compiler_internals.function_modes() - 1, -1, -1):
+        mode = compiler_internals.function_mode_at(place)
         if isinstance(mode, GraphRegion):
             return mode
     return None
@@ -163,29 +162,49 @@ def enter(region: GraphRegion) -> None:
     """Open a region while a graph is traced."""
     if region.outer is not None:
         # one region answers for all of them
-        region.lifted = torch_internals.function_mode_at(torch_internals.function_modes() - 1) is region.outer
+        region.lifted = compiler_internals.function_mode_at(compiler_internals.function_modes() - 1) is region.outer
         if region.lifted:
-            torch_internals.pop_function_mode()
-    torch_internals.push_function_mode(region)
+            compiler_internals.pop_function_mode()
+    compiler_internals.push_function_mode(region)
 
 
 def leave(region: GraphRegion) -> None:
     """The counterpart of :func:`enter`."""
-    torch_internals.pop_function_mode()
+    compiler_internals.pop_function_mode()
     if region.lifted:
-        torch_internals.push_function_mode(region.outer)
+        compiler_internals.push_function_mode(region.outer)
+
+
+def suspend() -> GraphRegion:
+    """From here on nothing that O1 and O4 cast is cast, where a graph is traced.
+
+    Returns:
+        To be handed to :func:`leave`. See :func:`amp_wrapper.autocast.state.suspended`.
+    """
+    outer = innermost()
+    on = [device for device in state.AUTOCAST_DEVICES if _autocast_type(outer, device) is not None]
+    region = GraphRegion(outer, None, on[0] if on else None)
+    region.casts = False
+    enter(region)
+    return region
+
+
+def _autocast_type(region: GraphRegion | None, device: str) -> torch.dtype | None:
+    if region is not None:
+        return region.autocast_type(device)
+    return torch.get_autocast_dtype(device) if state.autocast_is_on(device) else None
 
 
 # -- the tables of O1 and O4 -------------------------------------------------------------------------------------------
 
 # a call of this op is part of the graph, so that no cache of compiled graphs takes one with these casts for one without
-_library = Library('amp_wrapper', 'FRAGMENT')  # type: ignore[no-untyped-call]
-_library.define('casts(bool on) -> ()')
+_library = Library('amp_wrapper_graph', 'DEF')  # type: ignore[no-untyped-call]
+_library.define('casts(bool on) -> ()')  # type: ignore[no-untyped-call]
 
 
 def _casts(on: bool) -> None:
     state.thread.graph_casts = on
-    state.thread.traced_in = torch_internals.tracing_context()
+    state.thread.traced_in = compiler_internals.tracing_context()
 
 
 _library.impl('casts', _casts, 'CompositeImplicitAutograd')  # type: ignore[no-untyped-call]
@@ -198,14 +217,14 @@ def agree() -> None:
     """Make the stack of function modes say what is open on this thread."""
     top = state.innermost()
     wanted = _outside(state.snapshot(), top is not None and top.cover is not None)
-    count = torch_internals.function_modes()
-    bottom = torch_internals.function_mode_at(0) if count else None
+    count = compiler_internals.function_modes()
+    bottom = compiler_internals.function_mode_at(0) if count else None
     present = bottom if isinstance(bottom, GraphRegion) else None
     if wanted is present:
         return
-    modes = [torch_internals.pop_function_mode() for _ in range(count)][::-1]
+    modes = [compiler_internals.pop_function_mode() for _ in range(count)][::-1]
     for mode in ([] if wanted is None else [wanted]) + modes[present is not None :]:
-        torch_internals.push_function_mode(mode)
+        compiler_internals.push_function_mode(mode)
 
 
 @functools.lru_cache(maxsize=1024)

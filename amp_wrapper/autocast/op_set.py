@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..compiler_internals import never_compiled, untraced
 from ..policy.fp32_registry import CAST_OPS, FLOAT32, FP32_METHODS, FP32_OPS, METHOD_REASON, REFUSED, Fp32Op
-from ..torch_internals import never_compiled
 from . import graph, recompute, regions, state
 from .call import call, call_in_graph
 from .graph import GraphRegion
@@ -27,6 +27,8 @@ ENTRY_METHODS: tuple[str, ...] = ('loss', 'predict', 'extract_feat', 'inference'
 
 _METHOD_OP = Fp32Op('*', FLOAT32, reason=METHOD_REASON)
 _WRAPPED = '_amp_wrapper_entry'
+# marks attached modules with such methods, for graphs
+_ENTERS = '_amp_wrapper_enters'
 _DEFAULT_KEYS = frozenset(FP32_OPS)
 _BCE = 'torch.nn.functional.binary_cross_entropy'
 
@@ -108,12 +110,15 @@ def attach(modules: Iterable[nn.Module], ops: OpSet) -> None:
     for module in modules:
         known = _attached.get(module)
         _attached[module] = ops if known is None else known | ops
+        if any(hasattr(type(module), name) for name in ENTRY_METHODS):
+            vars(module)[_ENTERS] = True
 
 
 def release(modules: Iterable[nn.Module]) -> None:
     """The counterpart of :func:`attach`."""
     for module in modules:
         _attached.pop(module, None)
+        vars(module).pop(_ENTERS, None)
 
 
 def _wrap_method(cls: type, name: str) -> None:
@@ -128,9 +133,12 @@ def _wrap_method(cls: type, name: str) -> None:
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             region = graph.innermost()
-            if region is None or not in_fp32:
+            if region is not None and in_fp32:
+                return call_in_graph(region, _METHOD_OP, method, (self, *args), kwargs, 1)
+            if region is not None or not getattr(self, _ENTERS, False):
                 return method(self, *args, **kwargs)
-            return call_in_graph(region, _METHOD_OP, method, (self, *args), kwargs, 1)
+            # what is to be active is not known to a graph, which breaks here
+            return outside(self, *args, **kwargs)
         if state.depth():
             return call(_METHOD_OP, method, (self, *args), kwargs, 1) if in_fp32 else method(self, *args, **kwargs)
         ops = _attached.get(self)
@@ -140,5 +148,6 @@ def _wrap_method(cls: type, name: str) -> None:
             return entry(self, *args, **kwargs)
 
     never_compiled(entry)
+    outside = untraced(entry)
     setattr(entry, _WRAPPED, True)
     setattr(owner_class, name, entry)

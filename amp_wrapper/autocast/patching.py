@@ -10,161 +10,21 @@ their identity for pickle, ``torch.jit.script`` and other people's patches. What
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-import torch
-
-from ..policy.fp32_registry import CALLER, FLOAT32, FP32_OPS, MODEL, Fp32Op
+from .. import compiler_internals
+from ..policy.fp32_registry import FP32_OPS, Fp32Op
 from ..policy.lookup import find, is_function_class, is_module_class, parent_of
-from ..torch_internals import never_compiled, untraced
-from . import autograd_functions, graph, state
-from .call import (
-    CallRule,
-    call,
-    call_by_rule,
-    call_by_rule_in_graph,
-    call_in_graph,
-    rule_applies,
-    rule_in_graph,
-    tensors_in,
-)
-from .graph import GraphRegion
+from . import autograd_functions, state
+from .call import CallRule
+from .patched_function import PatchedFunction, is_python, leads_to, original_of
 
-_ORIGINAL = '_amp_wrapper_original'
 _ABSENT = object()
-
-
-class PatchedFunction:
-    """A function that runs in FP32 while any of its names is active: 'mmcv.ops.nms' is 'mmcv.ops.nms.nms' too.
-
-    Or by a rule of the user, where O1 and O4 cast op by op.
-
-    Args:
-        is_python: Whether its calls do not come to function modes (:func:`_is_python`).
-    """
-
-    def __init__(self, is_python: bool = False) -> None:
-        self.ops: dict[str, Fp32Op] = {}
-        self.rule: CallRule | None = None
-        self.is_python = is_python
-
-    def comes_for(self, function: Any) -> None:
-        """Let graphs find this by the function that it stands for."""
-        if id(function) not in graph.places:
-            graph.places[id(function)] = function, len(graph.patched)
-            graph.patched.append(self)
-
-    def active(self) -> Fp32Op | None:
-        """What holds for this thread now."""
-        found: Fp32Op | None = None
-        for key, op in self.ops.items():
-            if state.is_active(key):
-                found = op if found is None else _joined(found, op)
-        return found
-
-    @untraced
-    def _wanted(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], held: int
-    ) -> tuple[CallRule | None, Fp32Op | None, list[torch.Tensor]]:
-        """The rule of the user that applies to a call, or else the rule of the registry; and its tensors for the former."""
-        rule = self.rule
-        if rule is not None and state.casts_on():
-            tensors = tensors_in(args[held:], kwargs)
-            if rule_applies(tensors):
-                return rule, None, tensors
-        return None, self.active(), []
-
-    def run_in_graph(
-        self,
-        region: GraphRegion,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        held: int = 0,
-    ) -> Any:
-        """Call ``function`` as a region wants it, where a graph is traced."""
-        if self.rule is not None:
-            tensors = tensors_in(args[held:], kwargs)
-            if rule_in_graph(self.rule, region, tensors):
-                return call_by_rule_in_graph(region, self.rule, function, tensors, args, kwargs, held)
-        found: Fp32Op | None = None
-        for key, op in self.ops.items():
-            if region.has(key):
-                found = op if found is None else _join(found, op)
-        if found is not None:
-            return call_in_graph(region, found, function, args, kwargs, held)
-        return function(*args, **kwargs) if self.is_python else region.run(function, args, kwargs)
-
-    def around(self, original: Any, of_class: bool) -> Any:
-        """What is put in the place of ``original``: a function, or the descriptor around one.
-
-        Args:
-            original: What is there.
-            of_class: Whether the place is an attribute of a class.
-        """
-        function = _function(original)
-        is_method = of_class and isinstance(original, (FunctionType, classmethod))
-
-        @functools.wraps(function)
-        def in_fp32(*args: Any, **kwargs: Any) -> Any:
-            # the ``self`` of a method that is no tensor must not be replaced by a copy
-            held = 1 if is_method and args and not isinstance(args[0], torch.Tensor) else 0
-            if torch.compiler.is_compiling():
-                region = graph.innermost()
-                if region is not None and self.is_python:
-                    return self.run_in_graph(region, function, args, kwargs, held)
-                # functions of torch come to the region by themselves; without a region, those that stay patched are plain
-                if region is not None or self.is_python:
-                    return function(*args, **kwargs)
-            rule, op, tensors = self._wanted(args, kwargs, held)
-            if rule is not None:
-                return call_by_rule(rule, function, tensors, args, kwargs, held)
-            return function(*args, **kwargs) if op is None else call(op, function, args, kwargs, held)
-
-        never_compiled(in_fp32)
-        setattr(in_fp32, _ORIGINAL, original)
-        return type(original)(in_fp32) if isinstance(original, (staticmethod, classmethod)) else in_fp32
-
-
-def _join(left: Fp32Op, right: Fp32Op) -> Fp32Op:
-    outputs = (left.output, right.output)
-    output = next((rule for rule in (FLOAT32, MODEL) if rule in outputs), CALLER)
-    return Fp32Op(left.name, output, left.cpu | right.cpu, left.cuda | right.cuda, left.reason)
-
-
-_joined = functools.lru_cache(maxsize=1024)(_join)
-
-
-def _function(value: Any) -> Any:
-    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-
-
-def _is_python(value: Any) -> bool:
-    """Whether calls of a function do not come to function modes: it is written in Python, and no op of torch."""
-    function = _function(value)
-    name = function.__module__ or '' if isinstance(function, FunctionType) else 'torch'
-    return name.partition('.')[0] != 'torch' or name.startswith('torch.nn.utils.')
-
-
-def _original(value: Any) -> Any:
-    """What a patched function stands for; anything else is its own."""
-    function = _function(value)
-    # by the dict, since mocks have every attribute
-    return vars(function).get(_ORIGINAL, value) if isinstance(function, FunctionType) else value
-
-
-def _leads_to(value: Any, original: Any) -> bool:
-    """Whether ``value`` is ``original``, or was made around it by :func:`functools.wraps`."""
-    value = _original(value)
-    while value is not original and isinstance(value, FunctionType) and '__wrapped__' in vars(value):
-        value = value.__wrapped__  # type: ignore[attr-defined]
-    return value is original
 
 
 class Target:
@@ -195,11 +55,11 @@ class Target:
             Whether the attribute is to be patched.
         """
         current = vars(self._holder).get(self._name, _ABSENT)
-        if self._imported is not None and not _leads_to(current, self._imported):
+        if self._imported is not None and not leads_to(current, self._imported):
             return False
         # a patched function may be left there by somebody who saved it while it was in place
-        self.at_rest = _ABSENT if current is _ABSENT else _original(current)
-        found = _original(getattr(self._holder, self._name)) if current is _ABSENT else self.at_rest
+        self.at_rest = _ABSENT if current is _ABSENT else original_of(current)
+        found = original_of(getattr(self._holder, self._name)) if current is _ABSENT else self.at_rest
         if found is not self._before or self.patch is None:
             self._before = found
             self.patch = self.patched.around(found, isinstance(self._holder, type))
@@ -283,13 +143,15 @@ class Patches:
     def add_rule(self, holder: Any, name: str, rule: CallRule) -> None:
         """Let an attribute be called by a rule of the user, from now on; in place of an earlier one."""
         with self._lock:
-            value = _original(getattr(holder, name))
+            value = original_of(getattr(holder, name))
             of_class = isinstance(holder, type)
             target = self.targets.get((id(holder), name))
             known = None if of_class else self._originals.get(id(value))
             if target is None:
                 # under all of its names, as functions of the registry are
-                target = self._add_target(PatchedFunction(_is_python(value)) if known is None else known[1], holder, name)
+                target = self._add_target(
+                    PatchedFunction(is_python(value)) if known is None else known[1], holder, name
+                )
                 if known is None and not of_class:
                     self._originals[id(value)] = (value, target.patched)
                     self._scanned.clear()
@@ -300,12 +162,23 @@ class Patches:
             target.patched.comes_for(value)
 
     def keep(self) -> None:
-        """Leave functions patched that do not come to function modes: a graph is made of their calls, which has to find them."""
+        """Leave functions patched that do not come to function modes: graphs are made of their calls, and have to find them."""
         with self._lock:
             if not self._keeps:
                 self._keeps = True
                 self._fingerprint = ()
                 self._look_around()
+
+    def stop_keeping(self) -> None:
+        """The counterpart of :meth:`keep`: there are no graphs any more."""
+        with self._lock:
+            if self._keeps:
+                self._keeps = False
+                for names in self._namespaces.values():
+                    names.kept.clear()
+                    names.look()
+                if not self._users:
+                    self._remove()
 
     def acquire(self) -> None:
         """Patch, until :meth:`release` is called as often."""
@@ -399,13 +272,13 @@ class Patches:
         for name, module in list(sys.modules.items()):
             if name not in self._scanned and isinstance(getattr(module, '__dict__', None), dict):
                 for key, value in list(vars(module).items()):
-                    if _original(value) is not value:
-                        setattr(module, key, _original(value))
+                    if original_of(value) is not value:
+                        setattr(module, key, original_of(value))
 
     def _resolve(self, key: str, op: Fp32Op, value: Any) -> None:
         if is_module_class(value):
             return  # the business of casting
-        value = _original(value)
+        value = original_of(value)
         bound = getattr(value, '__self__', None)
         if is_function_class(bound) and getattr(value, '__name__', '') == 'apply':
             value = bound
@@ -420,7 +293,7 @@ class Patches:
             if target is None:
                 self._add_target(known[1], holder, name)
             return
-        target = target or self._add_target(PatchedFunction(_is_python(value)), holder, name)
+        target = target or self._add_target(PatchedFunction(is_python(value)), holder, name)
         target.patched.ops[key] = op
         target.patched.comes_for(value)
         if not isinstance(holder, type):
@@ -453,6 +326,12 @@ class Patches:
 
 
 patches = Patches()
+
+
+def forget_graphs() -> None:
+    """The hooks of models change: what was compiled with the old ones is compiled anew."""
+    if compiler_internals.forget_graphs():
+        patches.stop_keeping()
 
 
 @contextmanager

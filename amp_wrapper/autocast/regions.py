@@ -18,7 +18,13 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from ..torch_internals import before_compiled_calls, is_called_by_compiled_code, load_compiler_tables, untraced
+from ..compiler_internals import (
+    before_compiled_calls,
+    is_called_by_compiled_code,
+    is_loaded,
+    load_compiler_tables,
+    untraced,
+)
 from . import graph, state
 from .patching import patches
 from .state import Region, thread
@@ -80,7 +86,7 @@ def enter(
 def _listen() -> None:
     """Once torch.compile may be in use, what it compiles is told what is open around it."""
     global _listens
-    if 'torch._dynamo' in sys.modules:
+    if is_loaded():
         _listens = True
         # before anything is patched
         load_compiler_tables()

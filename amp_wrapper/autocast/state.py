@@ -18,7 +18,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from .. import torch_internals
+from .. import compiler_internals, torch_internals
 
 #: The device types that are asked whether autocast is on.
 AUTOCAST_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')
@@ -158,7 +158,7 @@ def session_closed(session: CastSession) -> None:
 
 def casts_on() -> bool:
     """Whether the tables of O1 and O4 and the registered functions act on this thread, where autocast is on."""
-    if thread.graph_casts and thread.traced_in is torch_internals.tracing_context():
+    if thread.graph_casts and thread.traced_in is compiler_internals.tracing_context():
         return True
     if thread.suspended:
         return False
@@ -259,7 +259,7 @@ class AutocastOff:
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
-@torch_internals.constant_when_traced
+@compiler_internals.constant_when_traced
 def has_autocast(device: str) -> bool:
     """Whether a device type has autocast; 'meta' has none."""
     return _has_autocast(device)

@@ -16,9 +16,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..autocast import generators, state
+from ..compiler_internals import never_compiled, traced_as, untraced
 from ..errors import ScriptingError
 from ..policy.nested import CASTABLE, EnterObject, cast_tensors
-from ..torch_internals import forward_pre_hooks, never_compiled, traced_as, untraced
+from ..torch_internals import forward_pre_hooks
 from . import fp32_values
 
 

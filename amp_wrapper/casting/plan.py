@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
 from .. import torch_internals
-from ..autocast import op_set
+from ..autocast import op_set, patching
 from ..autocast.op_set import OpSet
 from ..errors import AmpAttachError
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
@@ -227,6 +227,7 @@ class CastPlan:
             The handle that takes both back.
         """
         policy = self.policy
+        patching.forget_graphs()
         # what another wrapper that autocasts has put on the roots
         before = {id(root): hook.ops for _, root in self.roots if (hook := region_on(root, FORWARD, PLAIN, CASTS))}
         for _, root in self.roots:
@@ -357,6 +358,7 @@ class CastHandle:
 
     def remove(self) -> None:
         """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
+        patching.forget_graphs()
         op_set.release(self._watched)
         attached_modules.release(self._watched, self.roots)
         for root in self.roots:

@@ -18,17 +18,11 @@ from ..autocast.graph import GraphRegion
 from ..autocast.op_set import OpSet, refuses_bce, refuses_bce_in
 from ..autocast.patching import patches
 from ..autocast.state import AutocastOff, Region, autocast_is_on
+from ..compiler_internals import constant_when_traced, traced_as
 from ..errors import AmpAttachError, BannedOpError
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
-from ..torch_internals import (
-    FORWARD_HOOKS,
-    constant_when_traced,
-    first_pre_hook,
-    forward_hooks,
-    forward_pre_hooks,
-    traced_as,
-)
+from ..torch_internals import FORWARD_HOOKS, first_pre_hook, forward_hooks, forward_pre_hooks
 from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks
 from .modules import module_device

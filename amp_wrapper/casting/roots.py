@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from .. import torch_internals
+from .. import compiler_internals
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy.nested import parameters_of
 
@@ -38,8 +38,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = cast(nn.Module, model.module)
-        elif torch_internals.is_compile_wrapper(model):
-            model = torch_internals.compiled_module(model)
+        elif compiler_internals.is_compile_wrapper(model):
+            model = compiler_internals.compiled_module(model)
         else:
             return model
 

@@ -15,7 +15,8 @@ from torch import nn
 from ..casting import fp32_values
 from ..casting.cast_hooks import AmpHook, CastInputs
 from ..casting.masters import Fp32Masters
-from ..torch_internals import constant_when_traced, first_pre_hook, forward_pre_hooks, traced_as
+from ..compiler_internals import constant_when_traced, traced_as
+from ..torch_internals import first_pre_hook, forward_pre_hooks
 from . import averages, graph_calls
 
 

@@ -10,7 +10,7 @@ import threading
 from typing import Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
-from ..torch_internals import before_compiled_calls, untraced
+from ..compiler_internals import before_compiled_calls, untraced
 
 
 class GraphHook(Protocol):

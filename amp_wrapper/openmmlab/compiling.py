@@ -10,7 +10,7 @@ from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
-from .. import torch_internals
+from .. import compiler_internals
 from ..casting import roots
 from ..errors import AmpConfigError
 from .wrappers import inner_model
@@ -30,7 +30,7 @@ class Compiled:
     """
 
     names: list[str]
-    counts: torch_internals.CompileCounts
+    counts: compiler_internals.CompileCounts
     iterations: int | None = 0
 
     def after_iteration(self) -> None:
@@ -44,11 +44,13 @@ class Compiled:
         """Say how many graphs, breaks and recompilations there were; once."""
         if not self.iterations:
             return
-        now = torch_internals.compile_counts()
+        now = compiler_internals.compile_counts()
         graphs, again = now.graphs - self.counts.graphs, now.recompilations - self.counts.recompilations
         reasons = {reason: count - self.counts.breaks.get(reason, 0) for reason, count in now.breaks.items()}
         breaks = sum(reasons.values())
-        text = f'torch.compile after {self.iterations} iterations: {_count(graphs, "graph")}, {_count(breaks, "break")}, '
+        text = (
+            f'torch.compile after {self.iterations} iterations: {_count(graphs, "graph")}, {_count(breaks, "break")}, '
+        )
         text += f'{_count(again, "recompilation")}'
         first = [' '.join(reason.split())[:100] for reason, count in reasons.items() if count][:3]
         _say(text + (f'; the graph breaks at: {"; ".join(first)}' if first else ''))
@@ -78,7 +80,9 @@ def options_of(compile_: object) -> dict[str, Any] | None:
         return {}
     if not isinstance(compile_, Mapping):
         raise AmpConfigError(
-            [f'compile={compile_!r} must be a bool, or a dict of keywords of torch.compile, such as dict(mode="default").']
+            [
+                f'compile={compile_!r} must be a bool, or a dict of keywords of torch.compile, such as dict(mode="default").'
+            ]
         )
     return dict(compile_)
 
@@ -96,9 +100,9 @@ def compile_model(model: nn.Module, options: Mapping[str, Any]) -> Compiled:
     Raises:
         AmpConfigError: A keyword or a backend that torch does not have, or one that needs a compiler which is not there.
     """
-    before = torch_internals.compile_counts()
+    before = compiler_internals.compile_counts()
     inner = roots.unwrap(inner_model(model))
-    problem = torch_internals.compile_problem(options, next(iter(inner.parameters()), None))
+    problem = compiler_internals.compile_problem(options, next(iter(inner.parameters()), None))
     if problem is not None:
         raise AmpConfigError([f'compile={dict(options)!r}: {problem}'])
     targets = _targets(inner)
@@ -108,9 +112,10 @@ def compile_model(model: nn.Module, options: Mapping[str, Any]) -> Compiled:
     except (TypeError, RuntimeError, AssertionError) as error:
         raise AmpConfigError([f'compile={dict(options)!r} is not what torch.compile takes: {error}']) from error
     names = [f'{name or "the model"} ({type(module).__name__})' for name, module in targets.items()]
+    words = ', '.join(f'{key}={value!r}' for key, value in options.items()) or 'default options'
     _say(
-        f'torch.compile compiles the forward calls of {", ".join(names)}, losses included '
-        f'({", ".join(f"{key}={value!r}" for key, value in options.items()) or "default options"}). The first iterations are slow.'
+        f'torch.compile compiles the forward calls of {", ".join(names)}, losses included ({words}). The first iterations are '
+        f'slow.'
     )
     return Compiled(names, before)
 

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .. import torch_internals
+from .. import compiler_internals
 from . import checks, loader, norms, optimizer_step, prologue, reference, schemas
 from .reference import add_gradients
 from .schemas import ADAM, DECISION, HYPER, ROW, SGD
@@ -42,7 +42,7 @@ def compiled_devices() -> frozenset[str]:
     return loader.library().devices
 
 
-@torch_internals.constant_when_traced
+@compiler_internals.constant_when_traced
 def _serves(kind: str) -> bool:
     # torch.compile knows what to do with a constant bool, and not with a set
     return kind in loader.library().devices

@@ -12,7 +12,7 @@ from torch.optim import Optimizer, sgd
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
-from ..torch_internals import untraced
+from ..compiler_internals import untraced
 from .algorithm import Algorithm
 from .fused import FusedOptimizer
 from .tensor_lists import Bucket

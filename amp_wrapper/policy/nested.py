@@ -18,6 +18,8 @@ CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 #: The 16-bit floating types.
 HALF_TYPES = frozenset({torch.float16, torch.bfloat16})
 
+# what holds no tensors, and comes often
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _GROUPS = operator.attrgetter('param_groups')
 _PARAMS = operator.itemgetter('params')
 
@@ -58,7 +60,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
     """
     if isinstance(value, Tensor):
         return function(value)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, _PLAIN):
         return value
     if isinstance(value, dict):
         changed = _changed(function, value, enter)
@@ -70,7 +72,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
         return result
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item, enter) for item in value]
-        if all([new is old for new, old in zip(items, value)]):
+        if all(new is old for new, old in zip(items, value)):
             return value
         if type(value) is list:
             return items

@@ -26,7 +26,8 @@ from torch.nn.functional import l1_loss as imported_by_name
 from amp_wrapper.autocast import op_set, patching, regions, state
 from amp_wrapper.autocast.call import call
 from amp_wrapper.autocast.op_set import OpSet
-from amp_wrapper.autocast.patching import PatchedFunction, patches
+from amp_wrapper.autocast.patched_function import PatchedFunction
+from amp_wrapper.autocast.patching import patches
 from amp_wrapper.policy.fp32_registry import Fp32Op
 
 HALVES = (torch.float16, torch.bfloat16)

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.checkpoint import checkpoint
 
 import amp_wrapper
-from amp_wrapper import torch_internals
+from amp_wrapper import compiler_internals, torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def test_untraced_functions_keep_the_count_of_references() -> None:
     if sys.version_info >= (3, 12):
         pytest.skip('None has no count of references in this version of Python')
 
-    @torch_internals.untraced
+    @compiler_internals.untraced
     def nothing() -> None:
         return None
 
@@ -165,10 +165,10 @@ def test_modules_that_are_compiled() -> None:
     wrapper = torch.compile(plain)
     called.compile()
     method.forward = torch.compile(method.forward)
-    assert torch_internals.is_compile_wrapper(wrapper) and torch_internals.compiled_module(wrapper) is plain
+    assert compiler_internals.is_compile_wrapper(wrapper) and compiler_internals.compiled_module(wrapper) is plain
     modules = (wrapper, called, method, plain)
-    assert [torch_internals.is_compiled(module) for module in modules] == [True, True, True, False]
-    assert not any(map(torch_internals.is_compile_wrapper, modules[1:]))
+    assert [compiler_internals.is_compiled(module) for module in modules] == [True, True, True, False]
+    assert not any(map(compiler_internals.is_compile_wrapper, modules[1:]))
 
 
 def test_base_classes_of_modules() -> None:
@@ -376,12 +376,12 @@ class Watched:
     def __init__(self) -> None:
         self.seen: list[tuple[bool, object]] = []
 
-    @torch_internals.untraced
+    @compiler_internals.untraced
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """Doubles."""
         return self.look(x)
 
-    @torch_internals.untraced
+    @compiler_internals.untraced
     def second(self, x: torch.Tensor) -> torch.Tensor:
         return self.look(x)
 
@@ -454,7 +454,7 @@ def run_in_a_skipped_frame(decorate: Callable[[Any], Any]) -> tuple[int, int]:
 
 def test_untraced_functions_are_not_compiled_where_others_would_be() -> None:
     """A frame that is skipped calls them: nobody has looked at them yet, and what it calls is compiled."""
-    frames, graphs = run_in_a_skipped_frame(torch_internals.untraced)
+    frames, graphs = run_in_a_skipped_frame(compiler_internals.untraced)
     assert graphs == 1
     assert (frames, graphs) == run_in_a_skipped_frame(torch.compiler.disable)
 
@@ -462,7 +462,7 @@ def test_untraced_functions_are_not_compiled_where_others_would_be() -> None:
 def test_constants_of_traced_functions() -> None:
     calls: list[str] = []
 
-    @torch_internals.constant_when_traced
+    @compiler_internals.constant_when_traced
     def constant(name: str) -> bool:
         calls.append(name)
         return name in frozenset({'cpu'})
@@ -496,7 +496,7 @@ def test_constants_when_compiled() -> None:
     """What torch.compile could not trace in one graph: a function of ctypes."""
     asked: list[str] = []
 
-    @torch_internals.constant_when_traced
+    @compiler_internals.constant_when_traced
     def is_known(name: str) -> bool:
         asked.append(str(ctypes.c_char_p(name.encode()).value))
         return name == 'cpu'

@@ -17,7 +17,8 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...torch_internals import constant_when_traced, first_pre_hook, forward_hooks, never_compiled, refill, traced_as
+from ...compiler_internals import constant_when_traced, never_compiled, traced_as
+from ...torch_internals import first_pre_hook, forward_hooks, refill
 from .. import graph_calls
 
 

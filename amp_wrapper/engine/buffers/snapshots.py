@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ... import torch_internals
-from ...torch_internals import untraced
+from ...compiler_internals import untraced
 from . import hooks
 from .averages import AveragedBuffers
 from .copies import LARGE, is_tracked

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...casting.cast_hooks import AmpHook
-from ...torch_internals import never_compiled
+from ...compiler_internals import never_compiled
 
 State = Literal['unknown', 'averaged', 'local', 'spent', 'void']
 

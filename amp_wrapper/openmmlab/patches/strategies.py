@@ -27,7 +27,9 @@ def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> No
         give_report(runner, compiling.compile_model(runner.model, options))
 
 
-def compile_model(original: Callable[..., nn.Module], strategy: Any, model: nn.Module, compile: Any = False) -> nn.Module:
+def compile_model(
+    original: Callable[..., nn.Module], strategy: Any, model: nn.Module, compile: Any = False
+) -> nn.Module:
     """Replaces ``compile_model`` of strategies, which comes before there is an optimizer wrapper: remembers what to compile."""
     strategy._amp_wrapper_compile = None if compile is False else {} if compile is True else dict(compile)
     # mmengine takes ``target`` out of the dict

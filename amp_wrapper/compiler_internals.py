@@ -1,0 +1,284 @@
+"""The private names of ``torch.compile`` that the package uses, as :mod:`amp_wrapper.torch_internals` has those of the rest.
+
+Nothing here loads ``torch._dynamo``, which takes seconds, before something is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn, overrides
+
+_Function = TypeVar('_Function', bound=Callable[..., Any])
+
+_VERSION = tuple(int(number) for number in torch.__version__.split('.')[:2])
+
+
+def is_compile_wrapper(model: nn.Module) -> bool:
+    """Whether ``torch.compile(model)`` made it, a module around another.
+
+    Its class is in ``torch._dynamo``, which would be loaded. In every version since 2.0.
+    """
+    return hasattr(model, '_orig_mod')
+
+
+def compiled_module(wrapper: nn.Module) -> nn.Module:
+    """The module inside one that :func:`is_compile_wrapper`; nothing public leads to it. In every version since 2.0."""
+    return cast(nn.Module, wrapper._orig_mod)
+
+
+def is_loaded() -> bool:
+    """Whether ``torch._dynamo`` is loaded: before, nothing was compiled. In every version since 2.0."""
+    return 'torch._dynamo' in sys.modules
+
+
+class _Calls(threading.local):
+    # what is untraced, and was called by code that is compiled
+    from_compiled = 0
+
+
+_calls = _Calls()
+_listeners: list[Callable[[Any], None]] = []
+
+
+def is_called_by_compiled_code() -> bool:
+    """Of a function that is :func:`untraced`: whether code that is compiled calls it, between two graphs, on this thread.
+
+    Before 2.13 nobody can tell; there it is True as soon as anything may be compiled.
+    """
+    return _calls.from_compiled > 0 if _VERSION >= (2, 13) else bool(_listeners)
+
+
+def before_compiled_calls(listener: Callable[[Any], None]) -> None:
+    """Be told before each call of what ``torch.compile`` made, from now on; :mod:`torch._dynamo` is loaded.
+
+    :mod:`torch.compiler` has no such hook. All that is compiled asks one function of ``torch._dynamo.eval_frame`` what compiles
+    it, whenever it is called from outside. In every version since 2.6.
+
+    Args:
+        listener: Called with what compiles it, an object of its own for each call of ``torch.compile``.
+    """
+    from torch._dynamo import eval_frame
+
+    if not _listeners:
+        ask = eval_frame._callback_from_stance
+
+        @functools.wraps(ask)
+        def call(callback: Any) -> Any:
+            if callback is not None and callback is not False:
+                for each in _listeners:
+                    each(callback)
+            return ask(callback)
+
+        never_compiled(call)
+        eval_frame._callback_from_stance = call
+    _listeners.append(listener)
+
+
+def load_compiler_tables() -> None:
+    """Let ``torch._dynamo`` look at torch's functions, which it knows by identity from the first time on that it compiles.
+
+    So does :mod:`torch.overrides`, which it asks. In every version since 2.1.
+    """
+    from torch._dynamo import trace_rules
+
+    trace_rules.get_torch_obj_rule_map()
+    overrides.get_testing_overrides()
+    overrides.get_overridable_functions()
+
+
+def untraced(function: _Function) -> _Function:
+    """Break the graph of ``torch.compile`` at every call of ``function``, which runs as it is, with all that it calls.
+
+    :func:`torch.compiler.disable` does the same, but loads ``torch._dynamo`` where a function is decorated, and sets its state
+    at every call. Here both wait for a call while something is compiled; every other call costs one more of Python.
+    ``torch._dynamo`` skips the wrapper by the same two marks as what its own ``skip`` decorates. In every version since 2.13.
+
+    In 2.6, each look for what compiles drops a reference to it, or to None, that is not its own, until Python crashes. There,
+    and in the versions in between, ``torch._dynamo`` is loaded at the first call, and its state is set at every call.
+
+    Args:
+        function: A function or method.
+    """
+    untraced_call: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined, assignment]
+    if _VERSION < (2, 13):
+        return untraced_call
+    frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # what compiles the frames of this thread: None where nothing does
+        if frame_compiler() is None:
+            return function(*args, **kwargs)
+        _calls.from_compiled += 1
+        try:
+            return untraced_call(*args, **kwargs)
+        finally:
+            _calls.from_compiled -= 1
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    never_compiled(call)
+    return call  # type: ignore[return-value]
+
+
+def traced_as(traced: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Decorator: where ``torch.compile`` traces a caller, ``traced`` takes the place of the function and belongs to the graph.
+
+    Everywhere else the function runs as it is, with all that it calls, also where code that is compiled calls it between two
+    graphs. The mark that keeps torch from compiling the wrapper by itself is what tells the two apart:
+    :func:`torch.compiler.is_compiling` is True inside of a graph then, and nowhere else. In every version since 2.6.
+
+    Args:
+        traced: A function of the same arguments.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        run = untraced(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return traced(*args, **kwargs)
+            return run(*args, **kwargs)
+
+        never_compiled(call)
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def never_compiled(function: Callable[..., Any]) -> None:
+    """Keep ``torch.compile`` from compiling a function by itself. It is traced all the same where its caller is.
+
+    In 2.6 by ``skip_code``; by a strategy in the versions that were tried since.
+
+    Args:
+        function: A function of Python.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    code = cast(Any, function).__code__
+    if hasattr(frames, 'skip_code'):
+        frames.skip_code(code)
+    else:
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+def function_modes() -> int:
+    """The number of function modes that are open on this thread, or where a graph is traced.
+
+    torch shows the class of a mode, and not the stack. In every version since 1.13, traced since 2.6, as the three below.
+    """
+    return torch._C._len_torch_function_stack()
+
+
+def function_mode_at(place: int) -> Any:
+    """One of the function modes that are open; the outermost is at 0. The mode whose work is being done is not among them."""
+    return torch._C._get_function_stack_at(place)
+
+
+def push_function_mode(mode: Any) -> None:
+    """Open a function mode, without a block. The outermost is open first."""
+    torch._C._push_on_torch_function_stack(mode)
+
+
+def pop_function_mode() -> Any:
+    """Close the innermost function mode, and return it."""
+    return torch._C._pop_torch_function_stack()
+
+
+def tracing_context() -> object | None:
+    """What stands for the graph that is made on this thread, by any part of ``torch.compile``. In every version since 2.0."""
+    return torch._guards.TracingContext.try_get()
+
+
+def constant_when_traced(function: _Function) -> _Function:
+    """Let ``torch.compile`` call ``function`` while it traces, and take the result for a constant.
+
+    :func:`torch.compiler.assume_constant_result` sets the same mark, but loads ``torch._dynamo``. In every version since 2.0.
+
+    Args:
+        function: Its result must not change as long as the process lives.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileCounts:
+    """What ``torch.compile`` has counted in this process so far.
+
+    Attributes:
+        graphs: Graphs that were compiled.
+        recompilations: Of code that had been compiled before.
+        breaks: Graph breaks, by their reasons.
+    """
+
+    graphs: int = 0
+    recompilations: int = 0
+    breaks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def compile_counts() -> CompileCounts:
+    """What ``torch.compile`` has counted so far; zeros where it is not loaded. :mod:`torch.compiler` shows no counters.
+
+    In every version since 2.6.
+    """
+    dynamo: Any = sys.modules.get('torch._dynamo')
+    if dynamo is None:
+        return CompileCounts()
+    counters = dynamo.utils.counters
+    ids = [str(metrics.compile_id) for metrics in dynamo.utils.get_compilation_metrics()]
+    again = sum(not name.split('_')[0].endswith('/0') for name in set(ids) if '/' in name)
+    return CompileCounts(counters['stats'].get('unique_graphs', 0), again, dict(counters['graph_break']))
+
+
+def forget_graphs() -> bool:
+    """Forget all that was compiled, and compile it anew when it is called. Does nothing where nothing was.
+
+    A graph knows the types of weights, and not the hooks of modules: torch.compile leaves them out of what it looks at before
+    each call.
+
+    Returns:
+        Whether anything was compiled.
+    """
+    if not compile_counts().graphs:
+        return False
+    torch.compiler.reset()
+    return True
+
+
+def compile_problem(options: Mapping[str, Any], weight: Tensor | None) -> str | None:
+    """Why a model cannot be compiled and trained with some keywords of :func:`torch.compile`; None where it can.
+
+    Args:
+        options: The keywords.
+        weight: Of the model.
+    """
+    backend = options.get('backend', 'inductor')
+    if isinstance(backend, str):
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            return f'there is no backend {backend!r}; torch has {", ".join(sorted(known))}.'
+    if backend != 'inductor':
+        return None
+    from torch._inductor import config, cpp_builder, exc
+
+    if config.freezing or (options.get('options') or {}).get('freezing'):
+        return 'freezing makes constants of weights, which a training changes. Leave options=dict(freezing=True) out.'
+    if weight is not None and weight.device.type == 'cpu':
+        try:
+            cpp_builder.get_cpp_compiler()
+        except exc.InvalidCxxCompiler as error:
+            return (
+                f'the backend inductor needs a C++ compiler on a CPU ({" ".join(str(error).split())[:200]}). Install g++ '
+                f'(apt-get install g++) or name one in CXX, or take compile=dict(backend="aot_eager"), which needs none and '
+                f'is no faster than no compilation.'
+            )
+    return None
