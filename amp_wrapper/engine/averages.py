@@ -20,7 +20,7 @@ from ..casting import fp32_values
 from ..casting.find_hooks import is_cast
 from ..errors import AmpUsageError
 from ..policy.nested import HALF_TYPES
-from .buffers.snapshots import averaging
+from .buffers.living import averaging
 
 
 class Fp32View:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import torch_internals
 from ..autocast import patching
 from ..errors import AmpUsageError
-from .buffers import snapshots
+from .buffers import living
 from .buffers import users as buffer_users
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
@@ -337,6 +337,6 @@ def backward_pass(engine: EngineParts, loss_id: int) -> BackwardPass | SimplePas
         or engine.gradients.unscaled
         or engine.ddp.ddps
         or engine.overflow.has_others
-        or len(snapshots.living) > 1
+        or len(living.living) > 1
     )
     return SimplePass(engine) if simple else BackwardPass([engine], loss_id)

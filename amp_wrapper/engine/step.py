@@ -17,7 +17,7 @@ from ..casting import fp32_values
 from ..casting.param_pairs import StepLists
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
 from ..optim.fused import FusedOptimizer, Update
-from .buffers import snapshots
+from .buffers import living
 from .clipping import GradientClip
 from .gradients.unscale import nonfinite_names
 from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
@@ -102,7 +102,7 @@ class FusedStep:
             if parts.ddp.ddps:
                 agree(parts)
             words['found_inf'] = overflow.skipped()
-            snapshots.settle_step(parts, parts.buffers, words['found_inf'])
+            living.settle_step(parts, parts.buffers, words['found_inf'])
             if not done and not overflow.is_own:
                 words['learned'] = overflow.learned(0)
         if clip is not None and clip.raises_on_nonfinite and 'norm' in words:
@@ -181,7 +181,7 @@ class EagerStep:
             if parts.ddp.ddps:
                 agree(parts)
             skip = parts.overflow.skipped()
-        snapshots.settle_step(parts, parts.buffers, skip)
+        living.settle_step(parts, parts.buffers, skip)
         by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
         late = None
         if skip is not None and not by_flag:
@@ -281,7 +281,7 @@ class StepChecks:
 def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Mapping[str, Any]) -> StepResult:
     """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
     norm = None if clip is None else clip.apply(parts.params.parameters())
-    snapshots.settle_step(parts, parts.buffers, None)
+    living.settle_step(parts, parts.buffers, None)
     parts.own_step(kwargs)
     parts.stage = Stage.READY
     return result_of(parts, False, None, norm)

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from toy_buffers import APIS, Around, Counter, Probe, Scripted, batch, changed, snapshot
 
 from amp_wrapper import OverflowStreakError
-from amp_wrapper.engine.buffers.copies import LargeBuffer
-from amp_wrapper.engine.buffers.snapshots import LARGE
+from amp_wrapper.engine.buffers.copies import LARGE, LargeBuffer
 from amp_wrapper.optim import FusedAdamW
 from amp_wrapper.policy import LEVELS
 

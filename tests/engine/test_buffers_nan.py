@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam
 from torch.optim.swa_utils import AveragedModel
 
 from amp_wrapper import AmpOptimWrapper, amp
-from amp_wrapper.engine.buffers import snapshots
+from amp_wrapper.engine.buffers import copies
 from amp_wrapper.engine.buffers.tracked import TrackedBuffers
 
 NAN = math.nan
@@ -381,7 +381,7 @@ class Kinds(nn.Module):
 @pytest.mark.parametrize('large', [False, True])
 def test_buffers_of_all_kinds(large: bool, dtype: torch.dtype, device: torch.device) -> None:
     """What a pass without a step left is taken back before the next one; buffers of one module share their fate."""
-    size = snapshots.LARGE // dtype.itemsize + 1 if large else 7
+    size = copies.LARGE // dtype.itemsize + 1 if large else 7
     model = nn.Sequential(Kinds(size, dtype), Kinds(3, dtype)).to(device)
     optimizer = SGD(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level='O1', **WORDS)
@@ -529,7 +529,7 @@ class Large(nn.Module):
     def __init__(self, beside: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer('total', torch.zeros(snapshots.LARGE // 4 + 1))
+        self.register_buffer('total', torch.zeros(copies.LARGE // 4 + 1))
         if beside:
             # the small ones of a module share the fate of its large ones
             self.register_buffer('seen', torch.zeros(()))

@@ -11,7 +11,7 @@ from bits import same_bits
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper, amp
-from amp_wrapper.engine.buffers import snapshots
+from amp_wrapper.engine.buffers import copies
 
 NAN = math.nan
 
@@ -36,7 +36,7 @@ class Probe(nn.Module):
         self.register_buffer('again', self.count)
         self.register_buffer('strided', torch.zeros(6)[::2])
         self.register_buffer('constant', torch.arange(4.0))
-        self.register_buffer('large', torch.zeros(snapshots.LARGE // 4 + 1))
+        self.register_buffer('large', torch.zeros(copies.LARGE // 4 + 1))
         self.register_buffer('nothing', torch.zeros(0))
         self.register_buffer('absent', None)
 

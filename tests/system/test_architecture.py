@@ -177,7 +177,18 @@ def test_checker_allows_what_points_downward(
 TESTS = Path(__file__).parents[1]
 #: Folders beside those that mirror the package: what they hold is of no single one of its folders.
 BESIDE = frozenset(
-    {'distributed', 'system', 'tools', 'downstream', 'foreign_packages', 'support', 'data', 'cuda_shim', '__pycache__'}
+    {
+        'compiled',
+        'distributed',
+        'system',
+        'tools',
+        'downstream',
+        'foreign_packages',
+        'support',
+        'data',
+        'cuda_shim',
+        '__pycache__',
+    }
 )
 #: Lines of a file of the package, and of the tests.
 LONGEST = {Path(amp_wrapper.__file__).parent: 400, TESTS: 600}

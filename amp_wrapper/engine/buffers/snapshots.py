@@ -19,20 +19,17 @@ step. A call without gradients is covered in this alone: no step comes of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from ... import torch_internals
 from ...compiler_internals import untraced
-from . import hooks
+from . import hooks, living
 from .averages import AveragedBuffers
-from .copies import LARGE, is_tracked
 from .hooks import Call, Calls, HookedModules
 from .ownership import owned_modules
 from .tracked import TrackedBuffers
@@ -77,16 +74,16 @@ class BufferSnapshots:
         # whether a graph may have written to buffers since the last look at them
         self._graph_runs = False
         self._collect()
-        _collect_again()
+        living.collect_again()
         # complete from here on: hooks of torch ask all that are listed
-        living.add(ref(self, living.discard))
-        _listen()
+        living.living.add(ref(self, living.living.discard))
+        living.listen()
 
     def remove(self) -> None:
         """Take the hooks off."""
         self._hooked.hook([])
-        living.discard(ref(self))
-        _collect_again()
+        living.living.discard(ref(self))
+        living.collect_again()
 
     # -- which buffers -------------------------------------------------------------------------------------------------
 
@@ -95,7 +92,7 @@ class BufferSnapshots:
         """Look for the buffers, and put hooks on the modules that have some."""
         self._stale = False
         mine, theirs = self.owners()
-        others = [weight for other in _all() if other is not self for weight in other.owners()[0]]
+        others = [weight for other in living.everything() if other is not self for weight in other.owners()[0]]
         modules = owned_modules(self._roots, mine, [*theirs, *others], self._leave)
         self.tracked = TrackedBuffers(modules)
         roots = [root for _, root in self._roots]
@@ -193,7 +190,7 @@ class BufferSnapshots:
             self._active = max(self._active - 1, 0)
             self.tracked.note()
         # a single optimizer decides alone
-        if len(living) > 1 and self._live:
+        if len(living.living) > 1 and self._live:
             self._deciders.watch(output)
 
     def _begin(self, has_graph: bool) -> None:
@@ -348,76 +345,3 @@ class BufferSnapshots:
         self._averaged = AveragedBuffers(averages)
         self._deciders.has_own_loss = True
         self.expects_graph, self._loaded = False, True
-
-
-# -- all of them -----------------------------------------------------------------------------------------------------------
-
-#: One for each optimizer whose skipped steps give buffers back.
-living: set[ReferenceType[BufferSnapshots]] = set()
-_listens = False
-
-
-def _all() -> list[BufferSnapshots]:
-    # references go whenever garbage is collected
-    found = [reference() for reference in living.copy()]
-    return [snapshots for snapshots in found if snapshots is not None]
-
-
-def _collect_again() -> None:
-    """An optimizer came or went."""
-    for snapshots in _all():
-        snapshots.collect_again()
-
-
-def _listen() -> None:
-    global _listens
-    if not _listens:
-        _listens = True
-        torch_module.register_module_module_registration_hook(_on_registration)
-        torch_module.register_module_buffer_registration_hook(_on_registration)
-
-
-def _on_registration(parent: nn.Module, name: str, new: nn.Module | Tensor | None) -> None:
-    for snapshots in _all():
-        if id(parent) in snapshots.tracked.module_ids and not is_tracked(parent._buffers.get(name)):
-            snapshots.collect_again()
-
-
-@contextmanager
-def averaging(average: nn.Module, model: nn.Module) -> Iterator[None]:
-    """Around the update of an average of a model.
-
-    Args:
-        average: A copy of the model.
-        model: The model, or a wrapper of the same structure that the copy was made from.
-    """
-    found = _all()
-    for snapshots in found:
-        snapshots.average(average, model)
-    yield
-    for snapshots in found:
-        snapshots.averaged(average)
-
-
-def settle_step(user: User, own: BufferSnapshots | None, flag: Tensor | None) -> None:
-    """An optimizer takes a step or skips it: what its losses did to buffers, of its modules or of others, is settled.
-
-    Args:
-        user: Whose step it is.
-        own: Its snapshots, if it has some.
-        flag: As for :meth:`BufferSnapshots.restore`.
-    """
-    if own is not None:
-        own.restore(flag)
-    if len(living) > (own is not None):
-        for snapshots in _all():
-            snapshots.decide(user, flag)
-
-
-def settle() -> None:
-    """Somebody is about to save models: :meth:`BufferSnapshots.settle` for all."""
-    for snapshots in _all():
-        snapshots.settle()
-
-
-__all__ = ['LARGE', 'BufferSnapshots', 'averaging', 'living', 'settle', 'settle_step']

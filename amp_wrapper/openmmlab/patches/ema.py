@@ -16,7 +16,7 @@ from ...casting.find_hooks import is_cast
 from ...casting.state_dict_hooks import restore_fp32_copy
 from ...checkpoint import names
 from ...engine import averages
-from ...engine.buffers import snapshots
+from ...engine.buffers import living
 from ...errors import AmpUsageError
 from ..wrappers import wrappers_of
 
@@ -31,7 +31,7 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
     """Replaces ``BaseAveragedModel.update_parameters``: averages the FP32 values of a cast model."""
-    with snapshots.averaging(average.module, model):
+    with living.averaging(average.module, model):
         original(average, averages.Fp32View(model) if is_cast(model) else model)
 
 

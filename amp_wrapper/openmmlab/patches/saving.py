@@ -20,7 +20,7 @@ from mmengine.model import is_model_wrapper
 
 from ...checkpoint import file as checkpoint_file
 from ...checkpoint import names
-from ...engine.buffers import snapshots
+from ...engine.buffers import living
 from ...errors import AmpCheckpointError
 from ..log import warn
 from ..wrappers import inner_model, wrappers_of
@@ -44,7 +44,7 @@ def is_local(path: str, backend_args: Any = None) -> bool:
 
 @contextmanager
 def _saving(runner: Any, meta: Mapping[str, Any]) -> Iterator[None]:
-    snapshots.settle()
+    living.settle()
     token = _given_meta.set(meta if wrappers_of(runner) else _given_meta.get())
     try:
         yield
