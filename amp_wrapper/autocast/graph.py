@@ -97,6 +97,9 @@ class GraphRegion(TorchFunctionMode):
             return self.run(func, args, kwargs)
         return patched[place].run_in_graph(self, func, args, kwargs)
 
+    # between two graphs it only hands calls on
+    compiler_internals.never_compiled(__torch_function__)
+
     def has(self, key: str) -> bool:
         """Whether an entry of the FP32 registry is active."""
         return any(key in keys for keys in self.key_sets)
