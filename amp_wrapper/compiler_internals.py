@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, overrides
+from torch.utils._device import DeviceContext
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
@@ -153,13 +154,14 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[_Function], _Function]:
     return decorate
 
 
-def never_compiled(function: Callable[..., Any]) -> None:
+def never_compiled(function: Callable[..., Any], with_callees: bool = False) -> None:
     """Keep ``torch.compile`` from compiling a function by itself. It is traced all the same where its caller is.
 
     In 2.6 by ``skip_code``; by a strategy in the versions that were tried since.
 
     Args:
-        function: A function of Python.
+        function: A function of Python, also one that makes a generator.
+        with_callees: Whether to keep it from what the function calls, too; not in 2.6.
     """
     frames: Any = torch._C._dynamo.eval_frame
     code = cast(Any, function).__code__
@@ -167,7 +169,29 @@ def never_compiled(function: Callable[..., Any]) -> None:
         frames.skip_code(code)
     else:
         action = frames._FrameAction
-        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+        inside = action.SKIP if with_callees else action.DEFAULT
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, inside))
+
+
+def eager_block(manager: _Function) -> _Function:
+    """Decorator around ``contextmanager``: what begins and ends the block is never compiled; what is inside of it may be.
+
+    Args:
+        manager: Of :func:`contextlib.contextmanager`.
+    """
+    begin = untraced(_begins_eagerly)
+    never_compiled(cast(Any, manager).__wrapped__, with_callees=True)
+
+    @functools.wraps(manager)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        return manager(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def _begins_eagerly() -> None:
+    """Breaks a graph."""
 
 
 def function_modes() -> int:
@@ -191,6 +215,11 @@ def push_function_mode(mode: Any) -> None:
 def pop_function_mode() -> Any:
     """Close the innermost function mode, and return it."""
     return torch._C._pop_torch_function_stack()
+
+
+def is_default_device(mode: object) -> bool:
+    """Whether a function mode is that of ``torch.set_default_device`` or ``with torch.device(...)``. Since 2.0."""
+    return isinstance(mode, DeviceContext)
 
 
 def tracing_context() -> object | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from ..compiler_internals import eager_block
 from ..policy import OPTIONS
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolve import Fp32Names
@@ -152,6 +153,7 @@ def initialize(  # type: ignore[misc]
     return result, optimizers if isinstance(optimizers, Optimizer) else amp_arguments.like(optimizers, optimizer_list)
 
 
+@eager_block
 @contextmanager
 def scale_loss(
     loss: Tensor,

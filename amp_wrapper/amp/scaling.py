@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..autocast import regions
+from ..compiler_internals import eager_block
 from ..engine import AmpEngine
 from ..errors import AmpUsageError
 
 
+@eager_block
 @contextmanager
 def scaled(
     loss: Tensor, engines: Sequence[AmpEngine], loss_id: int, beyond: Sequence[AmpEngine] = ()

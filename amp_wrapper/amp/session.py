@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..autocast import state as autocast_state
 from ..casting import ownership, save_pretrained
+from ..compiler_internals import is_called_by_compiled_code, untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
@@ -31,6 +33,8 @@ from ..policy.nested import parameters_of
 from ..policy.policy import Policy
 from ..torch_internals import note_step
 from . import known_models
+
+logger = logging.getLogger('amp_wrapper')
 
 _sessions: list[ReferenceType[Session]] = []
 _session_of: WeakKeyDictionary[Optimizer, ReferenceType[Session]] = WeakKeyDictionary()
@@ -123,14 +127,17 @@ class Session:
 
             inner_optimizers.lead(each, lambda: engine.parts.in_own_step, take)
 
+        @untraced
         @functools.wraps(getattr(own_step, '__func__', own_step))
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             self.thread = threading.get_ident()
+            _say_if_compiled()
             if inner and not engine.is_plain and callable(args[0] if args else kwargs.get(closure)):
                 # it may want the closure in the middle, at other weights: the inner optimizer's step is the one that counts
                 return own_step(*args, **kwargs)
             return self._step(engine, own_step, closure, args, kwargs)
 
+        @untraced
         @functools.wraps(getattr(own_zero_grad, '__func__', own_zero_grad))
         def zero_grad(_: Optimizer, *args: Any, **kwargs: Any) -> None:
             self.thread = threading.get_ident()
@@ -195,6 +202,20 @@ class Session:
         """Say what was skipped up to now. Syncs."""
         for engine in self.engines:
             self._read(engine, wait=True)
+
+
+_said_compiled = False
+
+
+def _say_if_compiled() -> None:
+    """A step is part of what somebody has compiled: once in a process, say that it runs as it is."""
+    global _said_compiled
+    if not _said_compiled and is_called_by_compiled_code():
+        _said_compiled = True
+        logger.warning(
+            'amp: torch.compile does not compile optimizer.step(), which runs as it is: a few passes of compiled ops over '
+            'lists of tensors. Compile the model, or the function that computes the loss.'
+        )
 
 
 def _share_gradients(engine: AmpEngine) -> None:

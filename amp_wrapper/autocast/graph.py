@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from .. import compiler_internals
-from ..compiler_internals import constant_when_traced
+from ..compiler_internals import constant_when_traced, untraced
 from . import state
 from .state import CASTS, Snapshot
 
@@ -35,15 +35,24 @@ class Patched(Protocol):
     """A function of the FP32 registry, or with a rule of the user: see :mod:`amp_wrapper.autocast.patched_function`."""
 
     def run_in_graph(
-        self, region: GraphRegion, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        region: GraphRegion,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        held: int = 0,
     ) -> Any:
         """Call ``function`` as the region wants it."""
 
 
 #: All functions of the FP32 registry, and those with rules; filled by :mod:`amp_wrapper.autocast.patched_function`.
 patched: list[Patched] = []
-#: The id of a function to itself and its place in the list.
+#: What takes the place of a function while a region is open, in :data:`originals` by the same place.
+stand_ins: list[Any] = []
+originals: list[Any] = []
+#: The id of a function to itself, and its place in :data:`patched`; of a stand-in its place in :data:`originals`.
 places: dict[int, tuple[Any, int]] = {}
+stand_in_places: dict[int, int] = {}
 
 
 class GraphRegion(TorchFunctionMode):
@@ -92,6 +101,10 @@ class GraphRegion(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             # the regions of the thread do their work by themselves
             return func(*args, **kwargs)
+        stand_in = _stand_in(func)
+        if stand_in >= 0:
+            # methods of tensors are looked up in their class, which is patched outside of graphs
+            func = originals[stand_in]
         place = _place(func)
         if place < 0:
             return self.run(func, args, kwargs)
@@ -147,6 +160,18 @@ def _runs_a_function(function: Any) -> bool:
 
 
 @constant_when_traced
+def _stand_in(function: Any) -> int:
+    return stand_in_places.get(id(function), -1)
+
+
+def note_stand_in(function: Any, original: Any) -> None:
+    """A function takes the place of another from time to time."""
+    stand_in_places[id(function)] = len(originals)
+    stand_ins.append(function)
+    originals.append(original)
+
+
+@constant_when_traced
 def _place(function: Any) -> int:
     known = places.get(id(function))
     return -1 if known is None else known[1]
@@ -166,9 +191,16 @@ def enter(region: GraphRegion) -> None:
     if region.outer is not None:
         # one region answers for all of them
         region.lifted = compiler_internals.function_mode_at(compiler_internals.function_modes() - 1) is region.outer
-        if region.lifted:
-            compiler_internals.pop_function_mode()
+        if not region.lifted:
+            # a mode of somebody else is in between: outside of graphs there is no such order
+            break_graph()
+        compiler_internals.pop_function_mode()
     compiler_internals.push_function_mode(region)
+
+
+@untraced
+def break_graph() -> None:
+    """Where this is traced, the graph ends, and the region is opened outside of graphs."""
 
 
 def leave(region: GraphRegion) -> None:
@@ -221,12 +253,17 @@ def agree() -> None:
     top = state.innermost()
     wanted = _outside(state.snapshot(), top is not None and top.cover is not None)
     count = compiler_internals.function_modes()
-    bottom = compiler_internals.function_mode_at(0) if count else None
-    present = bottom if isinstance(bottom, GraphRegion) else None
+    modes = [compiler_internals.function_mode_at(place) for place in range(count)]
+    present = next((mode for mode in modes if isinstance(mode, GraphRegion)), None)
     if wanted is present:
         return
-    modes = [compiler_internals.pop_function_mode() for _ in range(count)][::-1]
-    for mode in ([] if wanted is None else [wanted]) + modes[present is not None :]:
+    for _ in modes:
+        compiler_internals.pop_function_mode()
+    others = [mode for mode in modes if mode is not present]
+    if wanted is not None:
+        # torch wants the mode of torch.set_default_device to be the first
+        others.insert(int(bool(others) and compiler_internals.is_default_device(others[0])), wanted)
+    for mode in others:
         compiler_internals.push_function_mode(mode)
 
 

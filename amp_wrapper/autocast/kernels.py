@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import Library
 
 from .. import torch_internals
+from ..compiler_internals import never_compiled
 from ..policy.autocast_lists import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from ..policy.nested import CASTABLE
 from . import state
@@ -93,6 +94,7 @@ def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., 
             torch.set_autocast_enabled(device_type, True)
 
     kernel.__name__ = f'amp_{name}'
+    never_compiled(kernel, with_callees=True)
     return kernel
 
 

@@ -40,12 +40,13 @@ class PatchedFunction:
         self.ops: dict[str, Fp32Op] = {}
         self.rule: CallRule | None = None
         self.is_python = is_python
+        # graphs find it by its place, which is a constant to them
+        self.place = len(graph.patched)
+        graph.patched.append(self)
 
     def comes_for(self, function: Any) -> None:
         """Let graphs find this by the function that it stands for."""
-        if id(function) not in graph.places:
-            graph.places[id(function)] = function, len(graph.patched)
-            graph.patched.append(self)
+        graph.places.setdefault(id(function), (function, self.place))
 
     def active(self) -> Fp32Op | None:
         """What holds for this thread now."""
@@ -96,6 +97,7 @@ class PatchedFunction:
             of_class: Whether the place is an attribute of a class.
         """
         function = _function(original)
+        place, is_python = self.place, self.is_python
         is_method = of_class and isinstance(original, (FunctionType, classmethod))
 
         @functools.wraps(function)
@@ -104,10 +106,10 @@ class PatchedFunction:
             held = 1 if is_method and args and not isinstance(args[0], torch.Tensor) else 0
             if torch.compiler.is_compiling():
                 region = graph.innermost()
-                if region is not None and self.is_python:
-                    return self.run_in_graph(region, function, args, kwargs, held)
+                if region is not None and is_python:
+                    return graph.patched[place].run_in_graph(region, function, args, kwargs, held)
                 # functions of torch come to the region by themselves; without a region, those that stay patched are plain
-                if region is not None or self.is_python:
+                if region is not None or is_python:
                     return function(*args, **kwargs)
             rule, op, tensors = self._wanted(args, kwargs, held)
             if rule is not None:
@@ -116,6 +118,8 @@ class PatchedFunction:
 
         never_compiled(in_fp32)
         setattr(in_fp32, _ORIGINAL, original)
+        if of_class:
+            graph.note_stand_in(in_fp32, function)
         return type(original)(in_fp32) if isinstance(original, (staticmethod, classmethod)) else in_fp32
 
 

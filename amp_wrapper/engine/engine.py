@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checkpoint.format import SavedAmp
+from ..compiler_internals import untraced
 from ..errors import AmpUsageError
 from ..optim.fused import FusedOptimizer
 from ..policy import Policy
@@ -118,8 +119,7 @@ class AmpEngine:
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: FP32 masters, 16-bit weights that are split, and FP32 parameters.
 
-        Masters of weights that somebody wrote to have the new values.
-        """
+        Masters of weights that somebody wrote to have the new values."""
         params = self.parts.params
         params.adopt()
         # where weight and master were both written to, the error comes when one of them would be lost
@@ -223,17 +223,15 @@ class AmpEngine:
 
     # -- a training step ---------------------------------------------------------------------------------------------
 
+    @untraced
     def before_forward(self, model: nn.Module) -> None:
         """Weights follow masters that somebody wrote to, and the other way round. DDP modules take notice of parameters that
-        were frozen, unfrozen or added since the last forward call.
-
-        Every rank calls this, before it enters ``no_sync``.
+        were frozen, unfrozen or added since the last forward call. Every rank calls this, before it enters ``no_sync``.
 
         Args:
             model: What is about to run.
 
         Raises:
-            AmpAttachError: ``torch.compile`` has wrapped the model meanwhile.
             AmpUsageError: A change of ``requires_grad`` that DDP cannot follow, or ranks with another number of steps; a weight
                 and its master that were both written to.
         """
@@ -264,6 +262,7 @@ class AmpEngine:
             return scaler.scale(loss)
         return scaler.scale(loss, scale_of([self.parts, *(engine.parts for engine in together)], loss_id))
 
+    @untraced
     def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:
         """Scale the loss and run its backward pass.
 
@@ -296,8 +295,7 @@ class AmpEngine:
             beyond: Further engines whose parameters may get gradients, as those of :meth:`join`.
 
         Returns:
-            A context; on entering, it gives what to call where the pass begins inside, if passes for other optimizers may be
-            under way by then.
+            A context; it gives what to call where the pass begins inside, if passes for others may be under way by then.
 
         Raises:
             AmpUsageError: As :meth:`backward`; inside another pass of the same engine. All gradients are as before, and so they
@@ -306,6 +304,7 @@ class AmpEngine:
         engines = [self.parts, *(engine.parts for engine in together)]
         return BackwardPass(engines, loss_id, [engine.parts for engine in beyond])
 
+    @untraced
     def step(self, clip: GradientClip | None = None, **kwargs: Any) -> StepResult:
         """One optimizer step from the gradients at hand: taken, or skipped as a whole.
 
@@ -359,6 +358,7 @@ class AmpEngine:
         parts = self.parts
         parts.monitor.review(infos, parts.scales.describe, len(self.scalers) == 1, parts.label)
 
+    @untraced
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients of the optimizer's parameters and of the model weights behind its masters.
 

@@ -11,6 +11,7 @@ from ..autocast import regions
 from ..casting import roots
 from ..casting.modules import module_device
 from ..casting.region_hooks import autocast_context
+from ..compiler_internals import eager_block
 from ..errors import AmpError, AmpUsageError
 from .parts import EngineParts
 
@@ -34,6 +35,7 @@ def prepare(parts: EngineParts, model: nn.Module) -> None:
     parts.ddp.follow(model, waits)
 
 
+@eager_block
 @contextmanager
 def surround(parts: EngineParts, model: nn.Module) -> Iterator[None]:
     """Around a forward call; see :meth:`AmpEngine.forward_context`."""

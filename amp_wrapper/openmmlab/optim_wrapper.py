@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..casting import save_pretrained
 from ..checkpoint import amp_part
+from ..compiler_internals import eager_block
 from ..engine import AmpEngine, held_optimizers
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
@@ -243,6 +244,7 @@ class AmpOptimWrapper(OptimWrapper):
         super().initialize_count_status(model, init_counts, max_counts)
         self._attach_all(model)
 
+    @eager_block
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Around preprocessing and forward: attaches, autocasts, and keeps DDP from synchronising while accumulating.
