@@ -245,7 +245,7 @@ class CompileCounts:
 
     Attributes:
         graphs: Graphs that were compiled.
-        recompilations: Of code that had been compiled before.
+        recompilations: Of code that had been compiled before: for another argument, mode or type.
         breaks: Graph breaks, by their reasons.
     """
 
@@ -263,8 +263,8 @@ def compile_counts() -> CompileCounts:
     if dynamo is None:
         return CompileCounts()
     counters = dynamo.utils.counters
-    ids = [str(metrics.compile_id) for metrics in dynamo.utils.get_compilation_metrics()]
-    again = sum(not name.split('_')[0].endswith('/0') for name in set(ids) if '/' in name)
+    # how often each frame was compiled
+    again = sum(times - 1 for times in dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
     return CompileCounts(counters['stats'].get('unique_graphs', 0), again, dict(counters['graph_break']))
 
 

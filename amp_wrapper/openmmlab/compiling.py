@@ -45,8 +45,11 @@ class Compiled:
         if not self.iterations:
             return
         now = compiler_internals.compile_counts()
-        graphs, again = now.graphs - self.counts.graphs, now.recompilations - self.counts.recompilations
-        reasons = {reason: count - self.counts.breaks.get(reason, 0) for reason, count in now.breaks.items()}
+        # torch forgets its counts where somebody resets it
+        graphs = max(now.graphs - self.counts.graphs, 0)
+        again = max(now.recompilations - self.counts.recompilations, 0)
+        known = self.counts.breaks
+        reasons = {reason: max(count - known.get(reason, 0), 0) for reason, count in now.breaks.items()}
         breaks = sum(reasons.values())
         text = (
             f'torch.compile after {self.iterations} iterations: {_count(graphs, "graph")}, {_count(breaks, "break")}, '

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapperDict
+from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
 from ..policy.policy import Policy
@@ -28,6 +30,19 @@ def wrappers_of(runner: Any) -> dict[str, Any]:
         runner: Whose wrapper is built or not.
     """
     return amp_wrappers(getattr(runner, 'optim_wrapper', None))
+
+
+def is_built_here(wrapper: Any) -> bool:
+    """Whether an optimizer wrapper is one of this package, or will be.
+
+    Args:
+        wrapper: A wrapper, or the config that it is built from.
+    """
+    if not isinstance(wrapper, Mapping):
+        return bool(amp_wrappers(wrapper))
+    kind = wrapper.get('type', 'OptimWrapper')
+    kind = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    return any(base.__module__.startswith('amp_wrapper.') for base in getattr(kind, '__mro__', ()))
 
 
 def inner_model(model: Any) -> nn.Module:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from bits import differences
 from grid import but_every
-from toy_compiled import HALF, WAYS, Net, batch, fresh, initialized, step
 from torch import Tensor, nn
+from toy_compiled import HALF, WAYS, Net, batch, fresh, initialized, step
 
 from amp_wrapper import amp
 

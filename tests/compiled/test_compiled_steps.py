@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from bits import differences
-from toy_compiled import HALF, Net, batch, fresh, initialized, step
 from torch.optim.swa_utils import AveragedModel
+from toy_compiled import HALF, Net, batch, fresh, initialized, step
 
 from amp_wrapper import amp
 

@@ -105,6 +105,8 @@ def test_the_hook_does_nothing_without_a_wrapper_of_ours(tmp_path: Path) -> None
     assert set(hook.get_triggered_stages()) == {
         'before_run',
         'before_train',
+        'after_train_iter',
+        'after_train',
         'before_save_checkpoint',
         'after_load_checkpoint',
     }

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from amp_wrapper import amp
-from amp_wrapper.autocast.patching import patches
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from amp_wrapper import amp
+from amp_wrapper.autocast.patching import patches
 
 #: The type that products of matrices have at each level.
 HALF = dict(

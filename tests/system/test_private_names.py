@@ -1,4 +1,6 @@
-"""Private names of torch are in ``torch_internals.py`` and ``compiler_internals.py`` alone, but for a few that any file may use: a list with reasons.
+"""Private names of torch are in ``torch_internals.py`` and ``compiler_internals.py``, but for a few that any file may use.
+
+Those are in a list with reasons.
 
 ``test_torch_internals.py`` tries the names that are there.
 """
@@ -33,6 +35,7 @@ ALLOWED: dict[str, str] = {
     '_buffers': "a module's own buffers by name, with those that are None; since 0.1",
     '_step_supports_amp_scaling': 'the mark by which GradScaler asks an optimizer whether it reads ``found_inf``; since 1.8',
     'torch._C.': 'how the names of modules in C++ begin, which are left as they are',
+    '_compile': "an attribute of mmengine's FlexibleRunner; torch has a module of that name",
     # keys of files, which no version can change
     '_growth_tracker': 'a key of ``GradScaler.state_dict()``',
     '_extra_state': 'the end of a key of ``Module.state_dict()``, for ``get_extra_state``',

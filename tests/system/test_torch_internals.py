@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import ctypes
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,34 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.checkpoint import checkpoint
 
 import amp_wrapper
-from amp_wrapper import compiler_internals, torch_internals
+from amp_wrapper import torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def frame_compiler() -> object:
-    """What compiles the frames of this thread; None where nothing does."""
-    found = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    if torch.__version__.startswith('2.6.'):
-        # a reference that is not ours to drop
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
-    return found
-
-
-def test_untraced_functions_keep_the_count_of_references() -> None:
-    """torch 2.6 has a question that drops a reference to its answer, which is None outside of torch.compile."""
-    if sys.version_info >= (3, 12):
-        pytest.skip('None has no count of references in this version of Python')
-
-    @compiler_internals.untraced
-    def nothing() -> None:
-        return None
-
-    nothing()
-    before = sys.getrefcount(None)
-    for _ in range(2000):
-        nothing()
-    assert abs(sys.getrefcount(None) - before) < 500
 
 
 def test_the_versions_that_were_tried() -> None:
@@ -160,17 +133,6 @@ def test_the_function_of_a_context() -> None:
     assert [*seen, torch_internals.function_of(y.grad_fn)] == [Double, Double]
 
 
-def test_modules_that_are_compiled() -> None:
-    plain, called, method = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
-    wrapper = torch.compile(plain)
-    called.compile()
-    method.forward = torch.compile(method.forward)
-    assert compiler_internals.is_compile_wrapper(wrapper) and compiler_internals.compiled_module(wrapper) is plain
-    modules = (wrapper, called, method, plain)
-    assert [compiler_internals.is_compiled(module) for module in modules] == [True, True, True, False]
-    assert not any(map(compiler_internals.is_compile_wrapper, modules[1:]))
-
-
 def test_base_classes_of_modules() -> None:
     assert issubclass(nn.BatchNorm2d, torch_internals.BatchNorm) and issubclass(
         nn.SyncBatchNorm, torch_internals.BatchNorm
@@ -215,6 +177,21 @@ def test_hooks_of_modules() -> None:
     module.load_state_dict(module.state_dict())
     module(torch.ones(1))
     assert calls == ['before saving']
+
+
+def test_hooks_that_come_first() -> None:
+    """In the dict itself, too: some versions of torch.compile read it in the order in which its keys came."""
+    module = nn.Linear(1, 1)
+    module.register_forward_pre_hook(print)
+    handle = torch_internals.first_pre_hook(module, repr, with_kwargs=True)
+    hooks = torch_internals.forward_pre_hooks(module)
+    assert list(hooks.values()) == list(dict.values(hooks)) == [repr, print]
+    assert handle.id in module._forward_pre_hooks_with_kwargs
+    hooks.move_to_end(handle.id)  # type: ignore[attr-defined]
+    torch_internals.refill(hooks)
+    assert list(dict.values(hooks)) == [print, repr]
+    handle.remove()
+    assert list(hooks.values()) == [print]
 
 
 def test_conversions_end_in_one_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,111 +347,6 @@ def test_optimizers_that_step_in_backward() -> None:
     assert torch_internals.steps_in_backward(model.weight) and not torch_internals.steps_in_backward(model.bias)
 
 
-class Watched:
-    """Methods that are not traced, and what they see: whether they are, and whether what they call is compiled."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[bool, object]] = []
-
-    @compiler_internals.untraced
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        """Doubles."""
-        return self.look(x)
-
-    @compiler_internals.untraced
-    def second(self, x: torch.Tensor) -> torch.Tensor:
-        return self.look(x)
-
-    def look(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen.append((torch.compiler.is_compiling(), frame_compiler()))
-        return x * 2
-
-
-def test_untraced_functions_break_the_graph() -> None:
-    watched, graphs = Watched(), []
-    assert Watched.first.__name__ == 'first' and Watched.first.__doc__ == 'Doubles.'
-
-    def backend(module: torch.fx.GraphModule, _: object) -> object:
-        graphs.append([node.name for node in module.graph.nodes if node.op == 'call_function'])
-        return module.forward
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return watched.second(watched.first(x + 1) - 1) + 1
-
-    x = torch.ones(2)
-    assert step(x).tolist() == [7, 7]
-    compiled = torch.compile(step, backend=backend)
-    assert [compiled(x).tolist() for _ in range(2)] == [[7, 7]] * 2
-    # nothing of theirs, and nothing twice
-    assert [len(names) for names in graphs] == [1, 1, 1]
-    assert watched.seen == [(False, None)] * 6
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match=r'disable|skip'):
-        torch.compile(step, backend=backend, fullgraph=True)(x)
-
-
-def run_in_a_skipped_frame(decorate: Callable[[Any], Any]) -> tuple[int, int]:
-    """Call decorated functions where others would be compiled; frames and graphs of the compiler."""
-    seen: list[tuple[bool, object]] = []
-    graphs: list[object] = []
-
-    def made() -> Callable[[torch.Tensor], torch.Tensor]:
-        @decorate
-        def double(x: torch.Tensor) -> torch.Tensor:
-            return look(x)
-
-        return double
-
-    def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append((torch.compiler.is_compiling(), frame_compiler()))
-        return x * 2
-
-    def backend(module: torch.fx.GraphModule, _: object) -> object:
-        graphs.append(module)
-        return module.forward
-
-    def other(x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-    many = [made() for _ in range(20)]
-
-    @torch._dynamo.disable(recursive=False)
-    def skipped(x: torch.Tensor) -> torch.Tensor:
-        assert frame_compiler() is not None
-        for function in many:
-            x = function(x) / 2
-        return other(x)
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    assert torch.compile(lambda x: skipped(x), backend=backend)(torch.ones(2)).tolist() == [2, 2]
-    assert seen == [(False, None)] * 20
-    return torch._dynamo.utils.counters['frames']['total'], len(graphs)
-
-
-def test_untraced_functions_are_not_compiled_where_others_would_be() -> None:
-    """A frame that is skipped calls them: nobody has looked at them yet, and what it calls is compiled."""
-    frames, graphs = run_in_a_skipped_frame(compiler_internals.untraced)
-    assert graphs == 1
-    assert (frames, graphs) == run_in_a_skipped_frame(torch.compiler.disable)
-
-
-def test_constants_of_traced_functions() -> None:
-    calls: list[str] = []
-
-    @compiler_internals.constant_when_traced
-    def constant(name: str) -> bool:
-        calls.append(name)
-        return name in frozenset({'cpu'})
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        return x + 1 if constant('cpu') else x - 1
-
-    compiled = torch.compile(step, backend='eager', fullgraph=True)
-    assert [compiled(torch.ones(1)).item() for _ in range(2)] == [2, 2]
-    assert calls == ['cpu']
-
-
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 def test_checkpoint_is_still_known_to_the_compiler(backend: str, device: torch.device) -> None:
     """It is recognised by its identity, and its arguments by their names."""
@@ -490,28 +362,3 @@ def test_checkpoint_is_still_known_to_the_compiler(backend: str, device: torch.d
     layer.weight.grad = None
     torch.compile(step, backend=backend, fullgraph=True)(x).sum().backward()
     assert torch.equal(layer.weight.grad, expected)
-
-
-def test_constants_when_compiled() -> None:
-    """What torch.compile could not trace in one graph: a function of ctypes."""
-    asked: list[str] = []
-
-    @compiler_internals.constant_when_traced
-    def is_known(name: str) -> bool:
-        asked.append(str(ctypes.c_char_p(name.encode()).value))
-        return name == 'cpu'
-
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if is_known('cpu') else x
-
-    x = torch.ones(2)
-    assert torch.equal(torch.compile(double, backend='eager', fullgraph=True)(x), x * 2)
-    assert asked
-    without: list[str] = []
-
-    def untold(name: str) -> bool:
-        without.append(str(ctypes.c_char_p(name.encode()).value))
-        return name == 'cpu'
-
-    with pytest.raises(Exception, match=r'ctypes|Unsupported|graph break'):
-        torch.compile(lambda y: y * 2 if untold('cpu') else y, backend='eager', fullgraph=True)(x)

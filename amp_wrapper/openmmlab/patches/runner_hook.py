@@ -8,6 +8,7 @@ from typing import Any
 from mmengine.hooks import Hook
 
 from ..compiling import Compiled
+from ..wrappers import is_built_here
 from . import ema, resuming, saving
 
 
@@ -54,6 +55,9 @@ def register_hooks(original: Callable[..., None], runner: Any, *args: Any, **kwa
     """Replaces ``register_hooks`` of runners: registers :class:`AmpRunnerHook` as well."""
     original(runner, *args, **kwargs)
     give_hook(runner)
+    if getattr(runner, '_compile', True) is False and is_built_here(runner.optim_wrapper):
+        # FlexibleRunner takes it as a keyword, which from_cfg leaves out
+        runner._compile = runner.cfg.get('compile') or False
 
 
 def give_report(runner: Any, compiled: Compiled) -> None:
