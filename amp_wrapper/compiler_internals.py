@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn, overrides
-from torch.utils._device import DeviceContext
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
@@ -219,7 +218,7 @@ def pop_function_mode() -> Any:
 
 def is_default_device(mode: object) -> bool:
     """Whether a function mode is that of ``torch.set_default_device`` or ``with torch.device(...)``. Since 2.0."""
-    return isinstance(mode, DeviceContext)
+    return type(mode).__module__ == 'torch.utils._device'
 
 
 def tracing_context() -> object | None:

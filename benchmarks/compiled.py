@@ -269,9 +269,10 @@ def main() -> None:
         '# Training steps, eager and compiled',
         '',
         f'`python -m benchmarks.compiled {" ".join(sys.argv[1:])}`, {datetime.date.today()}, {machine}, Python '
-        f'{platform.python_version()}, torch {torch.__version__}. Backend inductor, fused AdamW of torch, forward calls compiled '
-        f'as `torch.compile(model)`; {arguments.rounds} steps of each, in turn. Graphs, breaks and recompilations are those of '
-        f'the first three steps, and in brackets of all later ones. The peak is what a step adds to what lies there anyway.',
+        f'{platform.python_version()}, torch {torch.__version__}. Backend inductor, fused AdamW of torch, forward calls '
+        f'compiled as `torch.compile(model)`; {arguments.rounds} steps of each, in turn. Graphs, breaks and recompilations are '
+        f'those of the first three steps, and in brackets of all later ones. The peak is what a step adds to what lies there '
+        f'anyway.',
         '',
     ]
     if len(cases(1, 32)) == 1:

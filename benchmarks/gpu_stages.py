@@ -176,7 +176,11 @@ def steps(stage: str, arch: str = '') -> list[Step]:
         return [_tests(stage), Step('bench', (host, files, calls), 0.5)]
     if stage == 'end-to-end':
         bench = _bench('step', '--device', 'cuda', '--end-to-end', '--rounds', '5', '--write')
-        return [Step('whole training steps beside torch.amp and stock AMP', (bench,))]
+        compiled = _bench('compiled', '--device', 'cuda', '--batch', '32', '--size', '128', '--write')
+        return [
+            Step('whole training steps beside torch.amp and stock AMP', (bench,), 3.0),
+            Step('compiled training steps', (compiled,), 2.0),
+        ]
     if stage == 'sanitizer':
         program = tool('compute-sanitizer') or 'compute-sanitizer'
         parity = _python(
