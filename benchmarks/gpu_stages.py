@@ -21,7 +21,7 @@ TESTS = {
         'test_fused_*.py', 'test_engine_fused.py', 'test_loss_scaler.py', 'test_gradients.py', 'test_master_weights.py',
         'test_split_masters.py', 'test_accumulation.py', 'test_late_*.py',
     ),
-    'ddp': ('test_ddp.py', 'test_amp_ddp.py', 'test_preemption.py'),
+    'ddp': ('test_ddp.py', 'test_amp_ddp.py', 'test_compiled_ddp.py', 'test_preemption.py'),
 }  # fmt: skip
 SANITIZERS = ('memcheck', 'racecheck', 'initcheck', 'synccheck')
 #: What may be missing, and what to do about it.

@@ -1,0 +1,19 @@
+"""Compiled models on two ranks. Checked by exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
+]
+
+
+@pytest.mark.parametrize('level', ['O1', 'O5'])
+def test_compiled_models(level: str, tmp_path: Path, device: torch.device) -> None:
+    """What it is about stands in ``scenarios/compiled.py``."""
+    ranks.succeed(tmp_path, 'compiled', device, level)
