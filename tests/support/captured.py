@@ -73,7 +73,7 @@ def captured() -> Iterator[Graph]:
     graph = Graph()
     names = [name for name in SCHEMAS if hasattr(ops, name)]
     before = {name: getattr(ops, name) for name in names}
-    new, wait = Overflow.new, LateRead.wait
+    new, wait, is_there = Overflow.new, LateRead.wait, LateRead.is_there
 
     def noted(name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: graph.note(before[name], args, kwargs)
@@ -84,9 +84,10 @@ def captured() -> Iterator[Graph]:
         Overflow.new = lambda self: torch.zeros((), dtype=torch.float32, device=self._device)  # type: ignore[method-assign]
         # on a CPU the numbers are there at once, and nothing shows that they are read
         LateRead.wait = _refused  # type: ignore[method-assign]
+        LateRead.is_there = property(lambda self: False)  # type: ignore[assignment, method-assign]
         with graph:
             yield graph
     finally:
-        Overflow.new, LateRead.wait = new, wait  # type: ignore[method-assign]
+        Overflow.new, LateRead.wait, LateRead.is_there = new, wait, is_there  # type: ignore[method-assign]
         for name, function in before.items():
             setattr(ops, name, function)
