@@ -27,7 +27,7 @@ from ..autocast.call import (
 )
 from ..autocast.op_set import OpSet
 from ..autocast.patching import patches
-from ..compiler_internals import constant_when_traced, traced_as
+from ..compiler_internals import constant_when_traced, traced_as, untraced
 from ..errors import AmpConfigError, nearest
 from ..policy import lookup
 
@@ -113,6 +113,10 @@ def disable_casts() -> AbstractContextManager[None]:
     return _DisableCasts()
 
 
+#: What is compiled may have been told inside of the block that casts are suspended.
+_agree = untraced(graph.agree)
+
+
 class _DisableCasts(ContextDecorator):
     """A class, since torch.compile traces no generator in versions before 2.7."""
 
@@ -127,6 +131,7 @@ class _DisableCasts(ContextDecorator):
         if torch.compiler.is_compiling():
             self._open.append(graph.suspend())
             return
+        regions.listen()
         self._open.append(state.suspended())
         self._open[-1].__enter__()
 
@@ -135,6 +140,7 @@ class _DisableCasts(ContextDecorator):
             graph.leave(self._open.pop())
             return
         self._open.pop().__exit__(*error)
+        _agree()
 
 
 @functools.cache
@@ -161,7 +167,9 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
             if rule_in_graph(rule, region, tensors):
                 return call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
             return function(*args, **kwargs)
-        if not _are_casts_alive():
+        # asked first, so that later calls are told what is on by then
+        _install_kernels()
+        if not state.alive.any:
             return function(*args, **kwargs)
         region = graph.GraphRegion(None, frozenset({state.CASTS}))
         graph.enter(region)
@@ -190,13 +198,11 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
 
 
 @constant_when_traced
-def _are_casts_alive() -> bool:
-    if state.casts_alive():
-        for device in state.AUTOCAST_DEVICES:
-            if torch.amp.is_autocast_available(device):
-                kernels.install(device)
-        return True
-    return False
+def _install_kernels() -> bool:
+    for device in filter(state.has_autocast, state.AUTOCAST_DEVICES):
+        kernels.install(device)
+    regions.listen()
+    return True
 
 
 def _takes_self(function: Callable[..., Any]) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import compiler_internals
 from ..compiler_internals import constant_when_traced, untraced
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
@@ -207,7 +208,7 @@ def call_in_graph(
     """
     tensors = tensors_in(args[held:], kwargs)
     narrow = is_narrow(op, tensors)
-    if op.output == REFUSED and narrow:
+    if op.output == REFUSED and narrow and not region.suspended:
         raise BannedOpError(function.__name__, op.reason)
     if narrow and _writes(function, kwargs):
         # what is written to stays the caller's tensor
@@ -219,7 +220,7 @@ def call_in_graph(
     off = [device for device in devices if region.autocast_type(device) in op.avoids(device)]
     if narrow:
         wide = [*args[:held], *cast_tensors(args[held:], torch.float32, HALF_TYPES)]
-        result = _run(region, function, wide, cast_tensors(kwargs, torch.float32, HALF_TYPES), off, None)
+        result = _run(region, function, wide, cast_tensors(kwargs, torch.float32, HALF_TYPES), off, None, copies=True)
     else:
         result = _run(region, function, args, kwargs, off, None)
     if not narrow:
@@ -238,22 +239,42 @@ def _run(
     kwargs: dict[str, Any],
     devices: list[str],
     dtype: torch.dtype | None,
+    copies: bool = False,
 ) -> Any:
-    """Call a function in a graph with autocast of ``dtype``, None for off, on some devices; elsewhere as the region has it."""
+    """Call a function in a graph with autocast of ``dtype``, None for off, on some devices; elsewhere as the region has it.
+
+    What a function of Python writes to ``copies`` of its arguments has to reach the caller's: the graph breaks there.
+    """
     device = devices[0] if devices else None
     if not _is_op(function):
         # what is written in Python calls functions of torch, which come to the region by themselves
+        if copies:
+            _begin_body()
         if device is None:
-            return function(*args, **kwargs)
-        inside = GraphRegion(region, None, device, dtype)
-        graph.enter(inside)
-        result = function(*args, **kwargs)
-        graph.leave(inside)
+            result = function(*args, **kwargs)
+        else:
+            inside = GraphRegion(region, None, device, dtype)
+            graph.enter(inside)
+            result = function(*args, **kwargs)
+            graph.leave(inside)
+        if copies and _body_has_written():
+            graph.break_graph()
         return result
     if device is None:
         return region.run(function, tuple(args), kwargs)
     with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
         return function(*args, **kwargs)
+
+
+@constant_when_traced
+def _begin_body() -> bool:
+    state.thread.bodies.append(compiler_internals.graph_size())
+    return True
+
+
+@constant_when_traced
+def _body_has_written() -> bool:
+    return compiler_internals.graph_writes_to_earlier(state.thread.bodies.pop())
 
 
 def _writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -331,14 +352,16 @@ def call_by_rule_in_graph(
     if _writes(function, kwargs):
         return call_by_rule(rule, function, tensors, args, kwargs, held)
     target, is_op, devices = _target(rule, function, tensors, kwargs), _is_op(function), devices_of(tensors)
+    copies = target is not None and any(t.dtype in CASTABLE and t.dtype is not target for t in tensors)
     if target is not None:
         args = (*args[:held], *cast_tensors(args[held:], target))
         kwargs = cast_tensors(kwargs, target)
     if is_op or rule.dtype is torch.float32:
-        return _run(region, function, args, kwargs, [d for d in devices if region.autocast_type(d) is not None], None)
+        on = [device for device in devices if region.autocast_type(device) is not None]
+        return _run(region, function, args, kwargs, on, None, copies)
     if rule.dtype is None:
-        return function(*args, **kwargs)
-    return _run(region, function, args, kwargs, [d for d in devices if state.has_autocast(d)], rule.dtype)
+        return _run(region, function, args, kwargs, [], None, copies)
+    return _run(region, function, args, kwargs, [d for d in devices if state.has_autocast(d)], rule.dtype, copies)
 
 
 def _target(

@@ -7,7 +7,7 @@ import threading
 import torch
 
 from ..errors import AmpUsageError
-from . import kernels, regions, state
+from . import graph, kernels, regions, state
 from .op_set import OpSet
 
 
@@ -56,6 +56,7 @@ class GlobalCasts:
             return
         for device in self.device_types:
             kernels.install(device)
+        regions.listen()
         regions.global_casts_begin(self, OpSet(casts=True, allow_banned=self.allow_banned).keys)
         self._thread = threading.get_ident()
         self._before = [
@@ -85,6 +86,7 @@ class GlobalCasts:
         while started and not started[-1].is_on:
             started.pop()._put_back()
         torch.clear_autocast_cache()
+        graph.agree()
 
     def _put_back(self) -> None:
         for device, enabled, dtype in self._before:

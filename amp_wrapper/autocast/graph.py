@@ -27,8 +27,13 @@ from ..compiler_internals import constant_when_traced, untraced
 from . import state
 from .state import CASTS, Snapshot
 
-# what torch.compile makes of activation checkpointing
-_CHECKPOINTS = frozenset({'checkpoint', 'tag_activation_checkpoint', 'wrap_activation_checkpoint'})
+# ops that call functions, and where these are among the arguments; the first three are activation checkpointing
+_CALLS_FUNCTIONS = {
+    'checkpoint': (0, 1),
+    'tag_activation_checkpoint': (0, 1),
+    'wrap_activation_checkpoint': (0, 1),
+    'cond': (1, 3),
+}
 
 
 class Patched(Protocol):
@@ -69,6 +74,7 @@ class GraphRegion(TorchFunctionMode):
         key_sets: What is active: its own keys, and those of the regions around it.
         casts: Whether the tables of O1 and O4 act.
         covers: Whether it, or one around it, keeps casts of other models out.
+        suspended: Whether nothing that O1 and O4 cast is cast inside.
         module: Whose call opened it; None for a block.
     """
 
@@ -84,6 +90,7 @@ class GraphRegion(TorchFunctionMode):
         self.module: nn.Module | None = None
         self.caller = caller
         self.covers: bool = outer is not None and outer.covers
+        self.suspended: bool = outer is not None and outer.suspended
         # whether ``outer`` was at the top of the stack, and waits to be put back there
         self.lifted = False
         self.key_sets: tuple[frozenset[str], ...] = () if outer is None else outer.key_sets
@@ -92,7 +99,7 @@ class GraphRegion(TorchFunctionMode):
         self.dtype: torch.dtype | None = outer.dtype if device is None and outer is not None else dtype
         if keys is not None:
             self.key_sets = (*self.key_sets, keys)
-            self.casts = CASTS in keys
+            self.casts = CASTS in keys and not self.suspended
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -136,11 +143,13 @@ class GraphRegion(TorchFunctionMode):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch with the autocast of the region, and with its tables."""
-        if args and _runs_a_function(function):
-            # what is checkpointed is traced by itself; the stack changes before, or the change would count as an effect of it
+        called = _functions_among(function)
+        if called is not None and len(args) >= called[1]:
+            # what is called is traced by itself; the stack changes before, or the change would count as an effect of it
             compiler_internals.push_function_mode(self)
             compiler_internals.pop_function_mode()
-            return function(self.around(args[0]), *args[1:], **kwargs)
+            first, end = called
+            return function(*args[:first], *[self.around(each) for each in args[first:end]], *args[end:], **kwargs)
         if self.casts:
             torch.ops.amp_wrapper_graph.casts(True)
         if self.device is None:
@@ -155,8 +164,9 @@ class GraphRegion(TorchFunctionMode):
 
 
 @constant_when_traced
-def _runs_a_function(function: Any) -> bool:
-    return function is checkpoint.checkpoint or getattr(function, '__name__', '') in _CHECKPOINTS
+def _functions_among(function: Any) -> tuple[int, int] | None:
+    name = 'checkpoint' if function is checkpoint.checkpoint else getattr(function, '__name__', '')
+    return _CALLS_FUNCTIONS.get(name)
 
 
 @constant_when_traced
@@ -219,7 +229,7 @@ def suspend() -> GraphRegion:
     outer = innermost()
     on = [device for device in state.AUTOCAST_DEVICES if _autocast_type(outer, device) is not None]
     region = GraphRegion(outer, None, on[0] if on else None)
-    region.casts = False
+    region.casts, region.suspended = False, True
     enter(region)
     return region
 
@@ -269,9 +279,9 @@ def agree() -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _outside(snapshot: Snapshot, covers: bool) -> GraphRegion | None:
-    keys = snapshot.keys
-    if keys is None:
+    if snapshot.keys is None and not snapshot.suspended:
         return None
-    region = GraphRegion(None, keys - {CASTS} if snapshot.suspended else keys)
-    region.covers = covers
+    region = GraphRegion(None, snapshot.keys)
+    region.covers, region.suspended = covers, snapshot.suspended
+    region.casts = region.casts and not snapshot.suspended
     return region

@@ -98,7 +98,7 @@ def refuses_bce() -> bool:
 
 def refuses_bce_in(region: GraphRegion) -> bool:
     """:func:`refuses_bce`, where a graph is traced."""
-    return region.has(_cast_key(_BCE)) and not region.has(_BCE)
+    return not region.suspended and region.has(_cast_key(_BCE)) and not region.has(_BCE)
 
 
 # module of an attached model -> its set. Copies are not in it: they open regions at their root's hooks.

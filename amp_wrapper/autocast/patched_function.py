@@ -48,6 +48,22 @@ class PatchedFunction:
         """Let graphs find this by the function that it stands for."""
         graph.places.setdefault(id(function), (function, self.place))
 
+    def active_in_function(self) -> Fp32Op | None:
+        """:meth:`active`, for the ``forward`` of an autograd Function, which is traced as it is where that is in a graph."""
+        if not torch.compiler.is_compiling():
+            return self.active()
+        region = graph.innermost()
+        if region is None:
+            return None
+        found: Fp32Op | None = None
+        for key, op in self.ops.items():
+            if region.has(key):
+                found = op if found is None else _join(found, op)
+        if found is not None:
+            # autocast is turned off for the function: that is left to eager code
+            graph.break_graph()
+        return found
+
     def active(self) -> Fp32Op | None:
         """What holds for this thread now."""
         found: Fp32Op | None = None

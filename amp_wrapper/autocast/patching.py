@@ -303,7 +303,7 @@ class Patches:
         known = self._function_classes.get(id(cls))
         if known is None:
             known = self._function_classes[id(cls)] = (cls, PatchedFunction())
-            autograd_functions.patch(cls, known[1].active)
+            autograd_functions.patch(cls, known[1].active_in_function)
         return known[1]
 
     def _add_target(self, patched: PatchedFunction, holder: Any, name: str, imported: Any = None) -> Target:

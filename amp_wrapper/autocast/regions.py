@@ -20,9 +20,9 @@ from torch.nn.modules import module as nn_module
 
 from ..compiler_internals import (
     before_compiled_calls,
-    is_called_by_compiled_code,
     is_loaded,
     load_compiler_tables,
+    may_be_called_by_compiled_code,
     untraced,
 )
 from . import graph, state
@@ -61,7 +61,7 @@ def enter(
     if module is not None:
         region.frame = _calling_frame()
     if outer is None and not _listens:
-        _listen()
+        listen()
     if keys and outer is not None and outer.patched:
         patches.refresh()
     elif keys:
@@ -77,16 +77,16 @@ def enter(
     if autocast is not None:
         autocast.__enter__()
         region.autocast = autocast
-    if region.agrees or is_called_by_compiled_code():
+    if region.agrees or may_be_called_by_compiled_code():
         region.agrees = True
         graph.agree()
     return region
 
 
-def _listen() -> None:
+def listen() -> None:
     """Once torch.compile may be in use, what it compiles is told what is open around it."""
     global _listens
-    if is_loaded():
+    if not _listens and is_loaded():
         _listens = True
         # before anything is patched
         load_compiler_tables()
@@ -95,11 +95,13 @@ def _listen() -> None:
 
 @untraced
 def _before_compiled_call(compiler: object) -> None:
-    regions = thread.regions
-    if regions:
-        for region in regions:
-            region.agrees = True
-        graph.agree()
+    # what an error in a graph, or while it was made, has left
+    thread.graph_casts = False
+    thread.bodies.clear()
+    for region in thread.regions:
+        region.agrees = True
+    # also casts that are on, or suspended, outside of any region
+    graph.agree()
 
 
 @untraced

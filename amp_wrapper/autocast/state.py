@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -89,6 +91,8 @@ class _Thread(threading.local):
         # whether a graph is at a call that the tables of O1 and O4 act in, and which graph
         self.graph_casts = False
         self.traced_in: object | None = None
+        # of functions of Python that are traced: how large the graph was when their bodies began
+        self.bodies: list[int] = []
 
 
 thread = _Thread()
@@ -101,6 +105,21 @@ class CastSession:
 
 
 _sessions: WeakSet[CastSession] = WeakSet()
+
+
+class _Alive:
+    """Whether there is any session: an attribute, which torch.compile looks at before it takes a graph."""
+
+    def __init__(self) -> None:
+        self.any = False
+
+    def look(self) -> None:
+        """One has come to its end."""
+        # a set of weak references counts those that go at this moment
+        self.any = any(True for _ in _sessions)
+
+
+alive = _Alive()
 
 
 def innermost() -> Region | None:
@@ -148,17 +167,30 @@ def session_opened() -> CastSession:
     """
     session = CastSession()
     _sessions.add(session)
+    alive.any = True
+    weakref.finalize(session, alive.look)
     return session
 
 
 def session_closed(session: CastSession) -> None:
     """The session is over before its object is; may be called twice."""
     _sessions.discard(session)
+    alive.look()
+
+
+def _in_the_graph() -> bool:
+    """Whether the mark is that of the graph that is made, or runs without being made: an error may have left it behind."""
+    if thread.traced_in is not compiler_internals.tracing_context():
+        return False
+    if thread.traced_in is not None or compiler_internals.runs_a_graph(sys._getframe(1)):
+        return True
+    thread.graph_casts = False
+    return False
 
 
 def casts_on() -> bool:
     """Whether the tables of O1 and O4 and the registered functions act on this thread, where autocast is on."""
-    if thread.graph_casts and thread.traced_in is compiler_internals.tracing_context():
+    if thread.graph_casts and _in_the_graph():
         return True
     if thread.suspended:
         return False

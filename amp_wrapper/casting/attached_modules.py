@@ -71,6 +71,9 @@ def release(modules: Iterable[nn.Module], roots: Iterable[nn.Module]) -> None:
 
 def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> None:
     """Called by torch before a module becomes a child of another."""
+    if torch.compiler.is_compiling():
+        # a wrapper that is made in a graph, and thrown away
+        return
     policy = _attached.get(parent)
     if policy is None or not policy.runs_16_bit or new is None or new in _attached:
         return

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..autocast import generators, state
-from ..compiler_internals import never_compiled, traced_as, untraced
+from ..compiler_internals import constant_when_traced, never_compiled, traced_as, untraced
 from ..errors import ScriptingError
 from ..policy.nested import CASTABLE, EnterObject, cast_tensors
 from ..torch_internals import forward_pre_hooks
@@ -71,6 +72,13 @@ class StayedBehind(_Unscriptable):
         return None
 
 
+class Follower(Protocol):
+    """Lets the weights of a model follow their masters: :class:`amp_wrapper.engine.forward_entry.FollowMasters`."""
+
+    def is_traced(self) -> bool:
+        """A call is becoming part of a graph."""
+
+
 class CastInputs(AmpHook):
     """Forward pre-hook: floating inputs become ``dtype``, inside any nesting.
 
@@ -80,14 +88,17 @@ class CastInputs(AmpHook):
 
     #: Whether the module has weights with masters: they follow these where somebody calls the module directly.
     follows_masters = False
+    #: The hook of the model that lets them follow before a graph, where a call of the module becomes part of one.
+    follower: ReferenceType[Follower] | None = None
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling()
-        # what torch.compile traces is inside of a call of the model, or compiled apart from it
-        if self.follows_masters and not is_traced:
+        if self.follows_masters and is_traced:
+            self.is_traced()
+        elif self.follows_masters:
             regions = state.thread.regions
             if not regions or not regions[-1].depth:
                 # with those below, which some modules use without calling them
@@ -112,6 +123,18 @@ class CastInputs(AmpHook):
         return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
 
     never_compiled(__call__)
+
+    @constant_when_traced
+    def is_traced(self) -> bool:
+        """The call is becoming part of a graph."""
+        follower = None if self.follower is None else self.follower()
+        if follower is not None:
+            follower.is_traced()
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # it belongs to the masters of this process
+        return {name: value for name, value in super().__getstate__().items() if name != 'follower'}
 
 
 class Fp32Inputs(CastInputs):

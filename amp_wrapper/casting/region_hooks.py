@@ -73,7 +73,7 @@ class EnterRegion(AmpHook):
             if self.kind == PLAIN:
                 was_on = autocast_is_on(device) if outer is None else outer.autocast_type(device) is not None
                 device = device if was_on else None
-            elif state.has_autocast(device):
+            elif state.has_autocast(device) and (self.kind == AUTOCAST or outer is None or not outer.suspended):
                 dtype = self.dtype
                 if self.kind == CASTS:
                     _install_kernels(device)

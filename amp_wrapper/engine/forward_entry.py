@@ -86,3 +86,4 @@ def watch(roots: Iterable[nn.Module], masters: Fp32Masters) -> None:
                     if isinstance(own, CastInputs):
                         # where somebody calls the module directly
                         own.follows_masters = True
+                        own.follower = ref(hook)

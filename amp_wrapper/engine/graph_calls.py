@@ -38,8 +38,10 @@ def traced(hook: GraphHook) -> None:
         _listens = True
         before_compiled_calls(_before)
     found = _hooks.setdefault(_thread.compiler, set()) if _thread.compiler is not None else _any
-    found.add(ref(hook, found.discard))
-    hook.before_graph()
+    known = ref(hook, found.discard)
+    if known not in found:
+        found.add(known)
+        hook.before_graph()
 
 
 #: Hooks that were traced before it was known what is compiled: called before everything that is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
@@ -123,8 +124,48 @@ def cast_tensors(
         ``value`` itself where nothing had to be cast.
     """
 
+    if torch.compiler.is_compiling():
+        return _cast_in_graph(value, dtype, sources, enter) if _has_to_cast(value, dtype, sources, enter) else value
+
     def cast(tensor: Tensor) -> Tensor:
         # the comparison is cheaper than the set lookup, and most tensors have the type already
         return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
 
+    return map_tensors(cast, value, enter)
+
+
+def _has_to_cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype], enter: EnterObject | None) -> bool:
+    """Whether :func:`cast_tensors` would make a new object. torch.compile does not compare containers by identity."""
+    if isinstance(value, Tensor):
+        return value.dtype is not dtype and value.dtype in sources
+    if value is None or isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, dict):
+        items = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        items = list(value)
+    else:
+        # whatever has fields is known to the function that builds it anew
+        return enter is not None or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    return any(_has_to_cast(item, dtype, sources, enter) for item in items)
+
+
+def _cast_in_graph(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype], enter: EnterObject | None) -> Any:
+    """:func:`cast_tensors`, where a graph is traced: containers are made anew without a look at what has changed in them."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
+
+    if isinstance(value, Tensor):
+        return cast(value)
+    if isinstance(value, dict) and (type(value) in (dict, OrderedDict) or dataclasses.is_dataclass(value)):
+        pairs = {key: _cast_in_graph(item, dtype, sources, enter) for key, item in value.items()}
+        # the outputs of transformers are dicts and dataclasses
+        return pairs if type(value) is dict else type(value)(**pairs)
+    if type(value) is list:
+        return [_cast_in_graph(item, dtype, sources, enter) for item in value]
+    if type(value) is tuple:
+        return tuple([_cast_in_graph(item, dtype, sources, enter) for item in value])
+    if isinstance(value, tuple) and hasattr(type(value), '_make'):
+        return type(value)(*[_cast_in_graph(item, dtype, sources, enter) for item in value])
     return map_tensors(cast, value, enter)

@@ -299,8 +299,9 @@ def test_who_is_called_by_compiled_code() -> None:
     ask(x)
     torch.compile(lambda x: ask(x + 1) + 1, backend='eager')(x)
     ask(x)
-    # before 2.13 nobody can tell, and the answer is the careful one
-    assert answers[1] and (answers == [False, True, False] or torch.__version__ < '2.13')
+    # before 2.13 nobody can tell
+    assert answers == [False, tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 13), False]
+    assert compiler_internals.may_be_called_by_compiled_code() in (True, False)
 
 
 class Doubles(TorchFunctionMode):
@@ -392,3 +393,54 @@ def test_what_cannot_be_compiled() -> None:
     assert compiler_internals.compile_problem(dict(backend='eager'), weight) is None
     assert 'there is no backend' in str(compiler_internals.compile_problem(dict(backend='none'), weight))
     assert 'freezing' in str(compiler_internals.compile_problem(dict(options=dict(freezing=True)), weight))
+
+
+def test_graphs_that_run_as_they_are() -> None:
+    found: list[bool] = []
+
+    @torch.library.custom_op('amp_wrapper_tests::ask', mutates_args=())
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        found.append(compiler_internals.runs_a_graph(sys._getframe()))
+        return x.clone()
+
+    ask.register_fake(lambda x: torch.empty_like(x))
+    ask(torch.ones(1))
+    torch.compile(lambda x: ask(x) + 1, backend='eager')(torch.ones(1))
+    assert found == [False, True]
+
+
+@pytest.mark.parametrize(
+    ('body', 'writes'),
+    [
+        (lambda x: x * 2, False),
+        (lambda x: x.clone().mul_(2), False),
+        (lambda x: x.mul_(2), True),
+        (lambda x: x.view(-1)[:1].add_(1), True),
+        (lambda x: torch.relu_(x), True),
+        (lambda x: torch.nn.functional.relu(x, inplace=True), True),
+        (lambda x: torch.add(x, 1, out=x), True),
+        (lambda x: x.__setitem__(0, 1.0), True),
+    ],
+)
+def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: bool) -> None:
+    found: list[Any] = []
+
+    @compiler_internals.constant_when_traced
+    def begin() -> bool:
+        found.append(compiler_internals.graph_size())
+        return True
+
+    @compiler_internals.constant_when_traced
+    def end() -> bool:
+        found.append(compiler_internals.graph_writes_to_earlier(found[-1]))
+        return True
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        begin()
+        body(y)
+        end()
+        return y * 1
+
+    torch.compile(run, backend='eager', fullgraph=True)(torch.ones(2))
+    assert found[-1] is writes

@@ -17,9 +17,8 @@ from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ... import torch_internals
-from ...compiler_internals import constant_when_traced, never_compiled, traced_as
+from ...compiler_internals import constant_when_traced, never_compiled
 from ...torch_internals import first_pre_hook, forward_hooks, refill
-from .. import graph_calls
 
 
 @dataclasses.dataclass(slots=True)
@@ -62,8 +61,8 @@ class Listener(Protocol):
     def settle(self) -> None:
         """Somebody is about to read the buffers."""
 
-    def before_graph(self) -> None:
-        """A graph is about to run that forward calls of models are part of."""
+    def traced(self) -> None:
+        """A forward call is becoming part of a graph."""
 
 
 class BufferHook:
@@ -101,7 +100,7 @@ class EnterPart(BufferHook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            # the call is part of one of the model, or of a graph around it
+            self.is_traced()
             return
         listener = self._listener()
         if listener is None:
@@ -117,6 +116,14 @@ class EnterPart(BufferHook):
 
     never_compiled(__call__)
 
+    @constant_when_traced
+    def is_traced(self) -> bool:
+        """The call is becoming part of a graph."""
+        listener = self._listener()
+        if listener is not None:
+            listener.traced()
+        return True
+
 
 class LeavePart(BufferHook):
     """Forward hook, called after exceptions too: the counterpart of :class:`EnterPart`."""
@@ -129,28 +136,6 @@ class LeavePart(BufferHook):
             listener.leave(module, output)
 
     never_compiled(__call__)
-
-
-class EnterModel(EnterPart):
-    """:class:`EnterPart` of a model, which may be part of a graph as a whole."""
-
-    def in_graph(self, module: nn.Module, args: Any) -> None:
-        """As a call of the hook, where torch.compile traces it."""
-        self.is_traced()
-
-    __call__ = traced_as(in_graph)(EnterPart.__call__)
-
-    @constant_when_traced
-    def is_traced(self) -> bool:
-        """The hook is becoming part of a graph."""
-        graph_calls.traced(self)
-        return True
-
-    def before_graph(self) -> None:
-        """A graph is about to run that the model is part of."""
-        listener = self._listener()
-        if listener is not None:
-            listener.before_graph()
 
 
 class HookedModules:
@@ -182,7 +167,7 @@ class HookedModules:
             if key in self._handles:
                 continue
             is_model = key in self._models
-            enter = (EnterModel if is_model else EnterPart)(self._listener())
+            enter = EnterPart(self._listener())
             self._handles[key] = [first_pre_hook(module, enter)]
             if is_model:
                 before = BeforeStateDict(self._listener())

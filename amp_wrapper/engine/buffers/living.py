@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 from weakref import ReferenceType
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
@@ -70,6 +71,9 @@ def listen() -> None:
 
 
 def _on_registration(parent: nn.Module, name: str, new: nn.Module | Tensor | None) -> None:
+    if torch.compiler.is_compiling():
+        # a wrapper that is made in a graph, and thrown away
+        return
     for snapshots in everything():
         if id(parent) in snapshots.tracked.module_ids and not is_tracked(parent._buffers.get(name)):
             snapshots.collect_again()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ... import torch_internals
 from ...compiler_internals import untraced
+from .. import graph_calls
 from . import hooks, living
 from .averages import AveragedBuffers
 from .hooks import Call, Calls, HookedModules
@@ -73,6 +74,8 @@ class BufferSnapshots:
         self._loaded = False
         # whether a graph may have written to buffers since the last look at them
         self._graph_runs = False
+        # whether torch.compile is tracing a forward call at this moment
+        self._is_traced = False
         self._collect()
         living.collect_again()
         # complete from here on: hooks of torch ask all that are listed
@@ -90,7 +93,8 @@ class BufferSnapshots:
     @torch.inference_mode(False)
     def _collect(self) -> None:
         """Look for the buffers, and put hooks on the modules that have some."""
-        self._stale = False
+        # hooks that are being traced must not change
+        self._stale = self._is_traced
         mine, theirs = self.owners()
         others = [weight for other in living.everything() if other is not self for weight in other.owners()[0]]
         modules = owned_modules(self._roots, mine, [*theirs, *others], self._leave)
@@ -100,6 +104,8 @@ class BufferSnapshots:
         parts = [child for root in roots for child in root.children()]
         above = [module for module in (*roots, *parts) if self.tracked.places_in(module.modules())]
         owners = [module for _, module in modules if self.tracked.places_in([module])]
+        if self._is_traced:
+            return
         # a hook that was called at the beginning of a call has to be called at its end
         self._hooked.hook([*above, *owners], keeps=self._active > 0)
 
@@ -109,6 +115,14 @@ class BufferSnapshots:
         self._hooked.hook([root for _, root in self._roots], keeps=True)
 
     # -- forward calls -------------------------------------------------------------------------------------------------
+
+    def traced(self) -> None:
+        """A forward call is becoming part of a graph: what is done before it will be done before the graph."""
+        self._is_traced = True
+        try:
+            graph_calls.traced(self)
+        finally:
+            self._is_traced = False
 
     def before_graph(self) -> None:
         """A graph is about to run that forward calls of models are part of, whose ends nobody sees."""

@@ -1,0 +1,325 @@
+"""Scripts that call compiled code in ways of their own: parts, several optimizers, casts that are paused, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bits import differences
+from torch import Tensor, nn
+from toy_compiled import fresh
+
+from amp_wrapper import amp
+
+AOT: dict[str, Any] = dict(backend='aot_eager')
+
+
+class Part(nn.Module):
+    def __init__(self, dims: int = 4) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = Part(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.part(x))
+
+
+def initialized(model: Any, level: str, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return optimizer
+
+
+#: Calls of a model that are compiled, but for the first.
+CALLS: dict[str, Callable[[Whole], Callable[[Tensor], Tensor]]] = {
+    'eager': lambda model: model,
+    'a function of parts': lambda model: torch.compile(lambda x: model.head(model.part(x)), **AOT),
+    'forward itself': lambda model: torch.compile(lambda x: model.forward(x), **AOT),
+    'a compiled part': lambda model: (lambda part: lambda x: model.head(part(x)))(torch.compile(model.part, **AOT)),
+}
+
+
+@pytest.mark.parametrize('call', CALLS)
+@pytest.mark.parametrize('level', ['O2', 'O4', 'O5'])
+def test_parts_that_are_called_by_themselves(level: str, call: str, device: torch.device) -> None:
+    """Weights follow their masters before the call, and a skipped step gives the statistics back."""
+    torch.manual_seed(0)
+    model = Whole().to(device)
+    with fresh():
+        optimizer = initialized(model, level, loss_scale=8.0)
+        run = CALLS[call](model)
+        x = torch.randn(6, 4, device=device)
+        for number in range(4):
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            with amp.scale_loss(run(x * (float('inf') if number == 2 else 1)).float().sum(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (differences(before, model.state_dict()) == []) == (number == 2)
+        with torch.no_grad():
+            for master in amp.master_params(optimizer):
+                master.zero_()
+        assert not run(x).any()
+
+
+def test_a_function_around_models_of_two_optimizers(device: torch.device) -> None:
+    """Their hooks are put on anew as the second optimizer comes; not while a graph goes through them."""
+    for level in ('O2', 'O5'):
+        generator, critic = Part().to(device), Part().to(device)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+        amp.initialize([generator, critic], optimizers, opt_level=level, num_losses=2, verbosity=0)
+        x = torch.randn(6, 4, device=device)
+        with fresh():
+            loss = torch.compile(
+                lambda x, g=generator, d=critic: d(x).mean() - d(g(x).detach()).mean(), fullgraph=True, **AOT
+            )
+            for _ in range(3):
+                with amp.scale_loss(loss(x), optimizers[1], loss_id=1) as scaled:
+                    scaled.backward()
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+            assert torch.isfinite(loss(x))
+
+
+def doubled(x: Tensor) -> Tensor:
+    x.mul_(2.0)
+    return x
+
+
+def filled(buffer: Tensor, x: Tensor) -> Tensor:
+    buffer.copy_(x * 2)
+    return x.sum()
+
+
+@amp.float_function
+def tripled(x: Tensor) -> Tensor:
+    x.mul_(3)
+    return x.sum()
+
+
+def squared(x: Tensor) -> Tensor:
+    return x @ x.t()
+
+
+@amp.half_function
+def in_half(x: Tensor) -> Tensor:
+    return x @ x.t()
+
+
+class Body(nn.Module):
+    """A layer, and a function of its output."""
+
+    def __init__(self, body: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self.layer(x))
+
+
+def write_into(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y, z = x.detach().clone(), torch.zeros_like(x)
+    doubled(y)
+    filled(z, x.detach())
+    w = x.detach().clone()
+    tripled(w)
+    return y, z, w
+
+
+@pytest.mark.parametrize('level', ['O4', 'O5'])
+def test_functions_that_write_to_their_arguments(level: str, device: torch.device) -> None:
+    """What is written to copies in FP32 reaches the tensors of the caller."""
+    torch.manual_seed(0)
+    model = Body(write_into).to(device)
+    with fresh():
+        initialized(model, level, fp32_ops=[f'{__name__}.doubled', f'{__name__}.filled'])
+        x = torch.randn(4, 4, device=device)
+        expected = model(x)
+        for call in (torch.compile(model, **AOT), torch.compile(lambda x: model(x), **AOT)):
+            for found, wanted in zip(call(x), expected):
+                assert found.dtype is wanted.dtype and torch.equal(found, wanted)
+
+
+def test_casts_that_are_paused_around_a_call(device: torch.device) -> None:
+    """Before and after: what is compiled inside of ``disable_casts()`` is not what runs outside, and the other way round."""
+    x = torch.randn(4, 4, device=device)
+    for level in ('O1', 'O4'):
+        half = torch.float16 if level == 'O1' else torch.bfloat16
+        with fresh():
+            model = Body(lambda y: y.dtype).to(device)
+            initialized(model, level)
+            for call in (torch.compile(lambda x, model=model: model(x), **AOT), torch.compile(model, **AOT)):
+                for paused in (False, True, False, True):
+                    with amp.disable_casts() if paused else torch.enable_grad():
+                        assert call(x) is (torch.float32 if paused else half), (level, paused)
+            assert torch._C._len_torch_function_stack() == 0
+
+
+def test_decorated_functions_outside_of_models(device: torch.device) -> None:
+    """They act as long as a model at O1 or O4 lives, and are not paused; whatever was so when they were compiled."""
+    x = torch.randn(4, 4, device=device)
+    with fresh():
+        call = torch.compile(lambda x: in_half(x), **AOT)
+        # models of other tests may live on
+        assert call(x).dtype is in_half(x).dtype
+        model = nn.Linear(4, 4).to(device)
+        initialized(model, 'O1')
+        call = torch.compile(lambda x: in_half(x), **AOT)
+        for paused in (True, False, True):
+            with amp.disable_casts() if paused else torch.enable_grad():
+                assert call(x).dtype is (torch.float32 if paused else torch.float16)
+        del model
+        assert call(x).dtype is in_half(x).dtype
+
+
+def test_the_oldest_interface(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function of Python that is registered, where a handle has turned casts on."""
+    amp.register_float_function(__import__(__name__), 'squared')
+    handle = amp.init(verbose=False)
+    try:
+        with fresh():
+            x = torch.randn(4, 4, device=device)
+            assert squared(x @ x).dtype is torch.float32
+            assert torch.compile(lambda x: squared(x @ x), **AOT)(x).dtype is torch.float32
+            assert torch.compile(lambda x: torch.softmax(x @ x, -1), **AOT)(x).dtype is torch.float32
+            handle._deactivate()
+    finally:
+        handle._deactivate()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_failure_leaves_no_casts_behind(device: torch.device) -> None:
+    """The backend 'eager' runs the marks of O1 and O4 as they are, and an error comes between two of them."""
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4)).to(device)
+    with fresh():
+        initialized(model, 'O4')
+        call = torch.compile(model, backend='eager')
+        call(torch.tensor([0, 1], device=device))
+        with pytest.raises((IndexError, RuntimeError)):
+            call(torch.tensor([0, 9], device=device))
+        y = torch.randn(4, 4, device=device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert torch.softmax(y @ y, -1).dtype is (torch.bfloat16 if device.type == 'cpu' else torch.float32)
+
+
+@pytest.mark.parametrize('level', ['O4', 'O5'])
+def test_control_flow_of_torch(level: str, device: torch.device) -> None:
+    """``torch.cond`` compiles its branches, in eager code too; casts are the same in them."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return torch.cond(y.sum() > 0, lambda y: self.second(y), lambda y: self.second(y) * 2, (y,))
+
+    with fresh(), torch.no_grad():
+        model = Branches().to(device)
+        initialized(model, level)
+        x = torch.randn(2, 4, device=device)
+        assert model(x).dtype is torch.float32
+        assert torch.allclose(torch.compile(model, **AOT)(x), model(x), atol=0.05)
+
+
+class Doubles(torch.autograd.Function):
+    seen: list[torch.dtype] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Doubles.seen.append(x.dtype)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
+def test_autograd_functions_of_a_configuration(level: str, device: torch.device) -> None:
+    model = Body(lambda y: Doubles.apply(y).sum()).to(device)
+    with fresh():
+        initialized(model, level, fp32_ops=[f'{__name__}.Doubles'])
+        x = torch.randn(4, 4, device=device)
+        for call in (model, torch.compile(model, **AOT), torch.compile(lambda x: model(x) * 1, **AOT)):
+            Doubles.seen.clear()
+            call(x).backward()
+            assert set(Doubles.seen) <= {torch.float32}
+
+
+@pytest.mark.parametrize('level', ['O2', 'O4', 'O5'])
+def test_containers_in_containers(level: str, device: torch.device) -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, value: Any) -> Any:
+            y = self.layer(value['a'][0])
+            return {'pair': (y, [y, {'deep': (y, 3)}]), 'word': 'x'}
+
+    with fresh():
+        model = Nested().to(device)
+        initialized(model, level)
+        x = torch.randn(2, 4, device=device)
+        for call in (
+            torch.compile(model, fullgraph=True, **AOT),
+            torch.compile(lambda value: model(value), fullgraph=True, **AOT),
+        ):
+            found = call({'a': (x, x), 'n': 2})
+            assert found['pair'][0].dtype is found['pair'][1][1]['deep'][0].dtype is torch.float32
+            assert found['word'] == 'x' and found['pair'][1][1]['deep'][1] == 3
+
+
+def test_refused_losses(device: torch.device) -> None:
+    """``binary_cross_entropy`` is refused in a graph as outside of it, and not where casts are paused."""
+
+    def loss(y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(torch.sigmoid(y), torch.sigmoid(y).detach())
+
+    def paused(y: Tensor) -> Tensor:
+        with amp.disable_casts():
+            return loss(y)
+
+    x = torch.randn(4, 4, device=device)
+    for body, is_refused in ((loss, True), (paused, False)):
+        with fresh():
+            model = Body(body).to(device)
+            initialized(model, 'O4')
+            for call in (model, torch.compile(model, **AOT)):
+                if is_refused:
+                    with pytest.raises(NotImplementedError, match='refused on 16-bit'):
+                        call(x)
+                else:
+                    assert torch.isfinite(call(x))
+
+
+def test_a_part_that_is_left_out_of_graphs(device: torch.device) -> None:
+    """A wrapper of torch.compiler that is made inside of forward, and thrown away."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.compiler.disable(self.layer)(x).sum()
+
+    with fresh():
+        model = Around().to(device)
+        initialized(model, 'O5')
+        x = torch.randn(2, 4, device=device)
+        assert torch.allclose(torch.compile(model, **AOT)(x), model(x), atol=0.05)
