@@ -202,7 +202,16 @@ def test_the_oldest_interface(device: torch.device, monkeypatch: pytest.MonkeyPa
 
 def test_a_failure_leaves_no_casts_behind(device: torch.device) -> None:
     """The backend 'eager' runs the marks of O1 and O4 as they are, and an error comes between two of them."""
-    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4)).to(device)
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer = nn.Embedding(3, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.words(x))
+
+    model = Words().to(device)
     with fresh():
         initialized(model, 'O4')
         call = torch.compile(model, backend='eager')

@@ -110,6 +110,9 @@ def fresh() -> Iterator[Any]:
         patches.stop_keeping()
         assert torch._C._len_torch_function_stack() == 0
         assert not torch.is_autocast_enabled('cpu')
+        # what is left open would keep casts of weights from test to test
+        assert torch.autocast_increment_nesting() == 1
+        torch.autocast_decrement_nesting()
 
 
 def compiled(model: nn.Module, way: str, backend: Any = 'aot_eager', fullgraph: bool = True) -> Callable[..., Any]:
