@@ -360,7 +360,9 @@ def forget_graphs() -> bool:
     Returns:
         Whether anything was compiled.
     """
-    if not compile_counts().graphs:
+    dynamo: Any = sys.modules.get('torch._dynamo')
+    # the counters may have been cleared; this one is cleared by a reset alone
+    if dynamo is None or not dynamo.convert_frame.FRAME_COMPILE_COUNTER:
         return False
     torch.compiler.reset()
     return True

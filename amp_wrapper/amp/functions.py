@@ -167,10 +167,12 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
             if rule_in_graph(rule, region, tensors):
                 return call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
             return function(*args, **kwargs)
-        # asked first, so that later calls are told what is on by then
-        _install_kernels()
+        # later calls are told what is on by then
+        _listen()
         if not state.alive.any:
             return function(*args, **kwargs)
+        for device in devices_of(tensors):
+            kernels.install_for_graph(device)
         region = graph.GraphRegion(None, frozenset({state.CASTS}))
         graph.enter(region)
         result = call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
@@ -198,9 +200,7 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
 
 
 @constant_when_traced
-def _install_kernels() -> bool:
-    for device in filter(state.has_autocast, state.AUTOCAST_DEVICES):
-        kernels.install(device)
+def _listen() -> bool:
     regions.listen()
     return True
 

@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -139,10 +138,7 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
     narrow = is_narrow(op, tensors)
     if op.output == REFUSED and narrow and not state.is_suspended():
         raise BannedOpError(function.__name__, op.reason)
-    # a method that is handed its module finds its tensors there
-    devices = devices_of(tensors) or [
-        t.device.type for m in args[held:] if isinstance(m, nn.Module) for t in islice(m.parameters(), 1)
-    ]
+    devices = devices_of(tensors) or _devices_of_modules(args[held:])
     args, kwargs = _wide_types(op, devices, args, kwargs)
     with autocast_off(op, devices):
         if not narrow:
@@ -156,6 +152,11 @@ def devices_of(tensors: Iterable[Tensor]) -> list[str]:
     return list(dict.fromkeys([tensor.device.type for tensor in tensors]))
 
 
+def _devices_of_modules(values: Iterable[Any]) -> list[str]:
+    """A method that is handed its module finds its tensors there."""
+    return [t.device.type for m in values if isinstance(m, nn.Module) for t in list(m.parameters())[:1]]
+
+
 def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
     """Whether any of the tensors has a type that ``op`` avoids."""
     return any(tensor.dtype in op.avoids(tensor.device.type) for tensor in tensors if tensor.dtype in HALF_TYPES)
@@ -163,7 +164,7 @@ def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
 
 def autocast_off(op: Fp32Op, devices: list[str]) -> AutocastOff:
     """Switches autocast off where it is on, with a type that ``op`` avoids."""
-    return AutocastOff([d for d in devices if autocast_is_on(d) and torch.get_autocast_dtype(d) in op.avoids(d)])
+    return AutocastOff([device for device in devices if state.autocast_type(device) in op.avoids(device)])
 
 
 def _wide_types(
@@ -177,18 +178,19 @@ def _wide_types(
     return args, kwargs
 
 
-def narrowed(op: Fp32Op, tensors: list[Tensor], result: Any) -> Any:
+def narrowed(op: Fp32Op, tensors: list[Tensor], result: Any, region: GraphRegion | None = None) -> Any:
     """``result`` in the type that the rule of the registry asks for.
 
     Args:
         op: The rule.
         tensors: Those that the call was handed.
         result: Its result in FP32.
+        region: What is open where a graph is traced.
     """
     types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
     stays = op.output in (FLOAT32, REFUSED) or (op.output == WIDEST and torch.float32 in types)
     if op.output == MODEL:
-        stays = any(autocast_is_on(device) for device in devices_of(tensors))
+        stays = any(graph.autocast_type(region, device) is not None for device in devices_of(tensors))
     return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
 
 
@@ -213,23 +215,14 @@ def call_in_graph(
     if narrow and _writes(function, kwargs):
         # what is written to stays the caller's tensor
         return call(op, function, args, kwargs, held)
-    devices = devices_of(tensors) or [
-        t.device.type for m in args[held:] if isinstance(m, nn.Module) for t in list(m.parameters())[:1]
-    ]
+    devices = devices_of(tensors) or _devices_of_modules(args[held:])
     args, kwargs = _wide_types(op, devices, args, kwargs)
     off = [device for device in devices if region.autocast_type(device) in op.avoids(device)]
-    if narrow:
-        wide = [*args[:held], *cast_tensors(args[held:], torch.float32, HALF_TYPES)]
-        result = _run(region, function, wide, cast_tensors(kwargs, torch.float32, HALF_TYPES), off, None, copies=True)
-    else:
-        result = _run(region, function, args, kwargs, off, None)
     if not narrow:
-        return result
-    types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
-    stays = op.output in (FLOAT32, REFUSED) or (op.output == WIDEST and torch.float32 in types)
-    if op.output == MODEL:
-        stays = any(region.autocast_type(device) is not None for device in devices)
-    return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
+        return _run(region, function, args, kwargs, off, None)
+    wide = [*args[:held], *cast_tensors(args[held:], torch.float32, HALF_TYPES)]
+    result = _run(region, function, wide, cast_tensors(kwargs, torch.float32, HALF_TYPES), off, None, copies=True)
+    return narrowed(op, tensors, result, region)
 
 
 def _run(

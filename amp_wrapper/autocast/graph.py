@@ -126,9 +126,7 @@ class GraphRegion(TorchFunctionMode):
 
     def autocast_type(self, device: str) -> torch.dtype | None:
         """The type of autocast on a device; None where it is off."""
-        if self.device == device:
-            return self.dtype
-        return torch.get_autocast_dtype(device) if state.autocast_is_on(device) else None
+        return self.dtype if self.device == device else state.autocast_type(device)
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` inside of the region, which is not on the stack while one of its calls is made."""
@@ -196,6 +194,11 @@ def innermost() -> GraphRegion | None:
     return None
 
 
+def autocast_type(region: GraphRegion | None, device: str) -> torch.dtype | None:
+    """The type of autocast on a device where a graph is traced, inside of a region or of none; None where it is off."""
+    return state.autocast_type(device) if region is None else region.autocast_type(device)
+
+
 def enter(region: GraphRegion) -> None:
     """Open a region while a graph is traced."""
     if region.outer is not None:
@@ -227,17 +230,11 @@ def suspend() -> GraphRegion:
         To be handed to :func:`leave`. See :func:`amp_wrapper.autocast.state.suspended`.
     """
     outer = innermost()
-    on = [device for device in state.AUTOCAST_DEVICES if _autocast_type(outer, device) is not None]
+    on = [device for device in state.AUTOCAST_DEVICES if autocast_type(outer, device) is not None]
     region = GraphRegion(outer, None, on[0] if on else None)
     region.casts, region.suspended = False, True
     enter(region)
     return region
-
-
-def _autocast_type(region: GraphRegion | None, device: str) -> torch.dtype | None:
-    if region is not None:
-        return region.autocast_type(device)
-    return torch.get_autocast_dtype(device) if state.autocast_is_on(device) else None
 
 
 # -- the tables of O1 and O4 -------------------------------------------------------------------------------------------

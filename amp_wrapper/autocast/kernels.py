@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.library import Library
 
 from .. import torch_internals
-from ..compiler_internals import never_compiled
+from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy.autocast_lists import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from ..policy.nested import CASTABLE
 from . import state
@@ -45,6 +45,13 @@ def install(device_type: str) -> None:
             op = _overload(rule.op)
             library.impl(op, _kernel(op, rule, device_type, key), key, with_keyset=True)  # type: ignore[no-untyped-call]
         _libraries[device_type] = library
+
+
+@constant_when_traced
+def install_for_graph(device_type: str) -> bool:
+    """:func:`install`, at the moment in which a graph is traced; what it returns means nothing."""
+    install(device_type)
+    return True
 
 
 def missing(device_type: str) -> list[OpRule]:

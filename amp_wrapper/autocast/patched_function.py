@@ -53,12 +53,7 @@ class PatchedFunction:
         if not torch.compiler.is_compiling():
             return self.active()
         region = graph.innermost()
-        if region is None:
-            return None
-        found: Fp32Op | None = None
-        for key, op in self.ops.items():
-            if region.has(key):
-                found = op if found is None else _join(found, op)
+        found = None if region is None else self._active_in(region)
         if found is not None:
             # autocast is turned off for the function: that is left to eager code
             graph.break_graph()
@@ -70,6 +65,14 @@ class PatchedFunction:
         for key, op in self.ops.items():
             if state.is_active(key):
                 found = op if found is None else _joined(found, op)
+        return found
+
+    def _active_in(self, region: GraphRegion) -> Fp32Op | None:
+        """What holds in a region of a graph."""
+        found: Fp32Op | None = None
+        for key, op in self.ops.items():
+            if region.has(key):
+                found = op if found is None else _join(found, op)
         return found
 
     @untraced
@@ -97,10 +100,7 @@ class PatchedFunction:
             tensors = tensors_in(args[held:], kwargs)
             if rule_in_graph(self.rule, region, tensors):
                 return call_by_rule_in_graph(region, self.rule, function, tensors, args, kwargs, held)
-        found: Fp32Op | None = None
-        for key, op in self.ops.items():
-            if region.has(key):
-                found = op if found is None else _join(found, op)
+        found = self._active_in(region)
         if found is not None:
             return call_in_graph(region, found, function, args, kwargs, held)
         return function(*args, **kwargs) if self.is_python else region.run(function, args, kwargs)

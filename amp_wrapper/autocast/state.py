@@ -302,6 +302,11 @@ def autocast_is_on(device: str) -> bool:
     return has_autocast(device) and torch.is_autocast_enabled(device)
 
 
+def autocast_type(device: str) -> torch.dtype | None:
+    """The type of autocast on a device type; None where it is off."""
+    return torch.get_autocast_dtype(device) if autocast_is_on(device) else None
+
+
 def autocast_enabled(device_type: str) -> bool:
     """Whether autocast is on for a device type on this thread, or will be when :func:`suspended` ends."""
     off = thread.switched_off

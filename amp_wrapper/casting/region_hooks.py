@@ -71,19 +71,16 @@ class EnterRegion(AmpHook):
         if self.kind != FORWARD and not again:
             device = _device_of_call(module, args, kwargs)
             if self.kind == PLAIN:
-                was_on = autocast_is_on(device) if outer is None else outer.autocast_type(device) is not None
-                device = device if was_on else None
+                device = device if graph.autocast_type(outer, device) is not None else None
             elif state.has_autocast(device) and (self.kind == AUTOCAST or outer is None or not outer.suspended):
                 dtype = self.dtype
                 if self.kind == CASTS:
-                    _install_kernels(device)
+                    kernels.install_for_graph(device)
             else:
                 device = None
-        covers = self.kind in (PLAIN, CASTS)
-        keys = self.ops.keys if self.ops is not None else frozenset() if covers else None
-        region = GraphRegion(outer, keys, device, dtype)
+        region = GraphRegion(outer, self._keys(), device, dtype)
         region.module = module
-        region.covers = region.covers or covers
+        region.covers = region.covers or self.kind in (PLAIN, CASTS)
         graph.enter(region)
 
     def _open_fp32_in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -94,10 +91,7 @@ class EnterRegion(AmpHook):
         if caller is not None and isinstance(module, nn.BCELoss) and outer is not None and refuses_bce_in(outer):
             raise BannedOpError('nn.BCELoss', BCE_REASON)
         device = tensors[0].device.type if tensors else module_device(module).type
-        if outer is None:
-            is_on = autocast_is_on(device)
-        else:
-            is_on = outer.autocast_type(device) is not None
+        is_on = graph.autocast_type(outer, device) is not None
         region = GraphRegion(outer, None, device if is_on else None, None, caller)
         region.module = module
         graph.enter(region)
@@ -133,9 +127,13 @@ class EnterRegion(AmpHook):
                 autocast = autocast_context(device, self.dtype)
             if self.kind == CASTS:
                 kernels.install(device)
-        covers = self.kind in (PLAIN, CASTS)
-        keys = self.ops.keys if self.ops is not None else frozenset() if covers else None
-        regions.enter(keys, module, autocast, covers, self.dtype)
+        regions.enter(self._keys(), module, autocast, self.kind in (PLAIN, CASTS), self.dtype)
+
+    def _keys(self) -> frozenset[str] | None:
+        """What the region makes active; None where it leaves that to those around it."""
+        if self.ops is not None:
+            return self.ops.keys
+        return frozenset() if self.kind in (PLAIN, CASTS) else None
 
     def _open_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in(args, kwargs)
@@ -250,12 +248,6 @@ def drop_regions(module: nn.Module, kinds: Collection[str]) -> None:
 @constant_when_traced
 def _keep_patched() -> bool:
     patches.keep()
-    return True
-
-
-@constant_when_traced
-def _install_kernels(device: str) -> bool:
-    kernels.install(device)
     return True
 
 

@@ -71,14 +71,15 @@ def test_what_is_written_to_masters_is_seen(level: str, way: str, device: torch.
 
 
 @pytest.mark.parametrize('way', INSIDE_AND_OUTSIDE)
-@pytest.mark.parametrize('reentrant', [True, False])
+@pytest.mark.parametrize('kind', [True, False, 'selective'])
 @pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
-def test_checkpointed_segments(level: str, reentrant: bool, way: str, device: torch.device) -> None:
+def test_checkpointed_segments(level: str, kind: Any, way: str, device: torch.device) -> None:
     """The probes inside of the segment assert its types; dropout is the same when it runs again."""
     results = []
-    for kind in (None, reentrant):
+    for chosen in (None, kind):
         torch.manual_seed(0)
-        model = Net(level, kind, dropout=0.5).to(device)
+        model = Net(level, chosen, dropout=0.5).to(device)
+        model.selects = chosen == 'selective'
         with fresh() as counters:
             call, optimizer = initialized(model, way, level)
             torch.manual_seed(1)

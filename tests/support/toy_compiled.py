@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from amp_wrapper import amp
 from amp_wrapper.autocast.patching import patches
@@ -37,6 +37,11 @@ class IsOf(nn.Module):
         return x
 
 
+def products_are_saved() -> Any:
+    """The contexts of selective checkpointing: products of matrices are kept, the rest runs again."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
 class Hidden(nn.Sequential):
     """A part of a class of its own: ``compile()`` of torch's own classes compiles nothing in some versions."""
 
@@ -57,6 +62,8 @@ class Net(nn.Module):
         super().__init__()
         half = torch.float32 if level is None else HALF[level]
         self.level, self.reentrant = level, reentrant
+        #: Whether checkpointing is selective.
+        self.selects = False
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4)
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
@@ -77,7 +84,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         x = F.relu(self.norm(self.narrow(self.conv(x))))
         x = x.flatten(2)
-        x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
+        if self.selects:
+            x = checkpoint(self.block, x, use_reentrant=False, context_fn=products_are_saved)
+        else:
+            x = self.block(x) if self.reentrant is None else checkpoint(self.block, x, use_reentrant=self.reentrant)
         scores = self.narrow(self.head(x.mean(1)))
         self.by_op(torch.softmax(scores, -1))
         self.by_op(scores**2)
