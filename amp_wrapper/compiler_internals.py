@@ -368,6 +368,19 @@ def forget_graphs() -> bool:
     return True
 
 
+FREEZING = 'freezing makes constants of weights, which a training changes.'
+
+
+def freezes() -> bool:
+    """Whether graphs without gradients keep the values that weights have when the graph is made.
+
+    torch asks its own configuration, and not the ``options`` of a call of :func:`torch.compile`. In every version since 2.1.
+    """
+    from torch._inductor import config
+
+    return bool(config.freezing)
+
+
 def compile_problem(options: Mapping[str, Any], weight: Tensor | None) -> str | None:
     """Why a model cannot be compiled and trained with some keywords of :func:`torch.compile`; None where it can.
 
@@ -385,7 +398,7 @@ def compile_problem(options: Mapping[str, Any], weight: Tensor | None) -> str | 
     from torch._inductor import config, cpp_builder, exc
 
     if config.freezing or (options.get('options') or {}).get('freezing'):
-        return 'freezing makes constants of weights, which a training changes. Leave options=dict(freezing=True) out.'
+        return f'{FREEZING} Leave options=dict(freezing=True) out, and torch._inductor.config.freezing False.'
     if weight is not None and weight.device.type == 'cpu':
         try:
             cpp_builder.get_cpp_compiler()

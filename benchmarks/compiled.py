@@ -212,13 +212,12 @@ def measure(case: Case, device: torch.device, rounds: int) -> list[Way]:
         device: Where.
         rounds: Steps of each that are timed.
     """
-    ways = []
-    for kind in ('FP32', 'autocast', *_LEVELS[device.type]):
-        for compiles in (False, True):
-            print(f'{case.name}: {kind}, {"compiled" if compiles else "eager"}', file=sys.stderr, flush=True)
-            way = Way(case, kind, compiles, device)
-            way.begin()
-            ways.append(way)
+    kinds = ('FP32', 'autocast', *_LEVELS[device.type])
+    # all models first: amp.initialize makes torch forget what was compiled before
+    ways = [Way(case, kind, compiles, device) for kind in kinds for compiles in (False, True)]
+    for way in ways:
+        print(f'{case.name}: {way.kind}, {"compiled" if way.compiles else "eager"}', file=sys.stderr, flush=True)
+        way.begin()
     for number in range(rounds):
         print(f'{case.name}: round {number + 1} of {rounds}', file=sys.stderr, flush=True)
         for way in ways if number % 2 else ways[::-1]:

@@ -17,8 +17,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..autocast import generators, state
-from ..compiler_internals import constant_when_traced, never_compiled, traced_as, untraced
-from ..errors import ScriptingError
+from ..compiler_internals import FREEZING, constant_when_traced, freezes, never_compiled, traced_as, untraced
+from ..errors import AmpConfigError, ScriptingError
 from ..policy.nested import CASTABLE, EnterObject, cast_tensors
 from ..torch_internals import forward_pre_hooks
 from . import fp32_values
@@ -44,6 +44,29 @@ def _synchronise(module: nn.Module) -> None:
 
 #: Between two graphs, casts are not worth one of their own.
 _cast = untraced(cast_tensors)
+
+
+def refuse_frozen_weights() -> None:
+    """Called where torch.compile traces the call of a module with weights.
+
+    Raises:
+        AmpConfigError: The graph would keep the values that the weights have now.
+    """
+    if not torch.is_grad_enabled():
+        _refuse_freezing()
+
+
+@constant_when_traced
+def _refuse_freezing() -> bool:
+    # what raises is not traced: torch.compile would go on without a graph. An AssertionError reaches the caller as it is
+    if freezes():
+        raise AmpConfigError(
+            [
+                f'torch._inductor.config.freezing=True: {FREEZING} Set it to False (TORCHINDUCTOR_FREEZING=0) before the model '
+                f'is compiled.'
+            ]
+        )
+    return True
 
 
 class AmpHook(_Unscriptable):
@@ -96,8 +119,10 @@ class CastInputs(AmpHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling()
-        if self.follows_masters and is_traced:
-            self.is_traced()
+        if is_traced:
+            refuse_frozen_weights()
+            if self.follows_masters:
+                self.is_traced()
         elif self.follows_masters:
             regions = state.thread.regions
             if not regions or not regions[-1].depth:

@@ -23,7 +23,7 @@ from ..errors import AmpAttachError, BannedOpError
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
 from ..torch_internals import FORWARD_HOOKS, first_pre_hook, forward_hooks, forward_pre_hooks
-from .cast_hooks import AmpHook, CastOutputs
+from .cast_hooks import AmpHook, CastOutputs, refuse_frozen_weights
 from .find_hooks import drop_hooks
 from .modules import module_device
 
@@ -65,6 +65,7 @@ class EnterRegion(AmpHook):
     def open_in_graph(self, module: nn.Module, args: Any, kwargs: Any, again: bool = False) -> None:
         """:meth:`open`, where torch.compile traces it."""
         _keep_patched()
+        refuse_frozen_weights()
         outer = graph.innermost()
         device: str | None = None
         dtype: torch.dtype | None = None
@@ -282,6 +283,7 @@ class EnterBelow(EnterRegion):
 
     def in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As a call of the hook, where torch.compile traces it."""
+        refuse_frozen_weights()
         outer = graph.innermost()
         if outer is None or not outer.covers:
             self.open_in_graph(module, args, kwargs)

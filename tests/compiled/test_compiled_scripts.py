@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import toy_compiled
 from bits import differences
 from torch import Tensor, nn
-from toy_compiled import fresh
+from toy_compiled import HALF, WAYS, Net, fresh
 
 from amp_wrapper import amp
+from amp_wrapper.errors import AmpConfigError
 
 AOT: dict[str, Any] = dict(backend='aot_eager')
 
@@ -334,3 +337,33 @@ def test_a_part_that_is_left_out_of_graphs(device: torch.device) -> None:
         initialized(model, 'O5')
         x = torch.randn(2, 4, device=device)
         assert torch.allclose(torch.compile(model, **AOT)(x), model(x), atol=0.05)
+
+
+@pytest.mark.parametrize('way', [*WAYS, 'eager'])
+@pytest.mark.parametrize('level', [*HALF])
+def test_frozen_weights(level: str, way: str, device: torch.device) -> None:
+    """Graphs that keep the weights of one moment are refused, and those that have gradients are made."""
+    from torch._inductor import config
+
+    model = Net().to(device)
+    with fresh():
+        call, optimizer = toy_compiled.initialized(model, way, level)
+        x, labels = toy_compiled.batch(device)
+        with config.patch(freezing=True):
+            # at O0 the graph is plain torch, but for a function around the model
+            refused = way != 'eager' and (level != 'O0' or way == 'function')
+            with torch.no_grad(), pytest.raises(AmpConfigError, match='freezing') if refused else nullcontext():
+                call(x)
+            toy_compiled.step(call, optimizer, [(x, labels)])
+
+
+def test_counters_that_were_cleared(device: torch.device) -> None:
+    """A graph from before the casts is forgotten, whoever has cleared the counters of torch in between."""
+    model = nn.Linear(4, 4).to(device)
+    with fresh() as counters:
+        call = torch.compile(lambda x: model(x).dtype, **AOT)
+        x = torch.randn(2, 4, device=device)
+        assert call(x) is torch.float32
+        counters.clear()
+        initialized(model, 'O4', cast_model_outputs=torch.bfloat16)
+        assert call(x) is torch.bfloat16

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from tried_names import public_names, tried_names
 
 from amp_wrapper import compiler_internals
 
@@ -46,21 +45,9 @@ def test_untraced_functions_keep_the_count_of_references() -> None:
 
 def test_each_name_is_tried_here() -> None:
     """Whatever ``compiler_internals`` has, this file calls or compares."""
-    tree = ast.parse(Path(compiler_internals.__file__).read_text(encoding='utf-8'))
-    names = {
-        name
-        for node in tree.body
-        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', node)])
-        if (name := target.id if isinstance(target, ast.Name) else getattr(target, 'name', ''))
-        and not name.startswith('_')
-    }
-    tried = {
-        node.attr
-        for node in ast.walk(ast.parse(Path(__file__).read_text(encoding='utf-8')))
-        if isinstance(node, ast.Attribute)
-    }
+    names = public_names(compiler_internals)
     assert len(names) > 15
-    assert names <= tried
+    assert names <= tried_names(__file__)
 
 
 class Watched:
@@ -393,6 +380,15 @@ def test_what_cannot_be_compiled() -> None:
     assert compiler_internals.compile_problem(dict(backend='eager'), weight) is None
     assert 'there is no backend' in str(compiler_internals.compile_problem(dict(backend='none'), weight))
     assert 'freezing' in str(compiler_internals.compile_problem(dict(options=dict(freezing=True)), weight))
+
+
+def test_frozen_weights() -> None:
+    from torch._inductor import config
+
+    assert not compiler_internals.freezes()
+    with config.patch(freezing=True):
+        assert compiler_internals.freezes()
+        assert compiler_internals.FREEZING in str(compiler_internals.compile_problem({}, torch.ones(1)))
 
 
 def test_graphs_that_run_as_they_are() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from torch.library import Library
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
+from tried_names import public_names, tried_names
 
 import amp_wrapper
 from amp_wrapper import torch_internals
@@ -36,22 +36,10 @@ def test_the_versions_that_were_tried() -> None:
 
 def test_each_name_is_tried_here() -> None:
     """Whatever ``torch_internals`` has, this file calls or compares."""
-    tree = ast.parse(Path(torch_internals.__file__).read_text(encoding='utf-8'))
-    names = {
-        name
-        for node in tree.body
-        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, 'target', node)])
-        if (name := target.id if isinstance(target, ast.Name) else getattr(target, 'name', ''))
-        and not name.startswith('_')
-    }
-    tried = {
-        node.attr
-        for node in ast.walk(ast.parse(Path(__file__).read_text(encoding='utf-8')))
-        if isinstance(node, ast.Attribute)
-    }
+    names = public_names(torch_internals)
     assert len(names) > 30
     # that one says what versions do, and asks for no name
-    assert names - tried == {'COUNTS_BROADCASTS'}
+    assert names - tried_names(__file__) == {'COUNTS_BROADCASTS'}
 
 
 def test_graph_task_id() -> None:
