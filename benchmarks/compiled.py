@@ -1,9 +1,11 @@
 """Whole training steps, eager and compiled: ``python -m benchmarks.compiled [--write]``.
 
 FP32, ``torch.autocast``, and the levels that a device has fast types for: O4 and O5 on a CPU, O1 and O2 as well on a GPU.
-ResNet-50 and Swin-T of torchvision, and torch's own transformer encoder, with torch's fused AdamW. All ways are built in one
-process and take their steps in turn, so that a slow minute of the machine meets all of them; tables give medians, and ratios to
-compiled autocast. The time of the first step is that of compiling. Peak memory is what a step adds to what lies there anyway.
+ResNet-50 and Swin-T of torchvision, and torch's own transformer encoder, without and with its dropout. The levels train with
+``FusedAdamW``, the others with torch's fused AdamW. Each way has a process of its own, as torch.compile looks for a graph among
+all those of a class of models. They take their steps in turn, so that a slow minute of the machine meets all of them; tables
+give medians, and ratios step by step. The time of the first step is that of compiling. Peak memory is what a step adds to what
+lies there anyway.
 
 torchvision is needed for two of the models; without it they are left out, and the page says so.
 """
@@ -12,14 +14,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import gc
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import Library
 
-from amp_wrapper import amp, compiler_internals
+from amp_wrapper import FusedAdamW, amp, compiler_internals
 
 from .pages import add_write
 
@@ -55,9 +62,11 @@ class Case:
 class Encoder(nn.Module):
     """A transformer of torch's own layers, with a mean at its end."""
 
-    def __init__(self, dims: int, depth: int, classes: int) -> None:
+    def __init__(self, dims: int, depth: int, classes: int, dropout: float) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(dims, dims // 64, 4 * dims, 0.1, 'gelu', batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            dims, dims // 64, 4 * dims, dropout, 'gelu', batch_first=True, norm_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(dims, classes)
 
@@ -93,7 +102,11 @@ def cases(batch: int, size: int) -> list[Case]:
         batch: Pictures, or sequences, in a batch.
         size: Edge of the pictures, in pixels.
     """
-    found = [Case('transformer', lambda: Encoder(384, 6, 100), (batch, 128, 384))]
+    sequences = (batch, 128, 384)
+    found = [
+        Case('transformer', lambda: Encoder(384, 6, 100, 0.0), sequences),
+        Case('transformer with dropout', lambda: Encoder(384, 6, 100, 0.1), sequences),
+    ]
     models = _torchvision()
     if models is not None:
         picture = (batch, 3, size, size)
@@ -102,6 +115,27 @@ def cases(batch: int, size: int) -> list[Case]:
             Case('Swin-T', lambda: models.swin_t(num_classes=100), picture),
         ]
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """What the first steps of a way were like.
+
+    Attributes:
+        first: Seconds that the first step took.
+        graphs: That were compiled in the first three steps.
+        breaks: Of graphs, in the first three steps.
+        again: Recompilations in the first three steps.
+        later: Recompilations after them.
+        peak: MiB that a step adds at its peak; NaN where that is not known.
+    """
+
+    first: float
+    graphs: int
+    breaks: int
+    again: int
+    later: int
+    peak: float
 
 
 class Way:
@@ -118,17 +152,16 @@ class Way:
         self.kind, self.compiles, self.device = kind, compiles, device
         torch.manual_seed(0)
         self.model = case.build().to(device).train()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.is_level = kind.startswith('O')
+        self.optimizer: torch.optim.Optimizer
         if self.is_level:
+            self.optimizer = FusedAdamW(self.model.parameters(), lr=1e-4)
             amp.initialize(self.model, self.optimizer, opt_level=kind, verbosity=0)
+        else:
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.call = torch.compile(self.model) if compiles else self.model
         self.x = torch.randn(case.shape, device=device)
         self.labels = torch.randint(0, case.classes, case.shape[:1], device=device)
-        self.seconds: list[float] = []
-        self.peak = 0.0
-        self.first = 0.0
-        self.counts = self.late = (0, 0, 0)
 
     def step(self) -> None:
         """A whole step. Syncs at its end."""
@@ -148,28 +181,73 @@ class Way:
         if self.device.type == 'cuda':
             torch.cuda.synchronize()
 
-    def begin(self) -> None:
+    def begin(self) -> Begun:
         """The first steps: compile, and count."""
         before = _counts()
         start = time.perf_counter()
         self.step()
-        self.first = time.perf_counter() - start
+        first = time.perf_counter() - start
         self.step()
         self.step()
         third = _counts()
-        self.counts = tuple(now - then for now, then in zip(third, before))  # type: ignore[assignment]
         for _ in range(3):
             self.step()
-        self.late = tuple(now - then for now, then in zip(_counts(), third))  # type: ignore[assignment]
+        last = _counts()
         with _peak(self.device) as peak:
             self.step()
-        self.peak = peak[0]
+        graphs, breaks, again = (now - then for now, then in zip(third, before))
+        return Begun(first, graphs, breaks, again, last[2] - third[2], peak[0])
+
+    def time(self) -> float:
+        """Take one step more. The seconds that it takes."""
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
+
+
+def serve(pipe: Connection, name: str, kind: str, compiles: bool, options: argparse.Namespace) -> None:
+    """A process for one way: begins, and takes a step whenever it is asked for one.
+
+    Args:
+        pipe: Where it is asked.
+        name: Of the model.
+        kind: As :class:`Way` takes it.
+        compiles: As :class:`Way` takes it.
+        options: Of the command line.
+    """
+    torch.set_num_threads(options.threads)
+    case = next(case for case in cases(options.batch, options.size) if case.name == name)
+    way = Way(case, kind, compiles, torch.device(options.device))
+    while (asked := pipe.recv()) is not None:
+        pipe.send(way.begin() if asked == 'begin' else way.time())
+
+
+class Process:
+    """The other end of :func:`serve`."""
+
+    def __init__(self, case: Case, kind: str, compiles: bool, options: argparse.Namespace) -> None:
+        self.kind, self.compiles = kind, compiles
+        self.label = f'{kind}, {"compiled" if compiles else "eager"}'
+        context = multiprocessing.get_context('spawn')
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other, case.name, kind, compiles, options), daemon=False)
+        self._process.start()
+        other.close()
+        self.begun: Begun = self._ask('begin')
+        self.seconds: list[float] = []
+
+    def _ask(self, what: str) -> Any:
+        self._pipe.send(what)
+        return self._pipe.recv()
 
     def time(self) -> None:
         """Take one step more, and note how long it takes."""
-        start = time.perf_counter()
-        self.step()
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(self._ask('time'))
+
+    def end(self) -> None:
+        """The process is not needed any more."""
+        self._pipe.send(None)
+        self._process.join()
 
 
 def _counts() -> tuple[int, int, int]:
@@ -188,6 +266,10 @@ def _peak(device: torch.device) -> Iterator[list[float]]:
         yield found
         found[0] = (torch.cuda.max_memory_allocated() - before) / 2**20
         return
+    # what lies free goes back to the system, so that it counts again
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
+    if trim is not None:
+        trim(0)
     try:
         # Linux forgets the peak of the process
         Path('/proc/self/clear_refs').write_text('5')
@@ -204,45 +286,53 @@ def _status(name: str) -> int:
     return int(line.split()[1])
 
 
-def measure(case: Case, device: torch.device, rounds: int) -> list[Way]:
+def measure(case: Case, options: argparse.Namespace) -> list[Process]:
     """All ways of one model, timed in turn.
 
     Args:
         case: The model.
-        device: Where.
-        rounds: Steps of each that are timed.
+        options: Of the command line.
     """
-    kinds = ('FP32', 'autocast', *_LEVELS[device.type])
-    # all models first: amp.initialize makes torch forget what was compiled before
-    ways = [Way(case, kind, compiles, device) for kind in kinds for compiles in (False, True)]
-    for way in ways:
-        print(f'{case.name}: {way.kind}, {"compiled" if way.compiles else "eager"}', file=sys.stderr, flush=True)
-        way.begin()
-    for number in range(rounds):
-        print(f'{case.name}: round {number + 1} of {rounds}', file=sys.stderr, flush=True)
+    ways = []
+    for kind in ('FP32', 'autocast', *_LEVELS[options.device]):
+        for compiles in (False, True):
+            print(f'{case.name}: {kind}, {"compiled" if compiles else "eager"}', file=sys.stderr, flush=True)
+            ways.append(Process(case, kind, compiles, options))
+    for number in range(options.rounds):
+        print(f'{case.name}: round {number + 1} of {options.rounds}', file=sys.stderr, flush=True)
+        # one after another, then back
         for way in ways if number % 2 else ways[::-1]:
             way.time()
+    for way in ways:
+        way.end()
     return ways
 
 
-def table(case: Case, ways: list[Way]) -> str:
+def _ratio(way: Process, other: Process) -> str:
+    """The median of the ratios step by step, so that what slows the machine for a while slows both; and their quartiles."""
+    ratios = [mine / its for mine, its in zip(way.seconds, other.seconds)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return f'{middle:.2f} ({low:.2f} to {high:.2f})'
+
+
+def table(case: Case, ways: list[Process]) -> str:
     """The rows of one model."""
-    base = next(way for way in ways if way.kind == 'autocast' and way.compiles)
+    found = {(way.kind, way.compiles): way for way in ways}
     rows = [
         f'## {case.name}, input {" x ".join(map(str, case.shape))}',
         '',
-        '| | ms a step | to compiled autocast | first step, s | graphs | breaks | recompilations (later) | peak, MiB |',
-        '| --- | --- | --- | --- | --- | --- | --- | --- |',
+        '| | ms a step | to compiled autocast | to the same, eager | first step, s | graphs | breaks | recompilations (later) '
+        '| peak, MiB |',
+        '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
     ]
     for way in ways:
-        # step by step, so that what slows the machine for a while slows both
-        ratio = statistics.median(mine / other for mine, other in zip(way.seconds, base.seconds))
-        graphs, breaks, again = way.counts
-        peak = '' if way.peak != way.peak else f'{way.peak:.0f}'
-        counted = f'{graphs} | {breaks} | {again} ({way.late[2]})' if way.compiles else '| |'
+        begun = way.begun
+        peak = '' if begun.peak != begun.peak else f'{begun.peak:.0f}'
+        counted = f'{begun.graphs} | {begun.breaks} | {begun.again} ({begun.later})' if way.compiles else '| |'
+        eager = _ratio(way, found[way.kind, False]) if way.compiles else ''
         rows.append(
-            f'| {way.kind}, {"compiled" if way.compiles else "eager"} | {statistics.median(way.seconds) * 1000:.0f} | '
-            f'{ratio:.2f} | {way.first:.1f} | {counted} | {peak} |'
+            f'| {way.label} | {statistics.median(way.seconds) * 1000:.0f} | {_ratio(way, found["autocast", True])} | {eager} | '
+            f'{begun.first:.1f} | {counted} | {peak} |'
         )
     return '\n'.join(rows)
 
@@ -253,36 +343,37 @@ def main() -> None:
     parser.add_argument('--device', default='cpu', choices=('cpu', 'cuda'))
     parser.add_argument('--rounds', type=int, default=15)
     parser.add_argument('--batch', type=int, default=16)
-    parser.add_argument('--size', type=int, default=64, help='edge of the pictures, in pixels')
+    parser.add_argument('--size', type=int, default=112, help='edge of the pictures, in pixels')
     parser.add_argument('--threads', type=int, default=2)
     parser.add_argument('--models', nargs='*', help='names of the page; all by default')
     add_write(parser, 'compiled_{device}.md')
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
     chosen = [
         case for case in cases(arguments.batch, arguments.size) if not arguments.models or case.name in arguments.models
     ]
-    machine = torch.cuda.get_device_name() if device.type == 'cuda' else f'CPU, {arguments.threads} threads'
+    machine = torch.cuda.get_device_name() if arguments.device == 'cuda' else f'CPU, {arguments.threads} threads'
     parts = [
         '# Training steps, eager and compiled',
         '',
         f'`python -m benchmarks.compiled {" ".join(sys.argv[1:])}`, {datetime.date.today()}, {machine}, Python '
-        f'{platform.python_version()}, torch {torch.__version__}. Backend inductor, fused AdamW of torch, forward calls '
-        f'compiled as `torch.compile(model)`; {arguments.rounds} steps of each, in turn. Graphs, breaks and recompilations are '
-        f'those of the first three steps, and in brackets of all later ones. The peak is what a step adds to what lies there '
-        f'anyway.',
+        f'{platform.python_version()}, torch {torch.__version__}. Backend inductor, forward calls compiled as '
+        f'`torch.compile(model)`; `FusedAdamW` at the levels, fused AdamW of torch for the others; a process each; '
+        f'{arguments.rounds} steps of each, in turn. Ratios are medians of the ratios step by step, with their quartiles. '
+        f'Graphs, breaks and recompilations are those of the first three steps, and in brackets of the later ones. The peak is '
+        f'what a step adds to what lies there anyway.',
         '',
     ]
     if len(cases(1, 32)) == 1:
         parts += ['torchvision is not installed here: ResNet-50 and Swin-T were not measured.', '']
-    for case in chosen:
-        parts += [table(case, measure(case, device, arguments.rounds)), '']
-        gc.collect()
+    # nothing is there that was compiled before
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ['TORCHINDUCTOR_CACHE_DIR'] = folder
+        for case in chosen:
+            parts += [table(case, measure(case, arguments)), '']
     page = '\n'.join(parts)
     print(page)
     if arguments.write is not None:
-        path = Path(str(arguments.write).format(device=device.type))
+        path = Path(str(arguments.write).format(device=arguments.device))
         path.write_text(page, encoding='utf-8')
 
 

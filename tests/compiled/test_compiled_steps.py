@@ -107,15 +107,16 @@ def test_averages_see_masters(way: str, device: torch.device) -> None:
         assert torch.isfinite(average.module(batch(device)[0])).all()
 
 
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=pytest.mark.grid)])
 @pytest.mark.parametrize('way', INSIDE_AND_OUTSIDE)
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O4', 'O5'])
-def test_resumed_equals_uninterrupted(level: str, way: str, device: torch.device) -> None:
+def test_resumed_equals_uninterrupted(level: str, way: str, backend: str, device: torch.device) -> None:
     """Bit for bit: a compiled run that is saved and goes on in new objects, with a scale that moves and a skipped step."""
 
     def begin() -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         model = Net(level, dropout=0.1).to(device)
-        call, optimizer = initialized(model, way, level)
+        call, optimizer = initialized(model, way, level, backend)
         return model, call, optimizer
 
     def run(call: Any, optimizer: Any, numbers: range) -> None:

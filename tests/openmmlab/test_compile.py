@@ -86,18 +86,23 @@ def test_without_a_compiler(tmp_path: Path) -> None:
 
 
 def test_o0_equals_mmengine(tmp_path: Path) -> None:
+    """Compiled by the backend that runs graphs as they are, and plain."""
     # another model of the same class is attached, which wraps methods of the class, and goes away in between
     other = [toy.ToyModel() for _ in range(3)]
     for model in other:
         AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).attach(model)
+    stock = dict(type='OptimWrapper', optimizer=copy.deepcopy(SGD))
+    expected = toy.run(tmp_path / 'stock', stock).model.state_dict()
     for name, words in dict(plain={}, compiled=dict(compile=EAGER)).items():
-        ends = []
-        for kind in (wrapper('O0'), dict(type='OptimWrapper', optimizer=copy.deepcopy(SGD))):
-            runner = toy.run(tmp_path / f'{name}-{kind["type"]}', kind, **copy.deepcopy(words))
-            ends.append(runner.model.state_dict())
-        assert differences(*ends) == []
+        found = toy.run(tmp_path / name, wrapper('O0'), **copy.deepcopy(words)).model.state_dict()
+        assert differences(found, expected) == []
         other.pop()
         gc.collect()
+    # mmengine compiles the step of the optimizer as well, which some versions of torch write in another way
+    stock = dict(type='OptimWrapper', optimizer=copy.deepcopy(SGD))
+    found = toy.run(tmp_path / 'stock compiled', stock, compile=copy.deepcopy(EAGER)).model.state_dict()
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O4', 'O5'])

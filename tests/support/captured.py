@@ -7,7 +7,7 @@ step was captured; and whatever it allocates has the same address again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +60,9 @@ class Graph(TorchDispatchMode):
     def replay(self) -> None:
         """All of them again, on the same memory. A graph writes to tensors, and does not move their version counters."""
         known = {id(t): t for function, args, kwargs, fresh in self._calls for t in _tensors((args, kwargs, fresh))}
-        with torch.autograd._unsafe_preserve_version_counter(tuple(known.values())):
+        with ExitStack() as stack:
+            for tensor in known.values():
+                stack.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
             for function, args, kwargs, fresh in self._calls:
                 for old, new in zip(fresh, _tensors(function(*args, **kwargs))):
                     if old is not None:
