@@ -183,6 +183,8 @@ def never_compiled(function: Callable[..., Any], with_callees: bool = False) -> 
 def eager_block(manager: _Function) -> _Function:
     """Decorator around ``contextmanager``: what begins and ends the block is never compiled; what is inside of it may be.
 
+    torch 2.15 traces a beginning and an end in which nothing is called that is :func:`untraced`.
+
     Args:
         manager: Of :func:`contextlib.contextmanager`.
     """
