@@ -170,6 +170,34 @@ def test_projects_own_tools(
         assert differences(tested, answer['metrics'], any_nan=True) == []
 
 
+@pytest.mark.parametrize(
+    ('name', 'level', 'words'),
+    [
+        ('ResNet-18', 'O2', 'compile=True'),
+        ('Swin', 'O5', 'compile.backend=aot_eager'),
+        ('ViT', 'O4', 'compile.backend=aot_eager'),
+        ('RetinaNet', 'O5', 'compile.backend=aot_eager'),
+    ],
+)
+def test_projects_own_tools_compiled(
+    name: str, level: str, words: str, pictures: Path, tmp_path: Path, witness: dict[str, Any]
+) -> None:
+    """``tools/train.py`` with ``compile`` from the command line; validation runs what was compiled, too."""
+    case = BY_NAME[name]
+    cfg = prepare(case, pictures, tmp_path)
+    cfg.log_level = 'INFO'
+    path = write_config(cfg, tmp_path / f'{case.slug}.py')
+    levels = ['optim_wrapper.type=amp_wrapper.AmpOptimWrapper', f'optim_wrapper.opt_level={level}']
+    scale = ['optim_wrapper.loss_scale=64'] if level == 'O2' else []
+    run_tool(tool(case.project, 'train.py'), str(path), *extra(case.project), '--cfg-options', words, *levels, *scale)
+    check_run(witness, level, cfg.val_dataloader is not None)
+    (log,) = (tmp_path / 'run').glob('*/*.log')
+    lines = [line for line in log.read_text().splitlines() if 'torch.compile ' in line]
+    assert len(lines) == 2 and 'compiles the forward calls' in lines[0] and ' 0 graphs' not in lines[1]
+    saved = load(tmp_path / 'run' / 'epoch_1.pth')['state_dict']
+    assert all(torch.isfinite(v).all() for v in saved.values() if v.is_floating_point())
+
+
 def test_rtmdet(level: str, pictures: Path, tmp_path: Path, witness: dict[str, Any], original: Original) -> None:
     """The same for a schedule whose second half counts epochs, and its first iterations."""
     skip_without_ops(RTMDET.project)
