@@ -10,7 +10,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,8 +17,6 @@ from torch import Tensor, nn, overrides
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 
-# where torch.fx runs a graph: code that it has made, and its interpreter
-_GRAPH_FILES = ('torch/fx/_lazy_graph_module.py', 'torch/fx/graph_module.py', 'torch/fx/interpreter.py')
 _VERSION = tuple(int(number) for number in torch.__version__.split('.')[:2])
 
 
@@ -47,7 +44,7 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
-_listeners: list[Callable[[Any], None]] = []
+_listeners: list[Callable[[], None]] = []
 
 
 def is_called_by_compiled_code() -> bool:
@@ -63,14 +60,14 @@ def may_be_called_by_compiled_code() -> bool:
     return _calls.from_compiled > 0 or (_VERSION < (2, 13) and bool(_listeners))
 
 
-def before_compiled_calls(listener: Callable[[Any], None]) -> None:
+def before_compiled_calls(listener: Callable[[], None]) -> None:
     """Be told before each call of what ``torch.compile`` made, from now on; :mod:`torch._dynamo` is loaded.
 
     :mod:`torch.compiler` has no such hook. All that is compiled asks one function of ``torch._dynamo.eval_frame`` what compiles
     it, whenever it is called from outside. In every version since 2.6.
 
     Args:
-        listener: Called with what compiles it, an object of its own for each call of ``torch.compile``.
+        listener: Called without arguments.
     """
     from torch._dynamo import eval_frame
 
@@ -81,7 +78,7 @@ def before_compiled_calls(listener: Callable[[Any], None]) -> None:
         def call(callback: Any) -> Any:
             if callback is not None and callback is not False:
                 for each in _listeners:
-                    each(callback)
+                    each()
             return ask(callback)
 
         never_compiled(call)
@@ -229,87 +226,6 @@ def pop_function_mode() -> Any:
 def is_default_device(mode: object) -> bool:
     """Whether a function mode is that of ``torch.set_default_device`` or ``with torch.device(...)``. Since 2.0."""
     return type(mode).__module__ == 'torch.utils._device'
-
-
-def runs_a_graph(frame: FrameType | None) -> bool:
-    """Whether a frame, or one that it was called from, runs a graph of ``torch.fx``, as the backend 'eager' does.
-
-    ``torch.fx`` gives the code that it makes a file of this name. In every version since 1.8.
-    """
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith('<eval_with_key>') or name.endswith(_GRAPH_FILES):
-            return True
-        frame = frame.f_back
-    return False
-
-
-# what gives a tensor of the same memory
-_VIEWS = frozenset(
-    {
-        *(
-            'getitem',
-            'view',
-            'view_as',
-            'reshape',
-            'transpose',
-            't',
-            'permute',
-            'squeeze',
-            'unsqueeze',
-            'narrow',
-            'select',
-        ),
-        *('flatten', 'unflatten', 'detach', 'expand', 'chunk', 'split', 'unbind', 'diagonal', 'movedim', 'swapaxes'),
-        *('ravel', 'contiguous', 'requires_grad_', 'as_strided', 'unfold', 'T', 'mT'),
-    }
-)
-
-
-def _traced_nodes() -> list[Any]:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    return list(InstructionTranslator.current_tx().output.graph.nodes)
-
-
-def graph_size() -> int:
-    """The number of nodes of the graph that is being traced. In every version since 2.1."""
-    return len(_traced_nodes())
-
-
-def graph_writes_to_earlier(size: int) -> bool:
-    """Whether the graph that is being traced writes to a tensor that was there when it had so many nodes.
-
-    Args:
-        size: From :func:`graph_size`.
-    """
-    nodes = _traced_nodes()
-    earlier = set(nodes[:size])
-    for node in nodes[size:]:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '')
-        # x.add_(y), x[...] = y, x += y, relu(x, inplace=True), add(x, y, out=z)
-        in_place = (name.endswith('_') and not name.endswith('__') and name not in _VIEWS) or (
-            name in ('setitem', 'iadd', 'isub', 'imul', 'itruediv', 'ifloordiv', 'imod', 'ipow', 'iand', 'ior', 'ixor')
-        )
-        written = [node.kwargs.get('out')]
-        if (in_place or node.kwargs.get('inplace')) and node.args:
-            written.append(node.args[0])
-        for target in written:
-            while isinstance(target, torch.fx.Node) and target not in earlier and _is_view(target) and target.args:
-                target = target.args[0]
-            if isinstance(target, torch.fx.Node) and target in earlier:
-                return True
-    return False
-
-
-def _is_view(node: Any) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '')
-    return name in _VIEWS or (name.endswith('_') and not name.endswith('__'))
-
-
-def tracing_context() -> object | None:
-    """What stands for the graph that is made on this thread, by any part of ``torch.compile``. In every version since 2.0."""
-    return torch._guards.TracingContext.try_get()
 
 
 def constant_when_traced(function: _Function) -> _Function:

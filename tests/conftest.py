@@ -118,6 +118,7 @@ def _nothing_global_is_left() -> Iterator[None]:
     """
     yield
     torch._dynamo.reset()
+    patches.stop_keeping()
     found = _left_behind()
     if found:
         _close_everything()

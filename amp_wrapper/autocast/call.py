@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import compiler_internals
+from .. import graph_internals
 from ..compiler_internals import constant_when_traced, untraced
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
@@ -261,13 +261,13 @@ def _run(
 
 @constant_when_traced
 def _begin_body() -> bool:
-    state.thread.bodies.append(compiler_internals.graph_size())
+    state.thread.bodies.append(graph_internals.traced_tensors())
     return True
 
 
 @constant_when_traced
 def _body_has_written() -> bool:
-    return compiler_internals.graph_writes_to_earlier(state.thread.bodies.pop())
+    return graph_internals.were_written(state.thread.bodies.pop())
 
 
 def _writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

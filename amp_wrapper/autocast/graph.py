@@ -22,7 +22,7 @@ from torch.library import Library
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .. import compiler_internals
+from .. import compiler_internals, graph_internals
 from ..compiler_internals import constant_when_traced, untraced
 from . import state
 from .state import CASTS, Snapshot
@@ -97,6 +97,8 @@ class GraphRegion(TorchFunctionMode):
         self.casts: bool = outer is not None and outer.casts
         self.device: str | None = outer.device if device is None and outer is not None else device
         self.dtype: torch.dtype | None = outer.dtype if device is None and outer is not None else dtype
+        # how many blocks of torch.autocast are open where its autocast begins
+        self.depth: int = outer.depth if device is None and outer is not None else _autocast_depth()
         if keys is not None:
             self.key_sets = (*self.key_sets, keys)
             self.casts = CASTS in keys and not self.suspended
@@ -126,7 +128,11 @@ class GraphRegion(TorchFunctionMode):
 
     def autocast_type(self, device: str) -> torch.dtype | None:
         """The type of autocast on a device; None where it is off."""
-        return self.dtype if self.device == device else state.autocast_type(device)
+        return self.dtype if self.device == device and self._sets_autocast() else state.autocast_type(device)
+
+    def _sets_autocast(self) -> bool:
+        """Whether the region says what autocast is, and no block of torch.autocast that was opened inside of it."""
+        return self.device is not None and _autocast_depth() == self.depth
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function`` inside of the region, which is not on the stack while one of its calls is made."""
@@ -150,7 +156,7 @@ class GraphRegion(TorchFunctionMode):
             return function(*args[:first], *[self.around(each) for each in args[first:end]], *args[end:], **kwargs)
         if self.casts:
             torch.ops.amp_wrapper_graph.casts(True)
-        if self.device is None:
+        if self.device is None or not self._sets_autocast():
             result = function(*args, **kwargs)
         else:
             # the cache of cast weights ends with each call: the compiler finds casts that are made twice
@@ -159,6 +165,13 @@ class GraphRegion(TorchFunctionMode):
         if self.casts:
             torch.ops.amp_wrapper_graph.casts(False)
         return result
+
+
+@constant_when_traced
+def _autocast_depth() -> int:
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth
 
 
 @constant_when_traced
@@ -246,7 +259,7 @@ _library.define('casts(bool on) -> ()')  # type: ignore[no-untyped-call]
 
 def _casts(on: bool) -> None:
     state.thread.graph_casts = on
-    state.thread.traced_in = compiler_internals.tracing_context()
+    state.thread.traced_in = graph_internals.tracing_context()
 
 
 _library.impl('casts', _casts, 'CompositeImplicitAutograd')  # type: ignore[no-untyped-call]

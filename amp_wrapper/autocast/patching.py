@@ -55,6 +55,8 @@ class Target:
             Whether the attribute is to be patched.
         """
         current = vars(self._holder).get(self._name, _ABSENT)
+        if current is self.patch and self.at_rest is _ABSENT:
+            return True  # in place, over what is inherited
         if self._imported is not None and not leads_to(current, self._imported):
             return False
         # a patched function may be left there by somebody who saved it while it was in place

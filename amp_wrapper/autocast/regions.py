@@ -94,7 +94,7 @@ def listen() -> None:
 
 
 @untraced
-def _before_compiled_call(compiler: object) -> None:
+def _before_compiled_call() -> None:
     # what an error in a graph, or while it was made, has left
     thread.graph_casts = False
     thread.bodies.clear()

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from .. import compiler_internals, torch_internals
+from .. import compiler_internals, graph_internals, torch_internals
 
 #: The device types that are asked whether autocast is on.
 AUTOCAST_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')
@@ -91,8 +91,8 @@ class _Thread(threading.local):
         # whether a graph is at a call that the tables of O1 and O4 act in, and which graph
         self.graph_casts = False
         self.traced_in: object | None = None
-        # of functions of Python that are traced: how large the graph was when their bodies began
-        self.bodies: list[int] = []
+        # of functions of Python that are traced: the tensors that were there when their bodies began
+        self.bodies: list[graph_internals.TracedTensors] = []
 
 
 thread = _Thread()
@@ -180,9 +180,9 @@ def session_closed(session: CastSession) -> None:
 
 def _in_the_graph() -> bool:
     """Whether the mark is that of the graph that is made, or runs without being made: an error may have left it behind."""
-    if thread.traced_in is not compiler_internals.tracing_context():
+    if thread.traced_in is not graph_internals.tracing_context():
         return False
-    if thread.traced_in is not None or compiler_internals.runs_a_graph(sys._getframe(1)):
+    if thread.traced_in is not None or graph_internals.runs_a_graph(sys._getframe(1)):
         return True
     thread.graph_casts = False
     return False

@@ -124,13 +124,12 @@ def cast_tensors(
         ``value`` itself where nothing had to be cast.
     """
 
-    if torch.compiler.is_compiling():
-        return _cast_in_graph(value, dtype, sources, enter) if _has_to_cast(value, dtype, sources, enter) else value
-
     def cast(tensor: Tensor) -> Tensor:
         # the comparison is cheaper than the set lookup, and most tensors have the type already
         return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
 
+    if torch.compiler.is_compiling():
+        return _map_in_graph(cast, value, enter) if _has_to_cast(value, dtype, sources, enter) else value
     return map_tensors(cast, value, enter)
 
 
@@ -150,22 +149,20 @@ def _has_to_cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype]
     return any(_has_to_cast(item, dtype, sources, enter) for item in items)
 
 
-def _cast_in_graph(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype], enter: EnterObject | None) -> Any:
-    """:func:`cast_tensors`, where a graph is traced: containers are made anew without a look at what has changed in them."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
-
+def _map_in_graph(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None) -> Any:
+    """:func:`map_tensors`, where a graph is traced: containers are made anew without a look at what has changed in them."""
     if isinstance(value, Tensor):
-        return cast(value)
-    if isinstance(value, dict) and (type(value) in (dict, OrderedDict) or dataclasses.is_dataclass(value)):
-        pairs = {key: _cast_in_graph(item, dtype, sources, enter) for key, item in value.items()}
+        return function(value)
+    if type(value) in (dict, OrderedDict):
+        pairs = {key: _map_in_graph(function, item, enter) for key, item in value.items()}
+        return pairs if type(value) is dict else OrderedDict(pairs)
+    if isinstance(value, dict) and dataclasses.is_dataclass(value):
         # the outputs of transformers are dicts and dataclasses
-        return pairs if type(value) is dict else type(value)(**pairs)
+        return type(value)(**{key: _map_in_graph(function, item, enter) for key, item in value.items()})
     if type(value) is list:
-        return [_cast_in_graph(item, dtype, sources, enter) for item in value]
+        return [_map_in_graph(function, item, enter) for item in value]
     if type(value) is tuple:
-        return tuple([_cast_in_graph(item, dtype, sources, enter) for item in value])
+        return tuple([_map_in_graph(function, item, enter) for item in value])
     if isinstance(value, tuple) and hasattr(type(value), '_make'):
-        return type(value)(*[_cast_in_graph(item, dtype, sources, enter) for item in value])
-    return map_tensors(cast, value, enter)
+        return type(value)(*[_map_in_graph(function, item, enter) for item in value])
+    return map_tensors(function, value, enter)

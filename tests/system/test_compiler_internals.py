@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from tried_names import public_names, tried_names
 
-from amp_wrapper import compiler_internals
+from amp_wrapper import compiler_internals, graph_internals
 
 
 def frame_compiler() -> object:
@@ -45,8 +45,8 @@ def test_untraced_functions_keep_the_count_of_references() -> None:
 
 
 def test_each_name_is_tried_here() -> None:
-    """Whatever ``compiler_internals`` has, this file calls or compares."""
-    names = public_names(compiler_internals)
+    """Whatever the two modules have, this file calls or compares."""
+    names = public_names(compiler_internals) | public_names(graph_internals)
     assert len(names) > 15
     assert names <= tried_names(__file__)
 
@@ -262,20 +262,23 @@ def test_functions_that_are_never_compiled() -> None:
 
 
 def test_calls_of_what_is_compiled() -> None:
-    heard: list[object] = []
-    compiler_internals.before_compiled_calls(heard.append)
+    heard: list[int] = []
+
+    def listen() -> None:
+        heard.append(len(heard))
+
+    compiler_internals.before_compiled_calls(listen)
     try:
         first = torch.compile(lambda x: x + 1, backend='eager')
         second = torch.compile(nn.Linear(1, 1), backend='eager')
         x = torch.ones(1, 1)
-        for call in (first, first, second):
+        for number, call in enumerate((first, first, second)):
             call(x)
-        assert len(heard) == 3
-        assert heard[0] is heard[1] is not heard[2]
+            assert len(heard) == number + 1
         x + 1
         assert len(heard) == 3
     finally:
-        compiler_internals._listeners.remove(heard.append)
+        compiler_internals._listeners.remove(listen)
 
 
 def test_who_is_called_by_compiled_code() -> None:
@@ -330,11 +333,16 @@ def test_the_context_of_a_graph() -> None:
     found: list[object] = []
 
     def backend(module: torch.fx.GraphModule, _: object) -> object:
-        found.append(compiler_internals.tracing_context())
+        found.append(graph_internals.tracing_context())
         return module.forward
 
     torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
-    assert found[0] is not None and compiler_internals.tracing_context() is None
+    assert found[0] is not None and graph_internals.tracing_context() is None
+
+
+@torch.library.custom_op('amp_wrapper_tests::double_', mutates_args=('x',))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
 
 
 blocks: list[bool] = []
@@ -407,7 +415,7 @@ def test_graphs_that_run_as_they_are() -> None:
 
     @torch.library.custom_op('amp_wrapper_tests::ask', mutates_args=())
     def ask(x: torch.Tensor) -> torch.Tensor:
-        found.append(compiler_internals.runs_a_graph(sys._getframe()))
+        found.append(graph_internals.runs_a_graph(sys._getframe()))
         return x.clone()
 
     ask.register_fake(lambda x: torch.empty_like(x))
@@ -427,19 +435,28 @@ def test_graphs_that_run_as_they_are() -> None:
         (lambda x: torch.nn.functional.relu(x, inplace=True), True),
         (lambda x: torch.add(x, 1, out=x), True),
         (lambda x: x.__setitem__(0, 1.0), True),
+        (lambda x: torch.nn.functional.relu(x, True), True),
+        (lambda x: torch._foreach_mul_([x], 2.0), True),
+        (lambda x: x.swapdims(0, 0).tensor_split(2)[0].mul_(2), True),
+        (lambda x: torch.ops.aten.mul_.Scalar(x, 2.0), True),
+        (lambda x: torch.ops.amp_wrapper_tests.double_(x), True),
+        (lambda x: x.data.mul_(2), True),
+        (lambda x: x.detach().mul_(2), True),
     ],
 )
-def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: bool) -> None:
+@pytest.mark.parametrize('mode', [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: bool, mode: Any) -> None:
     found: list[Any] = []
 
     @compiler_internals.constant_when_traced
     def begin() -> bool:
-        found.append(compiler_internals.graph_size())
+        found.append(graph_internals.traced_tensors())
+        assert isinstance(found[-1], graph_internals.TracedTensors)
         return True
 
     @compiler_internals.constant_when_traced
     def end() -> bool:
-        found.append(compiler_internals.graph_writes_to_earlier(found[-1]))
+        found.append(graph_internals.were_written(found[-1]))
         return True
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -449,5 +466,6 @@ def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: b
         end()
         return y * 1
 
-    torch.compile(run, backend='eager', fullgraph=True)(torch.ones(2))
+    with mode():
+        torch.compile(run, backend='eager', fullgraph=True)(torch.ones(2))
     assert found[-1] is writes
