@@ -148,29 +148,31 @@ def doubled_in_a_list(x: Tensor) -> Tensor:
     return x.sum()
 
 
-def write_into(x: Tensor) -> list[Tensor]:
-    z = torch.zeros_like(x)
-    filled(z, x.detach())
-    copies = [z]
-    for function in (doubled, tripled, clipped, turned, doubled_in_a_list):
-        copies.append(x.detach().clone())
-        function(copies[-1])
-    return copies
+WRITING = (doubled, filled, tripled, clipped, turned, doubled_in_a_list)
 
 
+@pytest.mark.parametrize('function', WRITING)
 @pytest.mark.parametrize('level', ['O4', 'O5'])
-def test_functions_that_write_to_their_arguments(level: str, device: torch.device) -> None:
+def test_functions_that_write_to_their_arguments(level: str, function: Any, device: torch.device) -> None:
     """What is written to copies in FP32 reaches the tensors of the caller."""
+
+    def write(x: Tensor) -> Tensor:
+        y = x.detach().clone()
+        # by its name in the module, which is patched
+        writes = globals()[function.__name__]
+        writes(y, x.detach()) if function.__name__ == 'filled' else writes(y)
+        return y
+
     torch.manual_seed(0)
-    model = Body(write_into).to(device)
-    written = ('doubled', 'filled', 'clipped', 'turned', 'doubled_in_a_list')
+    model = Body(write).to(device)
     with fresh():
-        initialized(model, level, fp32_ops=[f'{__name__}.{name}' for name in written])
+        # the functions that are decorated are cast at O1 and O4 alone
+        initialized(model, level, fp32_ops=[f'{__name__}.{each.__name__}' for each in WRITING if each is not tripled])
         x = torch.randn(4, 4, device=device)
         expected = model(x)
         for call in (torch.compile(model, **AOT), torch.compile(lambda x: model(x), **AOT)):
-            for found, wanted in zip(call(x), expected):
-                assert found.dtype is wanted.dtype and torch.equal(found, wanted)
+            found = call(x)
+            assert found.dtype is expected.dtype and torch.allclose(found, expected, rtol=0.02, atol=0.02)
 
 
 def test_casts_that_are_paused_around_a_call(device: torch.device) -> None:
@@ -391,16 +393,16 @@ def test_counters_that_were_cleared(device: torch.device) -> None:
         assert call(x) is torch.bfloat16
 
 
-@pytest.mark.parametrize('way', WAYS)
-def test_classes_of_torch_are_left_as_they_were(way: str, device: torch.device) -> None:
-    """A graph that is made inside of a region, whose patches are in place, leaves no inherited method on ``torch.Tensor``."""
-    model = Net('O4').to(device)
+def test_classes_of_torch_are_left_as_they_were(device: torch.device) -> None:
+    """A graph that is made while patches are in place leaves no inherited method on ``torch.Tensor``."""
+    inner = nn.Linear(4, 4).to(device)
+    model = Body(torch.compile(lambda y: inner(y) * 1, **AOT)).to(device)
     before = set(vars(torch.Tensor))
     with fresh():
-        call, optimizer = toy_compiled.initialized(model, way, 'O4')
-        for _ in range(2):
-            toy_compiled.step(call, optimizer, [toy_compiled.batch(device)])
-            assert set(vars(torch.Tensor)) == before
+        for each in (inner, model):
+            initialized(each, 'O4')
+        model(torch.randn(4, 4, device=device))
+        assert set(vars(torch.Tensor)) == before
     assert set(vars(torch.Tensor)) == before
 
 
