@@ -49,7 +49,7 @@ _TABLE: tuple[tuple[str, str, bool, str], ...] = (
         'grows past the largest float16, or loses digits near a pole',
         False,
         'acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan '
-        'pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor softplus',
+        'pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor softplus ldexp.Tensor mvlgamma',
     ),
     (
         FLOAT32,
@@ -83,10 +83,18 @@ _TABLE: tuple[tuple[str, str, bool, str], ...] = (
         '_upsample_nearest_exact3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa',
     ),
     (
+        FLOAT32,
+        'the same as functions of torch call them; torch.compile writes those without the ops above',
+        False,
+        'upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d.vec upsample_bilinear2d.vec '
+        'upsample_trilinear3d.vec upsample_bicubic2d.vec _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec '
+        '_upsample_nearest_exact3d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec',
+    ),
+    (
         PROMOTE,
         'refuses arguments of mixed types',
         False,
-        'addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add',
+        'addcdiv addcmul atan2 bilinear cross linalg_cross dot vdot grid_sampler index_put tensordot scatter_add',
     ),
     (
         PROMOTE,

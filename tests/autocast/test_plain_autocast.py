@@ -29,7 +29,7 @@ ELSEWHERE = frozenset(
     'nll_loss nll_loss2d poisson_nll_loss cosine_embedding_loss hinge_embedding_loss kl_div l1_loss smooth_l1_loss '
     'huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss '
     'multi_margin_loss binary_cross_entropy_with_logits softplus einsum chain_matmul tensordot '
-    'cosine_similarity'.split()
+    'cosine_similarity linalg_cross'.split()
 )
 
 
@@ -42,6 +42,8 @@ def arguments(name: str, x: Tensor, y: Tensor) -> tuple[Any, ...]:
     found: dict[str, tuple[Any, ...]] = {
         'addbmm': (y.expand(2, 3, 3), y.expand(2, 3, 3)),
         'addcdiv': (y, y),
+        'ldexp': (torch.ones(3, dtype=torch.int, device=device),),
+        'mvlgamma': (1,),
         'addcmul': (y, y),
         'addmm': (y, y),
         'addmv': (y, y[0]),

@@ -56,6 +56,20 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     'a loss by its module': lambda x: nn.SmoothL1Loss()(x, x),
     'linear algebra': lambda x: (torch.linalg.matrix_norm(x), x[:4].float().inverse().dtype == torch.float32),
     'one type wanted': lambda x: F.grid_sample(x[None, None], torch.zeros(1, 2, 2, 2, dtype=x.dtype, device=x.device)),
+    'interpolation': lambda x: tuple(
+        F.interpolate(x[None, None], scale_factor=2.0, mode=mode)
+        for mode in ('nearest', 'nearest-exact', 'bilinear', 'bicubic', 'area')
+    ),
+    'interpolation with antialiasing': lambda x: tuple(
+        F.interpolate(x[None, None], size=(4, 4), mode=mode, antialias=True) for mode in ('bilinear', 'bicubic')
+    ),
+    'interpolation of lines': lambda x: tuple(F.interpolate(x[None], 8, mode=mode) for mode in ('nearest', 'linear')),
+    'made of others': lambda x: (
+        torch.ldexp(x, torch.ones(1, dtype=torch.int, device=x.device)),
+        torch.mvlgamma(x.float().abs().to(x.dtype) + 3, 2),
+        torch.linalg.cross(x[:, :3], x[:, :3]),
+        torch.linalg.cross(x[:, :3], x[:, :3].float()),
+    ),
     'local response norm': lambda x: F.local_response_norm(x[None], 2),
     'mixed types': lambda x: (torch.cat([x, x.float()]), x.double() + x, x + 1, torch.addcmul(x, x, x.float())),
     'in place': lambda x: ((x + 0).exp_(), (x + 0).add_(x.float()), (x + 0).mul_(2)),

