@@ -33,6 +33,15 @@ def compiled_module(wrapper: nn.Module) -> nn.Module:
     return cast(nn.Module, wrapper._orig_mod)
 
 
+def name_without_wrappers(name: str) -> str:
+    """The name of a module, as ``named_modules()`` gives it, without the parts that wrappers of torch.compile add to it.
+
+    A wrapper and the module inside are two modules: the name of the latter stays, so that none has the other's.
+    """
+    parts = name.split('.')
+    return '.'.join([part for part in parts[:-1] if part != '_orig_mod'] + parts[-1:])
+
+
 def is_loaded() -> bool:
     """Whether ``torch._dynamo`` is loaded: before, nothing was compiled. In every version since 2.0."""
     return 'torch._dynamo' in sys.modules
@@ -84,6 +93,28 @@ def before_compiled_calls(listener: Callable[[], None]) -> None:
         never_compiled(call)
         eval_frame._callback_from_stance = call
     _listeners.append(listener)
+
+
+_backward_autocast: list[Any] = []
+
+
+def backward_without_autocast(is_off: bool) -> None:
+    """Let backward passes of the graphs that are made from now on be made without autocast, as they run in eager training.
+
+    Otherwise torch makes both passes of a graph under the autocast that is on when it makes the graph, and a product in FP32
+    has a backward pass in 16-bit. Does nothing in versions that cannot do otherwise; 2.11 and all that were tried since can.
+
+    Args:
+        is_off: False gives back what the user's setting was.
+    """
+    functorch: Any = sys.modules.get('torch._functorch.config')
+    if functorch is None or not hasattr(functorch, 'backward_pass_autocast'):
+        return
+    if is_off and not _backward_autocast:
+        _backward_autocast.append(functorch.backward_pass_autocast)
+        functorch.backward_pass_autocast = 'off'
+    elif not is_off and _backward_autocast:
+        functorch.backward_pass_autocast = _backward_autocast.pop()
 
 
 def load_compiler_tables() -> None:

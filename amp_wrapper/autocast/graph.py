@@ -269,7 +269,8 @@ _library.impl('casts', _casts, 'CompositeImplicitAutograd')  # type: ignore[no-u
 
 
 def agree() -> None:
-    """Make the stack of function modes say what is open on this thread."""
+    """Make the stack of function modes, and torch.compile, say what is open on this thread."""
+    compiler_internals.backward_without_autocast(any(region.autocast is not None for region in state.thread.regions))
     top = state.innermost()
     wanted = _outside(state.snapshot(), top is not None and top.cover is not None)
     count = compiler_internals.function_modes()

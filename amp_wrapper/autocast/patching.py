@@ -55,8 +55,9 @@ class Target:
             Whether the attribute is to be patched.
         """
         current = vars(self._holder).get(self._name, _ABSENT)
+        # in place, over what is inherited
         if current is self.patch and self.at_rest is _ABSENT:
-            return True  # in place, over what is inherited
+            return True
         if self._imported is not None and not leads_to(current, self._imported):
             return False
         # a patched function may be left there by somebody who saved it while it was in place
@@ -332,8 +333,8 @@ patches = Patches()
 
 def forget_graphs() -> None:
     """The hooks of models change: what was compiled with the old ones is compiled anew."""
-    if compiler_internals.forget_graphs():
-        patches.stop_keeping()
+    compiler_internals.forget_graphs()
+    patches.stop_keeping()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..compiler_internals import name_without_wrappers
 from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.lookup import find, is_module_class
@@ -33,7 +34,8 @@ def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) ->
     names: list[str] = []
     classes: set[str] = set()
     for prefix, root in roots:
-        for key, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+        for name, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+            key = name_without_wrappers(name)
             names += [key] if key else []
             classes.add(type(module).__name__)
             for item in policy.keep_fp32:

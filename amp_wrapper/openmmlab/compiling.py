@@ -24,12 +24,14 @@ class Compiled:
     """What was compiled for one runner.
 
     Attributes:
-        names: Of the modules, for the log.
+        model: What was compiled, with its wrappers.
+        options: The keywords of :func:`torch.compile`.
         counts: What torch had counted before, of other models.
         iterations: Of the training, since then; None once the log has its line.
     """
 
-    names: list[str]
+    model: nn.Module
+    options: Mapping[str, Any]
     counts: compiler_internals.CompileCounts
     iterations: int | None = 0
 
@@ -120,7 +122,7 @@ def compile_model(model: nn.Module, options: Mapping[str, Any]) -> Compiled:
         f'torch.compile compiles the forward calls of {", ".join(names)}, losses included ({words}). The first iterations are '
         f'slow.'
     )
-    return Compiled(names, before)
+    return Compiled(model, dict(options), before)
 
 
 def _targets(model: nn.Module) -> dict[str, nn.Module]:

@@ -211,7 +211,9 @@ def test_the_table_is_the_list_for_cuda_less_what_only_a_gpu_has() -> None:
 
 def test_cuda_gets_what_writes_and_what_mixes() -> None:
     """torch's list stands where it has an entry; what is missing in this version is taken from the table."""
-    rules = {rule.rule for rule in kernels.missing('cuda') if f'aten::{rule.op}' not in LATER and rule.op not in COMPOSITE}
+    rules = {
+        rule.rule for rule in kernels.missing('cuda') if f'aten::{rule.op}' not in LATER and rule.op not in COMPOSITE
+    }
     assert rules == {'write', 'follow', 'promote'}
 
 

@@ -459,3 +459,40 @@ def test_blocks_of_autocast_in_a_model(level: str, around: bool, device: torch.d
             assert len(set(expected)) > 1
             assert torch.compile(model, **AOT)(x) == expected
             assert torch.compile(lambda x: model(x), fullgraph=True, **AOT)(x) == expected
+
+
+@pytest.mark.parametrize('way', ['eager', 'before', 'after', 'in place', 'function'])
+@pytest.mark.parametrize('level', ['O1', 'O4'])
+def test_the_backward_pass_of_a_module_in_fp32(level: str, way: str, device: torch.device) -> None:
+    """Its products are in FP32, as in eager training, although torch makes the graph under the autocast of the level."""
+    can_be_told = hasattr(torch._functorch.config, 'backward_pass_autocast')
+    if not can_be_told and way not in ('eager', 'function'):
+        pytest.skip('this torch makes the backward pass under the autocast of the forward pass')
+    setting = getattr(torch._functorch.config, 'backward_pass_autocast', None)
+    torch.manual_seed(0)
+    model = Whole().to(device)
+    x = torch.randn(6, 4, device=device)
+    with fresh():
+        call, optimizer = toy_compiled.initialized(model, way, level, loss_scale=1.0, keep_fp32=['head'])
+        with amp.scale_loss(call(x).pow(2).sum(), optimizer) as scaled:
+            scaled.backward()
+        gradient = model.head.weight.grad
+        assert gradient is not None and gradient.dtype is torch.float32
+        half = HALF[level]
+        assert not torch.equal(gradient, gradient.to(half).float())
+        # and of a plain model nothing has changed
+        torch.compile(lambda x: x + 1, **AOT)(x)
+        assert getattr(torch._functorch.config, 'backward_pass_autocast', None) == setting
+
+
+def test_names_of_modules_that_were_compiled_before(device: torch.device) -> None:
+    """``keep_fp32`` names them as the model does."""
+    model = Whole().to(device)
+    with fresh():
+        model.part = torch.compile(model.part, **AOT)
+        optimizer = initialized(model, 'O5', keep_fp32=['part.layer'])
+        types = {name: weight.dtype for name, weight in model.named_parameters()}
+        assert types['part._orig_mod.layer.weight'] is torch.float32 and types['head.weight'] is torch.bfloat16
+        with amp.scale_loss(model(torch.randn(6, 4, device=device)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()

@@ -36,6 +36,8 @@ def test_forward_and_loss_are_one_graph(level: str, runner: Any, tmp_path: Path)
         # one for training and one for validation
         assert counters['stats']['unique_graphs'] == 2
         assert not counters['graph_break']
+        # Runner asks again before each validation
+        compiled.val()
         inner = compiled.model
         assert 'train_step' not in vars(inner) and inner._compiled_call_impl is not None
     said = [line for line in lines if line.startswith('torch.compile')]

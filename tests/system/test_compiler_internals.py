@@ -410,6 +410,22 @@ def test_frozen_weights() -> None:
         assert compiler_internals.FREEZING in str(compiler_internals.compile_problem({}, torch.ones(1)))
 
 
+def test_names_without_wrappers() -> None:
+    model = nn.Sequential(torch.compile(nn.Sequential(torch.compile(nn.Linear(1, 1)))))
+    names = [compiler_internals.name_without_wrappers(name) for name, _ in model.named_modules()]
+    assert names == ['', '0', '0._orig_mod', '0.0', '0.0._orig_mod']
+
+
+def test_backward_passes_without_autocast() -> None:
+    names = torch._functorch.config
+    if not hasattr(names, 'backward_pass_autocast'):
+        pytest.skip('this torch makes the backward pass under the autocast of the forward pass')
+    before = names.backward_pass_autocast
+    for is_off in (False, True, True, False, False):
+        compiler_internals.backward_without_autocast(is_off)
+        assert names.backward_pass_autocast == ('off' if is_off else before)
+
+
 def test_graphs_that_run_as_they_are() -> None:
     found: list[bool] = []
 

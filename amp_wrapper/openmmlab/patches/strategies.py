@@ -23,8 +23,11 @@ def maybe_compile(original: Callable[..., None], runner: Any, target: str) -> No
         original(runner, target)
         return
     options = compiling.options_of(runner.cfg.get('compile'))
-    if options is not None:
-        give_report(runner, compiling.compile_model(runner.model, options))
+    # Runner asks before each training, validation and test
+    known = vars(runner).get('_amp_wrapper_compiled')
+    if options is not None and (known is None or known.model is not runner.model or known.options != options):
+        runner._amp_wrapper_compiled = compiling.compile_model(runner.model, options)
+        give_report(runner, runner._amp_wrapper_compiled)
 
 
 def compile_model(
