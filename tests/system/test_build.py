@@ -386,7 +386,9 @@ def pack(tree: Tree, folder: Path) -> Path:
     assert done.returncode == 0, done.stderr
     archive = next(folder.glob('*.tar.gz'))
     with tarfile.open(archive) as content:
-        content.extractall(folder, filter='data')
+        # Python 3.11.3 and 3.10.11 have no filters yet
+        safely: Any = dict(filter='data') if hasattr(tarfile, 'data_filter') else {}
+        content.extractall(folder, **safely)
     return folder / archive.name.removesuffix('.tar.gz')
 
 
