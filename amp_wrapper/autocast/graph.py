@@ -128,9 +128,9 @@ class GraphRegion(TorchFunctionMode):
 
     def autocast_type(self, device: str) -> torch.dtype | None:
         """The type of autocast on a device; None where it is off."""
-        return self.dtype if self.device == device and self._sets_autocast() else state.autocast_type(device)
+        return self.dtype if self.device == device and self.sets_autocast() else state.autocast_type(device)
 
-    def _sets_autocast(self) -> bool:
+    def sets_autocast(self) -> bool:
         """Whether the region says what autocast is, and no block of torch.autocast that was opened inside of it."""
         return self.device is not None and _autocast_depth() == self.depth
 
@@ -156,7 +156,7 @@ class GraphRegion(TorchFunctionMode):
             return function(*args[:first], *[self.around(each) for each in args[first:end]], *args[end:], **kwargs)
         if self.casts:
             torch.ops.amp_wrapper_graph.casts(True)
-        if self.device is None or not self._sets_autocast():
+        if self.device is None or not self.sets_autocast():
             result = function(*args, **kwargs)
         else:
             # the cache of cast weights ends with each call: the compiler finds casts that are made twice

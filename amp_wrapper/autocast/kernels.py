@@ -116,7 +116,7 @@ def _without_schema(op: Any) -> Callable[..., Any]:
 
 def _target(rule: OpRule, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
     if rule.rule == HALF:
-        return torch.get_autocast_dtype(device_type)
+        return state.get_dtype(device_type)
     if rule.rule == PROMOTE:
         found = tensors_in(args, kwargs)
         types = {t.dtype for t in found if t.dtype in CASTABLE and t.device.type == device_type}

@@ -20,7 +20,7 @@ from typing import Any
 from .. import compiler_internals
 from ..policy.fp32_registry import FP32_OPS, Fp32Op
 from ..policy.lookup import find, is_function_class, is_module_class, parent_of
-from . import autograd_functions, state
+from . import autograd_functions, queries, state
 from .call import CallRule
 from .patched_function import PatchedFunction, is_python, leads_to, original_of
 
@@ -169,6 +169,7 @@ class Patches:
         with self._lock:
             if not self._keeps:
                 self._keeps = True
+                queries.install()
                 self._fingerprint = ()
                 self._look_around()
 
@@ -177,6 +178,7 @@ class Patches:
         with self._lock:
             if self._keeps:
                 self._keeps = False
+                queries.remove()
                 for names in self._namespaces.values():
                     names.kept.clear()
                     names.look()

@@ -248,7 +248,7 @@ def is_suspended() -> bool:
 @contextmanager
 def suspended() -> Iterator[None]:
     """Inside, on this thread, nothing that O1 and O4 cast is cast: neither autocast's lists nor ours. Nests."""
-    devices = {device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)}
+    devices = {device for device in AUTOCAST_DEVICES if _is_enabled(device)}
     outermost = thread.switched_off is None
     if outermost:
         thread.switched_off = devices
@@ -289,6 +289,8 @@ class AutocastOff:
 
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
+# themselves: where graphs are made, their names in torch stand for what :mod:`.queries` answers
+_is_enabled, get_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
 
 
 @compiler_internals.constant_when_traced
@@ -299,18 +301,18 @@ def has_autocast(device: str) -> bool:
 
 def autocast_is_on(device: str) -> bool:
     """Whether autocast is on for a device type; False for types that have none, such as 'meta'."""
-    return has_autocast(device) and torch.is_autocast_enabled(device)
+    return has_autocast(device) and _is_enabled(device)
 
 
 def autocast_type(device: str) -> torch.dtype | None:
     """The type of autocast on a device type; None where it is off."""
-    return torch.get_autocast_dtype(device) if autocast_is_on(device) else None
+    return get_dtype(device) if autocast_is_on(device) else None
 
 
 def autocast_enabled(device_type: str) -> bool:
     """Whether autocast is on for a device type on this thread, or will be when :func:`suspended` ends."""
     off = thread.switched_off
-    return torch.is_autocast_enabled(device_type) if off is None else device_type in off
+    return _is_enabled(device_type) if off is None else device_type in off
 
 
 def set_autocast_enabled(device_type: str, enabled: bool) -> None:

@@ -432,14 +432,16 @@ def test_a_function_that_is_compiled_anew_before_each_call(level: str, device: t
         assert not torch.compile(loss, **AOT)(x).any()
 
 
-def in_autocast(y: Tensor) -> list[torch.dtype]:
-    """The types of products in blocks of torch.autocast, by the type of its argument and of the block."""
+def in_autocast(y: Tensor) -> list[Any]:
+    """The types of products in blocks of torch.autocast, and what torch says of them."""
     device, wide = y.device.type, y.float()
-    found = [(wide @ wide.t()).dtype]
+    found: list[Any] = [(wide @ wide.t()).dtype, torch.is_autocast_enabled(device)]
+    if torch.is_autocast_enabled(device):
+        found.append(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
-        found.append((wide @ wide.t()).dtype)
+        found += [(wide @ wide.t()).dtype, torch.is_autocast_enabled(device)]
         with torch.autocast(device, dtype=torch.float16):
-            found.append((wide @ wide.t()).dtype)
+            found += [(wide @ wide.t()).dtype, torch.get_autocast_dtype(device)]
     with torch.autocast(device, dtype=torch.bfloat16):
         found.append((wide @ wide.t()).dtype)
         found.append(torch.utils.checkpoint.checkpoint(lambda y: y @ y.t(), wide, use_reentrant=False).dtype)
@@ -496,3 +498,34 @@ def test_names_of_modules_that_were_compiled_before(device: torch.device) -> Non
         with amp.scale_loss(model(torch.randn(6, 4, device=device)).float().sum(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
+def test_functions_that_ask_for_autocast(level: str, device: torch.device) -> None:
+    """``custom_fwd`` casts where autocast is on, and torch's functions are its own again when the graphs are forgotten."""
+
+    class InFloat(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type=device.type, cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x @ x.t()
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type=device.type)
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient @ gradient
+
+    asks = torch.is_autocast_enabled, torch.get_autocast_dtype
+    model = Body(lambda y: InFloat.apply(y.detach()).dtype).to(device)
+    with fresh():
+        initialized(model, level)
+        x = torch.randn(4, 4, device=device)
+        expected = model(x)
+        assert expected is (torch.bfloat16 if level == 'O5' else torch.float32)
+        for call in (torch.compile(model, **AOT), torch.compile(lambda x: model(x), **AOT)):
+            assert call(x) is expected
+        # and outside of graphs they answer as ever
+        assert not torch.is_autocast_enabled(device.type)
+        with torch.autocast(device.type, dtype=torch.float16):
+            assert torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is torch.float16
+    assert (torch.is_autocast_enabled, torch.get_autocast_dtype) == asks
