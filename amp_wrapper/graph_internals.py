@@ -30,23 +30,8 @@ def runs_a_graph(frame: FrameType | None) -> bool:
 
 
 # what writes to its first argument: x[...] = y, x += y
-_WRITING = frozenset(
-    (
-        'setitem',
-        'iadd',
-        'isub',
-        'imul',
-        'itruediv',
-        'ifloordiv',
-        'imod',
-        'ipow',
-        'iand',
-        'ior',
-        'ixor',
-        'imatmul',
-        'ilshift',
-    )
-)
+_IN_PLACE = 'add sub mul truediv floordiv mod pow and or xor matmul lshift rshift'
+_WRITING = frozenset(['setitem', *('i' + name for name in _IN_PLACE.split(' '))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +41,17 @@ class TracedTensors:
     Attributes:
         size: The number of nodes of the graph.
         versions: Each tensor that counts what is written to it, and its count.
-        storages: Of all of them.
+        storages: Of all of them; None of those that have none, as sparse tensors.
     """
 
     size: int
     versions: list[tuple[Tensor, int]]
-    storages: set[int]
+    storages: set[int | None]
+
+
+def _storage(value: Any) -> int | None:
+    """What tells the storage of a tensor from others; None of what has none."""
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
 def _traced_nodes() -> list[Any]:
@@ -75,7 +65,7 @@ def traced_tensors() -> TracedTensors:
     nodes = _traced_nodes()
     tensors = [value for node in nodes if isinstance(value := node.meta.get('example_value'), Tensor)]
     versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    return TracedTensors(len(nodes), versions, {tensor.untyped_storage()._cdata for tensor in tensors})
+    return TracedTensors(len(nodes), versions, {_storage(tensor) for tensor in tensors})
 
 
 def were_written(before: TracedTensors) -> bool:
@@ -94,10 +84,24 @@ def were_written(before: TracedTensors) -> bool:
             written.append(node.args[:1])
         targets: list[Any] = []
         torch.fx.node.map_arg(written, targets.append)
-        values = [target.meta.get('example_value') for target in targets]
-        if any(isinstance(value, Tensor) and value.untyped_storage()._cdata in before.storages for value in values):
+        written_storages = {_storage(target.meta.get('example_value')) for target in targets} - {None}
+        if written_storages & before.storages:
             return True
     return False
+
+
+def trace_anew(reason: str) -> None:
+    """Let the graph that is being traced be traced from its beginning: what it has looked up in torch has changed.
+
+    ``torch._dynamo`` keeps what it found under a name for as long as it traces. In every version since 2.3.
+
+    Args:
+        reason: For the log of torch.
+    """
+    from torch._dynamo import exc
+
+    # of its kinds the one for which another path may be taken
+    raise exc.UnspecializeRestartAnalysis(restart_reason=reason)
 
 
 def tracing_context() -> object | None:

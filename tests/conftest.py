@@ -22,7 +22,7 @@ import torch._dynamo
 from missing import SkipsWhatLacksAPackage, missing
 
 from amp_wrapper.autocast import regions, state
-from amp_wrapper.autocast.patching import patches
+from amp_wrapper.autocast.patching import graphs_are_gone, patches
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -118,7 +118,7 @@ def _nothing_global_is_left() -> Iterator[None]:
     """
     yield
     torch._dynamo.reset()
-    patches.stop_keeping()
+    graphs_are_gone()
     found = _left_behind()
     if found:
         _close_everything()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..autocast import graph, kernels, regions, state
+from ..autocast import graph, graph_region, kernels, regions, state
 from ..autocast.call import (
     CallRule,
     call_by_rule,
@@ -27,7 +27,7 @@ from ..autocast.call import (
 )
 from ..autocast.op_set import OpSet
 from ..autocast.patching import patches
-from ..compiler_internals import constant_when_traced, traced_as, untraced
+from ..compiler_internals import constant_when_traced, traced_as
 from ..errors import AmpConfigError, nearest
 from ..policy import lookup
 
@@ -113,10 +113,6 @@ def disable_casts() -> AbstractContextManager[None]:
     return _DisableCasts()
 
 
-#: What is compiled may have been told inside of the block that casts are suspended.
-_agree = untraced(graph.agree)
-
-
 class _DisableCasts(ContextDecorator):
     """A class, since torch.compile traces no generator in versions before 2.7."""
 
@@ -127,20 +123,23 @@ class _DisableCasts(ContextDecorator):
         # each call of what is decorated has one of its own
         return _DisableCasts()
 
+    def _enter_in_graph(self) -> None:
+        self._open.append(graph.suspend())
+
+    def _exit_in_graph(self, *error: Any) -> None:
+        graph.leave(self._open.pop())
+
+    @traced_as(_enter_in_graph)
     def __enter__(self) -> None:
-        if torch.compiler.is_compiling():
-            self._open.append(graph.suspend())
-            return
         regions.listen()
         self._open.append(state.suspended())
         self._open[-1].__enter__()
 
+    @traced_as(_exit_in_graph)
     def __exit__(self, *error: Any) -> None:
-        if torch.compiler.is_compiling():
-            graph.leave(self._open.pop())
-            return
         self._open.pop().__exit__(*error)
-        _agree()
+        # what is compiled may have been told inside of the block that casts are suspended
+        graph.agree()
 
 
 @functools.cache
@@ -160,7 +159,7 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
     is_method = _takes_self(function)
 
     def in_graph(*args: Any, **kwargs: Any) -> Any:
-        region = graph.innermost()
+        region = graph_region.innermost()
         held = 1 if is_method and args and not isinstance(args[0], Tensor) else 0
         tensors = tensors_in(args[held:], kwargs)
         if region is not None:
@@ -173,7 +172,7 @@ def _decorated(function: _Function, rule: CallRule) -> _Function:
             return function(*args, **kwargs)
         for device in devices_of(tensors):
             kernels.install_for_graph(device)
-        region = graph.GraphRegion(None, frozenset({state.CASTS}))
+        region = graph_region.GraphRegion(None, frozenset({state.CASTS}))
         graph.enter(region)
         result = call_by_rule_in_graph(region, rule, function, tensors, args, kwargs, held)
         graph.leave(region)

@@ -18,8 +18,8 @@ from ..compiler_internals import constant_when_traced, untraced
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
-from . import graph, state
-from .graph import GraphRegion
+from . import graph, graph_region, state
+from .graph_region import GraphRegion
 from .state import AutocastOff, autocast_is_on
 
 _FLOAT32 = frozenset({torch.float32})
@@ -190,7 +190,7 @@ def narrowed(op: Fp32Op, tensors: list[Tensor], result: Any, region: GraphRegion
     types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
     stays = op.output in (FLOAT32, REFUSED) or (op.output == WIDEST and torch.float32 in types)
     if op.output == MODEL:
-        stays = any(graph.autocast_type(region, device) is not None for device in devices_of(tensors))
+        stays = any(graph_region.autocast_type(region, device) is not None for device in devices_of(tensors))
     return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
 
 

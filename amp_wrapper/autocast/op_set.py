@@ -17,9 +17,9 @@ from torch import nn
 
 from ..compiler_internals import never_compiled, untraced
 from ..policy.fp32_registry import CAST_OPS, FLOAT32, FP32_METHODS, FP32_OPS, METHOD_REASON, REFUSED, Fp32Op
-from . import graph, recompute, regions, state
+from . import graph_region, recompute, regions, state
 from .call import call, call_in_graph
-from .graph import GraphRegion
+from .graph_region import GraphRegion
 from .patching import patches
 
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
@@ -132,7 +132,7 @@ def _wrap_method(cls: type, name: str) -> None:
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            region = graph.innermost()
+            region = graph_region.innermost()
             if region is not None and in_fp32:
                 return call_in_graph(region, _METHOD_OP, method, (self, *args), kwargs, 1)
             if region is not None or not getattr(self, _ENTERS, False):

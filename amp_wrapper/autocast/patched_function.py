@@ -11,7 +11,7 @@ import torch
 
 from ..compiler_internals import never_compiled, untraced
 from ..policy.fp32_registry import CALLER, FLOAT32, MODEL, Fp32Op
-from . import graph, state
+from . import graph, graph_region, state
 from .call import (
     CallRule,
     call,
@@ -22,7 +22,7 @@ from .call import (
     rule_in_graph,
     tensors_in,
 )
-from .graph import GraphRegion
+from .graph_region import GraphRegion
 
 _ORIGINAL = '_amp_wrapper_original'
 
@@ -41,18 +41,18 @@ class PatchedFunction:
         self.rule: CallRule | None = None
         self.is_python = is_python
         # graphs find it by its place, which is a constant to them
-        self.place = len(graph.patched)
-        graph.patched.append(self)
+        self.place = len(graph_region.patched)
+        graph_region.patched.append(self)
 
     def comes_for(self, function: Any) -> None:
         """Let graphs find this by the function that it stands for."""
-        graph.places.setdefault(id(function), (function, self.place))
+        graph_region.places.setdefault(id(function), (function, self.place))
 
     def active_in_function(self) -> Fp32Op | None:
         """:meth:`active`, for the ``forward`` of an autograd Function, which is traced as it is where that is in a graph."""
         if not torch.compiler.is_compiling():
             return self.active()
-        region = graph.innermost()
+        region = graph_region.innermost()
         found = None if region is None else self._active_in(region)
         if found is not None:
             # autocast is turned off for the function: that is left to eager code
@@ -121,9 +121,9 @@ class PatchedFunction:
             # the ``self`` of a method that is no tensor must not be replaced by a copy
             held = 1 if is_method and args and not isinstance(args[0], torch.Tensor) else 0
             if torch.compiler.is_compiling():
-                region = graph.innermost()
+                region = graph_region.innermost()
                 if region is not None and is_python:
-                    return graph.patched[place].run_in_graph(region, function, args, kwargs, held)
+                    return graph_region.patched[place].run_in_graph(region, function, args, kwargs, held)
                 # functions of torch come to the region by themselves; without a region, those that stay patched are plain
                 if region is not None or is_python:
                     return function(*args, **kwargs)
@@ -135,7 +135,7 @@ class PatchedFunction:
         never_compiled(in_fp32)
         setattr(in_fp32, _ORIGINAL, original)
         if of_class:
-            graph.note_stand_in(in_fp32, function)
+            graph_region.note_stand_in(in_fp32, function)
         return type(original)(in_fp32) if isinstance(original, (staticmethod, classmethod)) else in_fp32
 
 

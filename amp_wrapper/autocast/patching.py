@@ -56,7 +56,7 @@ class Target:
         """
         current = vars(self._holder).get(self._name, _ABSENT)
         # in place, over what is inherited
-        if current is self.patch and self.at_rest is _ABSENT:
+        if self.patch is not None and current is self.patch and self.at_rest is _ABSENT:
             return True
         if self._imported is not None and not leads_to(current, self._imported):
             return False
@@ -164,21 +164,23 @@ class Patches:
             target.patched.rule = rule
             target.patched.comes_for(value)
 
-    def keep(self) -> None:
-        """Leave functions patched that do not come to function modes: graphs are made of their calls, and have to find them."""
+    def keep(self) -> bool:
+        """Leave functions patched that do not come to function modes: graphs are made of their calls, and have to find them.
+
+        Returns:
+            Whether one was not patched before.
+        """
         with self._lock:
             if not self._keeps:
                 self._keeps = True
-                queries.install()
                 self._fingerprint = ()
-                self._look_around()
+            return self._look_around()
 
     def stop_keeping(self) -> None:
         """The counterpart of :meth:`keep`: there are no graphs any more."""
         with self._lock:
             if self._keeps:
                 self._keeps = False
-                queries.remove()
                 for names in self._namespaces.values():
                     names.kept.clear()
                     names.look()
@@ -244,11 +246,15 @@ class Patches:
         """Changes when modules come, and when names are bound in an interactive session."""
         return len(sys.modules), next(reversed(sys.modules), ''), len(vars(sys.modules['__main__']))
 
-    def _look_around(self) -> None:
-        """Find what became importable, and who imported it, since the last time; patch it where the others are patched."""
+    def _look_around(self) -> bool:
+        """Find what became importable, and who imported it, since the last time; patch it where the others are patched.
+
+        Returns:
+            Whether something stays patched now that was not patched before.
+        """
         now = self._now()
         if now == self._fingerprint:
-            return
+            return False
         known = len(self._originals)
         for key in sorted(self._wanted):
             value = find(self._wanted[key].name, load=False)
@@ -262,15 +268,19 @@ class Patches:
                 self._scanned.add(name)
                 self._scan(module)
         self._fingerprint = now
-        if self._keeps:
-            self._put_kept()
+        return self._keeps and self._put_kept()
 
-    def _put_kept(self) -> None:
+    def _put_kept(self) -> bool:
+        """Patch what stays patched; gives whether anything was not."""
+        changed = False
         for names in self._namespaces.values():
             names.keep()
             names.look()
             for name in names.kept & names.patches.keys():
-                setattr(names.holder, name, names.patches[name])
+                if names.space.get(name) is not names.patches[name]:
+                    setattr(names.holder, name, names.patches[name])
+                    changed = True
+        return changed
 
     def _clean_new_modules(self) -> None:
         """A module that was imported while functions were patched holds patched ones: it gets the originals."""
@@ -336,7 +346,13 @@ patches = Patches()
 def forget_graphs() -> None:
     """The hooks of models change: what was compiled with the old ones is compiled anew."""
     compiler_internals.forget_graphs()
+    graphs_are_gone()
+
+
+def graphs_are_gone() -> None:
+    """Nothing is compiled any more: torch's functions are as they were."""
     patches.stop_keeping()
+    queries.remove()
 
 
 @contextmanager

@@ -12,27 +12,34 @@ from typing import Any
 import torch
 
 from ..compiler_internals import never_compiled
-from . import graph
+from . import graph_region
 
 
-def _in_graph(device_type: str) -> graph.GraphRegion | None:
-    """The region that says what autocast is on a device where a graph is traced; None where none does."""
-    region = graph.innermost() if torch.compiler.is_compiling() else None
-    return region if region is not None and region.device == device_type and region.sets_autocast() else None
+def _in_graph(default: str, device_type: str | None = None) -> graph_region.GraphRegion | None:
+    """The region that says what autocast is on a device where a graph is traced; None where none does.
+
+    Args:
+        default: The type of the device that a function of torch is about.
+        device_type: The one that it was called with, if it was.
+    """
+    # not where torch itself asks while it makes the graph
+    region = graph_region.innermost() if torch.compiler.is_dynamo_compiling() else None
+    device = default if device_type is None else device_type
+    return region if region is not None and region.device == device and region.sets_autocast() else None
 
 
 def _enabled(original: Callable[..., bool], default: str) -> Callable[..., bool]:
-    def is_enabled(*args: Any) -> bool:
-        region = _in_graph(args[0] if args else default)
-        return original(*args) if region is None else region.dtype is not None
+    def is_enabled(*args: Any, **kwargs: Any) -> bool:
+        region = _in_graph(default, *args, **kwargs)
+        return original(*args, **kwargs) if region is None else region.dtype is not None
 
     return is_enabled
 
 
 def _dtype(original: Callable[..., torch.dtype], default: str) -> Callable[..., torch.dtype]:
-    def get_dtype(*args: Any) -> torch.dtype:
-        region = _in_graph(args[0] if args else default)
-        return original(*args) if region is None or region.dtype is None else region.dtype
+    def get_dtype(*args: Any, **kwargs: Any) -> torch.dtype:
+        region = _in_graph(default, *args, **kwargs)
+        return original(*args, **kwargs) if region is None or region.dtype is None else region.dtype
 
     return get_dtype
 
@@ -52,8 +59,13 @@ _ORIGINALS = {
 _replacements: dict[str, Callable[..., Any]] = {}
 
 
-def install() -> None:
-    """Replace the functions of torch. Does nothing where they are."""
+def install() -> bool:
+    """Replace the functions of torch.
+
+    Returns:
+        Whether one was not replaced before.
+    """
+    changed = False
     for name, (original, make, device) in _ORIGINALS.items():
         if name not in _replacements:
             function = make(original, device)
@@ -62,6 +74,8 @@ def install() -> None:
             _replacements[name] = function
         if getattr(torch, name) is original:
             setattr(torch, name, _replacements[name])
+            changed = True
+    return changed
 
 
 def remove() -> None:

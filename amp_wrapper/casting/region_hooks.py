@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autocast import generators, graph, kernels, regions, state
+from ..autocast import generators, graph, graph_region, kernels, regions, state
 from ..autocast.call import tensors_in
-from ..autocast.graph import GraphRegion
+from ..autocast.graph_region import GraphRegion
 from ..autocast.op_set import OpSet, refuses_bce, refuses_bce_in
 from ..autocast.patching import patches
 from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..compiler_internals import constant_when_traced, traced_as
 from ..errors import AmpAttachError, BannedOpError
+from ..graph_internals import trace_anew
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
 from ..torch_internals import FORWARD_HOOKS, first_pre_hook, forward_hooks, forward_pre_hooks
@@ -66,13 +67,13 @@ class EnterRegion(AmpHook):
         """:meth:`open`, where torch.compile traces it."""
         _keep_patched()
         refuse_frozen_weights()
-        outer = graph.innermost()
+        outer = graph_region.innermost()
         device: str | None = None
         dtype: torch.dtype | None = None
         if self.kind != FORWARD and not again:
             device = _device_of_call(module, args, kwargs)
             if self.kind == PLAIN:
-                device = device if graph.autocast_type(outer, device) is not None else None
+                device = device if graph_region.autocast_type(outer, device) is not None else None
             elif state.has_autocast(device) and (self.kind == AUTOCAST or outer is None or not outer.suspended):
                 dtype = self.dtype
                 if self.kind == CASTS:
@@ -85,14 +86,14 @@ class EnterRegion(AmpHook):
         graph.enter(region)
 
     def _open_fp32_in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        outer = graph.innermost()
+        outer = graph_region.innermost()
         tensors = tensors_in(args, kwargs)
         halves = [tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES]
         caller = halves[0] if halves else None
         if caller is not None and isinstance(module, nn.BCELoss) and outer is not None and refuses_bce_in(outer):
             raise BannedOpError('nn.BCELoss', BCE_REASON)
         device = tensors[0].device.type if tensors else module_device(module).type
-        is_on = graph.autocast_type(outer, device) is not None
+        is_on = graph_region.autocast_type(outer, device) is not None
         region = GraphRegion(outer, None, device if is_on else None, None, caller)
         region.module = module
         graph.enter(region)
@@ -168,7 +169,7 @@ class LeaveRegion(AmpHook):
 
     def in_graph(self, module: nn.Module, args: Any, output: Any) -> Any:
         """As a call of the hook, where torch.compile traces it."""
-        region = graph.innermost()
+        region = graph_region.innermost()
         if region is None or region.module is not module:
             return None
         graph.leave(region)
@@ -248,7 +249,9 @@ def drop_regions(module: nn.Module, kinds: Collection[str]) -> None:
 
 @constant_when_traced
 def _keep_patched() -> bool:
-    patches.keep()
+    regions.listen()
+    if patches.keep():
+        trace_anew('functions of the FP32 registry stay patched')
     return True
 
 
@@ -284,7 +287,7 @@ class EnterBelow(EnterRegion):
     def in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As a call of the hook, where torch.compile traces it."""
         refuse_frozen_weights()
-        outer = graph.innermost()
+        outer = graph_region.innermost()
         if outer is None or not outer.covers:
             self.open_in_graph(module, args, kwargs)
         elif outer.module is module:
@@ -312,11 +315,11 @@ class LeaveBelow(LeaveRegion):
 
     def in_graph(self, module: nn.Module, args: Any, output: Any) -> Any:
         """As a call of the hook, where torch.compile traces it."""
-        region = graph.innermost()
+        region = graph_region.innermost()
         if region is None or region.module is not module:
             return None
         graph.leave(region)
-        return self.cast(output) if graph.innermost() is None else None
+        return self.cast(output) if graph_region.innermost() is None else None
 
     @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:

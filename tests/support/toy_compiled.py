@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from amp_wrapper import amp
-from amp_wrapper.autocast.patching import patches
+from amp_wrapper.autocast.patching import graphs_are_gone
 
 #: The type that products of matrices have at each level.
 HALF = dict(
@@ -117,7 +117,7 @@ def fresh() -> Iterator[Any]:
     finally:
         torch.compiler.reset()
         counters.clear()
-        patches.stop_keeping()
+        graphs_are_gone()
         assert torch._C._len_torch_function_stack() == 0
         assert not torch.is_autocast_enabled('cpu')
         # what is left open would keep casts of weights from test to test
