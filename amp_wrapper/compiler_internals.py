@@ -168,7 +168,8 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[_Function], _Function]:
 
     Everywhere else the function runs as it is, with all that it calls, also where code that is compiled calls it between two
     graphs. The mark that keeps torch from compiling the wrapper by itself is what tells the two apart:
-    :func:`torch.compiler.is_compiling` is True inside of a graph then, and nowhere else. In every version since 2.6.
+    :func:`torch.compiler.is_dynamo_compiling` is True inside of a graph then, and nowhere else. ``is_compiling()`` is True on
+    all threads while one of them compiles, and in what ``torch.export`` runs. In every version since 2.6.
 
     Args:
         traced: A function of the same arguments.
@@ -179,7 +180,7 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[_Function], _Function]:
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return traced(*args, **kwargs)
             return run(*args, **kwargs)
 

@@ -100,7 +100,7 @@ class Copies:
 
 def _version(tensor: Tensor) -> int | None:
     # dynamo and inference tensors keep no count
-    return None if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+    return None if torch.compiler.is_dynamo_compiling() or tensor.is_inference() else tensor._version
 
 
 def _cast_call(

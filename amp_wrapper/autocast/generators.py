@@ -88,6 +88,6 @@ def resuming(output: Any, change: Callable[[Any], Any] | None = None) -> Any:
         output: What a forward returned, before its regions are closed.
         change: Applied to what it yields and returns.
     """
-    if not isinstance(output, GeneratorType) or torch.compiler.is_compiling():
+    if not isinstance(output, GeneratorType) or torch.compiler.is_dynamo_compiling():
         return output
     return _run(output, _Surroundings(), change or (lambda value: value))

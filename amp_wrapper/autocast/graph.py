@@ -73,10 +73,10 @@ def suspend() -> GraphRegion:
 
 # a call of this op is part of the graph, so that no cache of compiled graphs takes one with these casts for one without
 _library = Library('amp_wrapper_graph', 'DEF')  # type: ignore[no-untyped-call]
-_library.define('casts(bool on) -> ()')  # type: ignore[no-untyped-call]
+_library.define('casts(bool? on) -> ()')  # type: ignore[no-untyped-call]
 
 
-def _casts(on: bool) -> None:
+def _casts(on: bool | None) -> None:
     state.thread.graph_casts = on
     state.thread.traced_in = graph_internals.tracing_context()
 

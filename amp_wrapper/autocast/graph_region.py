@@ -65,6 +65,7 @@ class GraphRegion(TorchFunctionMode):
     Attributes:
         key_sets: What is active: its own keys, and those of the regions around it.
         casts: Whether the tables of O1 and O4 act.
+        marks: Whether they act here, or in a region around it: calls say then which it is.
         covers: Whether it, or one around it, keeps casts of other models out.
         suspended: Whether nothing that O1 and O4 cast is cast inside.
         module: Whose call opened it; None for a block.
@@ -91,15 +92,18 @@ class GraphRegion(TorchFunctionMode):
         self.dtype: torch.dtype | None = outer.dtype if device is None and outer is not None else dtype
         # how many blocks of torch.autocast are open where its autocast begins
         self.depth: int = outer.depth if device is None and outer is not None else _autocast_depth()
+        # a region around it may be open outside of the graph, where the tables act
+        self.marks: bool = self.casts or (outer is not None and outer.marks)
         if keys is not None:
             self.key_sets = (*self.key_sets, keys)
             self.casts = CASTS in keys and not self.suspended
+            self.marks = self.marks or self.casts
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             # the regions of the thread do their work by themselves
             return func(*args, **kwargs)
         stand_in = _stand_in(func)
@@ -146,16 +150,16 @@ class GraphRegion(TorchFunctionMode):
             compiler_internals.pop_function_mode()
             first, end = called
             return function(*args[:first], *[self.around(each) for each in args[first:end]], *args[end:], **kwargs)
-        if self.casts:
-            torch.ops.amp_wrapper_graph.casts(True)
+        if self.marks:
+            torch.ops.amp_wrapper_graph.casts(self.casts)
         if self.device is None or not self.sets_autocast():
             result = function(*args, **kwargs)
         else:
             # the cache of cast weights ends with each call: the compiler finds casts that are made twice
             with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None):
                 result = function(*args, **kwargs)
-        if self.casts:
-            torch.ops.amp_wrapper_graph.casts(False)
+        if self.marks:
+            torch.ops.amp_wrapper_graph.casts(None)
         return result
 
 

@@ -131,7 +131,7 @@ def _wrap_method(cls: type, name: str) -> None:
 
     @functools.wraps(method)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             region = graph_region.innermost()
             if region is not None and in_fp32:
                 return call_in_graph(region, _METHOD_OP, method, (self, *args), kwargs, 1)

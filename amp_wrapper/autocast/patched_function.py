@@ -50,7 +50,7 @@ class PatchedFunction:
 
     def active_in_function(self) -> Fp32Op | None:
         """:meth:`active`, for the ``forward`` of an autograd Function, which is traced as it is where that is in a graph."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return self.active()
         region = graph_region.innermost()
         found = None if region is None else self._active_in(region)
@@ -120,7 +120,7 @@ class PatchedFunction:
         def in_fp32(*args: Any, **kwargs: Any) -> Any:
             # the ``self`` of a method that is no tensor must not be replaced by a copy
             held = 1 if is_method and args and not isinstance(args[0], torch.Tensor) else 0
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 region = graph_region.innermost()
                 if region is not None and is_python:
                     return graph_region.patched[place].run_in_graph(region, function, args, kwargs, held)

@@ -119,7 +119,7 @@ def _enter_decorated() -> None:
 
     @functools.wraps(call)
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self = copy.copy(self)
             self.function = _segment(self.function)
         return call(self, *args, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -33,6 +33,8 @@ _lock = threading.Lock()
 # threads with open regions
 _covered = 0
 _listens = False
+_has_compiled = False
+_when_compiling: list[Callable[[], None]] = []
 
 
 @untraced
@@ -78,9 +80,36 @@ def enter(
         autocast.__enter__()
         region.autocast = autocast
     if region.agrees or may_be_called_by_compiled_code():
+        compiling()
         region.agrees = True
         graph.agree()
     return region
+
+
+def when_compiling(function: Callable[[], None]) -> Callable[[], None]:
+    """Decorator: the function is called once, when torch.compile is found to be in use."""
+    _when_compiling.append(function)
+    return function
+
+
+def has_compiled() -> bool:
+    """Whether torch.compile was found to be in use."""
+    return _has_compiled
+
+
+def compiling() -> bool:
+    """Something is being compiled, or what was compiled is called.
+
+    Returns:
+        Whether it was the first that is known.
+    """
+    global _has_compiled
+    if _has_compiled:
+        return False
+    _has_compiled = True
+    for function in _when_compiling:
+        function()
+    return True
 
 
 def listen() -> None:
@@ -95,8 +124,9 @@ def listen() -> None:
 
 @untraced
 def _before_compiled_call() -> None:
+    compiling()
     # what an error in a graph, or while it was made, has left
-    thread.graph_casts = False
+    thread.graph_casts = None
     thread.bodies.clear()
     for region in thread.regions:
         region.agrees = True

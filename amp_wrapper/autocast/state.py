@@ -88,8 +88,8 @@ class _Thread(threading.local):
         self.resumed = 0
         # whether nn.Module._apply of an attached model is under way, which calls it for the children
         self.in_apply = False
-        # whether a graph is at a call that the tables of O1 and O4 act in, and which graph
-        self.graph_casts = False
+        # whether the tables of O1 and O4 act in the call that a graph is at, None between such calls; and which graph
+        self.graph_casts: bool | None = None
         self.traced_in: object | None = None
         # of functions of Python that are traced: the tensors that were there when their bodies began
         self.bodies: list[graph_internals.TracedTensors] = []
@@ -184,14 +184,15 @@ def _in_the_graph() -> bool:
         return False
     if thread.traced_in is not None or graph_internals.runs_a_graph(sys._getframe(1)):
         return True
-    thread.graph_casts = False
+    thread.graph_casts = None
     return False
 
 
 def casts_on() -> bool:
     """Whether the tables of O1 and O4 and the registered functions act on this thread, where autocast is on."""
-    if thread.graph_casts and _in_the_graph():
-        return True
+    in_graph = thread.graph_casts
+    if in_graph is not None and _in_the_graph():
+        return in_graph
     if thread.suspended:
         return False
     regions = thread.regions

@@ -71,7 +71,7 @@ def release(modules: Iterable[nn.Module], roots: Iterable[nn.Module]) -> None:
 
 def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> None:
     """Called by torch before a module becomes a child of another."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # a wrapper that is made in a graph, and thrown away
         return
     policy = _attached.get(parent)

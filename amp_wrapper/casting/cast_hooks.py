@@ -118,7 +118,7 @@ class CastInputs(AmpHook):
         self.dtype = dtype
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        is_traced = torch.compiler.is_compiling()
+        is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
             refuse_frozen_weights()
             if self.follows_masters:

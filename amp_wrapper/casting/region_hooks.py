@@ -250,7 +250,8 @@ def drop_regions(module: nn.Module, kinds: Collection[str]) -> None:
 @constant_when_traced
 def _keep_patched() -> bool:
     regions.listen()
-    if patches.keep():
+    is_first = regions.compiling()
+    if patches.keep() or is_first:
         trace_anew('functions of the FP32 registry stay patched')
     return True
 
@@ -333,7 +334,7 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
     """The forward hooks, or pre-hooks, of one module: false, as an empty dict is, where only ours is in it and rests.
 
     torch takes a slower way through each module that has hooks at all, and that is most of what they cost. Everything else sees
-    the hooks as they are.
+    the hooks as they are. torch.compile takes no length of such a dict: once something is compiled, hooks are in plain ones.
 
     Attributes:
         ours: The key of the hook of ours; -1 before there is one.
@@ -342,6 +343,7 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
     ours = -1
 
     def __bool__(self) -> bool:
+        # of all threads: what rests does nothing
         if torch.compiler.is_compiling():
             return True
         if len(self) != 1 or self.ours not in self:
@@ -358,13 +360,27 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
         )
 
 
+_quiet: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@regions.when_compiling
+def _make_plain() -> None:
+    for module in tuple(_quiet):
+        for name in FORWARD_HOOKS:
+            hooks = vars(module)[name]
+            if isinstance(hooks, QuietHooks) and not weakref.getweakrefcount(hooks):
+                vars(module)[name] = OrderedDict(hooks)
+    _quiet.clear()
+
+
 def cover_below(module: nn.Module, enter: EnterBelow, leave: LeaveBelow) -> None:
     """Put the pair on a module below a model."""
-    for name in FORWARD_HOOKS:
+    for name in FORWARD_HOOKS if not regions.has_compiled() else ():
         hooks = vars(module)[name]
         # the handles of hooks that somebody registered know the dict that these were in
         if type(hooks) is OrderedDict and not hooks and not weakref.getweakrefcount(hooks):
             vars(module)[name] = QuietHooks()
+            _quiet.add(module)
     put_region(module, enter, leave)
     for hooks in (forward_pre_hooks(module), forward_hooks(module)):
         if isinstance(hooks, QuietHooks):

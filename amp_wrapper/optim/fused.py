@@ -135,7 +135,7 @@ class FusedOptimizer(Optimizer):
         Raises:
             AmpUsageError: A gradient, a state or a hyper-parameter that no step can be taken with. Nothing is changed then.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             # nothing here is worth a graph, and objects that are compared would be guarded one by one
             return self._step_eagerly(closure)
         loss = None

@@ -128,7 +128,7 @@ def cast_tensors(
         # the comparison is cheaper than the set lookup, and most tensors have the type already
         return tensor if tensor.dtype is dtype or tensor.dtype not in sources else tensor.to(dtype)
 
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _map_in_graph(cast, value, enter) if _has_to_cast(value, dtype, sources, enter) else value
     return map_tensors(cast, value, enter)
 

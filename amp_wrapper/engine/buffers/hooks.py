@@ -99,7 +99,7 @@ class EnterPart(BufferHook):
     """Forward pre-hook of modules that own buffers, and of what scripts mostly call. Inside of another call it ends at once."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self.is_traced()
             return
         listener = self._listener()
@@ -129,7 +129,7 @@ class LeavePart(BufferHook):
     """Forward hook, called after exceptions too: the counterpart of :class:`EnterPart`."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         listener = self._listener()
         if listener is not None:

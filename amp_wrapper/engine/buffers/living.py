@@ -71,7 +71,7 @@ def listen() -> None:
 
 
 def _on_registration(parent: nn.Module, name: str, new: nn.Module | Tensor | None) -> None:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # a wrapper that is made in a graph, and thrown away
         return
     for snapshots in everything():

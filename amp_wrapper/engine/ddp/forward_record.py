@@ -91,7 +91,7 @@ class NoticeDdp(AmpHook):
         self.ddp: ReferenceType[DistributedDataParallel] | None = None
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return
         ddp = torch_internals.active_ddp()
         if ddp is not None:
