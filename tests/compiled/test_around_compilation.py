@@ -139,6 +139,8 @@ class Paused(nn.Module):
             found = tables(y)
             with torch.autocast(y.device.type, dtype=half):
                 found += tables(y)
+            with amp.disable_casts(), torch.autocast(y.device.type, dtype=half):
+                found += tables(y)
         return found, tables(y)
 
 
