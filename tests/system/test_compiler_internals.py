@@ -487,3 +487,28 @@ def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: b
     with mode():
         torch.compile(run, backend='eager', fullgraph=True)(torch.ones(2))
     assert found[-1] is bool(writes)
+
+
+def test_a_graph_that_is_traced_anew() -> None:
+    """From its beginning, on another way; nothing of the first try is left."""
+    seen: list[str] = []
+
+    @compiler_internals.constant_when_traced
+    def begins() -> bool:
+        seen.append('begins')
+        return len(seen) > 1
+
+    @compiler_internals.constant_when_traced
+    def changes() -> bool:
+        if len(seen) == 1:
+            graph_internals.trace_anew('a test')
+        return True
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        if begins():
+            x = x + 10
+        changes()
+        return x + 1
+
+    assert torch.compile(run, backend='eager', fullgraph=True)(torch.ones(2)).tolist() == [12.0, 12.0]
+    assert seen == ['begins', 'begins']
