@@ -6,6 +6,7 @@ As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`
 from __future__ import annotations
 
 import dataclasses
+import sys
 from types import FrameType
 from typing import Any
 
@@ -102,6 +103,12 @@ def trace_anew(reason: str) -> None:
 
     # of its kinds the one for which another path may be taken
     raise exc.UnspecializeRestartAnalysis(restart_reason=reason)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor stands for one while a graph is made, and has no memory. In every version since 1.13."""
+    fake: Any = sys.modules.get('torch._subclasses.fake_tensor')
+    return fake is not None and isinstance(tensor, fake.FakeTensor)
 
 
 def tracing_context() -> object | None:

@@ -119,6 +119,7 @@ def _nothing_global_is_left() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     graphs_are_gone()
+    regions._has_compiled = False
     found = _left_behind()
     if found:
         _close_everything()

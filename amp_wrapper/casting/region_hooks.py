@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..autocast import generators, graph, graph_region, kernels, regions, state
 from ..autocast.call import tensors_in
@@ -19,14 +17,15 @@ from ..autocast.op_set import OpSet, refuses_bce, refuses_bce_in
 from ..autocast.patching import patches
 from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..compiler_internals import constant_when_traced, traced_as
-from ..errors import AmpAttachError, BannedOpError
-from ..graph_internals import trace_anew
+from ..errors import AmpAttachError, AmpUsageError, BannedOpError
+from ..graph_internals import is_fake, trace_anew
 from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
-from ..torch_internals import FORWARD_HOOKS, first_pre_hook, forward_hooks, forward_pre_hooks
+from ..torch_internals import first_pre_hook, forward_hooks, forward_pre_hooks
 from .cast_hooks import AmpHook, CastOutputs, refuse_frozen_weights
 from .find_hooks import drop_hooks
 from .modules import module_device
+from .quiet_hooks import QuietHooks, make_quiet
 
 #: What a region is for. The FP32 registry is at work in a model's forward.
 FORWARD = 'forward'
@@ -128,6 +127,8 @@ class EnterRegion(AmpHook):
             elif self.kind == AUTOCAST or not state.is_suspended():
                 autocast = autocast_context(device, self.dtype)
             if self.kind == CASTS:
+                if torch.compiler.is_compiling():
+                    _refuse_export(tensors_in(args, kwargs))
                 kernels.install(device)
         regions.enter(self._keys(), module, autocast, self.kind in (PLAIN, CASTS), self.dtype)
 
@@ -256,6 +257,19 @@ def _keep_patched() -> bool:
     return True
 
 
+def _refuse_export(tensors: Iterable[Tensor]) -> None:
+    """``torch.export`` records blocks of autocast, and not what is cast inside of them beyond torch's own lists.
+
+    Raises:
+        AmpUsageError: The tensors have no memory: a call is recorded, on this thread.
+    """
+    if any(map(is_fake, tensors)):
+        raise AmpUsageError(
+            'torch.export of a model at O1 or O4 would lose casts of single ops. Export it as it was before amp.initialize: '
+            'build the model anew and load the state dict, which is FP32; or train at O2, O3 or O5, whose casts are exported.'
+        )
+
+
 def _device_of_call(module: nn.Module, args: Any, kwargs: Any) -> str:
     """Where a call works: at the module's first tensor, or at the first that it is handed."""
     for tensor in itertools.chain(module.parameters(), module.buffers()):
@@ -330,57 +344,9 @@ class LeaveBelow(LeaveRegion):
         return self.cast if region.around is None else None
 
 
-class QuietHooks(OrderedDict[int, Callable[..., Any]]):
-    """The forward hooks, or pre-hooks, of one module: false, as an empty dict is, where only ours is in it and rests.
-
-    torch takes a slower way through each module that has hooks at all, and that is most of what they cost. Everything else sees
-    the hooks as they are. torch.compile takes no length of such a dict: once something is compiled, hooks are in plain ones.
-
-    Attributes:
-        ours: The key of the hook of ours; -1 before there is one.
-    """
-
-    ours = -1
-
-    def __bool__(self) -> bool:
-        # of all threads: what rests does nothing
-        if torch.compiler.is_compiling():
-            return True
-        if len(self) != 1 or self.ours not in self:
-            return len(self) > 0
-        open_regions = state.thread.regions
-        cover = open_regions[-1].cover if open_regions else None
-        return (
-            cover is None
-            # a module that is called by itself has to close what it opened, also where it calls itself
-            or forward_pre_hooks(cover.module) is self
-            or forward_hooks(cover.module) is self
-            # the hook has to see to copies of weights that were made in the other mode
-            or cover.grad is not torch.is_grad_enabled()
-        )
-
-
-_quiet: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-@regions.when_compiling
-def _make_plain() -> None:
-    for module in tuple(_quiet):
-        for name in FORWARD_HOOKS:
-            hooks = vars(module)[name]
-            if isinstance(hooks, QuietHooks) and not weakref.getweakrefcount(hooks):
-                vars(module)[name] = OrderedDict(hooks)
-    _quiet.clear()
-
-
 def cover_below(module: nn.Module, enter: EnterBelow, leave: LeaveBelow) -> None:
     """Put the pair on a module below a model."""
-    for name in FORWARD_HOOKS if not regions.has_compiled() else ():
-        hooks = vars(module)[name]
-        # the handles of hooks that somebody registered know the dict that these were in
-        if type(hooks) is OrderedDict and not hooks and not weakref.getweakrefcount(hooks):
-            vars(module)[name] = QuietHooks()
-            _quiet.add(module)
+    make_quiet(module)
     put_region(module, enter, leave)
     for hooks in (forward_pre_hooks(module), forward_hooks(module)):
         if isinstance(hooks, QuietHooks):

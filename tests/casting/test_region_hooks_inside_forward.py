@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_wrapper import amp
-from amp_wrapper.casting.region_hooks import QuietHooks
+from amp_wrapper.casting.quiet_hooks import QuietHooks
 
 HALF = {'O1': torch.float16, 'O4': torch.bfloat16}
 

@@ -512,3 +512,11 @@ def test_a_graph_that_is_traced_anew() -> None:
 
     assert torch.compile(run, backend='eager', fullgraph=True)(torch.ones(2)).tolist() == [12.0, 12.0]
     assert seen == ['begins', 'begins']
+
+
+def test_tensors_without_memory() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        assert graph_internals.is_fake(torch.ones(1))
+    assert not graph_internals.is_fake(torch.ones(1)) and not graph_internals.is_fake(torch.ones(1, device='meta'))
