@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
+from ..ops.shards import whole
 from ..policy.nested import parameters_in
 from ..policy.policy import parse_dtype
 from .algorithm import Algorithm, HyperParameters, hyper_parameters
@@ -177,7 +178,7 @@ class FusedOptimizer(Optimizer):
         hyper = self._hyper = hyper_parameters(self._algorithm, groups, options, lists.is_on_host, self._hyper)
         if not lists.devices:
             return
-        present = [gradient for gradient in gradients if gradient is not None]
+        present = lists.present(gradients)
         if update is None:
             # all of them, before the first prologue counts a step
             inputs: list[Mapping[str, Any]] = [self._scaling(place.device) for place in lists.devices]
@@ -211,12 +212,12 @@ class FusedOptimizer(Optimizer):
             lists = Gatherer(self, self._algorithm, self.state_dtype, buffers).gather(gradients, partners, options)
             if partners is not None:
                 # a skipped step writes nothing: what the ops refuse, they refuse before a scale has moved
-                present = [gradient for gradient in gradients if gradient is not None]
+                present = lists.present(gradients)
                 for place in lists.devices:
                     skipped = torch.ones_like(place.decision)
                     for bucket in place.buckets:
                         if bucket.group is None:
-                            self._algorithm.update(bucket, bucket.pick(present), skipped)
+                            self._algorithm.update(bucket.on_rank, bucket.pick(present), skipped)
         except ValueError as error:
             raise self._explained(error) from error
         return lists
@@ -249,9 +250,10 @@ class FusedOptimizer(Optimizer):
                 for bucket in place.buckets:
                     mine = gradients if bucket.indices is None else bucket.pick(gradients)
                     if bucket.group is None:
-                        self._algorithm.update(bucket, mine, place.decision)
+                        self._algorithm.update(bucket.on_rank, mine, place.decision)
                     else:
-                        self._algorithm.update_by_torch(bucket, mine, place.decision, self.param_groups[bucket.group])
+                        group = self.param_groups[bucket.group]
+                        self._algorithm.update_by_torch(bucket.on_rank, mine, place.decision, group)
                     updated.append(bucket)
         except BaseException as error:
             # an op that refuses has written nothing: the steps that it should have taken are not counted
@@ -290,7 +292,7 @@ class FusedOptimizer(Optimizer):
                 )
             if not isinstance(value, Tensor):
                 value = torch.full((), float(value), dtype=torch.float32, device=device)
-            scaling[name] = value.detach().to(device, torch.float32, non_blocking=True)
+            scaling[name] = whole(value.detach()).to(device, torch.float32, non_blocking=True)
         return scaling
 
     # -- saving and loading -----------------------------------------------------------------------------------------

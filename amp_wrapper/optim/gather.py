@@ -14,6 +14,7 @@ from .. import ops
 from ..errors import AmpUsageError
 from ..ops.attributes import fingerprints
 from ..ops.checks import check_lists
+from ..ops.shards import differs, is_sharded
 from ..policy.nested import HALF_TYPES, parameters_in
 from ..policy.policy import dtype_name
 from ..torch_internals import is_traceable_wrapper_subclass
@@ -178,11 +179,7 @@ class Gatherer:
                 columns[name].append(whole[name])
         beside = [partners[position] for position in positions]
         has_partners = any(partner is not None for partner in beside)
-        if group >= 0:
-            # torch's own functions do not look
-            moments = [(f'{name}s', column) for name, column in columns.items() if name != 'step']
-            check_lists([], [('params', params), *moments])
-        return Bucket(
+        bucket = Bucket(
             group=None if group < 0 else group,
             indices=None if len(positions) == len(stepped) else positions,
             params=params,
@@ -192,6 +189,12 @@ class Gatherer:
             partners=[p if b is None else b for p, b in zip(params, beside)] if has_partners else [],
             rows=torch.empty(0),
         )
+        if group >= 0:
+            # torch's own functions do not look
+            columns = bucket.on_rank.columns
+            moments = [(f'{name}s', column) for name, column in columns.items() if name != 'step']
+            check_lists([], [('params', bucket.on_rank.params), *moments])
+        return bucket
 
     def _completed(self, parameter: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
         """The state of a parameter under ``names``: what is there, corrected, and what was missing."""
@@ -267,9 +270,13 @@ def unfit(parameter: Tensor, gradient: Tensor, optimizer: str) -> str:
         gradient: Its gradient.
         optimizer: Name of the class in ``torch.optim`` that is extended.
     """
-    if is_traceable_wrapper_subclass(parameter):
-        kind = type(parameter).__name__
-        return f'is a {kind}, and plain tensors are expected, no sharded ones. Use torch.optim.{optimizer}'
+    if is_traceable_wrapper_subclass(parameter) and not is_sharded(parameter):
+        return (
+            f'is a {type(parameter).__name__}, and plain tensors and DTensors are expected. Use torch.optim.{optimizer}'
+        )
+    problem = differs(gradient, parameter)
+    if problem:
+        return f'has a gradient that {problem}: parameter.grad = parameter.grad.redistribute(...) makes them agree'
     if parameter.dtype not in REAL and parameter.dtype not in COMPLEX:
         return f'has dtype {dtype_name(parameter.dtype)}: {", ".join(map(dtype_name, (*REAL, *COMPLEX)))} fit'
     if gradient.layout is not torch.strided:
@@ -294,6 +301,9 @@ def misfit(value: Any, parameter: Tensor) -> str:
         return 'is sparse'
     if value.shape != parameter.shape:
         return f'has shape {tuple(value.shape)} and the parameter {tuple(parameter.shape)}'
+    problem = differs(value, parameter)
+    if problem:
+        return f'{problem}; set_optimizer_state_dict of torch.distributed.checkpoint.state_dict loads sharded state'
     fitting = COMPLEX if parameter.is_complex() else REAL
     if value.dtype not in fitting:
         return f'has dtype {dtype_name(value.dtype)}, and {", ".join(map(dtype_name, fitting))} fit'

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.attributes import Column, fingerprints, unchanged
+from ..ops.attributes import Column, fingerprints, same, unchanged
+from ..ops.shards import is_sharded, local
 
 _PARAMS = operator.itemgetter('params')
 
@@ -39,6 +40,20 @@ class Bucket:
     steps: list[Tensor]
     partners: list[Tensor]
     rows: Tensor
+
+    def __post_init__(self) -> None:
+        self._is_sharded = any(map(is_sharded, self.params))
+        self._on_rank: Bucket | None = None
+
+    @property
+    def on_rank(self) -> Bucket:
+        """The same, with the local shards of sharded parameters and moments. Asked for once everything is there."""
+        if self._is_sharded and self._on_rank is None:
+            columns = {name: local(column) for name, column in self.columns.items()}
+            self._on_rank = dataclasses.replace(
+                self, params=local(self.params), columns=columns, partners=local(self.partners)
+            )
+        return self._on_rank or self
 
     def pick(self, gradients: list[Tensor]) -> list[Tensor]:
         """Those of this bucket, of all that are there."""
@@ -80,6 +95,7 @@ class TensorLists:
         devices: The lists, device by device.
         begun: (parameter, its state dict, what comes into it) of those whose state is begun or corrected by this step.
         is_on_host: Whether all that is stepped is on the CPU.
+        shards: The local shards of all parameters, where one is sharded.
         columns: The state dicts of each bucket, and what they hold under each name.
         keys: Of the optimizer's state, as it was after the step.
         values: Its values.
@@ -94,15 +110,23 @@ class TensorLists:
     devices: list[DeviceBucket]
     begun: list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]
     is_on_host: bool = False
+    shards: list[Tensor] = dataclasses.field(default_factory=list)
     columns: list[Column] = dataclasses.field(default_factory=list)
     keys: list[Any] = dataclasses.field(default_factory=list)
     values: list[Any] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.is_on_host = all(place.device.type == 'cpu' for place in self.devices)
+        if any(map(is_sharded, self.parameters)):
+            self.shards = local(self.parameters)
         for place in self.devices:
             for bucket in place.buckets:
                 self.columns += [(bucket.states, name, column) for name, column in bucket.columns.items()]
+
+    def present(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """The gradients that are there, the local shards of sharded ones."""
+        there = [gradient for gradient in gradients if gradient is not None]
+        return local(there) if self.shards else there
 
     def is_current(
         self,
@@ -124,5 +148,7 @@ class TensorLists:
         return (
             self.lengths == list(map(len, map(_PARAMS, groups)))
             and unchanged(pairs, self.columns)
+            # torch gives a parameter other memory where a model moves to another device
+            and (not self.shards or same(self.shards, local(parameters)))
             and self.fingerprints == fingerprints(parameters, gradients)
         )
