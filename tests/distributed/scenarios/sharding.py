@@ -97,15 +97,16 @@ def fused_steps(here: Here) -> None:
                 saved = get_optimizer_state_dict(sharded, first)
                 first = kind(sharded.parameters(), **options)
                 set_optimizer_state_dict(sharded, first, saved)
-        theirs = torch_kind(
-            sharded.parameters(), lr=0.1, **{k: options[k] for k in ('momentum', 'amsgrad') if k in options}
-        )
+        if 'state_dtype' in options:
+            # torch has no such argument, and the DTensors of 2.6 mix up types
+            continue
+        like = {key: options[key] for key in ('momentum', 'amsgrad') if key in options}
+        theirs = torch_kind(sharded.parameters(), lr=0.1, **like)
         theirs.step()
         for parameter in sharded.parameters():
             kinds = {name: type(value) for name, value in theirs.state[parameter].items() if isinstance(value, Tensor)}
             mine = first.state[parameter]
             assert {name: type(mine[name]) for name in kinds} == kinds
-    print('the kinds of state are those of torch', flush=True)
 
 
 @scenario
