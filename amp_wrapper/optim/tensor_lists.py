@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attributes import Column, fingerprints, same, unchanged
-from ..ops.shards import is_sharded, local
+from ..ops.shards import differs, is_sharded, local
 
 _PARAMS = operator.itemgetter('params')
 
@@ -148,7 +148,11 @@ class TensorLists:
         return (
             self.lengths == list(map(len, map(_PARAMS, groups)))
             and unchanged(pairs, self.columns)
-            # torch gives a parameter other memory where a model moves to another device
-            and (not self.shards or same(self.shards, local(parameters)))
+            and (not self.shards or self._has_shards(parameters, gradients))
             and self.fingerprints == fingerprints(parameters, gradients)
         )
+
+    def _has_shards(self, parameters: list[Tensor], gradients: Sequence[Tensor | None]) -> bool:
+        """Whether shards lie where they did, and gradients are laid out as they are: torch moves shards with the model."""
+        laid_out = all(g is None or not differs(g, parameter) for g, parameter in zip(gradients, parameters))
+        return laid_out and same(self.shards, local(parameters))
