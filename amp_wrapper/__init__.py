@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import amp
 from .casting.nonfinite import NonfiniteWatch, nonfinite_watch
+from .casting.sharding import fully_shard
 from .errors import (
     AmpAttachError,
     AmpCheckpointError,
@@ -71,5 +72,6 @@ __all__ = [
     'OverflowStreakError',
     'TorchAmpOptimWrapper',
     'amp',
+    'fully_shard',
     'nonfinite_watch',
 ]

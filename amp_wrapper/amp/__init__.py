@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from ..casting.sharding import shard
 from ..compiler_internals import eager_block
 from ..policy import OPTIONS
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
@@ -47,6 +48,9 @@ from .legacy import AmpHandle, NoOpHandle
 from .scales import load_state_dict, state_dict
 from .scaling import scaled
 from .session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # what is handed over comes back, of the same type
 _Models = TypeVar('_Models', bound=nn.Module | Sequence[nn.Module])
@@ -81,6 +85,8 @@ def initialize(  # type: ignore[misc]
     fp32_ops: Fp32Names | None = None,
     from_16bit: bool = False,
     restore_buffers_on_skip: bool = True,
+    mesh: DeviceMesh | None = None,
+    sharding: Mapping[str, Any] | None = None,
 ) -> Any:
     """Cast models, make FP32 masters for their optimizers, and set up the loss scales. In place.
 
@@ -93,7 +99,8 @@ def initialize(  # type: ignore[misc]
             optimizers of models that were initialised before: their level holds, and their masters are kept.
         optimizers: One or several that will be stepped, or None for inference. ``step`` and ``zero_grad`` of these objects lead
             through this package from now on; class, pickled form and schedulers stay as they are.
-        enabled: False makes this and all that follows a no-op; the rest is still checked.
+        enabled: False makes this and all that follows a no-op; the rest is still checked. With a ``mesh``, the models are
+            sharded all the same, in FP32.
         opt_level: 'O0' to 'O5'.
         cast_model_type: Type of the model weights, or False for no cast.
         patch_torch_functions: Whether operations are cast one by one (O1 and O4).
@@ -115,6 +122,10 @@ def initialize(  # type: ignore[misc]
             Frozen 16-bit weights are always taken.
         restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
             passes have changed. apex left them as they were, NaN included.
+        mesh: Shards the models over these ranks, by FSDP2, and puts the shards into the optimizers, which must not have stepped.
+            Leave it out for models that were sharded before; they are checked against the level.
+        sharding: How: a dict of ``blocks``, ``reduce_dtype``, ``reshard_after_forward`` and ``offload``, as for
+            :func:`amp_wrapper.fully_shard`.
 
     Returns:
         ``models``, or ``(models, optimizers)`` where optimizers were given: the same objects, in lists or tuples as they came.
@@ -135,6 +146,7 @@ def initialize(  # type: ignore[misc]
         else amp_arguments.listed(optimizers, Optimizer, 'optimizers', 'a torch.optim.Optimizer')
     )
     amp_session.check_new(optimizer_list)
+    chosen = amp_arguments.sharding_of(mesh, sharding, policy)
     if policy.enabled:
         amp_arguments.check_models(model_list, policy)
         if not model_list:
@@ -143,9 +155,11 @@ def initialize(  # type: ignore[misc]
         if distributed and torch.distributed.get_rank() != 0:
             # rank 0 prints for all
             policy = dataclasses.replace(policy, verbosity=0)
-        session = Session(policy, model_list, optimizer_list)
+        session = Session(policy, model_list, optimizer_list, sharding=chosen)
         amp_arguments.print_options(policy, given, session)
     else:
+        if chosen is not None:
+            shard(model_list, policy, chosen, optimizer_list)
         amp_session.disable(optimizer_list)
     result = models if isinstance(models, nn.Module) else amp_arguments.like(models, list(models))
     if optimizers is None:

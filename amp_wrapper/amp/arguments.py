@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -12,10 +12,14 @@ from torch.optim import Optimizer
 
 from .. import compiler_internals
 from ..casting.find_hooks import holds_casts
+from ..casting.sharding import Sharding
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy import OPTIONS, Policy, SharedOptions, resolve
 from . import known_models
 from .session import Session
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Options of models, which optimizers that are initialised later share.
 _OF_MODELS = (
@@ -38,6 +42,8 @@ class InitializeOptions(SharedOptions, total=False):
 
     opt_level: str
     master_weights: bool | None
+    mesh: DeviceMesh | None
+    sharding: Mapping[str, Any] | None
 
 
 def policy_of(opt_level: str, given: Mapping[str, Any]) -> Policy:
@@ -178,6 +184,19 @@ def check_models(models: Sequence[nn.Module], policy: Policy) -> None:
             )
         if any(model is other for other in models[:index]):
             raise AmpAttachError(f'models[{index}] is in the list twice: name each model once.')
+
+
+def sharding_of(mesh: DeviceMesh | None, options: Mapping[str, Any] | None, policy: Policy) -> Sharding | None:
+    """How models are to be sharded; None where no mesh was given.
+
+    Raises:
+        AmpConfigError: Options of sharding that mean nothing; some without a mesh.
+    """
+    if mesh is not None:
+        return Sharding.of(mesh, options, policy)
+    if options is not None:
+        raise AmpConfigError([f'sharding={options!r} without a mesh: write mesh=..., or leave it out.'])
+    return None
 
 
 def print_options(policy: Policy, given: Mapping[str, Any], session: Session) -> None:

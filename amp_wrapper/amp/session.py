@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..autocast import state as autocast_state
 from ..casting import ownership, save_pretrained
+from ..casting.sharding import Sharding
 from ..compiler_internals import is_called_by_compiled_code, untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
 from ..engine.attach import take_over
@@ -61,13 +62,19 @@ class Session:
         models: Not wrapped. Without any, the optimizers step models of earlier sessions, or parameters that nobody casts.
         optimizers: Not in any session.
         tells: Whether to warn of gradients that did not come from scaled losses.
+        sharding: How the models are sharded first; None for as they are.
 
     Raises:
         AmpAttachError: A model or optimizer that cannot be taken. Nothing has been changed.
     """
 
     def __init__(
-        self, policy: Policy, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], tells: bool = True
+        self,
+        policy: Policy,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        tells: bool = True,
+        sharding: Sharding | None = None,
     ) -> None:
         known_models.check_no_masters(optimizers)
         ownership.check_owners(optimizers, models, _stepped(), known_models.is_known)
@@ -91,7 +98,7 @@ class Session:
             _share_gradients(engine)
         # before masters stand in the place of their weights
         theirs = known_models.models_of(optimizers) if not models else []
-        self.casts = attach_together(self.engines, models, policy)
+        self.casts = attach_together(self.engines, models, policy, sharding)
         for engine in self.engines:
             take_over(engine.parts, theirs)
         save_pretrained.watch(models)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import AmpAttachError, some
+from ..ops import shards
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import Policy, dtype_name
 
@@ -83,7 +84,7 @@ def warn(rounded: Collection[str], infinite: Collection[str], policy: Policy) ->
 
 
 def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
-    """Refuse finite weights that would become infinite. Syncs, once.
+    """Refuse finite weights that would become infinite. Syncs, once. Collective where some are sharded.
 
     Args:
         weights: Those about to be cast, by name.
@@ -104,19 +105,28 @@ def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dt
     if not chosen:
         return []
     home = chosen[0][1].device
+    tensors = [tensor for _, tensor in chosen]
     with torch.no_grad():
         # what is infinite or NaN before is so afterwards
-        flags = [((tensor.abs() >= _FLOAT16_LIMIT) & tensor.isfinite()).any().to(home) for _, tensor in chosen]
-        beyond = [name for (name, _), flag in zip(chosen, torch.stack(flags).tolist()) if flag]
+        largest = [_largest(tensor).to(home) for tensor in shards.local(tensors)]
+        # shards are different on each rank, and all of them have to know
+        found = shards.Layout(tensors).exchange(torch.stack(largest), greatest=True).tolist()
+    beyond = {name: value for (name, _), value in zip(chosen, found) if value >= _FLOAT16_LIMIT}
     refused = [name for name in beyond if name in weights]
     if refused:
-        largest = max(float(weights[name].detach().abs().nan_to_num(0, 0, 0).max()) for name in refused)
         raise AmpAttachError(
             f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
-            f'{largest:g}. Keep their modules in FP32 (keep_fp32=[{_module_of(refused[0])!r}]), or use bfloat16 '
-            f"(opt_level='O5')."
+            f'{max(beyond[name] for name in refused):g}. Keep their modules in FP32 (keep_fp32=[{_module_of(refused[0])!r}]), '
+            f"or use bfloat16 (opt_level='O5')."
         )
-    return beyond
+    return list(beyond)
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """The largest finite magnitude, a float64 scalar; 0 without any."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    return tensor.detach().abs().nan_to_num(0, 0, 0).max().double()
 
 
 def _module_of(name: str) -> str:

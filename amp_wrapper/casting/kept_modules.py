@@ -12,7 +12,7 @@ from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.lookup import find, is_module_class
 from ..policy.policy import Policy
-from .modules import module_device
+from .modules import class_name, module_device
 
 #: (qualified name, module) pairs.
 Roots = Sequence[tuple[str, nn.Module]]
@@ -37,12 +37,12 @@ def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) ->
         for name, module in root.named_modules(prefix=prefix, remove_duplicate=False):
             key = name_without_wrappers(name)
             names += [key] if key else []
-            classes.add(type(module).__name__)
+            classes.add(class_name(module))
             for item in policy.keep_fp32:
                 if isinstance(item, type):
                     hit = isinstance(module, item)
                 else:
-                    hit = (key != '' and fnmatch.fnmatchcase(key, item)) or type(module).__name__ == item
+                    hit = (key != '' and fnmatch.fnmatchcase(key, item)) or class_name(module) == item
                     # the user knows nothing of the names that several models get
                     hit = hit or (without_prefix and fnmatch.fnmatchcase(key.removeprefix(f'{prefix}.'), item))
                 if hit:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from ..fsdp_internals import is_fully_sharded
 from ..torch_internals import BatchNorm, Loss
 
 
@@ -25,12 +26,18 @@ def module_device(module: nn.Module) -> torch.device:
     return torch.device('cpu')
 
 
+def class_name(module: nn.Module) -> str:
+    """The name of the class of ``module``. ``fully_shard`` makes a class of its own of each, ``FSDPLinear`` of ``Linear``."""
+    kind = type(module)
+    return (kind.__mro__[2] if is_fully_sharded(module) else kind).__name__
+
+
 def is_loss(module: nn.Module) -> bool:
     """Whether ``module`` is a loss, by its class or by its name."""
-    return isinstance(module, Loss) or type(module).__name__.endswith('Loss')
+    return isinstance(module, Loss) or class_name(module).endswith('Loss')
 
 
 def is_batchnorm(module: nn.Module) -> bool:
     """Whether ``module`` normalises over batches."""
     # mmcv's SyncBatchNorm is no subclass of torch's
-    return isinstance(module, BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
+    return isinstance(module, BatchNorm) or class_name(module) == 'SyncBatchNorm'

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..ops.shards import Layout
 from ..policy.nested import parameters_of
 
 
@@ -20,6 +21,7 @@ class StepLists:
         weights: What the model computes with; backward passes leave their gradients there.
         copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
         on_one_device: Whether all weights are on ``device``.
+        layout: On which ranks they lie, where they are sharded.
     """
 
     def __init__(self, pairs: ParamPairs, parameters: list[nn.Parameter], device: torch.device) -> None:
@@ -27,6 +29,7 @@ class StepLists:
         self.weights = list(map(pairs.weight_of, parameters))
         self.copies: list[Tensor | None] = list(map(pairs.copy_of, parameters))
         self.on_one_device = all(weight.device == device for weight in self.weights)
+        self.layout = Layout(self.weights)
         self._device = device
         self._types = [weight.dtype for weight in self.weights]
 
@@ -95,6 +98,11 @@ class ParamPairs:
             self.adopt()
             lists = self._lists = StepLists(self, self.parameters(), device)
         return lists
+
+    @property
+    def layout(self) -> Layout:
+        """On which ranks they lay at the last step, where they are sharded."""
+        return Layout(()) if self._lists is None else self._lists.layout
 
     # -- parameters that come late -----------------------------------------------------------------------------------
 

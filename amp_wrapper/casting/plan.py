@@ -14,9 +14,10 @@ from .. import torch_internals
 from ..autocast import op_set, patching
 from ..autocast.op_set import OpSet
 from ..errors import AmpAttachError
+from ..ops.shards import is_sharded
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..policy.policy import Policy
-from . import attached_modules, fp32_values, given_weights
+from . import attached_modules, fp32_values, given_weights, shard_groups
 from .cast_hooks import CastComputed, CastInputs, CastOutputs, Fp32Inputs, computed_from, computed_weights
 from .find_hooks import has_hook, holds_casts, strip_hooks
 from .kept_modules import named_modules, registered_classes
@@ -56,12 +57,13 @@ class CastPlan:
 
     Attributes:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
+        gathered: The sharded parameters that FSDP2 gathers in 16-bit, with their names. The shards stay what they are.
         rounded: The trainable ones among all parameters that are 16-bit before the cast.
         raised: 16-bit tensors that will become FP32.
 
     Raises:
         AmpAttachError: A trainable parameter is 16-bit already, and the policy does not take it; one is not initialised yet,
-            beyond the range of float16, or already cast by another wrapper.
+            beyond the range of float16, or already cast by another wrapper; or sharded in a way that the level cannot keep.
         AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
     """
 
@@ -89,6 +91,7 @@ class CastPlan:
         # what the weights of cast modules are computed from
         self._sources: set[int] = set()
         self.parameters: dict[str, nn.Parameter] = {}
+        self.gathered: dict[str, nn.Parameter] = {}
         self.rounded: dict[str, nn.Parameter] = {}
         # finite buffers that the cast makes infinite
         self.infinite: list[str] = []
@@ -104,8 +107,11 @@ class CastPlan:
         if policy.casts_model:
             self._keep_sharers()
             self._collect()
+        self._check_shards()
+        if policy.casts_model:
             assert policy.cast_model_type is not None
-            self.infinite = given_weights.check_range(self.parameters, self._buffers, policy.cast_model_type)
+            weights = {**self.parameters, **self.gathered}
+            self.infinite = given_weights.check_range(weights, self._buffers, policy.cast_model_type)
         self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
@@ -135,8 +141,18 @@ class CastPlan:
                     f'torch.jit.trace, and such a module takes no hooks, which the casts need. Hand over the Python module and '
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
-        left = frozenset(id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters())
-        self.rounded.update(given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, left))
+        left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
+        # of sharded ones, _check_shards says what they may be
+        left |= {id(p) for p in root.parameters() if is_sharded(p)}
+        self.rounded.update(given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left)))
+
+    def _check_shards(self) -> None:
+        """After :meth:`_collect`."""
+        if not self.policy.enabled:
+            return
+        left = {id(p) for m in self._modules() if isinstance(m, self._leave) for p in m.parameters()}
+        taken = {id(p) for _, root in self.roots for p in root.parameters()} - left
+        shard_groups.check(self.roots, self.policy, set(map(id, self.gathered.values())), taken)
 
     def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
         if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
@@ -186,7 +202,8 @@ class CastPlan:
         for module in self._cast_modules:
             for parameter in module.parameters(recurse=False):
                 if self._is_ours(parameter, seen):
-                    self.parameters[names[id(parameter)]] = parameter
+                    chosen = self.gathered if is_sharded(parameter) else self.parameters
+                    chosen[names[id(parameter)]] = parameter
             for buffer in module.buffers(recurse=False):
                 if self._is_ours(buffer, seen):
                     self._buffers[names[id(buffer)]] = buffer
@@ -206,6 +223,8 @@ class CastPlan:
             trained = {id(parameter) for parameter in self.rounded.values()}
             frozen = any(isinstance(t, nn.Parameter) and id(t) not in trained for t in own)
             for tensor in own:
+                if is_sharded(tensor):
+                    continue
                 kept = id(tensor) in self._kept_tensors or (norms and isinstance(module, _NORMS))
                 # what is trained, and buffers of modules in which nothing is frozen and 16-bit
                 trains = tensor.requires_grad if isinstance(tensor, nn.Parameter) else not frozen
@@ -236,7 +255,7 @@ class CastPlan:
         watched = [module for module in self._modules() if not isinstance(module, self._leave)]
         handle = CastHandle([root for _, root in self.roots], self.parameters, list(self._buffers.values()), watched)
         for tensor in self.raised:
-            _cast_in_place(tensor, torch.float32)
+            cast_in_place(tensor, torch.float32)
         if policy.cast_model_type is torch.float32:
             self._let_types_meet()
         if policy.casts_model:
@@ -309,12 +328,14 @@ class CastPlan:
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers.values()):
-            _cast_in_place(tensor, dtype)
+            cast_in_place(tensor, dtype)
+        gathered = set(map(id, self.gathered.values()))
         for module in self._cast_modules:
             computed = computed_weights(module)
             if computed:
                 module.register_forward_pre_hook(CastComputed(computed, dtype))
-            if computed or is_parametrized(module) or any(p.dtype is dtype for p in module.parameters(recurse=False)):
+            own = module.parameters(recurse=False)
+            if computed or is_parametrized(module) or any(p.dtype is dtype or id(p) in gathered for p in own):
                 module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
@@ -366,7 +387,7 @@ class CastHandle:
         for tensor in (*self.parameters.values(), *self._buffers):
             exact = fp32_values.fp32_value(tensor)
             if exact is None:
-                _cast_in_place(tensor, torch.float32)
+                cast_in_place(tensor, torch.float32)
             else:
                 grad, tensor.grad = tensor.grad, None
                 tensor.data = exact
@@ -374,7 +395,7 @@ class CastHandle:
                 fp32_values.unpair(tensor)
 
 
-def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
+def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
     grad, tensor.grad = tensor.grad, None
     # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
     tensor.data = tensor.data.to(dtype)

@@ -21,19 +21,13 @@ def unwrap(model: nn.Module) -> nn.Module:
         model: Any module.
 
     Raises:
-        AmpAttachError: A sharded model (FSDP, FSDP2, DTensor parameters).
+        AmpAttachError: A model in ``FullyShardedDataParallel``, torch's older way to shard.
     """
     for module in model.modules():
         if any('FullyShardedDataParallel' in base.__name__ for base in type(module).__mro__):
             raise AmpAttachError(
-                f'FSDP ({type(module).__name__}): sharded parameters cannot be cast in place, and sharding is not supported '
-                f'yet. Use DistributedDataParallel.'
-            )
-    for name, parameter in model.named_parameters():
-        if type(parameter.data).__name__ == 'DTensor':
-            raise AmpAttachError(
-                f'parameter {name!r} is a DTensor: sharded parameters cannot be cast in place, and sharding '
-                f'(fully_shard, tensor parallelism) is not supported yet. Use DistributedDataParallel.'
+                f'FullyShardedDataParallel ({type(module).__name__}) holds flat parameters, in which the levels cannot tell one '
+                f'module from another. Use torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
             )
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..casting.plan import CastHandle
+from ..casting.sharding import Sharding
 from ..policy import Policy
 from . import attach
 from .engine import AmpEngine
@@ -19,7 +20,9 @@ from .overflow import StepResult
 from .parts import Stage
 
 
-def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], policy: Policy) -> CastHandle:
+def attach_together(
+    engines: Sequence[AmpEngine], models: Sequence[nn.Module], policy: Policy, sharding: Sharding | None = None
+) -> CastHandle:
     """Cast models as wholes, and make masters for all that the engines' optimizers step of them.
 
     Unlike :meth:`AmpEngine.attach`, it does not matter which optimizer owns what, nor whether any does. Losses of each engine
@@ -29,6 +32,7 @@ def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], p
         engines: Not attached; with ``policy``.
         models: FP32, not wrapped.
         policy: The configuration.
+        sharding: How the models are sharded first; None for as they are.
 
     Returns:
         The handle that takes the casts off.
@@ -36,7 +40,7 @@ def attach_together(engines: Sequence[AmpEngine], models: Sequence[nn.Module], p
     Raises:
         AmpAttachError: As :meth:`AmpEngine.attach`. Nothing has been changed.
     """
-    return attach.attach_parts([engine.parts for engine in engines], models, policy)
+    return attach.attach_parts([engine.parts for engine in engines], models, policy, sharding)
 
 
 __all__ = ['AmpEngine', 'Stage', 'StepResult', 'attach_together', 'new_scalers']

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .. import fsdp_internals
 from ..autocast import regions
 from ..casting import given_weights, ownership, roots
 from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
 from ..casting.modules import module_device
 from ..casting.plan import CastHandle, CastPlan
+from ..casting.sharding import Sharding, check_optimizers_are_later, shard
 from ..casting.split_masters import SplitMasters
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
@@ -40,6 +42,7 @@ def attach_model(
     """Cast a model for one engine, make masters and take them into the optimizer; see :meth:`AmpEngine.attach`."""
     policy, optimizer = parts.policy, parts.optimizer
     inner = roots.unwrap(model)
+    fsdp_internals.reshard(inner)
     parts.names = {id(parameter): name for name, parameter in inner.named_parameters()}
     ddp = Reducers(model, parts.weights, inner.named_parameters(), policy.verbosity >= 1)
     if policy.casts_model and not ddp.ddps:
@@ -48,6 +51,7 @@ def attach_model(
     check_levels(parts)
     foreign = list(foreign)
     if optimizer is not None:
+        check_optimizers_are_later(inner, [optimizer])
         theirs = [weight for other in parts.others for weight in other.weights()]
         ownership.check_owners([optimizer], [inner], [*foreign, *theirs])
     done, shared_weights = _cast_by_others(parts)
@@ -58,6 +62,7 @@ def attach_model(
     given_weights.warn(plan.rounded, plan.infinite, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
+    parts.reductions = fsdp_internals.Reductions([inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
     if optimizer is not None and policy.casts_model:
@@ -67,16 +72,21 @@ def attach_model(
             logger.info(f'amp: {name} is {dtype_name(policy.cast_model_type)} now')
 
 
-def attach_parts(engines: Sequence[EngineParts], models: Sequence[nn.Module], policy: Policy) -> CastHandle:
+def attach_parts(
+    engines: Sequence[EngineParts], models: Sequence[nn.Module], policy: Policy, sharding: Sharding | None
+) -> CastHandle:
     """The work of :func:`amp_wrapper.engine.attach_together`, on the engines' parts."""
-    named = named_roots(models)
     for model in models:
         roots.unwrap(model)
+        fsdp_internals.reshard(model)
+        check_optimizers_are_later(model, [each.optimizer for each in engines if each.optimizer is not None])
         if policy.casts_model:
             check_unknown_listeners(model)
-    names = {id(parameter): key for name, model in named for key, parameter in model.named_parameters(prefix=name)}
     for engine in engines:
-        check_once(engine, names)
+        check_once(engine, names_of(models))
+    if sharding is not None:
+        shard(models, policy, sharding, [engine.optimizer for engine in engines if engine.optimizer is not None])
+    named, names = named_roots(models), names_of(models)
     first = next((each for each in engines if each.gradients.is_shared), engines[0] if engines else None)
     for engine in engines:
         assert first is not None
@@ -95,6 +105,7 @@ def attach_parts(engines: Sequence[EngineParts], models: Sequence[nn.Module], po
         if named:
             watch_buffers(engine, named)
         engine.ddp.watch(models)
+        engine.reductions = fsdp_internals.Reductions(models)
         begin(engine, models[0] if models else None)
     if engines and policy.casts_model:
         copies_are_fp32(models)
@@ -252,6 +263,12 @@ def named_roots(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """(what comes before the names in it, model), for messages and files."""
     several = len(models) > 1
     return [(f'models[{index}]' if several else '', model) for index, model in enumerate(models)]
+
+
+def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
+    """The names of all parameters, by id."""
+    named = named_roots(models)
+    return {id(parameter): key for name, model in named for key, parameter in model.named_parameters(prefix=name)}
 
 
 def check_once(engine: EngineParts, names: Mapping[int, str]) -> None:

@@ -112,11 +112,11 @@ class BackwardPass:
         engine.end_rescalings()
         engine.adopt_late()
         engine.forget_cleared()
-        averaged = engine.ddp.begin_backward()
+        averaged = engine.ddp.begin_backward() and not engine.reductions.hold_back
         engine.check_rest()
         if engine.gradients.unscaled and not averaged and not engine.scales.are_shared:
             raise AmpUsageError(
-                f'backward() with num_losses={engine.policy.num_losses} under no_sync: unscaling each loss on arrival would '
+                f'backward() with num_losses={engine.policy.num_losses} under no_sync or set_requires_gradient_sync(False): unscaling each loss on arrival would '
                 f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
             )
         return averaged

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from .. import ops
 from ..errors import AmpConfigError, nearest
+from ..ops import shards
 from ..policy.options import is_number
 
 _CLIP_KEYS = {
@@ -135,16 +136,19 @@ class GradientClip:
     @property
     def is_euclidean(self) -> bool:
         """Whether gradients are clipped by their Euclidean norm, and no error is asked for."""
-        return (
-            self.kind == 'norm' and not self.raises_on_nonfinite and float(self.arguments.get('norm_type', 2.0)) == 2.0
-        )
+        return self.kind == 'norm' and not self.raises_on_nonfinite and self.is_two_norm
+
+    @property
+    def is_two_norm(self) -> bool:
+        """Whether the norm is the Euclidean one."""
+        return float(self.arguments.get('norm_type', 2.0)) == 2.0
 
     def apply(self, parameters: Sequence[Tensor], norm: Tensor | None = None) -> Tensor | None:
-        """Clip the gradients of ``parameters`` in place.
+        """Clip the gradients of ``parameters`` in place. Collective where they are sharded and ``norm`` is not given.
 
         Args:
             parameters: FP32 (at O3: 16-bit) tensors; those without a gradient are passed over.
-            norm: Their Euclidean norm, where it is known.
+            norm: Their norm, where it is known.
 
         Returns:
             The norm before clipping, a scalar on the device; None for 'value' and where there is no gradient.
@@ -153,13 +157,49 @@ class GradientClip:
         if not chosen:
             return None
         if self.kind == 'value':
-            clip_grad_value_(chosen, **self.arguments)
+            if shards.any_sharded(chosen):
+                limit = float(self.arguments['clip_value'])
+                for gradient in shards.local([p.grad for p in chosen if p.grad is not None]):
+                    gradient.clamp_(-limit, limit)
+            else:
+                clip_grad_value_(chosen, **self.arguments)
             return None
         if norm is not None:
             # the coefficient of torch's clip_grad_norm_
             coefficient = (self.arguments['max_norm'] / (norm + 1e-6)).clamp(max=1.0)
-            gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
+            gradients = shards.local([parameter.grad for parameter in chosen if parameter.grad is not None])
             ops.multi_tensor_scale(gradients, gradients, coefficient.float())
             return norm
         total: Tensor = clip_grad_norm_(chosen, **self.arguments)
-        return total
+        return shards.whole(total)
+
+
+class ShardNorm:
+    """This rank's part of the norm of gradients that are sharded, and whether it is finite, in one pass.
+
+    Args:
+        clip: Says which norm: the Euclidean or the greatest magnitude.
+        gradients: Those of this rank, as they are; dense, not changed.
+        replicas: Of each: on how many ranks its elements lie.
+        found_inf: float32 scalar set to 1.0 where an element is non-finite, in place; None for no check.
+
+    Attributes:
+        is_greatest: Whether the ranks' numbers are combined by the largest, and not by their sum.
+        power: float64 scalar: the square of the norm, or the greatest magnitude.
+    """
+
+    def __init__(
+        self, clip: GradientClip, gradients: Sequence[Tensor], replicas: Sequence[int], found_inf: Tensor | None
+    ) -> None:
+        self.is_greatest = not clip.is_two_norm
+        powers = []
+        for count in sorted(set(replicas)):
+            chosen = [gradient for gradient, number in zip(gradients, replicas) if number == count]
+            norm = clip.norm(chosen, found_inf).double()
+            powers.append(norm if self.is_greatest else norm.square() / count)
+        both = torch.stack(powers) if powers else torch.zeros(1, dtype=torch.float64)
+        self.power = both.max() if self.is_greatest else both.sum()
+
+    def of_all(self, power: Tensor) -> Tensor:
+        """The norm, a float32 scalar, from what all ranks' numbers came to."""
+        return (power if self.is_greatest else power.sqrt()).float()

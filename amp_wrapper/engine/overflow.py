@@ -120,10 +120,22 @@ class Overflow:
         groups = list(groups)
         if not groups:
             return
-        zero = torch.zeros((), dtype=torch.float32, device=self._device)
-        flags = torch.stack([zero if flag is None else flag for flag in self._all()])
+        flags = self.flags()
         for group in groups:
             torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
+        self.take(flags)
+
+    def flags(self) -> Tensor:
+        """All flags, float32, one-dimensional, for an exchange with other ranks: as many on each of them."""
+        zero = torch.zeros((), dtype=torch.float32, device=self._device)
+        return torch.stack([zero if flag is None else flag for flag in self._all()])
+
+    def take(self, flags: Tensor) -> None:
+        """Go on with what the ranks have agreed on.
+
+        Args:
+            flags: As :meth:`flags` gives them.
+        """
         *each, self._of_others = flags.unbind()
         self._found, self._elsewhere = list(each[: self._losses]), list(each[self._losses :])
         self.has_others, self.is_own, self.is_clear = True, False, False

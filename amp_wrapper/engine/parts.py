@@ -17,9 +17,12 @@ from ..autocast.op_set import OpSet
 from ..casting import plan, roots, split_masters
 from ..casting.param_pairs import ParamPairs, StepLists
 from ..checkpoint.format import SavedAmp
+from ..fsdp_internals import Reductions
 from ..ops import attributes
+from ..ops.shards import local
 from ..policy import Policy
 from .buffers.snapshots import BufferSnapshots
+from .clipping import ShardNorm
 from .ddp.reducers import Reducers
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
@@ -52,6 +55,7 @@ class EngineParts:
         monitor: What the host knows of skipped steps.
         gradients: Where gradients wait for the step.
         ddp: The DDP modules that average them.
+        reductions: The groups of FSDP2 that average them.
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch: Warns of gradients that did not come from ``amp.scale_loss``; None where there is no such function.
@@ -79,6 +83,7 @@ class EngineParts:
         self.overflow = Overflow(policy.num_losses, unscaled)
         self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity)
         self.ddp = Reducers(None, self.weights)
+        self.reductions = Reductions(())
         self.buffers: BufferSnapshots | None = None
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
@@ -103,6 +108,7 @@ class EngineParts:
     def reset(self) -> None:
         """The model was let go."""
         self.ddp = Reducers(None, self.weights)
+        self.reductions = Reductions(())
         self.params = ParamPairs(self.optimizer)
         self.buffers = self.casts = self.op_set = None
         self.stage = Stage.DETACHED
@@ -192,6 +198,32 @@ class EngineParts:
         """Add the flag of gradients that do not come from losses of this engine."""
         self.overflow.add_of_others(found_inf, self.ddp.is_local())
 
+    def agree(self, norm: ShardNorm | None = None) -> Tensor | None:
+        """Exchange the overflow flags where the ranks' gradients may differ. Collective.
+
+        Where parameters are sharded, flags and norm are one exchange.
+
+        Args:
+            norm: This rank's part of the norm of sharded gradients.
+
+        Returns:
+            The norm of all of them, a float32 scalar; None without ``norm``.
+        """
+        layout, checks = self.params.layout, self.scales.check
+        if not layout.groups:
+            if checks and self.ddp.ddps:
+                self.overflow.agree(self.ddp.groups_to_ask(self.overflow.others_are_local))
+            return None
+        if not checks and norm is None:
+            return None
+        flags = self.overflow.flags() if checks else torch.empty(0, device=self.device)
+        numbers = [flags.double(), *([] if norm is None else [norm.power.to(self.device).reshape(1)])]
+        found = layout.exchange(torch.cat(numbers), greatest=norm is not None and norm.is_greatest)
+        if checks:
+            # a sum of flags is no flag
+            self.overflow.take(found[: len(flags)].clamp(max=1).float())
+        return None if norm is None else norm.of_all(found[-1])
+
     def adopt_late(self) -> None:
         """Make masters for parameters that ``add_param_group`` has added, before a backward pass."""
         if self.gradients.unscaled and self.params.have_fp32_values and self.optimizer is not None:
@@ -225,7 +257,7 @@ class EngineParts:
         values = [grad.coalesce()._values() if grad.is_sparse else grad for grad in found if grad is not None]
         if values:
             flag = self.overflow.new()
-            ops.multi_tensor_isnonfinite(values, flag)
+            ops.multi_tensor_isnonfinite(local(values), flag)
             self.add_of_others(flag)
 
     def receive(self, found_inf: Tensor, at: Sequence[Tensor]) -> None:
@@ -269,7 +301,7 @@ class EngineParts:
         """Forget flags and held gradients where the model's own ``zero_grad()`` has cleared the gradients."""
         gradients, overflow = self.gradients, self.overflow
         if gradients.unscaled and not gradients.in_backward:
-            if gradients.held is not None and not any(weight.grad is not None for weight in self.weights()):
+            if gradients.held is not None and not self.reductions and not any(weight.grad is not None for weight in self.weights()):
                 gradients.held = None
                 for _, master in self.params.pairs:
                     master.grad = None
@@ -285,6 +317,8 @@ class EngineParts:
         """Gradients are cleared without a step: loss scales are updated by what was found in them all the same."""
         overflow, named = self.overflow, self.overflow.named
         if self.scales.are_shared and overflow.is_used and self.gradients.held is None and not self.ddp.is_local():
+            if self.params.layout.groups:
+                self.agree()
             self.scales.update(overflow, self.device)
         if self.pass_watch is not None:
             self.pass_watch.note_clear(named)

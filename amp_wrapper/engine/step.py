@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,16 @@ from .. import ops
 from ..casting import fp32_values
 from ..casting.param_pairs import StepLists
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
+from ..ops.shards import local
 from ..optim.fused import FusedOptimizer, Update
 from .buffers import living
-from .clipping import GradientClip
+from .clipping import GradientClip, ShardNorm
 from .gradients.unscale import nonfinite_names
 from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
 from .overflow import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of
 from .parts import EngineParts, Stage
 
+_T = TypeVar('_T')
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 
 
@@ -56,7 +58,7 @@ class FusedStep:
         optimizer = parts.optimizer
         assert isinstance(optimizer, FusedOptimizer)
         waits = parts.scales.check and parts.monitor.must_wait
-        update = Update(gradients, copies, lambda found: self._decide(clip, found), parts.params.settle)
+        update = Update(gradients, copies, lambda found: self._decide(clip, gradients, found), parts.params.settle)
         with optimizer.updating(update):
             parts.own_step(kwargs)
         info = update.decision
@@ -80,7 +82,9 @@ class FusedStep:
         record(parts, numbers[SKIP] > 0, int(numbers[SKIPS]), int(numbers[STREAK]))
         return dataclasses.replace(result, skipped=numbers[SKIP] > 0)
 
-    def _decide(self, clip: GradientClip | None, found: Sequence[Tensor]) -> dict[str, Any]:
+    def _decide(
+        self, clip: GradientClip | None, gradients: Sequence[Tensor | None], found: Sequence[Tensor]
+    ) -> dict[str, Any]:
         """Read the gradients once, for norm and flag; returns the prologue's arguments, from which it decides."""
         parts = self._parts
         scales, overflow = parts.scales, parts.overflow
@@ -94,13 +98,18 @@ class FusedStep:
             words = scales.first.prologue(overflow.used[0])
         if clip is not None:
             words |= clip.prologue()
+        norm = None
         if clip is not None and clip.kind == 'norm':
-            words['norm'] = clip.norm(found, flag)
+            if parts.params.layout.groups:
+                norm = ShardNorm(clip, found, _present(parts.params.layout.replicas, gradients), flag)
+            else:
+                words['norm'] = clip.norm(found, flag)
         elif flag is not None:
             ops.multi_tensor_isnonfinite(found, flag)
+        total = parts.agree(norm)
+        if total is not None:
+            words['norm'] = total
         if scales.check:
-            if parts.ddp.ddps:
-                agree(parts)
             words['found_inf'] = overflow.skipped()
             living.settle_step(parts, parts.buffers, words['found_inf'])
             if not done and not overflow.is_own:
@@ -143,6 +152,10 @@ class FusedStep:
         return found
 
 
+def _present(values: Sequence[_T], gradients: Sequence[Tensor | None]) -> list[_T]:
+    return [value for value, gradient in zip(values, gradients) if gradient is not None]
+
+
 def _clips_frozen(clip: GradientClip | None, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> bool:
     """Whether a frozen weight has a gradient, which torch's clipping leaves out."""
     if clip is None or all(map(_requires_grad, weights)):
@@ -176,11 +189,9 @@ class EagerStep:
         raises = clip is not None and clip.raises_on_nonfinite
         waits = scales.check and parts.monitor.must_wait
         known = self._unscale(clip)
-        skip = None
-        if scales.check:
-            if parts.ddp.ddps:
-                agree(parts)
-            skip = parts.overflow.skipped()
+        total = parts.agree(self._shard_norm(clip))
+        known = known if total is None else total
+        skip = parts.overflow.skipped() if scales.check else None
         living.settle_step(parts, parts.buffers, skip)
         by_flag = skip is not None and not waits and not raises and takes_flag(optimizer)
         late = None
@@ -192,6 +203,9 @@ class EagerStep:
             norm = clip.apply(parts.params.parameters(), known)
         found, skips, streak = late.wait() if late is not None else (0.0, 0.0, 0.0)
         skipped = found > 0
+        if raises and known is not None and parts.params.layout.groups:
+            assert clip is not None
+            clip.refuse_nonfinite(known, skip, scales.is_dynamic)
         if raises and skipped and not scales.is_dynamic:
             # asked for by the user, and no dynamic scale is there that would learn from the overflow
             assert clip is not None
@@ -218,9 +232,22 @@ class EagerStep:
         if parts.gradients.unscaled:
             return None
         # where no master is, sums stay in torch's order: O1 clips with the bits of mmengine's wrapper
-        norm = clip is not None and clip.is_euclidean and bool(parts.params.pairs)
+        norm = clip is not None and clip.is_euclidean and bool(parts.params.pairs) and not parts.params.layout.groups
         flag = parts.overflow.found(0) if parts.scales.check else None
         return parts.gradients.unscale(parts.params, parts.scales.first.inverse_scale(), flag, norm)
+
+
+    def _shard_norm(self, clip: GradientClip | None) -> ShardNorm | None:
+        """This rank's part of the norm of sharded gradients, which are unscaled by now; None where torch finds the norm."""
+        layout = self._parts.params.layout
+        if clip is None or clip.kind != 'norm' or not clip.fits_prologue or not layout.groups:
+            return None
+        chosen = [
+            (p.grad, count)
+            for p, count in zip(self._parts.params.parameters(), layout.replicas)
+            if p.grad is not None and p.requires_grad
+        ]
+        return ShardNorm(clip, local([grad for grad, _ in chosen]), [count for _, count in chosen], None)
 
 
 class StepChecks:
@@ -297,11 +324,6 @@ def finish_gradients(parts: EngineParts) -> None:
     if parts.pass_watch is not None:
         parts.pass_watch.see_step(parts.params.parameters(), overflow.named, overflow.reached_by_others)
     parts.check_rest()
-
-
-def agree(parts: EngineParts) -> None:
-    """Exchange the overflow flags where the ranks' gradients may differ. Collective."""
-    parts.overflow.agree(parts.ddp.groups_to_ask(parts.overflow.others_are_local))
 
 
 def result_of(

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import AmpUsageError
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -15,9 +19,88 @@ def is_sharded(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def local(tensors: Iterable[Tensor]) -> list[Tensor]:
+def any_sharded(tensors: Iterable[Any]) -> bool:
+    """As :func:`is_sharded` of each; costs next to nothing."""
+    module = sys.modules.get('torch.distributed.tensor')
+    return module is not None and module.DTensor in set(map(type, tensors))
+
+
+def local(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The local shard of each sharded tensor, which shares its memory; others as they are. Under ``torch.no_grad``."""
+    if not any_sharded(tensors):
+        return list(tensors)
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
+
+
+class Layout:
+    """On which ranks the elements of some tensors lie, and how those ranks talk.
+
+    Args:
+        tensors: Sharded and not; what is not is taken to be the same on every rank.
+
+    Raises:
+        AmpUsageError: Meshes of which none has all ranks.
+
+    Attributes:
+        groups: Exchanging over each in turn reaches all ranks; one group, unless a mesh of several dimensions is only a part of
+            all processes. Empty where nothing is sharded.
+        size: How many ranks those are.
+        replicas: Of each tensor: on how many of the ranks each of its elements lies.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.groups: list[ProcessGroup] = []
+        self.size = 1
+        self.replicas = [1] * len(tensors)
+        self._device = 'cpu'
+        if not any_sharded(tensors):
+            return
+        meshes: list[Any] = []
+        for tensor in tensors:
+            if is_sharded(tensor) and tensor.device_mesh not in meshes:  # type: ignore[attr-defined]
+                meshes.append(tensor.device_mesh)  # type: ignore[attr-defined]
+        widest = max(meshes, key=lambda mesh: int(mesh.size()))
+        ranks = set(widest.mesh.flatten().tolist())
+        for mesh in meshes:
+            if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+                raise AmpUsageError(
+                    f'parameters are sharded over {mesh} and over {widest}, and neither has all ranks: one optimizer needs one '
+                    f'mesh that all of its parameters are on, or parts of it.'
+                )
+        self.size = int(widest.size())
+        self._device = widest.device_type
+        if self.size == torch.distributed.get_world_size():
+            world = torch.distributed.group.WORLD
+            assert world is not None
+            self.groups = [world]
+        else:
+            self.groups = [widest.get_group(dim) for dim in range(widest.ndim)]
+        self.replicas = [self._replicas(tensor) for tensor in tensors]
+
+    def _replicas(self, tensor: Tensor) -> int:
+        shards = 1
+        if is_sharded(tensor):
+            mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+            for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+                if placement.is_shard():
+                    shards *= int(mesh.size(dim))
+        return self.size // shards
+
+    def exchange(self, numbers: Tensor, greatest: bool = False) -> Tensor:
+        """The sums of numbers over the ranks. Collective, where there are any groups.
+
+        Args:
+            numbers: float64, one-dimensional; not changed.
+            greatest: The largest of the ranks in place of the sum.
+
+        Returns:
+            On the device of ``numbers``; the same on every rank.
+        """
+        found = numbers.to(self._device, copy=True) if self.groups else numbers
+        op = torch.distributed.ReduceOp.MAX if greatest else torch.distributed.ReduceOp.SUM
+        for group in self.groups:
+            torch.distributed.all_reduce(found, op, group=group)
+        return found.to(numbers.device)
 
 
 def whole(tensor: Tensor) -> Tensor:

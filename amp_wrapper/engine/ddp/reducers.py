@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...errors import AmpAttachError, AmpUsageError, some
+from ...ops.shards import is_sharded
 from .forward_record import NoticeDdp, State, record_of, state_of
 from .rebuild import has_several_ranks, look_at, rebuild
 
@@ -338,7 +339,7 @@ def check_unknown_listeners(model: nn.Module) -> None:
     if not has_several_processes():
         return
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not is_sharded(parameter):
             _accumulation(parameter).metadata['amp_wrapper'] = True
             # torch makes a new one where nobody holds the old one
             if _accumulation(parameter).metadata.pop('amp_wrapper', False):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ... import ops
 from ...errors import AmpUsageError
+from ...ops.shards import local
 from ...policy.nested import parameters_of
 
 
@@ -183,6 +184,7 @@ def _convert(target: RescaleTarget, scale: Tensor | None) -> None:
     ratio = None if scale is None else scale.to(device).double().reciprocal()
     if theirs is not None:
         ratio = theirs.to(device).double() * (1 if ratio is None else ratio)
+    arrived = local(arrived)
     ops.multi_tensor_scale(arrived, arrived, None if ratio is None else ratio.float(), target.found_inf)
     if not target.checks:
         void = target.found_inf.bool()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...errors import AmpUsageError
 from ...ops import attributes
+from ...ops.shards import local, whole
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 _is_sparse: Callable[[Tensor | None], bool] = operator.attrgetter('is_sparse')
@@ -56,7 +57,7 @@ def unscale_to_masters(
         if norm and acts and changes.sources and changes.are_clipped():
             total_norm = ops.multi_tensor_scale_l2norm(changes.sources, changes.targets, inverse_scale, found_inf)
         else:
-            ops.multi_tensor_scale(changes.sources, changes.targets, inverse_scale, found_inf)
+            ops.multi_tensor_scale(local(changes.sources), local(changes.targets), inverse_scale, found_inf)
     if changes.results:
         attributes.set_gradients(*zip(*changes.results))
     return total_norm
@@ -235,7 +236,9 @@ def accumulate_unscaled(
             other_own.append(parameter)
     if added:
         with refused_gradients():
-            ops.multi_tensor_axpby(added, sums, targets, inverse_scale, None, found_inf, check_y=False)
+            ops.multi_tensor_axpby(
+                local(added), local(sums), local(targets), inverse_scale, None, found_inf, check_y=False
+            )
 
     # sparse gradients, and the first of a sum
     earlier_sums = {id(master): master.grad for _, master in other_pairs if master.grad is not None}
@@ -251,7 +254,7 @@ def _are_dense(*tensors: Tensor) -> bool:
 
 
 def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of the parameters whose gradient has a non-finite element. Syncs.
+    """The names of the parameters whose gradient has a non-finite element. Syncs; collective where gradients are sharded.
 
     Args:
         named: (name, parameter) pairs.
@@ -260,7 +263,7 @@ def nonfinite_names(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     for name, parameter in named:
         grad = parameter.grad
         if grad is not None:
-            values = grad.coalesce()._values() if grad.is_sparse else grad
+            values = grad.coalesce()._values() if grad.is_sparse else whole(grad)
             if not bool(values.isfinite().all()):
                 bad.append(name)
     return bad

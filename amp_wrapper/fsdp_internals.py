@@ -1,0 +1,108 @@
+"""The private names of FSDP2 (``torch.distributed.fsdp.fully_shard``) that the package uses, each with its reason.
+
+FSDP2 has public functions that shard a model, and none that say how a model was sharded. Nothing here loads
+``torch.distributed.fsdp``: before somebody has, no model is sharded by it. Tried on the versions of
+:data:`amp_wrapper.torch_internals.TRIED`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+_MODULE = 'torch.distributed.fsdp'
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardGroup:
+    """The parameters that one call of ``fully_shard`` has sharded, and gathers together.
+
+    Attributes:
+        modules: What it was called for: one module or several.
+        parameters: The sharded parameters.
+        param_dtype: The type they are gathered in; None for their own.
+        reduce_dtype: The type gradients are averaged in; None for that of the gathered parameters.
+    """
+
+    modules: Sequence[nn.Module]
+    parameters: Sequence[nn.Parameter]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called for this module. ``FSDPModule`` is public, since 2.6."""
+    kind = getattr(sys.modules.get(_MODULE), 'FSDPModule', None)
+    return kind is not None and isinstance(module, kind)
+
+
+def _param_groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own records of its groups; ``_fsdp_param_groups`` since 2.12, one of them in a state before."""
+    seen: set[int] = set()
+    for module in model.modules():
+        if not is_fully_sharded(module):
+            continue
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        if id(state) in seen:
+            continue
+        seen.add(id(state))
+        groups = state._fsdp_param_groups if hasattr(state, '_fsdp_param_groups') else [state._fsdp_param_group]
+        yield from (group for group in groups if group is not None)
+
+
+def shard_groups(model: nn.Module) -> list[ShardGroup]:
+    """The groups of a model, each once. No public function tells which parameter is in which, nor of what type.
+
+    Args:
+        model: Sharded, as a whole or in part, or not at all.
+    """
+    return [
+        ShardGroup(
+            tuple(group.modules),
+            [fsdp_param.sharded_param for fsdp_param in group.fsdp_params],
+            group.mp_policy.param_dtype,
+            group.mp_policy.reduce_dtype,
+        )
+        for group in _param_groups(model)
+    ]
+
+
+class Reductions:
+    """The groups of some models: whether each averages gradients in its next backward pass. False without any group.
+
+    Args:
+        models: Sharded as far as they will be.
+    """
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._groups = [group for model in models for group in _param_groups(model)]
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def hold_back(self) -> bool:
+        """Whether gradients stay in a group, whole, until a later pass averages them (``set_requires_gradient_sync``)."""
+        return any(not group.reduce_grads for group in self._groups)
+
+
+def completes_groups() -> bool:
+    """Whether a group of several modules ends its forward pass where only some of them were called. Since 2.12.
+
+    Before, such a group keeps its gathered parameters, and the next backward pass does not average their gradients.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+    return hasattr(_fsdp_state.FSDPState, '_force_complete_incomplete_states')
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every module hold its sharded parameters. A forward pass may have left gathered ones in their place."""
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()  # type: ignore[operator]
