@@ -5,8 +5,10 @@ mmengine imports ``<scope>.registry`` by itself when it meets a scope, and then 
 
 import mmengine.optim  # noqa: F401  registers DeepSpeed's FusedAdam, where that is installed, before ours takes the name
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
+from mmengine.registry import MODEL_WRAPPERS as MMENGINE_MODEL_WRAPPERS
 from mmengine.registry import OPTIM_WRAPPERS as MMENGINE_OPTIM_WRAPPERS
 from mmengine.registry import OPTIMIZERS as MMENGINE_OPTIMIZERS
+from mmengine.registry import STRATEGIES as MMENGINE_STRATEGIES
 from mmengine.registry import Registry
 
 from .optim import FusedAdam, FusedAdamW, FusedSGD
@@ -26,6 +28,12 @@ HOOKS = Registry(
         'amp_wrapper.openmmlab.resume.exact_resume',
         'amp_wrapper.openmmlab.resume.preemption',
     ],
+)
+MODEL_WRAPPERS = Registry(
+    'model wrapper', parent=MMENGINE_MODEL_WRAPPERS, scope='amp_wrapper', locations=['amp_wrapper.openmmlab.sharding']
+)
+STRATEGIES = Registry(
+    'strategy', parent=MMENGINE_STRATEGIES, scope='amp_wrapper', locations=['amp_wrapper.openmmlab.sharding']
 )
 OPTIMIZERS = Registry('optimizer', parent=MMENGINE_OPTIMIZERS, scope='amp_wrapper', locations=['amp_wrapper.optim'])
 

@@ -180,8 +180,9 @@ def start_processes_on_cpu(cfg: Config) -> None:
             broadcast_buffers=False,
             find_unused_parameters=cfg.get('find_unused_parameters', False),
         )
-    # mmengine hands DDP a GPU otherwise
-    cfg.model_wrapper_cfg.setdefault('device_ids', None)
+    if 'DistributedDataParallel' in str(cfg.model_wrapper_cfg.get('type', 'MMDistributedDataParallel')):
+        # mmengine hands DDP a GPU otherwise
+        cfg.model_wrapper_cfg.setdefault('device_ids', None)
 
 
 def build_runner(cfg: Config) -> Runner:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import AmpAttachError
+from ..ops.shards import any_sharded, is_sharded
 from ..policy.nested import parameters_of
 
 
@@ -37,6 +38,8 @@ def check_owners(
     Raises:
         AmpAttachError: Names the optimizer.
     """
+    for model in models:
+        _check_built_later(model, optimizers)
     stepped = set(map(id, (*parameters_of(*optimizers), *elsewhere)))
     weights = {id(parameter): parameter for model in models for parameter in model.parameters()}
     idle = [weight for key, weight in weights.items() if weight.requires_grad and key not in stepped]
@@ -62,6 +65,24 @@ def check_owners(
                 f'was built anew (copy.deepcopy, SyncBatchNorm.convert_sync_batchnorm, a replaced part). Make it from '
                 f'model.parameters() of the very model that is handed over. Freeze a model that is not '
                 f'to be trained: model.requires_grad_(False).'
+            )
+
+
+def _check_built_later(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that were built before the model was sharded."""
+    weights = list(model.parameters())
+    if not any_sharded(weights):
+        return
+    mine = set(map(id, weights))
+    shapes = {tuple(weight.shape) for weight in weights}
+    for optimizer in optimizers:
+        parameters = parameters_of(optimizer)
+        lost = [p for p in parameters if id(p) not in mine and not is_sharded(p) and tuple(p.shape) in shapes]
+        if lost and len(lost) == len(parameters):
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} was built before the model was sharded: its {len(lost)} parameters are whole ones '
+                f'that the model does not use any more. Call fully_shard first, and then build the optimizer from '
+                f'model.parameters(); or leave fully_shard out and write amp.initialize(model, optimizer, ..., mesh=mesh).'
             )
 
 

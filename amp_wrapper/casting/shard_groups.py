@@ -140,8 +140,8 @@ def _conflict(known: _Group, parameters: Mapping[str, nn.Parameter], policy: Pol
     kept = sorted({other.rpartition('.')[0] for other, each in wanted.items() if each is not half})
     return (
         f'{found}, but not all of the group ({len(wrong)} of {len(wanted)} parameters): give those that stay in FP32 a group '
-        f'of their own before, fully_shard([{some([_path(each) for each in kept], 3)}], ...) without param_dtype, or let '
-        f'amp.initialize(..., mesh=mesh) shard the model.'
+        f'of their own before, fully_shard([{some([_path(each) for each in kept], 3)}], ...) without param_dtype, and the others '
+        f'param_dtype={half}; or let amp.initialize(..., mesh=mesh) shard the model.'
     )
 
 

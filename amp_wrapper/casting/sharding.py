@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from .. import fsdp_internals
-from ..errors import AmpAttachError, AmpConfigError, nearest, some
+from ..errors import AmpAttachError, AmpConfigError, nearest
 from ..ops.shards import is_sharded
 from ..policy import PolicyOptions, resolve
 from ..policy.policy import Policy, dtype_name, parse_dtype
@@ -393,30 +393,3 @@ def _call_fully_shard(groups: Sequence[_NewGroup], policy: Policy, sharding: Sha
             ),
             offload_policy=CPUOffloadPolicy(pin_memory=pins) if sharding.offload else OffloadPolicy(),
         )
-
-
-def check_optimizers_are_later(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that were built before the model was sharded: they step parameters that nobody uses any more.
-
-    Args:
-        model: Sharded or not.
-        optimizers: Those that step it.
-
-    Raises:
-        AmpAttachError: Names the optimizer.
-    """
-    weights = dict(model.named_parameters())
-    if not any(map(is_sharded, weights.values())):
-        return
-    mine = set(map(id, weights.values()))
-    shapes = {tuple(weight.shape) for weight in weights.values()}
-    for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-        lost = [p for p in parameters if id(p) not in mine and not is_sharded(p) and tuple(p.shape) in shapes]
-        if lost and len(lost) == len(parameters):
-            raise AmpAttachError(
-                f'{type(optimizer).__name__} was built before the model was sharded: its {len(lost)} parameters are whole ones '
-                f'that the model does not use any more ({some([tuple(p.shape) for p in lost], 3)}). Call fully_shard first, and '
-                f'then build the optimizer from model.parameters(); or leave fully_shard out and write '
-                f'amp.initialize(model, optimizer, ..., mesh=mesh).'
-            )

@@ -16,7 +16,7 @@ from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
 from ..casting.modules import module_device
 from ..casting.plan import CastHandle, CastPlan
-from ..casting.sharding import Sharding, check_optimizers_are_later, shard
+from ..casting.sharding import Sharding, shard
 from ..casting.split_masters import SplitMasters
 from ..errors import AmpAttachError, AmpUsageError, some
 from ..optim.fused import FusedOptimizer
@@ -51,7 +51,6 @@ def attach_model(
     check_levels(parts)
     foreign = list(foreign)
     if optimizer is not None:
-        check_optimizers_are_later(inner, [optimizer])
         theirs = [weight for other in parts.others for weight in other.weights()]
         ownership.check_owners([optimizer], [inner], [*foreign, *theirs])
     done, shared_weights = _cast_by_others(parts)
@@ -79,7 +78,6 @@ def attach_parts(
     for model in models:
         roots.unwrap(model)
         fsdp_internals.reshard(model)
-        check_optimizers_are_later(model, [each.optimizer for each in engines if each.optimizer is not None])
         if policy.casts_model:
             check_unknown_listeners(model)
     for engine in engines:

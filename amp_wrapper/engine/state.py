@@ -8,10 +8,15 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 from .. import checkpoint
 from ..casting.masters import keep_scalar_state
 from ..checkpoint import report
 from ..errors import AmpCheckpointError
+from ..ops.shards import any_sharded, is_sharded, shard_like
+from ..policy.nested import parameters_of
 from .ddp.reducers import has_several_processes
 from .parts import EngineParts, Stage
 
@@ -75,7 +80,7 @@ def load_state(parts: EngineParts, state: Mapping[str, Any]) -> list[str]:
     saved = check_state(parts, state)
     try:
         # torch aliases tensors of the right type: without a copy, training would write into the caller's dict
-        optimizer.load_state_dict(copy.deepcopy(saved.optimizer))
+        optimizer.load_state_dict(_copied(saved.optimizer, optimizer))
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise AmpCheckpointError(f'the optimizer state does not fit {type(optimizer).__name__}: {error}') from error
     if not policy.enabled:
@@ -97,6 +102,25 @@ def load_state(parts: EngineParts, state: Mapping[str, Any]) -> list[str]:
             # the gradients alone: a second copy of the optimizer state would wait in memory for nothing
             parts.pending = dataclasses.replace(saved, optimizer={}, window=copy.deepcopy(saved.window))
     return report.describe(saved, policy, scales, dropped, new)
+
+
+def _copied(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A deep copy of an optimizer's state dict, with shards in place of whole tensors where its parameters are sharded."""
+    parameters = parameters_of(optimizer)
+    if 'param_groups' not in saved or not any_sharded(parameters):
+        return copy.deepcopy(dict(saved))
+    keys = [key for group in saved['param_groups'] for key in group['params']]
+    state = dict(saved['state'])
+    for key, parameter in zip(keys, parameters):
+        if is_sharded(parameter) and key in state:
+            state[key] = {
+                name: shard_like(value, parameter)
+                if isinstance(value, Tensor) and not is_sharded(value) and value.shape == parameter.shape
+                else copy.deepcopy(value)
+                for name, value in state[key].items()
+            }
+    rest = {name: value for name, value in saved.items() if name != 'state'}
+    return {**copy.deepcopy(rest), 'state': state}
 
 
 def restore_accumulation(parts: EngineParts, window: checkpoint.Window) -> None:

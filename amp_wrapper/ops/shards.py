@@ -32,6 +32,28 @@ def local(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
+def shard_like(value: Tensor, like: Tensor) -> Tensor:
+    """The shards of a whole tensor that every rank has, laid out as another one is. No communication.
+
+    Args:
+        value: Whole, of any type; not changed.
+        like: Sharded, of the same shape.
+
+    Returns:
+        A sharded tensor of the type of ``value``, on the device of ``like``, with memory of its own.
+    """
+    module = sys.modules['torch.distributed.tensor']
+    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+    here = value.detach().to(like.device)
+    repeated = module.DTensor.from_local(here, mesh, [module.Replicate()] * mesh.ndim, run_check=False)
+    made = repeated.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+    # a part of the whole would keep all of it in memory
+    part = made.to_local().clone()
+    placements: Any = like.placements  # type: ignore[attr-defined]
+    made = module.DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return made  # type: ignore[no-any-return]
+
+
 class Layout:
     """On which ranks the elements of some tensors lie, and how those ranks talk.
 
@@ -82,7 +104,8 @@ class Layout:
         if is_sharded(tensor):
             mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
             for dim, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
-                if placement.is_shard():
+                # the strided shards of tensor parallelism below fully_shard say False to is_shard()
+                if not placement.is_replicate() and not placement.is_partial():
                     shards *= int(mesh.size(dim))
         return self.size // shards
 

@@ -11,6 +11,7 @@ from mmengine.hooks import EMAHook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
+from ... import fsdp_internals
 from ...casting import fp32_values
 from ...casting.find_hooks import is_cast
 from ...casting.state_dict_hooks import restore_fp32_copy
@@ -18,6 +19,7 @@ from ...checkpoint import names
 from ...engine import averages
 from ...engine.buffers import living
 from ...errors import AmpUsageError
+from .. import sharding
 from ..wrappers import wrappers_of
 
 
@@ -31,6 +33,7 @@ def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, 
 
 def update_parameters(original: Callable[..., None], average: Any, model: nn.Module) -> None:
     """Replaces ``BaseAveragedModel.update_parameters``: averages the FP32 values of a cast model."""
+    fsdp_internals.reshard(model)
     with living.averaging(average.module, model):
         original(average, averages.Fp32View(model) if is_cast(model) else model)
 
@@ -39,6 +42,8 @@ def update_parameters(original: Callable[..., None], average: Any, model: nn.Mod
 def swap_parameters(original: Callable[..., None], hook: Any) -> None:
     """Replaces ``EMAHook._swap_ema_parameters``: swaps the average with the masters, so that both come back bit for bit."""
     average, source = hook.ema_model.module, hook.src_model
+    # a validation leaves some modules with gathered parameters
+    fsdp_internals.reshard(source)
     if not is_cast(source):
         original(hook)
         return
@@ -94,6 +99,10 @@ def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any,
         hook.before_run = lambda runner: hook.__dict__.pop('before_run')
     if wrappers_of(runner):
         _name_for_average(checkpoint, hook.ema_model.module, runner._resume)
+    if isinstance(runner.model, sharding.MMFullyShard):
+        checkpoint['state_dict'] = sharding.shard_states(hook.src_model, checkpoint['state_dict'])
+        if 'ema_state_dict' in checkpoint:
+            checkpoint['ema_state_dict'] = sharding.shard_states(hook.ema_model, checkpoint['ema_state_dict'])
     original(hook, runner, checkpoint)
 
 

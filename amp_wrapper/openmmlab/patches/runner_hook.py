@@ -7,6 +7,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 
+from .. import sharding
 from ..compiling import Compiled
 from ..wrappers import is_built_here
 from . import ema, resuming, saving
@@ -45,6 +46,8 @@ class AmpRunnerHook(Hook):
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Give the weights the names that mmengine looks for."""
         resuming.name_plainly(runner, checkpoint)
+        if 'state_dict' in checkpoint and isinstance(runner.model, sharding.MMFullyShard):
+            checkpoint['state_dict'] = sharding.shard_states(runner.model.module, checkpoint['state_dict'])
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Take out what could not be read back."""
@@ -70,6 +73,7 @@ def give_report(runner: Any, compiled: Compiled) -> None:
 def load_or_resume(original: Callable[..., None], runner: Any) -> None:
     """Replaces ``load_or_resume`` of runners: chooses the newest complete file where none is named."""
     give_hook(runner)
+    sharding.shard_model_of(runner)
     if resuming.choose_file(runner):
         original(runner)
 

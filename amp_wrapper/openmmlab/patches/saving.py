@@ -22,6 +22,7 @@ from ...checkpoint import file as checkpoint_file
 from ...checkpoint import names
 from ...engine.buffers import living
 from ...errors import AmpCheckpointError
+from .. import sharding
 from ..log import warn
 from ..wrappers import inner_model, wrappers_of
 
@@ -58,7 +59,7 @@ def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kw
     if isinstance(given, dict):
         # mmengine writes into it
         kwargs['meta'] = dict(given)
-    with _saving(runner, given if isinstance(given, dict) else {}):
+    with _saving(runner, given if isinstance(given, dict) else {}), sharding.gathered(runner):
         original(runner, *args, **kwargs)
 
 

@@ -1,0 +1,391 @@
+"""FSDP2 through mmengine: ``MMFullyShard`` for ``Runner``, and ``FullyShardStrategy`` for ``FlexibleRunner``.
+
+The model is built and its weights are initialised as always; it is sharded once the optimizer wrapper is there, which says
+what the level keeps in FP32, and before a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from mmengine._strategy import DDPStrategy
+from mmengine.device import get_device
+from mmengine.dist import is_main_process
+from mmengine.hooks import EMAHook
+from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.runner import weights_to_cpu
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+
+from .. import fsdp_internals
+from ..casting.sharding import Sharding, shard
+from ..errors import AmpAttachError, AmpConfigError, some
+from ..ops.shards import is_sharded, shard_like, whole
+from ..policy import Policy, resolve
+from ..registry import MODEL_WRAPPERS, STRATEGIES
+from .hooks import AmpInferenceHook
+from .wrappers import amp_wrappers
+
+
+@MODEL_WRAPPERS.register_module()
+class MMFullyShard(nn.Module):
+    """Shards a model of mmengine over all ranks, by FSDP2, in place of ``MMDistributedDataParallel``.
+
+    .. code-block:: python
+
+        model_wrapper_cfg = dict(type='amp_wrapper.MMFullyShard', blocks=['SwinBlock'])
+        optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=...)
+
+    Runner builds it before there is an optimizer wrapper, so nothing is sharded then; that happens before a checkpoint is
+    loaded, for the level of the wrapper.
+
+    Args:
+        module: A model of mmengine, whole.
+        mesh: A ``DeviceMesh``, or its shape: ``(8,)`` shards over eight ranks, ``(2, 4)`` over four and repeats that twice.
+            None: over all ranks.
+        blocks: As for :func:`amp_wrapper.fully_shard`.
+        reduce_dtype: As there.
+        reshard_after_forward: As there.
+        offload: As there.
+        no_sync: Whether, while gradients are accumulated over several iterations, each rank keeps whole gradients of its own
+            until the last one. Saves communication, and costs the memory of all gradients of the model.
+
+    Raises:
+        AmpConfigError: A mesh that does not fit the number of processes.
+    """
+
+    #: Gradients are averaged after a cast as before it.
+    survives_cast = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh | Sequence[int] | None = None,
+        blocks: str | type | Sequence[str | type] | None = None,
+        reduce_dtype: str | torch.dtype | None = None,
+        reshard_after_forward: bool | int | None = None,
+        offload: bool = False,
+        no_sync: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._mesh = mesh_of(mesh)
+        self._options = {
+            'blocks': blocks,
+            'reduce_dtype': reduce_dtype,
+            'reshard_after_forward': reshard_after_forward,
+            'offload': offload,
+        }
+        self._accumulates_apart = no_sync
+        self._holds_back = False
+        # what cannot mean anything at any level is an error now
+        Sharding.of(self._mesh, self._options, resolve('O0'))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has happened."""
+        return fsdp_internals.is_fully_sharded(self.module)
+
+    def shard(self, policy: Policy, optimizers: Sequence[Optimizer] = (), average: BaseAveragedModel | None = None) -> None:
+        """Shard the model for a level, once.
+
+        Args:
+            policy: Of the optimizer wrapper.
+            optimizers: They step shards afterwards.
+            average: Of this model; it is sharded in the same way, in FP32.
+
+        Raises:
+            AmpAttachError: A model that cannot be sharded.
+            AmpConfigError: Options that conflict with the level, or name nothing.
+        """
+        if self.is_sharded:
+            return
+        leave, averages = (BaseDataPreprocessor,), (BaseAveragedModel,)
+        chosen = Sharding.of(self._mesh, self._options, policy)
+        shard([self.module], policy, chosen, optimizers, leave, averages)
+        if average is not None:
+            chosen = dataclasses.replace(chosen, reduce_dtype=None)
+            shard([average.module], resolve('O0'), chosen, (), leave, averages)
+            # what it was made with
+            named = dict(average.module.named_parameters())
+            average.avg_parameters = average.module.state_dict() if average.update_buffers else named
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A forward pass inside, and the backward pass through it, belong to an accumulation that goes on."""
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._holds_back = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """That of the model."""
+        if self._accumulates_apart and self.is_sharded:
+            # torch asks in the backward pass, which mmengine runs outside of no_sync
+            self.module.set_requires_gradient_sync(not self._holds_back)  # type: ignore[operator]
+        return self.module(*args, **kwargs)
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        """As of ``MMDistributedDataParallel``: forward and backward pass, and the optimizer's step where it is due."""
+        with optim_wrapper.optim_context(self):
+            data = self.module.data_preprocessor(data, training=True)  # type: ignore[operator]
+            if isinstance(data, Mapping):
+                losses = self(**data, mode='loss')
+            else:
+                losses = self(*data, mode='loss')
+        loss, log_vars = self.module.parse_losses(losses)  # type: ignore[operator]
+        optim_wrapper.update_params(loss)
+        found: dict[str, Tensor] = log_vars
+        return found
+
+    def val_step(self, data: Any) -> Any:
+        """That of the model."""
+        return self.module.val_step(data)  # type: ignore[operator]
+
+    def test_step(self, data: Any) -> Any:
+        """That of the model."""
+        return self.module.test_step(data)  # type: ignore[operator]
+
+
+@STRATEGIES.register_module()
+class FullyShardStrategy(DDPStrategy):
+    """Shards the model of a ``FlexibleRunner`` over all ranks, by FSDP2: the counterpart of :class:`MMFullyShard`.
+
+    ``strategy=dict(type='amp_wrapper.FullyShardStrategy', blocks=['SwinBlock'])``
+
+    Args:
+        mesh: As for :class:`MMFullyShard`.
+        blocks: As there.
+        reduce_dtype: As there.
+        reshard_after_forward: As there.
+        offload: As there.
+        no_sync: As there.
+        activation_checkpointing: Names of modules, as in mmengine's configs, whose forward pass is computed once more in the
+            backward pass.
+        **kwargs: For mmengine's ``DDPStrategy``.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh | Sequence[int] | None = None,
+        blocks: str | type | Sequence[str | type] | None = None,
+        reduce_dtype: str | torch.dtype | None = None,
+        reshard_after_forward: bool | int | None = None,
+        offload: bool = False,
+        no_sync: bool = False,
+        activation_checkpointing: list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs.get('model_wrapper') is not None:
+            raise AmpConfigError(
+                [f'model_wrapper={kwargs["model_wrapper"]!r}: FullyShardStrategy has a wrapper of its own. Leave it out.']
+            )
+        super().__init__(**kwargs)
+        self._sharding = {
+            'mesh': mesh,
+            'blocks': blocks,
+            'reduce_dtype': reduce_dtype,
+            'reshard_after_forward': reshard_after_forward,
+            'offload': offload,
+            'no_sync': no_sync,
+        }
+        self._recomputed = activation_checkpointing
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if is_model_wrapper(model):
+            return model
+        model = self.convert_model(model.to(get_device()))
+        if self._recomputed is not None:
+            turn_on_activation_checkpointing(model, self._recomputed)
+        return MMFullyShard(model, **self._sharding)  # type: ignore[arg-type]
+
+    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
+        """As of mmengine, and the model is sharded for the level of the wrapper."""
+        built = super().build_optim_wrapper(optim_wrapper, model)
+        if isinstance(model, MMFullyShard):
+            model.shard(policy_of(built), optimizers_of(built))
+        return built
+
+    def model_state_dict(self) -> dict[str, Any]:
+        """The weights under the names that the model has without a wrapper."""
+        assert isinstance(self.model, MMFullyShard)
+        state: dict[str, Any] = weights_to_cpu(self.model.module.state_dict())
+        return state
+
+    def save_checkpoint(self, filename: str, **kwargs: Any) -> None:
+        """Write a whole checkpoint on rank 0. Collective."""
+        with gathered(self):
+            super().save_checkpoint(filename, **kwargs)
+
+
+def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
+    """The mesh that a config describes, on mmengine's device.
+
+    Raises:
+        AmpConfigError: A shape that does not fit the number of processes; no processes.
+    """
+    if isinstance(mesh, DeviceMesh):
+        return mesh
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise AmpConfigError(
+            [
+                "type='amp_wrapper.MMFullyShard' shards over processes, and there is one alone: start it by "
+                'tools/dist_train.sh CONFIG N, or with a launcher.'
+            ]
+        )
+    world = torch.distributed.get_world_size()
+    shape = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
+    if not all(isinstance(size, int) and size > 0 for size in shape) or torch.Size(shape).numel() != world:
+        raise AmpConfigError(
+            [f'mesh={mesh!r} must be sizes whose product is the number of processes, {world}: ({world},), say, or None.']
+        )
+    return init_device_mesh(torch.device(get_device()).type, shape)
+
+
+# -- when a runner is ready --------------------------------------------------------------------------------------------
+
+
+def shard_model_of(runner: Any) -> None:
+    """Shard the model of a runner, whose optimizer wrapper is built and whose weights are initialised; once.
+
+    Args:
+        runner: About to load a checkpoint, or to go without.
+
+    Raises:
+        AmpAttachError: Wrappers of several levels.
+    """
+    model = runner.model
+    if not isinstance(model, MMFullyShard) or model.is_sharded:
+        return
+    wrapper = getattr(runner, 'optim_wrapper', None)
+    averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
+    tests = [hook.policy for hook in runner.hooks if isinstance(hook, AmpInferenceHook)]
+    if isinstance(wrapper, (OptimWrapper, OptimWrapperDict)):
+        policy = policy_of(wrapper)
+    else:
+        policy = tests[0] if tests else resolve('O0')
+    model.shard(policy, optimizers_of(wrapper), averages[0] if averages else None)
+    shape = ' x '.join(map(str, model._mesh.shape))
+    runner.logger.info(f'amp: the model is sharded over {shape} processes, for {policy.describe()}')
+
+
+def policy_of(wrapper: Any) -> Policy:
+    """The configuration that a model is sharded for: that of the wrapper, or of all members of an ``OptimWrapperDict``.
+
+    Raises:
+        AmpAttachError: Members that differ.
+    """
+    members = list(amp_wrappers(wrapper).values())
+    if not members:
+        return resolve('O0')
+    first: Policy = members[0].policy
+    for member in members[1:]:
+        names = ('casts_model', 'cast_model_type', 'master_weights', 'keep_batchnorm_fp32', 'keep_fp32', 'accumulate_in_fp32')
+        differing = [name for name in names if getattr(member.policy, name) != getattr(first, name)]
+        if differing:
+            raise AmpAttachError(
+                f'members of an OptimWrapperDict at {first.opt_level} and {member.policy.opt_level}, which differ in '
+                f'{some(differing)}: one model is sharded for one level. Give all members the same.'
+            )
+    return first
+
+
+def optimizers_of(wrapper: Any) -> list[Optimizer]:
+    """What a wrapper steps, or the members of a dict of them; nothing for a config."""
+    members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    return [member.optimizer for member in members if isinstance(member, OptimWrapper)]
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+_are_gathered: ContextVar[bool] = ContextVar('_are_gathered', default=False)
+
+
+@contextmanager
+def gathered(runner: Any) -> Iterator[None]:
+    """Inside, the states of a runner's model, averages and optimizers are whole, on the CPU of rank 0. Collective.
+
+    mmengine asks for them on rank 0 alone. Where nothing is sharded, they are what they are.
+
+    Args:
+        runner: On every rank, about to save a checkpoint.
+    """
+    model = runner.model
+    if not isinstance(model, MMFullyShard) or not model.is_sharded or _are_gathered.get():
+        yield
+        return
+    hooks = getattr(runner, 'hooks', ())
+    averages = [hook.ema_model for hook in hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
+    owners = [model.module, *averages, runner.optim_wrapper]
+    states = [gather(owner.state_dict()) for owner in owners if hasattr(owner, 'state_dict')]
+    with contextlib.ExitStack() as stack:
+        if is_main_process():
+            for owner, state in zip(owners, states):
+                stack.enter_context(_giving(owner, state))
+        token = _are_gathered.set(True)
+        try:
+            yield
+        finally:
+            _are_gathered.reset(token)
+
+
+@contextmanager
+def _giving(owner: Any, state: Any) -> Iterator[None]:
+    owner.state_dict = lambda *args, **kwargs: state
+    try:
+        yield
+    finally:
+        del owner.state_dict
+
+
+def gather(value: Any) -> Any:
+    """Nested lists and dicts with whole tensors in place of sharded ones, on the CPU of rank 0. Collective.
+
+    One tensor is whole on the other ranks at a time.
+
+    Returns:
+        On other ranks, sharded tensors are missing: None.
+    """
+    if isinstance(value, Mapping):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = gather(item)  # type: ignore[index]
+        return made
+    if isinstance(value, (list, tuple)):
+        return type(value)(gather(item) for item in value)
+    if not is_sharded(value):
+        return value
+    full = whole(value.detach())
+    return full.cpu() if is_main_process() else None
+
+
+def shard_states(model: nn.Module, state: Any) -> dict[str, Any]:
+    """A state dict with shards in place of whole tensors, where those of the model are sharded.
+
+    Args:
+        model: Whose parameters and buffers have the names of the state dict.
+        state: Not changed.
+    """
+    fsdp_internals.reshard(model)
+    mine = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if is_sharded(tensor)}
+
+    def fitting(name: str, value: Any) -> Any:
+        like = mine.get(name)
+        if like is None or not isinstance(value, Tensor) or is_sharded(value) or value.shape != like.shape:
+            return value
+        return shard_like(value, like)
+
+    return {name: fitting(name, value) for name, value in state.items()}
