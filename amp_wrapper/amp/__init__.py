@@ -122,8 +122,8 @@ def initialize(  # type: ignore[misc]
             Frozen 16-bit weights are always taken.
         restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward
             passes have changed. apex left them as they were, NaN included.
-        mesh: Shards the models over these ranks, by FSDP2, and puts the shards into the optimizers, which must not have stepped.
-            Leave it out for models that were sharded before; they are checked against the level.
+        mesh: Shards the models over these ranks, by FSDP2, and puts the shards into the optimizers, which must not have
+            stepped. Leave it out for models that were sharded before; they are checked against the level.
         sharding: How: a dict of ``blocks``, ``reduce_dtype``, ``reshard_after_forward`` and ``offload``, as for
             :func:`amp_wrapper.fully_shard`.
 

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from .. import shards
 from ..errors import AmpAttachError, some
-from ..ops import shards
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import Policy, dtype_name
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import AmpAttachError
-from ..ops.shards import any_sharded, is_sharded
 from ..policy.nested import parameters_of
+from ..shards import any_sharded, is_sharded
 
 
 def check_owners(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..ops.shards import Layout
 from ..policy.nested import parameters_of
+from ..shards import Layout
 
 
 class StepLists:

@@ -14,9 +14,9 @@ from .. import torch_internals
 from ..autocast import op_set, patching
 from ..autocast.op_set import OpSet
 from ..errors import AmpAttachError
-from ..ops.shards import is_sharded
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..policy.policy import Policy
+from ..shards import is_sharded
 from . import attached_modules, fp32_values, given_weights, shard_groups
 from .cast_hooks import CastComputed, CastInputs, CastOutputs, Fp32Inputs, computed_from, computed_weights
 from .find_hooks import has_hook, holds_casts, strip_hooks
@@ -144,7 +144,9 @@ class CastPlan:
         left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
         # of sharded ones, _check_shards says what they may be
         left |= {id(p) for p in root.parameters() if is_sharded(p)}
-        self.rounded.update(given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left)))
+        self.rounded.update(
+            given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left))
+        )
 
     def _check_shards(self) -> None:
         """After :meth:`_collect`."""

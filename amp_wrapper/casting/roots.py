@@ -26,8 +26,8 @@ def unwrap(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if any('FullyShardedDataParallel' in base.__name__ for base in type(module).__mro__):
             raise AmpAttachError(
-                f'FullyShardedDataParallel ({type(module).__name__}) holds flat parameters, in which the levels cannot tell one '
-                f'module from another. Use torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
+                f'FullyShardedDataParallel ({type(module).__name__}) holds flat parameters, in which no level can tell '
+                f'modules apart. Use torch.distributed.fsdp.fully_shard, or DistributedDataParallel.'
             )
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):

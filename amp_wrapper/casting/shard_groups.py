@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from .. import fsdp_internals
 from ..errors import AmpAttachError, some
-from ..ops.shards import is_sharded
 from ..policy.nested import HALF_TYPES
 from ..policy.policy import Policy, dtype_name
+from ..shards import is_sharded
 from .modules import class_name
 
 
@@ -123,7 +123,9 @@ def _conflict(known: _Group, parameters: Mapping[str, nn.Parameter], policy: Pol
                 f'{found}, and without masters the optimizer steps {dtype_name(half)}: cast before sharding, '
                 f'model.to({half}), or let amp.initialize(..., mesh=mesh) do both.'
             )
-        return f'{found}, and FP32 shards are what the optimizer steps: shard the FP32 model (drop .half(), .bfloat16()).'
+        return (
+            f'{found}, and FP32 shards are what the optimizer steps: shard the FP32 model (drop .half(), .bfloat16()).'
+        )
     # of each parameter: what it is computed with
     wanted = {name: half if id(p) in casts and half is not None else p.dtype for name, p in parameters.items()}
     wrong = {
@@ -133,14 +135,20 @@ def _conflict(known: _Group, parameters: Mapping[str, nn.Parameter], policy: Pol
         return _reduction(known, policy, any(dtype is half for dtype in wanted.values()))
     name, dtype = next(iter(wrong.items()))
     gathered = dtype_name(group.param_dtype or parameters[name].dtype)
-    found = f'{known.label} gathers its parameters in {gathered}, and {policy.opt_level} computes with {name} in {dtype_name(dtype)}'
+    computes = f'{policy.opt_level} computes with {name} in {dtype_name(dtype)}'
+    found = f'{known.label} gathers its parameters in {gathered}, and {computes}'
     if len(wrong) == len(wanted):
-        line = f'mp_policy=MixedPrecisionPolicy(param_dtype={dtype})' if dtype is half else 'no param_dtype in its mp_policy'
+        line = (
+            f'mp_policy=MixedPrecisionPolicy(param_dtype={dtype})'
+            if dtype is half
+            else 'no param_dtype in its mp_policy'
+        )
         return f'{found}: fully_shard({known.argument}, ...) with {line}.'
     kept = sorted({other.rpartition('.')[0] for other, each in wanted.items() if each is not half})
+    shown = some([_path(each) for each in kept], 3)
     return (
         f'{found}, but not all of the group ({len(wrong)} of {len(wanted)} parameters): give those that stay in FP32 a group '
-        f'of their own before, fully_shard([{some([_path(each) for each in kept], 3)}], ...) without param_dtype, and the others '
+        f'of their own before, fully_shard([{shown}], ...) without param_dtype, and the others '
         f'param_dtype={half}; or let amp.initialize(..., mesh=mesh) shard the model.'
     )
 

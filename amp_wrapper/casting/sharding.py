@@ -16,9 +16,9 @@ from typing_extensions import Unpack
 
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest
-from ..ops.shards import is_sharded
 from ..policy import PolicyOptions, resolve
 from ..policy.policy import Policy, dtype_name, parse_dtype
+from ..shards import is_sharded
 from .modules import class_name
 from .plan import CastPlan, cast_in_place
 from .shard_groups import has_16bit_shards
@@ -83,7 +83,9 @@ class Sharding:
         if blocks is not None and not (
             isinstance(blocks, (list, tuple)) and all(isinstance(each, (str, type)) and each for each in blocks)
         ):
-            problems.append(f"sharding['blocks']={blocks!r} must be module classes, class names or patterns over names.")
+            problems.append(
+                f"sharding['blocks']={blocks!r} must be module classes, class names or patterns over names."
+            )
             blocks = None
         reduce = words.get('reduce_dtype')
         dtype = parse_dtype(reduce)
@@ -98,7 +100,9 @@ class Sharding:
             dtype = torch.float32
         after = words.get('reshard_after_forward')
         if after is not None and not isinstance(after, int):
-            problems.append(f"sharding['reshard_after_forward']={after!r} must be True, False, a number of ranks or None.")
+            problems.append(
+                f"sharding['reshard_after_forward']={after!r} must be True, False, a number of ranks or None."
+            )
         offload = words.get('offload', False)
         if not isinstance(offload, bool):
             problems.append(f"sharding['offload']={offload!r} must be True or False.")
@@ -122,9 +126,9 @@ def shard(
 ) -> None:
     """Shard models in place, so that the level can be attached to them. Every rank of the mesh calls it.
 
-    At the levels with masters, the shards are FP32 and stand for the masters; modules are gathered in 16-bit, but for those that
-    the level keeps in FP32, which make groups of their own. Without masters, weights are cast first and the shards are 16-bit.
-    At O0, O1 and O4 everything is FP32.
+    At the levels with masters, the shards are FP32 and stand for the masters; modules are gathered in 16-bit, but for those
+    that the level keeps in FP32, which make groups of their own. Without masters, weights are cast first and the shards are
+    16-bit. At O0, O1 and O4 everything is FP32.
 
     Args:
         models: FP32, neither wrapped nor cast; they may be on the meta device.
@@ -196,8 +200,9 @@ def fully_shard(
         model: FP32, neither wrapped nor cast; may be on the meta device.
         opt_level: 'O0' to 'O5', as it will be given to ``amp.initialize`` or ``AmpOptimWrapper``.
         mesh: One dimension: parameters are sharded over it. Two: sharded over the second, repeated over the first.
-        blocks: Module classes, class names, or glob patterns over qualified names: what they name is gathered as a whole, when it
-            runs. By default the items of the outermost ``nn.ModuleList`` and ``nn.Sequential`` that have modules inside.
+        blocks: Module classes, class names, or glob patterns over qualified names: what they name is gathered as a whole,
+            when it runs. By default the items of the outermost ``nn.ModuleList`` and ``nn.Sequential`` that have modules
+            inside.
         reduce_dtype: The type in which gradients are averaged; that of the gathered parameters by default.
         reshard_after_forward: As for torch's ``fully_shard``.
         offload: Whether shards, gradients and optimizer state stay on the CPU.
@@ -239,8 +244,8 @@ def _check_model(model: nn.Module, sharding: Sharding) -> None:
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise AmpAttachError(
-                f'{name} is a DTensor already, and a mesh was given: call fully_shard for such a model yourself, and leave mesh '
-                f'out here.'
+                f'{name} is a DTensor already, and a mesh was given: call fully_shard for such a model yourself, and '
+                f'leave mesh out here.'
             )
         # fully_shard moves what is on the CPU to the device of the mesh
         if parameter.device.type not in (mesh.device_type, 'cpu', 'meta'):

@@ -116,7 +116,8 @@ class BackwardPass:
         engine.check_rest()
         if engine.gradients.unscaled and not averaged and not engine.scales.are_shared:
             raise AmpUsageError(
-                f'backward() with num_losses={engine.policy.num_losses} under no_sync or set_requires_gradient_sync(False): unscaling each loss on arrival would '
+                f'backward() with num_losses={engine.policy.num_losses} under no_sync (set_requires_gradient_sync(False)): '
+                f'unscaling each loss on arrival would '
                 f'keep its gradients from the other ranks. Use accumulative_counts=1, or one loss.'
             )
         return averaged

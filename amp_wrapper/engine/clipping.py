@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from .. import ops
+from .. import ops, shards
 from ..errors import AmpConfigError, nearest
-from ..ops import shards
 from ..policy.options import is_number
 
 _CLIP_KEYS = {

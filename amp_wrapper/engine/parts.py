@@ -19,8 +19,8 @@ from ..casting.param_pairs import ParamPairs, StepLists
 from ..checkpoint.format import SavedAmp
 from ..fsdp_internals import Reductions
 from ..ops import attributes
-from ..ops.shards import local
 from ..policy import Policy
+from ..shards import local
 from .buffers.snapshots import BufferSnapshots
 from .clipping import ShardNorm
 from .ddp.reducers import Reducers
@@ -301,7 +301,11 @@ class EngineParts:
         """Forget flags and held gradients where the model's own ``zero_grad()`` has cleared the gradients."""
         gradients, overflow = self.gradients, self.overflow
         if gradients.unscaled and not gradients.in_backward:
-            if gradients.held is not None and not self.reductions and not any(weight.grad is not None for weight in self.weights()):
+            if (
+                gradients.held is not None
+                and not self.reductions
+                and not any(weight.grad is not None for weight in self.weights())
+            ):
                 gradients.held = None
                 for _, master in self.params.pairs:
                     master.grad = None

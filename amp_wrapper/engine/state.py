@@ -15,8 +15,8 @@ from .. import checkpoint
 from ..casting.masters import keep_scalar_state
 from ..checkpoint import report
 from ..errors import AmpCheckpointError
-from ..ops.shards import any_sharded, is_sharded, shard_like
 from ..policy.nested import parameters_of
+from ..shards import any_sharded, is_sharded, shard_like
 from .ddp.reducers import has_several_processes
 from .parts import EngineParts, Stage
 

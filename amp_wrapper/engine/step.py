@@ -16,8 +16,8 @@ from .. import ops
 from ..casting import fp32_values
 from ..casting.param_pairs import StepLists
 from ..errors import AmpConfigError, AmpUsageError, OverflowStreakError, some
-from ..ops.shards import local
 from ..optim.fused import FusedOptimizer, Update
+from ..shards import local
 from .buffers import living
 from .clipping import GradientClip, ShardNorm
 from .gradients.unscale import nonfinite_names
@@ -235,7 +235,6 @@ class EagerStep:
         norm = clip is not None and clip.is_euclidean and bool(parts.params.pairs) and not parts.params.layout.groups
         flag = parts.overflow.found(0) if parts.scales.check else None
         return parts.gradients.unscale(parts.params, parts.scales.first.inverse_scale(), flag, norm)
-
 
     def _shard_norm(self, clip: GradientClip | None) -> ShardNorm | None:
         """This rank's part of the norm of sharded gradients, which are unscaled by now; None where torch finds the norm."""

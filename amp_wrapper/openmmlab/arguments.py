@@ -51,7 +51,10 @@ def resolve(
         problems.append(clip.not_in_prologue)
     problems += _check_parent(parent, [*own, *_PARENT_WORDS])
     if use_fsdp:
-        problems.append('use_fsdp=True: sharded training is not supported yet; use DistributedDataParallel.')
+        problems.append(
+            "use_fsdp=True is for FSDP's first version, which is not supported: leave it out, and write "
+            "model_wrapper_cfg=dict(type='amp_wrapper.MMFullyShard')."
+        )
     if problems or resolved is None:
         raise AmpConfigError(problems)
     return resolved, clip

@@ -46,7 +46,7 @@ class AmpOptimWrapper(OptimWrapper):
         loss_scale: 'dynamic', a positive number (also as a string), a dict in ``GradScaler``'s words, or None for the
             level's own.
         dtype: 'float16' or 'bfloat16' (with O1, O2, O3); 'float32' and 'float64' mean no autocast. Also torch dtypes.
-        use_fsdp: Accepted for mmengine's FSDPStrategy; True is refused, sharding is not supported yet.
+        use_fsdp: Of mmengine's FSDPStrategy; True is refused: ``MMFullyShard`` and ``FullyShardStrategy`` shard.
         opt_level: 'O0' FP32, 'O1' autocast to float16, 'O2' float16 model with FP32 masters, 'O3' pure 16-bit,
             'O4' and 'O5' the bfloat16 counterparts of O1 and O2.
         enabled: False makes this a plain ``OptimWrapper``, its checkpoints included.

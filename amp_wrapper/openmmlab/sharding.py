@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from .. import fsdp_internals
 from ..casting.sharding import Sharding, shard
 from ..errors import AmpAttachError, AmpConfigError, some
-from ..ops.shards import is_sharded, shard_like, whole
 from ..policy import Policy, resolve
 from ..registry import MODEL_WRAPPERS, STRATEGIES
+from ..shards import is_sharded, shard_like, whole
 from .hooks import AmpInferenceHook
 from .wrappers import amp_wrappers
 
@@ -96,7 +96,9 @@ class MMFullyShard(nn.Module):
         """Whether it has happened."""
         return fsdp_internals.is_fully_sharded(self.module)
 
-    def shard(self, policy: Policy, optimizers: Sequence[Optimizer] = (), average: BaseAveragedModel | None = None) -> None:
+    def shard(
+        self, policy: Policy, optimizers: Sequence[Optimizer] = (), average: BaseAveragedModel | None = None
+    ) -> None:
         """Shard the model for a level, once.
 
         Args:
@@ -190,7 +192,9 @@ class FullyShardStrategy(DDPStrategy):
     ) -> None:
         if kwargs.get('model_wrapper') is not None:
             raise AmpConfigError(
-                [f'model_wrapper={kwargs["model_wrapper"]!r}: FullyShardStrategy has a wrapper of its own. Leave it out.']
+                [
+                    f'model_wrapper={kwargs["model_wrapper"]!r}: FullyShardStrategy has a wrapper of its own. Leave it out.'
+                ]
             )
         super().__init__(**kwargs)
         self._sharding = {
@@ -249,7 +253,9 @@ def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
     shape = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
     if not all(isinstance(size, int) and size > 0 for size in shape) or torch.Size(shape).numel() != world:
         raise AmpConfigError(
-            [f'mesh={mesh!r} must be sizes whose product is the number of processes, {world}: ({world},), say, or None.']
+            [
+                f'mesh={mesh!r} must be sizes whose product is the number of processes, {world}: ({world},), say, or None.'
+            ]
         )
     return init_device_mesh(torch.device(get_device()).type, shape)
 
@@ -292,7 +298,14 @@ def policy_of(wrapper: Any) -> Policy:
         return resolve('O0')
     first: Policy = members[0].policy
     for member in members[1:]:
-        names = ('casts_model', 'cast_model_type', 'master_weights', 'keep_batchnorm_fp32', 'keep_fp32', 'accumulate_in_fp32')
+        names = (
+            'casts_model',
+            'cast_model_type',
+            'master_weights',
+            'keep_batchnorm_fp32',
+            'keep_fp32',
+            'accumulate_in_fp32',
+        )
         differing = [name for name in names if getattr(member.policy, name) != getattr(first, name)]
         if differing:
             raise AmpAttachError(

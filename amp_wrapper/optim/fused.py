@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from ..ops.shards import whole
 from ..policy.nested import parameters_in
 from ..policy.policy import parse_dtype
+from ..shards import whole
 from .algorithm import Algorithm, HyperParameters, hyper_parameters
 from .gather import Buffers, Gatherer, count_of, misfit, moment_dtype, uncountable
 from .tensor_lists import Bucket, DeviceBucket, TensorLists

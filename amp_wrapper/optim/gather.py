@@ -14,9 +14,9 @@ from .. import ops
 from ..errors import AmpUsageError
 from ..ops.attributes import fingerprints
 from ..ops.checks import check_lists
-from ..ops.shards import differs, is_sharded
 from ..policy.nested import HALF_TYPES, parameters_in
 from ..policy.policy import dtype_name
+from ..shards import differs, is_sharded
 from ..torch_internals import is_traceable_wrapper_subclass
 from .algorithm import Algorithm
 from .tensor_lists import Bucket, DeviceBucket, TensorLists

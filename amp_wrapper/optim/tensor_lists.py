@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.attributes import Column, fingerprints, same, unchanged
-from ..ops.shards import differs, is_sharded, local
+from ..shards import differs, is_sharded, local
 
 _PARAMS = operator.itemgetter('params')
 

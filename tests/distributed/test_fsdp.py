@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
 import torch
+from bits import differences
 
+grid = pytest.mark.grid
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
@@ -53,3 +57,68 @@ def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize('scenario', ['fsdp_two_by_two', 'fsdp_overflow'])
 def test_four_ranks(scenario: str, device: torch.device, tmp_path: Path) -> None:
     ranks.succeed(tmp_path, scenario, device, world=4)
+
+
+def _last(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load((folder / 'last_checkpoint').read_text(), weights_only=True, map_location='cpu')
+    return found
+
+
+@pytest.mark.parametrize(
+    'level', [pytest.param('O2', id='O2'), *(pytest.param(each, marks=grid) for each in ('O0', 'O1', 'O4', 'O5'))]
+)
+def test_runs_of_mmengine(two_ranks: ranks.Group, level: str, tmp_path: Path) -> None:
+    """The file at the end is that of DDP, bit for bit: weights, moments, averages, random states, the best file."""
+    kind = 'FusedAdamW'
+    for wrapper in ('ddp', 'fsdp'):
+        two_ranks.succeed(tmp_path, 'fsdp_train', wrapper, wrapper, level, kind, 'one')
+    sharded, whole = _last(tmp_path / 'fsdp'), _last(tmp_path / 'ddp')
+    # O0 clips by torch's norm under DDP
+    bits = level != 'O0'
+    for part in ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers', 'exact_resume'):
+        assert sharded.keys() == whole.keys()
+        assert not bits or differences(sharded[part], whole[part]) == [], part
+    best = [sorted(path.name for path in (tmp_path / each).glob('best*')) for each in ('fsdp', 'ddp')]
+    assert best[0] == best[1] != []
+
+
+@pytest.mark.parametrize(
+    ('wrapper', 'level', 'kind'),
+    [
+        ('fsdp', 'O5', 'FusedAdamW'),
+        *(
+            pytest.param(wrapper, level, kind, marks=grid)
+            for wrapper, level, kind in (
+                ('apart', 'O2', 'AdamW'),
+                ('fsdp', 'O1', 'SGD'),
+                ('apart', 'O4', 'FusedSGD'),
+                ('fsdp', 'O3', 'FusedAdam'),
+                ('fsdp', 'O0', 'AdamW'),
+                ('apart', 'O5', 'SGD'),
+            )
+        ),
+    ],
+)
+def test_resume_of_a_sharded_run(wrapper: str, level: str, kind: str, tmp_path: Path, device: torch.device) -> None:
+    """A rank is killed in mid-run. What it leaves resumes on as many ranks bit for bit, and in DDP, on one rank and three."""
+    ranks.succeed(tmp_path, 'fsdp_train', device, 'whole', wrapper, level, kind)
+    ended = ranks.launch(tmp_path, 'fsdp_train', device, 'part', wrapper, level, kind, 'kill')
+    assert ended[1].code == -9 and ended[0].code != 0, ended
+    names = ['alone', 'three', 'ddp']
+    for name in names:
+        shutil.copytree(tmp_path / 'part', tmp_path / name)
+    ranks.succeed(tmp_path, 'fsdp_train', device, 'part', wrapper, level, kind, 'resume')
+    whole, part = _last(tmp_path / 'whole'), _last(tmp_path / 'part')
+    for key in ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers', 'exact_resume'):
+        assert differences(part[key], whole[key]) == [], key
+    for name, world, other in zip(names, (1, 3, 2), (wrapper, wrapper, 'ddp')):
+        ranks.succeed(tmp_path, 'fsdp_train', device, name, other, level, kind, 'resume', world=world)
+        found = _last(tmp_path / name)
+        assert {k: v.shape for k, v in found['state_dict'].items()} == {
+            k: v.shape for k, v in whole['state_dict'].items()
+        }
+
+
+def test_other_ways_through_mmengine(two_ranks: ranks.Group, tmp_path: Path) -> None:
+    two_ranks.succeed(tmp_path, 'fsdp_flexible')
+    two_ranks.succeed(tmp_path, 'fsdp_refused_runs')

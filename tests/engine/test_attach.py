@@ -129,7 +129,7 @@ def test_unwrap(device: torch.device) -> None:
     compiled = nn.Module()
     compiled._orig_mod = nn.DataParallel(model)
     assert unwrap(model) is model and unwrap(nn.DataParallel(model)) is model and unwrap(compiled) is model
-    with pytest.raises(AmpAttachError, match='FSDP'):
+    with pytest.raises(AmpAttachError, match='FullyShardedDataParallel'):
         unwrap(FullyShardedDataParallel())
 
 

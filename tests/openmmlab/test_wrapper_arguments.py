@@ -147,7 +147,7 @@ def test_apex_alias_keeps_its_positional_order_and_default() -> None:
         (dict(clip_grad=dict(max_nrm=1.0)), ['max_nrm', "'max_norm'"]),
         (dict(clip_grad=dict(type='global', max_norm=1.0)), ["'global'", "'norm' or 'value'"]),
         (dict(clip_grad={}), ['clip_grad={}']),
-        (dict(use_fsdp=True), ['use_fsdp=True', 'not supported yet']),
+        (dict(use_fsdp=True), ['use_fsdp=True', 'MMFullyShard']),
         (dict(optimizer=None), ['optimizer is missing']),
         (dict(loss_scale=True, clip_grad=dict(clip_value=1.0)), ['conflicts', 'loss_scale=True', 'clip_value']),
     ],

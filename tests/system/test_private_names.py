@@ -1,4 +1,4 @@
-"""Private names of torch are in three files, ``torch_internals.py`` and those of ``torch.compile``, but for a few exceptions.
+"""Private names of torch are in four files, those that end with ``_internals.py``, but for a few exceptions.
 
 Those are in a list with reasons.
 
@@ -24,7 +24,7 @@ FOLDER = Path(amp_wrapper.__file__).parent
 SOURCES = {
     path.relative_to(FOLDER).as_posix(): path.read_text(encoding='utf-8')
     for path in FOLDER.rglob('*.py')
-    if path.name not in ('torch_internals.py', 'compiler_internals.py', 'graph_internals.py')
+    if path.name not in ('torch_internals.py', 'compiler_internals.py', 'graph_internals.py', 'fsdp_internals.py')
 }
 #: Private names of torch that any file may use: torch tells its users to, or every version has had them for years and
 #: countless packages rely on them. Besides, ``torch._foreach_*``: torch.html lists them under 'Foreach Operations'.

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ... import torch_internals
 from ...errors import AmpAttachError, AmpUsageError, some
-from ...ops.shards import is_sharded
+from ...shards import is_sharded
 from .forward_record import NoticeDdp, State, record_of, state_of
 from .rebuild import has_several_ranks, look_at, rebuild
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from ... import ops
 from ...errors import AmpUsageError
-from ...ops.shards import local
 from ...policy.nested import parameters_of
+from ...shards import local
 
 
 @dataclasses.dataclass(eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...errors import AmpUsageError
 from ...ops import attributes
-from ...ops.shards import local, whole
+from ...shards import local, whole
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 _is_sparse: Callable[[Tensor | None], bool] = operator.attrgetter('is_sparse')

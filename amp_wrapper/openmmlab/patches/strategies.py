@@ -59,8 +59,8 @@ def _check_strategy(strategy: Any, wrapper: Any) -> None:
     supported = isinstance(strategy, SingleDeviceStrategy) and not isinstance(strategy, FSDPStrategy)
     for member in () if supported else amp_wrappers(wrapper).values():
         raise AmpAttachError(
-            f'{type(strategy).__name__} shards or casts the model itself and is not supported yet: use DDPStrategy or '
-            f'SingleDeviceStrategy with {type(member).__name__}.'
+            f'{type(strategy).__name__} shards or casts the model itself: with {type(member).__name__}, write '
+            f"strategy=dict(type='amp_wrapper.FullyShardStrategy'), which shards by FSDP2, or DDPStrategy."
         )
 
 

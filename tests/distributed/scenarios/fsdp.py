@@ -216,9 +216,7 @@ def fsdp_types(here: Here) -> None:
             net.first, net.second = Seen(4, 5), Seen(5, 3)
             net.to(here.device)
             optimizer = FusedAdamW(net.parameters())
-            amp.initialize(
-                net, optimizer, opt_level=level, mesh=mesh_of(here), verbosity=0, keep_fp32=keep or None
-            )
+            amp.initialize(net, optimizer, opt_level=level, mesh=mesh_of(here), verbosity=0, keep_fp32=keep or None)
             assert type(net).__name__ == 'FSDPSequential'
             half = HALF.get(level, torch.float32)
             for mode in (True, False):
@@ -323,7 +321,7 @@ def fsdp_raises_on_overflow(here: Here) -> None:
         clip = dict(max_norm=1.0, error_if_nonfinite=True)
         with pytest.raises(RuntimeError, match='non-finite'):
             wrapped(here, 'O5', kind, 'fsdp', clip, bad=(1, 0))
-        with pytest.raises(amp_wrapper.OverflowStreakError, match='stem.weight') as error:
+        with pytest.raises(amp_wrapper.OverflowStreakError, match=r'stem\.weight') as error:
             wrapped(here, 'O2', kind, 'fsdp', bad=(0, 1), max_consecutive_skips=1)
         names = torch.tensor(bytearray(str(error.value).encode()), dtype=torch.uint8)
         same_on_all_ranks(here, [names.to(here.device)], 'the error')
@@ -385,7 +383,7 @@ def fsdp_reduction_in_fp32(here: Here) -> None:
 def counted(here: Here) -> Iterator[dict[str, int]]:
     """The collectives that begin inside, by name."""
     counts: dict[str, int] = {}
-    names = [n for n in ('all_reduce', 'all_gather_into_tensor', 'reduce_scatter_tensor', 'all_gather', 'broadcast')]
+    names = ('all_reduce', 'all_gather_into_tensor', 'reduce_scatter_tensor', 'all_gather', 'broadcast')
     originals = {name: getattr(dist, name) for name in names}
 
     def counting(name: str) -> Callable[..., Any]:
@@ -410,9 +408,7 @@ def fsdp_collectives(here: Here) -> None:
     for kind in (adamw, our_fused):
         for clip in (None, dict(max_norm=0.5)):
             net: Any = amp_wrapper.fully_shard(Net().to(here.device), 'O2', mesh=mesh_of(here))
-            wrapper = AmpOptimWrapper(
-                optimizer=kind(net.parameters()), opt_level='O2', clip_grad=clip, verbosity=0
-            )
+            wrapper = AmpOptimWrapper(optimizer=kind(net.parameters()), opt_level='O2', clip_grad=clip, verbosity=0)
             plain: Any = amp_wrapper.fully_shard(Net().to(here.device), 'O2', mesh=mesh_of(here))
             optimizer = torch.optim.AdamW(plain.parameters())
             for step in range(3):
@@ -445,8 +441,18 @@ def fsdp_refusals(here: Here) -> None:
         return shard
 
     cases: list[tuple[Callable[[Any], Any], str, dict[str, Any], str]] = [
-        (all_in(bf16), 'O5', {}, r'blocks\.0 \(Block\) gathers .* in bfloat16.* blocks\.0\.bn\.weight in float32, but not all'),
-        (all_in(None), 'O5', {}, r'gathers its parameters in float32.*temperature in bfloat16.*the others param_dtype=torch\.bfloat16'),
+        (
+            all_in(bf16),
+            'O5',
+            {},
+            r'blocks\.0 \(Block\) gathers .* in bfloat16.* blocks\.0\.bn\.weight in float32, but not all',
+        ),
+        (
+            all_in(None),
+            'O5',
+            {},
+            r'gathers its parameters in float32.*temperature in bfloat16.*the others param_dtype=torch\.bfloat16',
+        ),
         (all_in(bf16), 'O4', {}, r'Net gathers its parameters in bfloat16, and O4 .*no param_dtype'),
         (all_in(bf16), 'O2', dict(keep_batchnorm_fp32=False), r'param_dtype=torch\.float16'),
         (all_in(None), 'O3', {}, r'shards in float32.*cast before sharding, model\.to\(torch\.float16\)'),
@@ -460,18 +466,19 @@ def fsdp_refusals(here: Here) -> None:
         with pytest.raises(AmpAttachError, match=f'(?s){text}'):
             amp.initialize(net, optimizer, opt_level=level, verbosity=0, **options)
         assert differences(assembled(net), before) == []
-        assert not any(hook for module in net.modules() for hook in module._forward_pre_hooks.values() if 'amp' in repr(hook))
+        assert not any(
+            hook for module in net.modules() for hook in module._forward_pre_hooks.values() if 'amp' in repr(hook)
+        )
     net = Net().to(here.device)
     optimizer = FusedAdamW(net.parameters())
     amp_wrapper.fully_shard(net, 'O5', mesh=mesh)
-    with pytest.raises(AmpAttachError, match='built before the model was sharded.*mesh=mesh'):
+    with pytest.raises(AmpAttachError, match=r'built before the model was sharded.*mesh=mesh'):
         amp.initialize(net, optimizer, opt_level='O5', verbosity=0)
-    with pytest.raises(AmpAttachError, match='sharded by fully_shard already.*leave mesh out'):
+    with pytest.raises(AmpAttachError, match=r'sharded by fully_shard already.*leave mesh out'):
         amp.initialize(net, FusedAdamW(net.parameters()), opt_level='O5', verbosity=0, mesh=mesh)
-    with pytest.raises(AmpAttachError, match="master_weights='split'.*nothing is kept twice"):
-        wrapper = AmpOptimWrapper(
-            optimizer=FusedAdamW(net.parameters()), opt_level='O5', master_weights='split', verbosity=0
-        )
+    split = FusedAdamW(net.parameters())
+    wrapper = AmpOptimWrapper(optimizer=split, opt_level='O5', master_weights='split', verbosity=0)
+    with pytest.raises(AmpAttachError, match=r"master_weights='split'.*nothing is kept twice"):
         wrapper.attach(net)
     net = Net().to(here.device)
     optimizer = FusedAdamW(net.parameters())
@@ -494,15 +501,14 @@ def fsdp_refusals(here: Here) -> None:
         assert not any(isinstance(module, FSDPModule) for module in net.modules())
     with pytest.raises(AmpConfigError, match='3 dimensions'):
         amp_wrapper.fully_shard(net, 'O5', mesh=init_device_mesh(here.device.type, (here.world, 1, 1)))
-    with pytest.raises(AmpAttachError, match='weight_norm.*parametrizations'):
-        old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3)).to(here.device)
+    old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3)).to(here.device)
+    with pytest.raises(AmpAttachError, match=r'weight_norm.*parametrizations'):
         amp_wrapper.fully_shard(old, 'O5', mesh=mesh)
-    with pytest.raises(AmpAttachError, match='beyond the range of float16.*up to 100000'):
-        large = nn.Linear(3, 2 * here.world).to(here.device)
-        with torch.no_grad():
-            large.weight[-1, 0] = 1e5
-        for module in (large,):
-            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    large = nn.Linear(3, 2 * here.world).to(here.device)
+    with torch.no_grad():
+        large.weight[-1, 0] = 1e5
+    fully_shard(large, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+    with pytest.raises(AmpAttachError, match=r'beyond the range of float16.*up to 100000'):
         amp.initialize(large, torch.optim.SGD(large.parameters(), lr=0.1), opt_level='O2', verbosity=0)
 
 
@@ -518,7 +524,13 @@ def fsdp_blocks(here: Here) -> None:
     assert groups() == ['', 'blocks.0', 'blocks.0.bn', 'blocks.1', 'blocks.1.bn', 'bn']
     assert groups(keep_batchnorm_fp32=False) == ['', 'blocks.0', 'blocks.1']
     assert groups(blocks='blocks') == ['', 'blocks', 'blocks.0.bn+blocks.1.bn', 'bn']
-    assert groups(blocks=Block, keep_fp32=['head', 'blocks.1']) == ['', 'blocks.0', 'blocks.0.bn', 'blocks.1', 'bn+head']
+    assert groups(blocks=Block, keep_fp32=['head', 'blocks.1']) == [
+        '',
+        'blocks.0',
+        'blocks.0.bn',
+        'blocks.1',
+        'bn+head',
+    ]
     assert groups(blocks=['blocks.1', 'Linear']) == sorted(
         ['', 'bn+blocks.0.bn', 'blocks.0.mix', 'blocks.1', 'blocks.1.bn', 'blocks.1.mix', 'head']
     )
@@ -581,7 +593,9 @@ def fsdp_two_by_two(here: Here) -> None:
                     rank = here.rank
                     if how == 'tensor':
                         for layer in net[1:3]:
-                            parallelize_module(layer, grid['tensor'], {'up': ColwiseParallel(), 'down': RowwiseParallel()})
+                            parallelize_module(
+                                layer, grid['tensor'], {'up': ColwiseParallel(), 'down': RowwiseParallel()}
+                            )
                         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
                         for module in (*net[1:3], net):
                             fully_shard(module, mesh=grid['data'], mp_policy=policy)

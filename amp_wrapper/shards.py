@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import AmpUsageError
+from .errors import AmpUsageError
 
 
 def is_sharded(tensor: Any) -> bool:
