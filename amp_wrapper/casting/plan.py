@@ -107,7 +107,8 @@ class CastPlan:
         if policy.casts_model:
             self._keep_sharers()
             self._collect()
-        self._check_shards()
+        if policy.enabled:
+            shard_groups.check(self.roots, policy, set(map(id, self.gathered.values())), leave)
         if policy.casts_model:
             assert policy.cast_model_type is not None
             weights = {**self.parameters, **self.gathered}
@@ -142,19 +143,11 @@ class CastPlan:
                     f'script what is around it; below a Python module, O1 and O4 take scripted ones.'
                 )
         left = {id(p) for m in root.modules() if isinstance(m, self._leave) for p in m.parameters()}
-        # of sharded ones, _check_shards says what they may be
+        # of sharded ones, shard_groups says what they may be
         left |= {id(p) for p in root.parameters() if is_sharded(p)}
         self.rounded.update(
             given_weights.rounded_before(root.named_parameters(prefix=name), self.policy, frozenset(left))
         )
-
-    def _check_shards(self) -> None:
-        """After :meth:`_collect`."""
-        if not self.policy.enabled:
-            return
-        left = {id(p) for m in self._modules() if isinstance(m, self._leave) for p in m.parameters()}
-        taken = {id(p) for _, root in self.roots for p in root.parameters()} - left
-        shard_groups.check(self.roots, self.policy, set(map(id, self.gathered.values())), taken)
 
     def _visit(self, module: nn.Module, name: str, kept: bool, is_root: bool = False) -> None:
         if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .. import fsdp_internals
 from ..errors import AmpAttachError, some
@@ -19,11 +19,6 @@ from .modules import class_name
 def has_16bit_shards(policy: Policy) -> bool:
     """Whether sharded weights are 16-bit themselves: without masters. Otherwise the FP32 shards are the masters."""
     return policy.casts_model and not policy.master_weights
-
-
-def are_shards(named: Mapping[str, Tensor]) -> list[str]:
-    """The names of the sharded ones."""
-    return [name for name, tensor in named.items() if is_sharded(tensor)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +50,7 @@ def check(
     roots: Sequence[tuple[str, nn.Module]],
     policy: Policy,
     casts: Collection[int],
-    taken: Collection[int],
+    leave: tuple[type, ...] = (),
 ) -> None:
     """Refuse a model whose groups gather parameters in another type than the level computes with.
 
@@ -63,14 +58,15 @@ def check(
         roots: (qualified name, module) pairs.
         policy: The configuration; enabled.
         casts: The parameters, by id, that the level computes with in 16-bit.
-        taken: Those that the level has a say in; others are left alone.
+        leave: Module classes that the level has no say in.
 
     Raises:
         AmpAttachError: Names each module, a parameter, and the line to write instead. Nothing has been changed.
     """
     problems: list[str] = []
     for prefix, root in roots:
-        sharded = {name: p for name, p in root.named_parameters(prefix=prefix) if is_sharded(p) and id(p) in taken}
+        left = {id(p) for module in root.modules() if isinstance(module, leave) for p in module.parameters()}
+        sharded = {name: p for name, p in root.named_parameters(prefix=prefix) if is_sharded(p) and id(p) not in left}
         if not sharded:
             continue
         if policy.split_masters:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import repeat
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late
 from .overflow import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of
 from .parts import EngineParts, Stage
 
-_T = TypeVar('_T')
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
 
 
@@ -152,7 +151,7 @@ class FusedStep:
         return found
 
 
-def _present(values: Sequence[_T], gradients: Sequence[Tensor | None]) -> list[_T]:
+def _present(values: Sequence[int], gradients: Sequence[Tensor | None]) -> list[int]:
     return [value for value, gradient in zip(values, gradients) if gradient is not None]
 
 

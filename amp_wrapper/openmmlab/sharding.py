@@ -6,18 +6,14 @@ what the level keeps in FP32, and before a checkpoint is loaded.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 from mmengine._strategy import DDPStrategy
 from mmengine.device import get_device
-from mmengine.dist import is_main_process
 from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
@@ -32,8 +28,8 @@ from ..casting.sharding import Sharding, shard
 from ..errors import AmpAttachError, AmpConfigError, some
 from ..policy import Policy, resolve
 from ..registry import MODEL_WRAPPERS, STRATEGIES
-from ..shards import is_sharded, shard_like, whole
 from .hooks import AmpInferenceHook
+from .sharded_states import gathered
 from .wrappers import amp_wrappers
 
 
@@ -230,7 +226,7 @@ class FullyShardStrategy(DDPStrategy):
 
     def save_checkpoint(self, filename: str, **kwargs: Any) -> None:
         """Write a whole checkpoint on rank 0. Collective."""
-        with gathered(self):
+        with gathered(self, kwargs.get('save_optimizer', True)):
             super().save_checkpoint(filename, **kwargs)
 
 
@@ -319,86 +315,3 @@ def optimizers_of(wrapper: Any) -> list[Optimizer]:
     """What a wrapper steps, or the members of a dict of them; nothing for a config."""
     members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
     return [member.optimizer for member in members if isinstance(member, OptimWrapper)]
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-_are_gathered: ContextVar[bool] = ContextVar('_are_gathered', default=False)
-
-
-@contextmanager
-def gathered(runner: Any) -> Iterator[None]:
-    """Inside, the states of a runner's model, averages and optimizers are whole, on the CPU of rank 0. Collective.
-
-    mmengine asks for them on rank 0 alone. Where nothing is sharded, they are what they are.
-
-    Args:
-        runner: On every rank, about to save a checkpoint.
-    """
-    model = runner.model
-    if not isinstance(model, MMFullyShard) or not model.is_sharded or _are_gathered.get():
-        yield
-        return
-    hooks = getattr(runner, 'hooks', ())
-    averages = [hook.ema_model for hook in hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
-    owners = [model.module, *averages, runner.optim_wrapper]
-    states = [gather(owner.state_dict()) for owner in owners if hasattr(owner, 'state_dict')]
-    with contextlib.ExitStack() as stack:
-        if is_main_process():
-            for owner, state in zip(owners, states):
-                stack.enter_context(_giving(owner, state))
-        token = _are_gathered.set(True)
-        try:
-            yield
-        finally:
-            _are_gathered.reset(token)
-
-
-@contextmanager
-def _giving(owner: Any, state: Any) -> Iterator[None]:
-    owner.state_dict = lambda *args, **kwargs: state
-    try:
-        yield
-    finally:
-        del owner.state_dict
-
-
-def gather(value: Any) -> Any:
-    """Nested lists and dicts with whole tensors in place of sharded ones, on the CPU of rank 0. Collective.
-
-    One tensor is whole on the other ranks at a time.
-
-    Returns:
-        On other ranks, sharded tensors are missing: None.
-    """
-    if isinstance(value, Mapping):
-        made = copy.copy(value)
-        for key, item in value.items():
-            made[key] = gather(item)  # type: ignore[index]
-        return made
-    if isinstance(value, (list, tuple)):
-        return type(value)(gather(item) for item in value)
-    if not is_sharded(value):
-        return value
-    full = whole(value.detach())
-    return full.cpu() if is_main_process() else None
-
-
-def shard_states(model: nn.Module, state: Any) -> dict[str, Any]:
-    """A state dict with shards in place of whole tensors, where those of the model are sharded.
-
-    Args:
-        model: Whose parameters and buffers have the names of the state dict.
-        state: Not changed.
-    """
-    fsdp_internals.reshard(model)
-    mine = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if is_sharded(tensor)}
-
-    def fitting(name: str, value: Any) -> Any:
-        like = mine.get(name)
-        if like is None or not isinstance(value, Tensor) or is_sharded(value) or value.shape != like.shape:
-            return value
-        return shard_like(value, like)
-
-    return {name: fitting(name, value) for name, value in state.items()}

@@ -59,5 +59,5 @@ def test_strategies_that_shard(strategy: type[Any], device: torch.device) -> Non
 
 
 def test_fsdp_strategy_says_so_in_its_own_words() -> None:
-    with pytest.raises(AmpConfigError, match="use_fsdp=True is for FSDP's first version.*MMFullyShard"):
+    with pytest.raises(AmpConfigError, match=r"use_fsdp=True is for FSDP's first version.*MMFullyShard"):
         AmpOptimWrapper(optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), use_fsdp=True)

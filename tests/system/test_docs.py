@@ -133,6 +133,8 @@ def _logger_of_this_process() -> None:
 
 @pytest.mark.parametrize('name', names_of(PAGES))
 def test_python_snippets_run(name: str) -> None:
+    if name.endswith('sharding.md') and tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7):
+        pytest.skip('fully_shard of torch 2.6 needs a GPU')
     run_page((ROOT / name).read_text(), name)
 
 

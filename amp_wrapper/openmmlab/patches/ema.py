@@ -19,7 +19,7 @@ from ...checkpoint import names
 from ...engine import averages
 from ...engine.buffers import living
 from ...errors import AmpUsageError
-from .. import sharding
+from .. import sharded_states
 from ..wrappers import wrappers_of
 
 
@@ -99,10 +99,10 @@ def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any,
         hook.before_run = lambda runner: hook.__dict__.pop('before_run')
     if wrappers_of(runner):
         _name_for_average(checkpoint, hook.ema_model.module, runner._resume)
-    if isinstance(runner.model, sharding.MMFullyShard):
-        checkpoint['state_dict'] = sharding.shard_states(hook.src_model, checkpoint['state_dict'])
+    if fsdp_internals.is_fully_sharded(hook.src_model):
+        checkpoint['state_dict'] = sharded_states.shard_states(hook.src_model, checkpoint['state_dict'])
         if 'ema_state_dict' in checkpoint:
-            checkpoint['ema_state_dict'] = sharding.shard_states(hook.ema_model, checkpoint['ema_state_dict'])
+            checkpoint['ema_state_dict'] = sharded_states.shard_states(hook.ema_model, checkpoint['ema_state_dict'])
     original(hook, runner, checkpoint)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 
-from .. import sharding
+from .. import sharded_states, sharding
 from ..compiling import Compiled
 from ..wrappers import is_built_here
 from . import ema, resuming, saving
@@ -47,7 +47,7 @@ class AmpRunnerHook(Hook):
         """Give the weights the names that mmengine looks for."""
         resuming.name_plainly(runner, checkpoint)
         if 'state_dict' in checkpoint and isinstance(runner.model, sharding.MMFullyShard):
-            checkpoint['state_dict'] = sharding.shard_states(runner.model.module, checkpoint['state_dict'])
+            checkpoint['state_dict'] = sharded_states.shard_states(runner.model.module, checkpoint['state_dict'])
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Take out what could not be read back."""

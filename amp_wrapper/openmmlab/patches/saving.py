@@ -22,7 +22,7 @@ from ...checkpoint import file as checkpoint_file
 from ...checkpoint import names
 from ...engine.buffers import living
 from ...errors import AmpCheckpointError
-from .. import sharding
+from .. import sharded_states
 from ..log import warn
 from ..wrappers import inner_model, wrappers_of
 
@@ -59,7 +59,10 @@ def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kw
     if isinstance(given, dict):
         # mmengine writes into it
         kwargs['meta'] = dict(given)
-    with _saving(runner, given if isinstance(given, dict) else {}), sharding.gathered(runner):
+    with (
+        _saving(runner, given if isinstance(given, dict) else {}),
+        sharded_states.gathered(runner, kwargs.get('save_optimizer', True)),
+    ):
         original(runner, *args, **kwargs)
 
 
