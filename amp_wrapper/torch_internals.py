@@ -212,6 +212,37 @@ def note_step(optimizer: Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def is_zero(optimizer: Any) -> bool:
+    """Whether an optimizer is torch's ``ZeroRedundancyOptimizer``, which has its module loaded then, or derives from it."""
+    return any(base.__name__ == 'ZeroRedundancyOptimizer' for base in type(optimizer).__mro__)
+
+
+def overlaps_with_ddp(optimizer: Any) -> bool:
+    """Whether a ``ZeroRedundancyOptimizer`` steps inside of DDP's backward pass; it keeps the argument. Since 1.10."""
+    return bool(getattr(optimizer, '_overlap_with_ddp', False))
+
+
+def replace_in_zero(optimizer: Any, replaced: Mapping[int, Tensor]) -> None:
+    """Let the optimizer inside of a ``ZeroRedundancyOptimizer`` step other tensors of the same sizes, with the same state.
+
+    The groups that it shows to others are copies of those inside, and it has no method for it. It divides parameters by their
+    sizes, so each rank keeps what it has. In every version since 1.12.
+
+    Args:
+        optimizer: Its own groups have the new tensors already.
+        replaced: The new tensor for the id of each old one.
+    """
+    inner = optimizer.optim
+    for group in inner.param_groups:
+        for index, parameter in enumerate(group['params']):
+            if id(parameter) in replaced:
+                now = group['params'][index] = replaced[id(parameter)]
+                if parameter in inner.state:
+                    inner.state[now] = inner.state.pop(parameter)
+    optimizer._all_params = [parameter for group in optimizer.param_groups for parameter in group['params']]
+    optimizer._clear_cache()
+
+
 # -- DistributedDataParallel -------------------------------------------------------------------------------------------
 
 #: What DDP's constructor makes anew, and no argument of it sets; those that a version does not have are passed over.

@@ -195,8 +195,9 @@ def steps(stage: str, arch: str = '') -> list[Step]:
     if stage == 'ddp':
         one = Job('one rank, nccl', _python('-m', 'benchmarks.one_rank', '--backend', 'nccl'), ('gpu',))
         ranks = _bench('distributed', '--quick', '--report', beside_a_gpu('distributed'), needs=('gpu', 'mmengine'))
+        counts = _bench('sharding', '--write', beside_a_gpu('sharding'))
         several = _tests(stage, 'cuda', ('gpu', 'second gpu'))
         # nccl takes no two ranks on one GPU; gloo takes them on the processor
         gloo = _tests(stage, 'cpu', ('mmengine',))
-        return [Step('a process group', (one,), 0.5), several, gloo, Step('bench', (ranks,), 2.0)]
+        return [Step('a process group', (one,), 0.5), several, gloo, Step('bench', (ranks, counts), 2.0)]
     raise KeyError(stage)

@@ -16,6 +16,7 @@ from ..ops import attributes
 from ..policy.nested import HALF_TYPES, is_frozen_16bit, parameters_of
 from ..policy.options import is_number
 from ..policy.policy import dtype_name
+from ..torch_internals import is_zero, replace_in_zero
 from . import fp32_values
 from .fp32_values import Master
 from .param_pairs import ParamPairs
@@ -100,6 +101,7 @@ class Fp32Masters(ParamPairs):
 
     def _make(self, wanted: Callable[[nn.Parameter], bool]) -> None:
         assert self.optimizer is not None
+        replaced: dict[int, Tensor] = {}
         for group in self.optimizer.param_groups:
             for index, weight in enumerate(group['params']):
                 if id(weight) in self._weight_of or not wanted(weight):
@@ -120,7 +122,7 @@ class Fp32Masters(ParamPairs):
                     record = Master(weight, made, self._names.get(id(weight), ''))
                 master = record.tensor
                 assert isinstance(master, nn.Parameter)
-                group['params'][index] = master
+                group['params'][index] = replaced[id(weight)] = master
                 if weight in self.optimizer.state:
                     self.optimizer.state[master] = self.optimizer.state.pop(weight)
                 self._index_of_weight[id(weight)] = len(self._weights)
@@ -131,6 +133,8 @@ class Fp32Masters(ParamPairs):
                 self._records.append(record)
                 self._agreed = _NOTHING_AGREED
                 self._paired(weight, record)
+        if replaced and is_zero(self.optimizer):
+            replace_in_zero(self.optimizer, replaced)
 
     # -- weights and masters agree -----------------------------------------------------------------------------------
 
@@ -301,6 +305,8 @@ class Fp32Masters(ParamPairs):
                     group['params'][index] = weight
                     if parameter in self.optimizer.state:
                         self.optimizer.state[weight] = self.optimizer.state.pop(parameter)
+        if is_zero(self.optimizer):
+            replace_in_zero(self.optimizer, self._weight_of)
         for kept in (self._weights, self._masters, self.pairs, self._records, self._index_of_weight, self._weight_of):
             kept.clear()  # type: ignore[attr-defined]
         self._agreed = _NOTHING_AGREED
@@ -362,6 +368,7 @@ def keep_scalar_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     for key, parameter in zip(keys, parameters_of(optimizer)):
         for name, value in saved['state'].get(key, {}).items():
             if isinstance(value, Tensor) and value.shape != parameter.shape:
-                loaded = optimizer.state[parameter].get(name)
+                # ZeroRedundancyOptimizer has None for what other ranks step
+                loaded = (optimizer.state.get(parameter) or {}).get(name)
                 if isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
                     optimizer.state[parameter][name] = value.detach().to(loaded.device, copy=True)

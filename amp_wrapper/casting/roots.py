@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from .. import compiler_internals
+from .. import compiler_internals, torch_internals
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy.nested import parameters_of
 
@@ -97,7 +97,7 @@ def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse optimizers whose steps cannot be scaled or skipped.
 
     Raises:
-        AmpAttachError: LBFGS, or one that shards its state.
+        AmpAttachError: LBFGS, or one that steps in the backward pass.
         AmpConfigError: Not an optimizer.
     """
     if not isinstance(optimizer, Optimizer):
@@ -109,8 +109,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
             'LBFGS evaluates the model several times a step through a closure, which loss scaling and skipped steps '
             'cannot follow: choose a first-order optimizer, or enabled=False.'
         )
-    if 'ZeroRedundancyOptimizer' in [base.__name__ for base in type(optimizer).__mro__]:
+    if torch_internals.is_zero(optimizer) and torch_internals.overlaps_with_ddp(optimizer):
         raise AmpAttachError(
-            'ZeroRedundancyOptimizer shards its parameters over processes and saves collectively, while mmengine saves '
-            'on rank 0 alone; it is not supported yet. Use a torch optimizer with DistributedDataParallel.'
+            'ZeroRedundancyOptimizer(overlap_with_ddp=True) steps inside of the backward pass, where gradients are scaled and '
+            'unchecked: leave overlap_with_ddp out.'
         )

@@ -98,20 +98,23 @@ def _pairs(theirs: Sequence[Any], mine: Sequence[Any]) -> Iterator[tuple[int, Te
         yield from zip(there['params'], here['params'])
 
 
-def check_settings(group: Any, optimizer: Optimizer, label: str) -> None:
+def check_settings(group: Any, optimizer: Optimizer, label: str, complete: bool = True) -> None:
     """Whether hyper-parameters are of the form that an optimizer of torch needs; the present values do not matter.
 
     Args:
         group: By name.
         optimizer: Whose they are.
         label: How messages call them.
+        complete: Whether all have to be there, and not the learning rate alone.
 
     Raises:
         AmpCheckpointError: Names the hyper-parameter, its value and what was expected.
     """
     known, defaults = _is_known(optimizer), optimizer.defaults
-    needed = [key for key in defaults if key == 'lr' or (known and key not in _ADDED)]
+    needed = [key for key in defaults if key == 'lr' or (complete and known and key not in _ADDED)]
     settings = {key: form for key, form in _SETTINGS.items() if key in defaults and (known or key == 'lr')}
+    if not complete and isinstance(group, Mapping):
+        settings = {key: form for key, form in settings.items() if key == 'lr' or key in group}
     if not is_number(schema.number_in(defaults.get('eps'))):
         # Adafactor has two
         settings.pop('eps', None)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import EMAHook
-from mmengine.optim import BaseOptimWrapper
+from mmengine.optim import BaseOptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
 from .. import fsdp_internals
 from ..shards import is_sharded, shard_like, whole
+from ..torch_internals import is_zero
 
 _are_gathered: ContextVar[bool] = ContextVar('_are_gathered', default=False)
 
@@ -30,13 +31,19 @@ def gathered(runner: Any, with_optimizer: bool = True) -> Iterator[None]:
         runner: On every rank, about to save a checkpoint.
         with_optimizer: Whether the optimizer is part of it.
     """
+    wrapper = getattr(runner, 'optim_wrapper', None)
+    members = list(wrapper.values()) if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+    zeros = [found for member in members if is_zero(found := getattr(member, 'optimizer', None))]
+    if zeros and with_optimizer and not _are_gathered.get():
+        with _consolidated(zeros):
+            yield
+        return
     inner = getattr(runner.model, 'module', None)
     if not isinstance(inner, nn.Module) or not fsdp_internals.is_fully_sharded(inner) or _are_gathered.get():
         yield
         return
     hooks = getattr(runner, 'hooks', ())
     averages = [hook.ema_model for hook in hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
-    wrapper = getattr(runner, 'optim_wrapper', None)
     steps = with_optimizer and isinstance(wrapper, BaseOptimWrapper)
     owners = [inner, *averages, *([wrapper] if steps else [])]
     states = [gather(owner.state_dict()) for owner in owners]
@@ -49,6 +56,19 @@ def gathered(runner: Any, with_optimizer: bool = True) -> Iterator[None]:
             yield
         finally:
             _are_gathered.reset(token)
+
+
+@contextmanager
+def _consolidated(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Inside, rank 0 has the whole state of each ``ZeroRedundancyOptimizer``; mmengine's would ask all ranks once more."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            optimizer.consolidate_state_dict(to=0)
+            if is_main_process():
+                stack.enter_context(_giving(optimizer, ZeroRedundancyOptimizer.state_dict(optimizer)))
+        yield
 
 
 @contextmanager

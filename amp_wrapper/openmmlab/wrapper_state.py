@@ -31,7 +31,8 @@ def split(
     state = dict(state_dict)
     base = state.pop('base_param_settings', None)
     if base is not None:
-        check_settings(base, optimizer, "'base_param_settings'")
+        # made before ZeroRedundancyOptimizer knows the defaults of the optimizer inside; mmengine looks for lr
+        check_settings(base, optimizer, "'base_param_settings'", complete=False)
     count: Any = amp_part(state).get('inner_count', inner_count)
     schema.whole(bits=None).check(count, "amp['inner_count']")
     return state, base, count

@@ -45,6 +45,7 @@ def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
         'fsdp_accumulation',
         'fsdp_reduction_in_fp32',
         'fsdp_collectives',
+        'fsdp_bytes',
         'fsdp_refusals',
         'fsdp_blocks',
         'fsdp_from_meta',
@@ -122,3 +123,27 @@ def test_resume_of_a_sharded_run(wrapper: str, level: str, kind: str, tmp_path: 
 def test_other_ways_through_mmengine(two_ranks: ranks.Group, tmp_path: Path) -> None:
     two_ranks.succeed(tmp_path, 'fsdp_flexible')
     two_ranks.succeed(tmp_path, 'fsdp_refused_runs')
+
+
+@pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=grid)], ids=['quick', 'all'])
+def test_zero(two_ranks: ranks.Group, words: tuple[str, ...], tmp_path: Path) -> None:
+    two_ranks.succeed(tmp_path, 'zero', *words)
+    two_ranks.succeed(tmp_path, 'zero_refusals')
+
+
+@grid
+def test_runs_of_mmengine_with_zero(tmp_path: Path, device: torch.device) -> None:
+    """The file at the end is that of the optimizer inside; a killed run resumes exactly, also without it."""
+    words = ('ddp', 'O5', 'AdamW')
+    ranks.succeed(tmp_path, 'fsdp_train', device, 'plain', *words)
+    ranks.succeed(tmp_path, 'fsdp_train', device, 'whole', *words, 'zero')
+    ranks.launch(tmp_path, 'fsdp_train', device, 'part', *words, 'zero', 'kill')
+    shutil.copytree(tmp_path / 'part', tmp_path / 'without')
+    ranks.succeed(tmp_path, 'fsdp_train', device, 'part', *words, 'zero', 'resume')
+    ranks.succeed(tmp_path, 'fsdp_train', device, 'without', *words, 'resume')
+    plain = _last(tmp_path / 'plain')
+    for folder in ('whole', 'part', 'without'):
+        found = _last(tmp_path / folder)
+        for key in ('state_dict', 'ema_state_dict', 'exact_resume'):
+            assert differences(found[key], plain[key]) == [], (folder, key)
+        assert differences(found['optimizer']['state'], plain['optimizer']['state']) == [], folder

@@ -38,6 +38,10 @@ def settings(here: Here, wrapper: str, level: str, epochs: int = 2) -> dict[str,
     for word in here.words:
         if word.startswith('Fused') or word == 'AdamW':
             case['optim_wrapper']['optimizer'] = dict(type=word, lr=0.01, weight_decay=1e-3)
+        if word == 'zero':
+            # after the name of the optimizer inside
+            inner = case['optim_wrapper']['optimizer']
+            inner['optimizer_type'], inner['type'] = inner['type'], 'ZeroRedundancyOptimizer'
         if word == 'one':
             # DDP and FSDP2 sum up several micro-batches in another order
             case['optim_wrapper']['accumulative_counts'] = 1
@@ -46,7 +50,7 @@ def settings(here: Here, wrapper: str, level: str, epochs: int = 2) -> dict[str,
 
 @scenario
 def fsdp_train(here: Here) -> None:
-    """Words: the folder, the wrapper, the level, an optimizer, 'one', and 'kill' (rank 1 dies in mid-epoch) or 'resume'."""
+    """Words: folder, wrapper, level, optimizer, 'zero', 'one', and 'kill' (rank 1 dies in mid-epoch) or 'resume'."""
     import toy
     from mmengine.hooks import Hook
     from mmengine.registry import HOOKS
@@ -87,7 +91,7 @@ def fsdp_refused_runs(here: Here) -> None:
             toy.run(here.folder / 'refused', **case)
     case = settings(here, 'fsdp', 'O5')
     case['optim_wrapper']['master_weights'] = 'split'
-    case['optim_wrapper']['optimizer'] = dict(type='FusedAdamW')
+    case['optim_wrapper']['optimizer'] = dict(type='FusedAdamW', lr=0.1, weight_decay=0.1)
     with refused(AmpConfigError, 'nothing is kept twice'):
         toy.run(here.folder / 'split', **case)
 
