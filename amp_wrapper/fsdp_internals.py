@@ -80,10 +80,17 @@ class Reductions:
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
+        models = list(models)
         self._groups = [group for model in models for group in _param_groups(model)]
+        self._modules = [module for model in models for module in model.modules() if is_fully_sharded(module)]
 
     def __bool__(self) -> bool:
         return bool(self._groups)
+
+    def reshard(self) -> None:
+        """Free what a forward pass has gathered and no backward pass has freed: a step would leave it as it was before."""
+        for module in self._modules:
+            module.reshard()  # type: ignore[operator]
 
     @property
     def hold_back(self) -> bool:

@@ -119,10 +119,17 @@ class Layout:
         Returns:
             On the device of ``numbers``; the same on every rank.
         """
-        found = numbers.to(self._device, copy=True) if self.groups else numbers
+        if not self.groups:
+            return numbers
+        # the largest of NaN and a number may be either
+        parts = [numbers.nan_to_num(0, torch.inf, -torch.inf), numbers.isnan().to(numbers)] if greatest else [numbers]
+        found = torch.cat(parts).to(self._device)
         op = torch.distributed.ReduceOp.MAX if greatest else torch.distributed.ReduceOp.SUM
         for group in self.groups:
             torch.distributed.all_reduce(found, op, group=group)
+        if greatest:
+            values, are_nan = found.chunk(2)
+            found = torch.where(are_nan > 0, torch.nan, values)
         return found.to(numbers.device)
 
 

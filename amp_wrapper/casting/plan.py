@@ -54,6 +54,7 @@ class CastPlan:
         covers_forward: For the functional API: at O1 and O4 every forward of a root or of a module below it runs with
             casts, in training and evaluation, and gives FP32 outputs (``policy.cast_model_outputs``). At the other levels
             the casts of other models end at the roots. False leaves autocast to the caller.
+        within: The models of which the roots are parts, where they were sharded as wholes.
 
     Attributes:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
@@ -75,6 +76,7 @@ class CastPlan:
         average: tuple[type, ...] = (),
         enter: EnterObject | None = None,
         covers_forward: bool = False,
+        within: Sequence[nn.Module] = (),
     ) -> None:
         self.roots = list(roots)
         self._enter = enter
@@ -108,7 +110,8 @@ class CastPlan:
             self._keep_sharers()
             self._collect()
         if policy.enabled:
-            shard_groups.check(self.roots, policy, set(map(id, self.gathered.values())), leave)
+            around = within or [root for _, root in self.roots]
+            shard_groups.check(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
         if policy.casts_model:
             assert policy.cast_model_type is not None
             weights = {**self.parameters, **self.gathered}

@@ -50,6 +50,7 @@ def check(
     roots: Sequence[tuple[str, nn.Module]],
     policy: Policy,
     casts: Collection[int],
+    within: Sequence[nn.Module],
     leave: tuple[type, ...] = (),
 ) -> None:
     """Refuse a model whose groups gather parameters in another type than the level computes with.
@@ -58,12 +59,18 @@ def check(
         roots: (qualified name, module) pairs.
         policy: The configuration; enabled.
         casts: The parameters, by id, that the level computes with in 16-bit.
+        within: The models that the roots are, or are parts of.
         leave: Module classes that the level has no say in.
 
     Raises:
         AmpAttachError: Names each module, a parameter, and the line to write instead. Nothing has been changed.
     """
     problems: list[str] = []
+    paths = {id(module): name for model in within for name, module in model.named_modules()}
+    owner: dict[int, _Group] = {}
+    for group in (group for model in within for group in fsdp_internals.shard_groups(model)):
+        known = _Group(group, [paths.get(id(module), '') for module in group.modules])
+        owner |= {id(parameter): known for parameter in group.parameters}
     for prefix, root in roots:
         left = {id(p) for module in root.modules() if isinstance(module, leave) for p in module.parameters()}
         sharded = {name: p for name, p in root.named_parameters(prefix=prefix) if is_sharded(p) and id(p) not in left}
@@ -74,11 +81,6 @@ def check(
                 f"master_weights='split' and sharded parameters ({some(list(sharded))}): FP32 shards are the masters already, "
                 'and nothing is kept twice. Leave master_weights out.'
             )
-        paths = {id(module): name for name, module in root.named_modules(prefix=prefix)}
-        owner: dict[int, _Group] = {}
-        for group in fsdp_internals.shard_groups(root):
-            known = _Group(group, [paths.get(id(module), '') for module in group.modules])
-            owner |= {id(parameter): known for parameter in group.parameters}
         without = [name for name, parameter in sharded.items() if id(parameter) not in owner]
         if without and policy.casts_model:
             problems.append(

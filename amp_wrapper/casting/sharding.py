@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -17,9 +15,10 @@ from typing_extensions import Unpack
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest
 from ..policy import PolicyOptions, resolve
-from ..policy.policy import Policy, dtype_name, parse_dtype
+from ..policy.policy import Policy, parse_dtype
 from ..shards import is_sharded
 from .modules import class_name
+from .new_groups import NewGroup, find_blocks, make_groups
 from .plan import CastPlan, cast_in_place
 from .shard_groups import has_16bit_shards
 
@@ -68,7 +67,12 @@ class Sharding:
         elif mesh.ndim > 2:
             problems.append(
                 f'mesh={mesh!r} has {mesh.ndim} dimensions: fully_shard takes one, over which it shards, or two, where it '
-                f"repeats the model over the first. Hand over a part of it, such as mesh['data']."
+                f'repeats the model over the first. Hand over a part of it, by the names of its dimensions.'
+            )
+        elif mesh.ndim == 2 and not mesh.mesh_dim_names:
+            problems.append(
+                f'mesh={mesh!r} has two dimensions without names, which fully_shard wants: '
+                f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.shape)}, mesh_dim_names=('replicate', 'shard'))."
             )
         words = dict(options or {})
         known = [field.name for field in dataclasses.fields(cls) if field.name != 'mesh']
@@ -103,6 +107,10 @@ class Sharding:
             problems.append(
                 f"sharding['reshard_after_forward']={after!r} must be True, False, a number of ranks or None."
             )
+        elif not isinstance(after, (bool, type(None))) and not problems:
+            size = mesh.size(mesh.ndim - 1)
+            if after < 1 or size % after:
+                problems.append(f"sharding['reshard_after_forward']={after} must divide the number of ranks, {size}.")
         offload = words.get('offload', False)
         if not isinstance(offload, bool):
             problems.append(f"sharding['offload']={offload!r} must be True or False.")
@@ -130,6 +138,8 @@ def shard(
     that the level keeps in FP32, which make groups of their own. Without masters, weights are cast first and the shards are
     16-bit. At O0, O1 and O4 everything is FP32.
 
+    Weights and buffers begin as those of the first rank, as under DDP; otherwise each would give a part of its own.
+
     Args:
         models: FP32, neither wrapped nor cast; they may be on the meta device.
         policy: The configuration; enabled.
@@ -143,17 +153,19 @@ def shard(
             mixes types; an optimizer that has state already. Nothing has been changed.
         AmpConfigError: ``blocks`` that name nothing.
     """
-    groups: list[_NewGroup] = []
+    groups: list[NewGroup] = []
     half: list[nn.Parameter] = []
     for model in models:
         _check_model(model, sharding)
         _check_optimizers(optimizers, model)
         plan = CastPlan([('', model)], policy, leave, average)
         half += plan.parameters.values()
-        regions = [*reversed(_blocks(model, sharding.blocks)), model]
-        groups += _groups(model, regions, set(map(id, plan.parameters.values())))
+        regions = [*reversed(find_blocks(model, sharding.blocks)), model]
+        groups += make_groups(model, regions, set(map(id, plan.parameters.values())))
     before = [dict(model.named_parameters(remove_duplicate=False)) for model in models]
     # from here on, things change
+    for model in models:
+        begin_alike(model, sharding.mesh)
     if has_16bit_shards(policy):
         assert policy.cast_model_type is not None
         for parameter in half:
@@ -228,6 +240,29 @@ def fully_shard(
     return model
 
 
+@torch.no_grad()
+def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give parameters and buffers the values that they have on the first rank of a mesh. Collective.
+
+    Args:
+        model: Not sharded; tensors on the meta device are left alone.
+        mesh: Of all ranks that will hold a part of it.
+    """
+    device = (
+        torch.device('cpu')
+        if mesh.device_type == 'cpu'
+        else torch.device(mesh.device_type, torch.cuda.current_device())
+    )
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
+        if tensor.is_meta or mesh.size() == 1:
+            continue
+        value = tensor.detach().to(device).contiguous()
+        for group in groups:
+            torch.distributed.broadcast(value, torch.distributed.get_global_rank(group, 0), group=group)
+        tensor.copy_(value)
+
+
 def _check_model(model: nn.Module, sharding: Sharding) -> None:
     mesh = sharding.mesh
     for name, module in model.named_modules():
@@ -265,121 +300,7 @@ def _check_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> None
             )
 
 
-def _blocks(model: nn.Module, wanted: tuple[str | type, ...] | None) -> list[nn.Module]:
-    """The modules that are gathered one by one, outer ones first, without the model itself."""
-    if wanted is None:
-        return list(_items(model))
-    found: dict[int, nn.Module] = {}
-    unmatched = set(wanted)
-    names: list[str] = []
-    for name, module in model.named_modules():
-        names += [name, class_name(module)] if name else []
-        for item in wanted:
-            if isinstance(item, type):
-                hit = isinstance(module, item)
-            else:
-                hit = class_name(module) == item or (name != '' and fnmatch.fnmatchcase(name, item))
-            if hit:
-                unmatched.discard(item)
-                if module is not model and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                    found[id(module)] = module
-    if unmatched:
-        raise AmpConfigError(
-            [
-                f"sharding['blocks'] has {item!r}, which no module is called"
-                f'{nearest(item if isinstance(item, str) else item.__name__, names)}.'
-                for item in sorted(unmatched, key=str)
-            ]
-        )
-    return list(found.values())
-
-
-def _items(module: nn.Module) -> Iterator[nn.Module]:
-    """The items of the outermost lists that have modules inside, such as the layers of a transformer."""
-    for child in module.children():
-        listed = isinstance(module, (nn.ModuleList, nn.Sequential))
-        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if listed and not is_list and any(True for _ in child.children()):
-            yield child
-        else:
-            yield from _items(child)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _NewGroup:
-    """What one call of ``fully_shard`` takes, and whether the level computes with it in 16-bit."""
-
-    modules: list[nn.Module]
-    is_half: bool
-
-
-def _groups(model: nn.Module, regions: Sequence[nn.Module], half: set[int]) -> list[_NewGroup]:
-    """The calls of ``fully_shard``, inner ones first."""
-    tops = set(map(id, regions))
-    paths = {id(module): name for name, module in model.named_modules()}
-    groups: list[_NewGroup] = []
-    for region in regions:
-        inside = list(_inside(region, tops))
-        own = [parameter for module in inside for parameter in module.parameters(recurse=False)]
-        kinds = {_kind(parameter, half) for parameter in own}
-        main = next((kind for kind in kinds if kind[0]), None) or next(iter(sorted(kinds, key=str)), (False, None))
-        apart: dict[Any, list[nn.Module]] = defaultdict(list)
-        if len(kinds) > 1:
-            _collect(region, tops, half, main, apart, paths)
-        for modules in apart.values():
-            if fsdp_internals.completes_groups():
-                groups.append(_NewGroup(modules, False))
-            else:
-                groups += [_NewGroup([module], False) for module in modules]
-        if own or region is model:
-            groups.append(_NewGroup([region], bool(main[0])))
-    return groups
-
-
-def _kind(parameter: Tensor, half: set[int]) -> tuple[bool, torch.dtype | None]:
-    # a group has to be of one type
-    return (True, None) if id(parameter) in half else (False, parameter.dtype)
-
-
-def _inside(module: nn.Module, tops: set[int]) -> Iterator[nn.Module]:
-    """A module and those below it, without other regions."""
-    yield module
-    for child in module.children():
-        if id(child) not in tops:
-            yield from _inside(child, tops)
-
-
-def _collect(
-    module: nn.Module,
-    tops: set[int],
-    half: set[int],
-    main: tuple[bool, torch.dtype | None],
-    apart: dict[Any, list[nn.Module]],
-    paths: Mapping[int, str],
-) -> None:
-    """Find the largest modules below whose parameters are all of another kind than ``main``."""
-    own = list(module.parameters(recurse=False))
-    odd = [parameter for parameter in own if _kind(parameter, half) != main]
-    if odd:
-        raise AmpAttachError(
-            f'{paths[id(module)] or "the model"} ({class_name(module)}) has parameters of its own that stay '
-            f'{dtype_name(odd[0].dtype)} beside modules or parameters that become 16-bit, and fully_shard gathers a module in '
-            f'one type: name it in keep_fp32, or move them into a module of their own (weight_norm and spectral_norm of '
-            f'torch.nn.utils.parametrizations do).'
-        )
-    for child in module.children():
-        if id(child) in tops:
-            continue
-        kinds = {_kind(p, half) for each in _inside(child, tops) for p in each.parameters(recurse=False)}
-        has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-        if len(kinds) == 1 and has_forward and main not in kinds:
-            if all(child is not other for other in apart[next(iter(kinds))]):
-                apart[next(iter(kinds))].append(child)
-        elif kinds - {main}:
-            _collect(child, tops, half, main, apart, paths)
-
-
-def _call_fully_shard(groups: Sequence[_NewGroup], policy: Policy, sharding: Sharding) -> None:
+def _call_fully_shard(groups: Sequence[NewGroup], policy: Policy, sharding: Sharding) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     gathers = policy.cast_model_type if policy.casts_model and not has_16bit_shards(policy) else None

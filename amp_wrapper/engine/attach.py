@@ -54,7 +54,7 @@ def attach_model(
         theirs = [weight for other in parts.others for weight in other.weights()]
         ownership.check_owners([optimizer], [inner], [*foreign, *theirs])
     done, shared_weights = _cast_by_others(parts)
-    plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter)
+    plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
     _make_masters(parts, plan)
     parts.casts = plan.apply()
     _take_cast(parts, plan, shared_weights)

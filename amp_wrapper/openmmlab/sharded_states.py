@@ -15,7 +15,7 @@ from mmengine.optim import BaseOptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
 from .. import fsdp_internals
-from ..shards import is_sharded, shard_like, whole
+from ..shards import any_sharded, is_sharded, shard_like, whole
 from ..torch_internals import is_zero
 
 _are_gathered: ContextVar[bool] = ContextVar('_are_gathered', default=False)
@@ -39,7 +39,8 @@ def gathered(runner: Any, with_optimizer: bool = True) -> Iterator[None]:
             yield
         return
     inner = getattr(runner.model, 'module', None)
-    if not isinstance(inner, nn.Module) or not fsdp_internals.is_fully_sharded(inner) or _are_gathered.get():
+    is_sharded_model = isinstance(inner, nn.Module) and any_sharded(inner.parameters())
+    if not is_sharded_model or _are_gathered.get():
         yield
         return
     hooks = getattr(runner, 'hooks', ())

@@ -7,6 +7,7 @@ what the level keeps in FP32, and before a checkpoint is loaded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,17 +19,16 @@ from mmengine.hooks import EMAHook
 from mmengine.model import BaseAveragedModel, BaseDataPreprocessor, is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import weights_to_cpu
-from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from .. import fsdp_internals
-from ..casting.sharding import Sharding, shard
-from ..errors import AmpAttachError, AmpConfigError, some
+from ..casting.sharding import Sharding, begin_alike, shard
+from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import Policy, resolve
 from ..registry import MODEL_WRAPPERS, STRATEGIES
-from .hooks import AmpInferenceHook
 from .sharded_states import gathered
 from .wrappers import amp_wrappers
 
@@ -86,14 +86,19 @@ class MMFullyShard(nn.Module):
         self._holds_back = False
         # what cannot mean anything at any level is an error now
         Sharding.of(self._mesh, self._options, resolve('O0'))
+        begin_alike(module, self._mesh)
 
     @property
     def is_sharded(self) -> bool:
         """Whether it has happened."""
-        return fsdp_internals.is_fully_sharded(self.module)
+        return any(map(fsdp_internals.is_fully_sharded, self.module.modules()))
 
     def shard(
-        self, policy: Policy, optimizers: Sequence[Optimizer] = (), average: BaseAveragedModel | None = None
+        self,
+        policy: Policy,
+        optimizers: Sequence[Optimizer] = (),
+        average: BaseAveragedModel | None = None,
+        apart: bool = False,
     ) -> None:
         """Shard the model for a level, once.
 
@@ -101,6 +106,7 @@ class MMFullyShard(nn.Module):
             policy: Of the optimizer wrapper.
             optimizers: They step shards afterwards.
             average: Of this model; it is sharded in the same way, in FP32.
+            apart: Whether each child of the model is sharded by itself, since the model's ``train_step`` calls them one by one.
 
         Raises:
             AmpAttachError: A model that cannot be sharded.
@@ -110,10 +116,10 @@ class MMFullyShard(nn.Module):
             return
         leave, averages = (BaseDataPreprocessor,), (BaseAveragedModel,)
         chosen = Sharding.of(self._mesh, self._options, policy)
-        shard([self.module], policy, chosen, optimizers, leave, averages)
+        shard(_parts(self.module, apart), policy, chosen, optimizers, leave, averages)
         if average is not None:
             chosen = dataclasses.replace(chosen, reduce_dtype=None)
-            shard([average.module], resolve('O0'), chosen, (), leave, averages)
+            shard(_parts(average.module, apart), resolve('O0'), chosen, (), leave, averages)
             # what it was made with
             named = dict(average.module.named_parameters())
             average.avg_parameters = average.module.state_dict() if average.update_buffers else named
@@ -131,11 +137,15 @@ class MMFullyShard(nn.Module):
         """That of the model."""
         if self._accumulates_apart and self.is_sharded:
             # torch asks in the backward pass, which mmengine runs outside of no_sync
-            self.module.set_requires_gradient_sync(not self._holds_back)  # type: ignore[operator]
+            for module in filter(fsdp_internals.is_fully_sharded, self.module.modules()):
+                module.set_requires_gradient_sync(not self._holds_back, recurse=False)  # type: ignore[operator]
         return self.module(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-        """As of ``MMDistributedDataParallel``: forward and backward pass, and the optimizer's step where it is due."""
+        """As of ``MMDistributedDataParallel``; with several optimizers, that of the model, which knows when each is stepped."""
+        if isinstance(optim_wrapper, OptimWrapperDict):
+            found: dict[str, Tensor] = self.module.train_step(data, optim_wrapper)  # type: ignore[operator]
+            return found
         with optim_wrapper.optim_context(self):
             data = self.module.data_preprocessor(data, training=True)  # type: ignore[operator]
             if isinstance(data, Mapping):
@@ -144,7 +154,7 @@ class MMFullyShard(nn.Module):
                 losses = self(*data, mode='loss')
         loss, log_vars = self.module.parse_losses(losses)  # type: ignore[operator]
         optim_wrapper.update_params(loss)
-        found: dict[str, Tensor] = log_vars
+        found = log_vars
         return found
 
     def val_step(self, data: Any) -> Any:
@@ -208,14 +218,14 @@ class FullyShardStrategy(DDPStrategy):
             return model
         model = self.convert_model(model.to(get_device()))
         if self._recomputed is not None:
-            turn_on_activation_checkpointing(model, self._recomputed)
+            recompute(model, self._recomputed)
         return MMFullyShard(model, **self._sharding)  # type: ignore[arg-type]
 
     def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> Any:
         """As of mmengine, and the model is sharded for the level of the wrapper."""
         built = super().build_optim_wrapper(optim_wrapper, model)
         if isinstance(model, MMFullyShard):
-            model.shard(policy_of(built), optimizers_of(built))
+            model.shard(policy_of(built), optimizers_of(built), apart=isinstance(built, OptimWrapperDict))
         return built
 
     def model_state_dict(self) -> dict[str, Any]:
@@ -228,6 +238,23 @@ class FullyShardStrategy(DDPStrategy):
         """Write a whole checkpoint on rank 0. Collective."""
         with gathered(self, kwargs.get('save_optimizer', True)):
             super().save_checkpoint(filename, **kwargs)
+
+
+def _parts(model: nn.Module, apart: bool) -> list[nn.Module]:
+    """What is sharded by itself: a model, or each of its children that has something to train.
+
+    Raises:
+        AmpAttachError: Children are sharded, and the model has parameters of its own.
+    """
+    if not apart:
+        return [model]
+    own = [name for name, parameter in model.named_parameters(recurse=False) if parameter.requires_grad]
+    if own:
+        raise AmpAttachError(
+            f'{type(model).__name__} is trained by an OptimWrapperDict, so that each of its children is sharded by itself, and '
+            f'has parameters of its own ({some(own)}), which nothing would average: move them into a module of their own.'
+        )
+    return [child for child in model.children() if any(True for _ in child.parameters())]
 
 
 def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
@@ -253,7 +280,35 @@ def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
                 f'mesh={mesh!r} must be sizes whose product is the number of processes, {world}: ({world},), say, or None.'
             ]
         )
-    return init_device_mesh(torch.device(get_device()).type, shape)
+    if len(shape) > 2:
+        raise AmpConfigError(
+            [f'mesh={mesh!r} must have one size, or two: how often the model is repeated, and over how many.']
+        )
+    names = ('replicate', 'shard')[-len(shape) :]
+    return init_device_mesh(torch.device(get_device()).type, shape, mesh_dim_names=names)
+
+
+def recompute(model: nn.Module, names: Sequence[str]) -> None:
+    """Let some modules run their forward pass once more in the backward pass, and keep nothing of the first.
+
+    mmengine's function for it takes the kind of torch's checkpoint that gives no gradients to a module whose inputs need none.
+
+    Args:
+        model: Changed in place.
+        names: Qualified names of modules in it.
+
+    Raises:
+        AmpConfigError: No module has one of the names.
+    """
+    modules = dict(model.named_modules())
+    problems = [
+        f'activation_checkpointing has {name!r}{nearest(name, modules)}.' for name in names if name not in modules
+    ]
+    if problems:
+        raise AmpConfigError(problems)
+    for name in names:
+        module = modules[name]
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 # -- when a runner is ready --------------------------------------------------------------------------------------------
@@ -272,13 +327,13 @@ def shard_model_of(runner: Any) -> None:
     if not isinstance(model, MMFullyShard) or model.is_sharded:
         return
     wrapper = getattr(runner, 'optim_wrapper', None)
+    if not isinstance(wrapper, (OptimWrapper, OptimWrapperDict)):
+        # nothing trains yet, or ever: the model is whole on each rank, as it was built
+        return
     averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
-    tests = [hook.policy for hook in runner.hooks if isinstance(hook, AmpInferenceHook)]
-    if isinstance(wrapper, (OptimWrapper, OptimWrapperDict)):
-        policy = policy_of(wrapper)
-    else:
-        policy = tests[0] if tests else resolve('O0')
-    model.shard(policy, optimizers_of(wrapper), averages[0] if averages else None)
+    policy = policy_of(wrapper)
+    apart = isinstance(wrapper, OptimWrapperDict)
+    model.shard(policy, optimizers_of(wrapper), averages[0] if averages else None, apart)
     shape = ' x '.join(map(str, model._mesh.shape))
     runner.logger.info(f'amp: the model is sharded over {shape} processes, for {policy.describe()}')
 

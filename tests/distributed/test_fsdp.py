@@ -1,4 +1,4 @@
-"""The levels over FSDP2 on two and four ranks. Checked by exit codes; what each is about stands in ``scenarios/fsdp.py``."""
+"""The levels over FSDP2 on two and four ranks. Checked by exit codes; what each is about stands in ``scenarios/fsdp*.py``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,14 @@ def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
         'fsdp_refusals',
         'fsdp_blocks',
         'fsdp_from_meta',
+        'fsdp_meshes_without_names',
+        'fsdp_two_wrappers',
+        'fsdp_nan_and_the_largest',
+        'fsdp_late_errors_come_early',
+        'fsdp_evaluation_before_a_step',
+        'fsdp_mixed_types',
+        'fsdp_begins_alike',
+        'fsdp_other_calls',
     ],
 )
 def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> None:

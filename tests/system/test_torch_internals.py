@@ -350,3 +350,24 @@ def test_checkpoint_is_still_known_to_the_compiler(backend: str, device: torch.d
     layer.weight.grad = None
     torch.compile(step, backend=backend, fullgraph=True)(x).sum().backward()
     assert torch.equal(layer.weight.grad, expected)
+
+
+def test_zero_redundancy(one_process: None) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    optimizer = ZeroRedundancyOptimizer(weights, optimizer_class=torch.optim.SGD, lr=0.5, momentum=0.9)
+    assert torch_internals.is_zero(optimizer) and not torch_internals.is_zero(torch.optim.SGD(weights, lr=1.0))
+    assert not torch_internals.overlaps_with_ddp(optimizer)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    others = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    optimizer.param_groups[0]['params'][:] = others
+    torch_internals.replace_in_zero(optimizer, dict(zip(map(id, weights), others)))
+    for other in others:
+        other.grad = torch.zeros_like(other)
+    optimizer.step()
+    # the momentum came along
+    assert all(torch.allclose(other, torch.full_like(other, 0.05)) for other in others)
+    assert all(torch.equal(weight, torch.full_like(weight, 0.5)) for weight in weights)

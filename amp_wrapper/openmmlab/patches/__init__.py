@@ -50,6 +50,8 @@ PATCHES: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
     ((BaseAveragedModel,), 'update_parameters', ema.update_parameters),
     # swaps masters, not weights, so that everything comes back bit for bit
     ((EMAHook,), '_swap_ema_parameters', ema.swap_parameters),
+    # copies the model anew before each test, which a sharded one does not allow
+    ((EMAHook,), 'before_run', ema.before_run),
     # FlexibleRunner loads before there is an average; wrappers inside a model change its names
     ((EMAHook,), 'after_load_checkpoint', ema.after_load_checkpoint),
     # members know of each other, also those that attach without a runner

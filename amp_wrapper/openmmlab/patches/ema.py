@@ -19,8 +19,9 @@ from ...checkpoint import names
 from ...engine import averages
 from ...engine.buffers import living
 from ...errors import AmpUsageError
+from ...shards import any_sharded
 from .. import sharded_states
-from ..wrappers import wrappers_of
+from ..wrappers import inner_model, wrappers_of
 
 
 def copy_in_fp32(original: Callable[..., None], average: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -90,6 +91,20 @@ def check_runner(runner: Any) -> None:
         )
 
 
+def before_run(original: Callable[..., None], hook: Any, runner: Any) -> None:
+    """Replaces ``EMAHook.before_run``: an average that is there becomes a copy of a sharded model, which cannot be copied."""
+    known = getattr(hook, 'ema_model', None)
+    model = inner_model(runner.model)
+    if known is None or not any_sharded(model.parameters()):
+        original(hook, runner)
+        return
+    fsdp_internals.reshard(model)
+    with torch.no_grad():
+        for mean, value in zip(known.module.state_dict().values(), model.state_dict().values()):
+            mean.copy_(value)
+        known.steps.zero_()
+
+
 def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any, checkpoint: dict[str, Any]) -> None:
     """Replaces ``EMAHook.after_load_checkpoint``: makes an average that is missing, and gives the weights its names."""
     if not hasattr(hook, 'ema_model'):
@@ -99,7 +114,7 @@ def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any,
         hook.before_run = lambda runner: hook.__dict__.pop('before_run')
     if wrappers_of(runner):
         _name_for_average(checkpoint, hook.ema_model.module, runner._resume)
-    if fsdp_internals.is_fully_sharded(hook.src_model):
+    if any_sharded(hook.src_model.parameters()):
         checkpoint['state_dict'] = sharded_states.shard_states(hook.src_model, checkpoint['state_dict'])
         if 'ema_state_dict' in checkpoint:
             checkpoint['ema_state_dict'] = sharded_states.shard_states(hook.ema_model, checkpoint['ema_state_dict'])

@@ -15,6 +15,7 @@ from scenarios.common import Here, refused, scenario
 WRAPPERS: dict[str, dict[str, Any]] = {
     'ddp': dict(type='MMDistributedDataParallel', broadcast_buffers=False),
     'fsdp': dict(type='amp_wrapper.MMFullyShard', blocks=['Linear']),
+    'grid': dict(type='amp_wrapper.MMFullyShard', mesh=(2, 1)),
     'apart': dict(type='amp_wrapper.MMFullyShard', no_sync=True, reduce_dtype='float32'),
 }
 
@@ -72,6 +73,30 @@ def fsdp_train(here: Here) -> None:
     if here.world > 1:
         assert isinstance(runner.model, MMFullyShard) is (wrapper != 'ddp')
     del runner
+
+
+@scenario
+def fsdp_other_calls(here: Here) -> None:
+    """Validation before training, tests after it, an average among them; what is measured is what DDP measures."""
+    import toy
+    from mmengine.runner import Runner
+
+    scores = {}
+    for wrapper in ('ddp', 'fsdp', 'grid'):
+        case = settings(here, wrapper, 'O5', epochs=1)
+        case['optim_wrapper']['accumulative_counts'] = 1
+        case['custom_hooks'] = case['custom_hooks'][:1]
+        case['default_hooks']['checkpoint'] = dict(type='CheckpointHook', interval=1)
+        config = toy.toy_config(here.folder / wrapper, **case)
+        config.test_dataloader, config.test_cfg = config.val_dataloader, {}
+        config.test_evaluator = config.val_evaluator
+        torch.manual_seed(0)
+        runner = Runner.from_cfg(config)
+        before = runner.val()
+        runner.train()
+        scores[wrapper] = [before, runner.val(), runner.test()]
+        del runner
+    assert scores['fsdp'] == scores['ddp'] == scores['grid'], scores
 
 
 @scenario
