@@ -100,6 +100,21 @@ def checkpointed_function() -> Any:
     return getattr(checkpoint, '_CheckpointedFunction', None)
 
 
+#: What torch pickles into the metadata of ``torch.distributed.checkpoint``, by module: classes that hold values, which reading
+#: must know to be able to refuse all others. Since 2.2.
+METADATA_CLASSES: Mapping[str, str] = {
+    'torch.distributed.checkpoint.metadata': (
+        'BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata '
+        '_MEM_FORMAT_ENCODING'
+    ),
+    'torch.distributed.checkpoint.filesystem': '_StorageInfo',
+    'torch.serialization': '_get_layout',
+    'torch': 'Size',
+    'collections': 'OrderedDict',
+    'pathlib': 'PosixPath WindowsPath PurePosixPath PureWindowsPath',
+}
+
+
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 #: What all BatchNorm classes derive from; only the derived ones are public, as in the two lines below. Since 1.0.

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 #: Those of :mod:`amp_wrapper.checkpoint.convert`, which is imported after the options are read.
 WEIGHT_TYPES = ('fp32', 'fp16', 'bf16')
 WEIGHTS = ('average', 'trained')
-TARGETS = (*WEIGHT_TYPES, 'stock')
+TARGETS = (*WEIGHT_TYPES, 'stock', 'sharded')
 #: What wrote a file of each kind, and what resumes from it as it is.
 KINDS = {
     'own': (
@@ -44,13 +44,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description='Look into a checkpoint file of any kind, or turn it into one for mmengine, or into weights.',
         epilog='example: python tools/convert_checkpoint.py work_dirs/cnn_o2/epoch_10.pth --to fp16 --publish',
     )
-    parser.add_argument('source', metavar='SRC', help='checkpoint file of any kind; read without running code from it')
+    parser.add_argument(
+        'source',
+        metavar='SRC',
+        help='checkpoint file of any kind, or a folder of shards; read without running code from it',
+    )
     parser.add_argument('out', metavar='OUT', nargs='?', help='file to write; default: beside SRC, epoch_10_fp16.pth')
     parser.add_argument('--inspect', action='store_true', help='print what is in SRC; writes nothing without --to')
     parser.add_argument(
         '--to',
         choices=TARGETS,
-        help='fp32, fp16, bf16: weights alone in that type; stock: mmengine resumes from it without this package',
+        help='fp32, fp16, bf16: weights alone in that type; stock: mmengine resumes from it without this package; '
+        'sharded: a folder of which each rank of a sharded run reads its part',
     )
     parser.add_argument(
         '--weights',
@@ -87,7 +92,7 @@ import torch
 from torch import Tensor
 
 import amp_wrapper
-from amp_wrapper.checkpoint import SavedAmp, convert
+from amp_wrapper.checkpoint import SavedAmp, convert, sharded
 from amp_wrapper.checkpoint import file as checkpoint_file
 from amp_wrapper.policy import resolve
 
@@ -112,7 +117,7 @@ def report(path: Path, file: Any) -> list[str]:
     elif any(saved.kind == 'torch' and {} in saved.loss_scalers for saved in content.optimizers.values()):
         resumes += ' (this with a disabled scaler; for an enabled one: --to stock)'
     rows = [
-        ('file', f'{path.name}, {_bytes(path.stat().st_size)}, {_checksums(path)}'),
+        ('file', f'{path.name}, {_bytes(_size(path))}, {_checksums(path)}'),
         ('kind', f'{content.kind} ({writer})'),
         ('saved', _saved(file, meta)),
         ('model', _tensors(content.state_dict.values())),
@@ -149,7 +154,14 @@ def _bytes(count: int) -> str:
     return f'{count} bytes'
 
 
+def _size(path: Path) -> int:
+    files = path.rglob('*') if path.is_dir() else [path]
+    return sum(each.stat().st_size for each in files if each.is_file())
+
+
 def _checksums(path: Path) -> str:
+    if path.is_dir():
+        return 'a folder of shards, checksums agree'
     if not zipfile.is_zipfile(path):
         return 'no checksums (format of torch before 1.6)'
     with zipfile.ZipFile(path) as archive:
@@ -274,6 +286,9 @@ def write(args: argparse.Namespace, source: Path, file: Any) -> tuple[Path, list
     out = Path(args.out) if args.out else source.with_name(f'{stem}{_ending(args)}.pth')
     if not args.publish:
         _check_not_source(out, source)
+    if args.to == 'sharded':
+        sharded.save(file, out, lambda tensor: bool(tensor.ndim))
+        return out, ['scalars, and what is no tensor, are in rest.pth']
     if out.is_dir():
         raise amp_wrapper.AmpUsageError(f'OUT={args.out} is a folder: give the name of a file.')
     if args.to in convert.WEIGHT_TYPES:
@@ -315,12 +330,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     source = Path(args.source)
     try:
-        file = checkpoint_file.load(source)
+        file = sharded.load(source) if source.is_dir() else checkpoint_file.load(source)
         if args.inspect:
             print('\n'.join(report(source, file)))
         if args.to:
             out, notes = write(args, source, file)
-            print(f'{source.name} -> {out} ({_bytes(out.stat().st_size)})')
+            print(f'{source.name} -> {out} ({_bytes(_size(out))})')
             for note in notes:
                 print(f'  note: {note}')
     except amp_wrapper.AmpError as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits import differences
 from foreign_files import FOREIGN, KINDS, POSITION, ROOT, SCALES, losses_file, read
 from grid import but_every
 
@@ -95,7 +96,7 @@ def test_inspect_our_own(own: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     assert '--to stock' in inspected(capsys, tmp_path / 'bare.pth')['resumes']
 
 
-@pytest.mark.parametrize('target', TOOL.TARGETS)
+@pytest.mark.parametrize('target', [t for t in TOOL.TARGETS if t != 'sharded'])
 @pytest.mark.parametrize('name', KINDS)
 def test_tool_converts_every_file(name: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / 'epoch_2.pth'
@@ -249,3 +250,32 @@ def test_the_config_of_mmcv_1_is_left_out() -> None:
     converted, notes = convert.to_stock(file)
     assert 'config' not in converted['meta'] and file['meta']['config'] == 'import os'
     assert any('without' in note and 'execute' in note for note in notes)
+
+
+# -- folders of shards ------------------------------------------------------------------------------------------------
+
+
+def test_folders_of_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file becomes a folder, and the folder weights and a file for mmengine, with the bits that the file gives."""
+    source = tmp_path / 'stock_dynamic.pth'
+    shutil.copy(next(FOREIGN.glob('stock*.pth')), source)
+    folder = tmp_path / 'folder'
+    TOOL.main([str(source), str(folder), '--to', 'sharded'])
+    assert sorted(path.name for path in folder.iterdir()) == ['files.json', 'rest.pth', 'tensors']
+    capsys.readouterr()
+    of_file, of_folder = inspected(capsys, source), inspected(capsys, folder)
+    assert of_folder.pop('file').startswith('folder, ') and of_file.pop('file')
+    assert of_folder == of_file
+    for target in ('fp32', 'bf16', 'stock'):
+        for path in (source, folder):
+            TOOL.main([str(path), str(tmp_path / f'{path.stem}_out.pth'), '--to', target])
+        found, wanted = (checkpoint_file.load(tmp_path / f'{stem}_out.pth') for stem in ('folder', source.stem))
+        assert differences(found, wanted) == []
+    for path in (folder / 'tensors' / '.metadata', folder / 'rest.pth', folder / 'files.json'):
+        content = path.read_bytes()
+        path.write_bytes(content[:-9])
+        with pytest.raises(SystemExit, match=r'AmpCheckpointError: .*folder is damaged'):
+            TOOL.main([str(folder), '--inspect'])
+        path.write_bytes(content)
+    with pytest.raises(SystemExit, match='no complete checkpoint'):
+        TOOL.main([str(tmp_path), '--inspect'])

@@ -57,6 +57,8 @@ def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
         'fsdp_mixed_types',
         'fsdp_begins_alike',
         'fsdp_other_calls',
+        'fsdp_folders',
+        'fsdp_damaged_folders',
     ],
 )
 def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> None:
