@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -371,3 +373,26 @@ def test_zero_redundancy(one_process: None) -> None:
     # the momentum came along
     assert all(torch.allclose(other, torch.full_like(other, 0.05)) for other in others)
     assert all(torch.equal(weight, torch.full_like(weight, 0.5)) for weight in weights)
+
+
+def test_what_is_in_metadata(tmp_path: Path) -> None:
+    """The classes are there, and what torch writes asks for no other."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    for module, names in torch_internals.METADATA_CLASSES.items():
+        assert all(hasattr(importlib.import_module(module), name) for name in names.split()), module
+    with pytest.warns(UserWarning, match='single process'):
+        state_dict_saver.save({'a': torch.ones(2), 'b': torch.ones(1, dtype=torch.bfloat16)}, checkpoint_id=tmp_path)
+    asked = []
+
+    class Asks(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            asked.append((module, name))
+            return super().find_class(module, name)
+
+    with open(tmp_path / '.metadata', 'rb') as stream:
+        Asks(stream).load()
+    known = {(module, name) for module, names in torch_internals.METADATA_CLASSES.items() for name in names.split()}
+    others = set(asked) - known
+    assert asked and {module for module, _ in others} <= {'torch'}
+    assert all(isinstance(getattr(torch, name), torch.dtype) for _, name in others)
