@@ -46,6 +46,8 @@ def settings(here: Here, wrapper: str, level: str, epochs: int = 2) -> dict[str,
         if word == 'one':
             # DDP and FSDP2 sum up several micro-batches in another order
             case['optim_wrapper']['accumulative_counts'] = 1
+            # and norms
+            case['optim_wrapper']['clip_grad'] = dict(type='value', clip_value=0.02)
     return case
 
 
