@@ -42,12 +42,13 @@ from mmengine.runner import Runner
 from projects import check
 
 import amp_wrapper
+from amp_wrapper.checkpoint import sharded
 
 
 def main(argv: list[str] | None = None) -> dict:
     """Test; returns the metrics."""
     args = parse_args(argv)
-    if not Path(args.checkpoint).is_file():
+    if not Path(args.checkpoint).is_file() and not sharded.is_folder(args.checkpoint):
         raise SystemExit(f'checkpoint {args.checkpoint!r} does not exist')
     check(args.config)
     cfg = Config.fromfile(args.config)

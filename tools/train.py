@@ -82,6 +82,7 @@ from projects import check
 
 import amp_wrapper
 from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.checkpoint import newest
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -159,10 +160,10 @@ def _saved_seed(cfg: Config) -> int | None:
     saving = (cfg.get('default_hooks') or {}).get('checkpoint') or {}
     out_dir = saving.get('out_dir')
     more = [Path(out_dir) / Path(cfg.work_dir).name] if out_dir and '://' not in out_dir else []
-    path = cfg.get('load_from') or checkpoint_file.find_newest(cfg.work_dir, more).path
+    path = cfg.get('load_from') or newest.find_newest(cfg.work_dir, more).path
     if path is None or '://' in str(path):
         return None
-    file = checkpoint_file.load(path, check=False, mmap=True)
+    file = newest.load_without_shards(path)
     meta = file.get('meta') if isinstance(file, dict) else None
     seed = meta.get('seed') if isinstance(meta, dict) else None
     return seed if isinstance(seed, int) else None

@@ -10,11 +10,9 @@ import contextlib
 import errno
 import os
 import pickle
-import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,10 @@ from ..errors import AmpCheckpointError, CheckpointWriteError
 
 #: Ending of a file that is being written; a leftover of a killed process is worth nothing.
 PART_SUFFIX = '.amp-part'
-#: Where a message hub keeps the marks of the files that a run has saved, the last one its own.
-SAVES = 'amp_saves'
-_OWN_NAME = re.compile(r'(epoch|iter)_\d+\.pth|preempted\.pth')
-#: What a file must hold to go on from, beside the model's weights.
-_RESUMABLE = ('state_dict', 'optimizer', 'meta', 'message_hub')
+#: Ending of a folder of shards, while another checkpoint of its name takes its place.
+OLD_SUFFIX = '.amp-old'
+#: What each folder of shards has in it.
+LIST = 'files.json'
 
 
 def save(checkpoint: Any, path: str | os.PathLike[str]) -> None:
@@ -69,8 +66,7 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         yield part
-        os.replace(part, target)
-        _sync_folder(target.parent)
+        replace(part, target)
     except (OSError, RuntimeError) as error:
         # torch's zip writer reports a failed write as a RuntimeError about its position in the file
         if isinstance(error, RuntimeError) and not _is_write_failure(error):
@@ -80,7 +76,43 @@ def _replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             f'from the last one with --resume.'
         ) from error
     finally:
-        _remove_quietly(part)
+        remove(part)
+
+
+def replace(part: Path, target: Path) -> None:
+    """Give a file or a folder of shards its name, and remove what had the name before.
+
+    Args:
+        part: What is renamed.
+        target: The new name. A folder there has to be one of shards.
+
+    Raises:
+        OSError: Something else stands there, or no right to rename it.
+    """
+    if part.is_file() and not target.is_dir():
+        os.replace(part, target)
+        sync_folder(target.parent)
+        return
+    if target.is_dir() and not (target / LIST).is_file():
+        raise IsADirectoryError(errno.EEXIST, f'{target} is a folder, and no checkpoint', str(target))
+    # a folder cannot be replaced in one act: whoever looks in between finds the old one
+    old = target.with_name(target.name + OLD_SUFFIX)
+    remove(old)
+    if target.exists():
+        os.replace(target, old)
+    os.replace(part, target)
+    sync_folder(target.parent)
+    remove(old)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a file or a folder, if it is there and can be removed."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def check_writable(folder: str | os.PathLike[str]) -> None:
@@ -100,11 +132,11 @@ def check_writable(folder: str | os.PathLike[str]) -> None:
     except OSError as error:
         raise CheckpointWriteError(f'checkpoints cannot be written: {_explain_write(error, target)}.') from error
     finally:
-        _remove_quietly(part)
+        remove(part)
 
 
-def _sync_folder(folder: Path) -> None:
-    """The rename itself is on the disk only when the folder is; not every file system can be asked for that."""
+def sync_folder(folder: Path) -> None:
+    """Flush a folder to the disk: a rename in it is not there before. Not every file system can be asked for that."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -114,11 +146,6 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _remove_quietly(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def _is_write_failure(error: RuntimeError) -> bool:
@@ -143,21 +170,6 @@ def _explain_write(error: Exception, target: Path) -> str:
         why = os.strerror(code)
         return f'no file can be made in {target.parent} ({why}): change its permissions, or choose another work_dir'
     return f'{cause}{space}'
-
-
-def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:
-    """Remove the half-written checkpoints of killed processes.
-
-    Args:
-        folder: A local folder that no other process is writing checkpoints into.
-
-    Returns:
-        The names of the removed files.
-    """
-    found = sorted(Path(folder).glob(f'*{PART_SUFFIX}'))
-    for part in found:
-        _remove_quietly(part)
-    return [part.name for part in found]
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -262,118 +274,3 @@ def _existing(path: str | os.PathLike[str]) -> Path:
     if not path.is_file():
         raise AmpCheckpointError(f'{path} is not there, or no file: check the path.')
     return path
-
-
-@dataclass(frozen=True)
-class Newest:
-    """What :func:`find_newest` found.
-
-    Attributes:
-        path: The newest complete checkpoint, or None.
-        passed_over: One sentence per file that looked like a checkpoint of the run and cannot be resumed from.
-    """
-
-    path: Path | None
-    passed_over: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    path: Path
-    saves: tuple[str, ...]
-    order: tuple[str, int, float]
-
-
-def find_newest(folder: str | os.PathLike[str], more: Iterable[str | os.PathLike[str]] = ()) -> Newest:
-    """The newest checkpoint of a folder that is complete and can be resumed from.
-
-    That is the one ``last_checkpoint`` names, or one that was saved after it by the same run: each file knows those before it
-    (``message_hub['runtime_info']['amp_saves']``). Where that file is missing or broken, it is the one saved last by the time
-    inside, and then by its iteration.
-
-    Args:
-        folder: The work folder.
-        more: Further folders that checkpoints of this run are saved to.
-    """
-    folder = Path(folder)
-    passed: list[str] = []
-    named = _named(folder, passed)
-    folders = [folder, *map(Path, more)]
-    # CheckpointHook(out_dir=...) makes a folder of the same name there; any other place is that of another run
-    if named is not None and named.parent.name == folder.name and not any(folder.glob('*.pth')):
-        folders.append(named.parent)
-    endings = {'.pth', '.pth' if named is None else named.suffix}
-    paths = {Path(os.path.abspath(path)) for place in folders for end in endings for path in place.glob(f'*{end}')}
-    if named is not None:
-        paths.add(named)
-    was_here = (folder / 'last_checkpoint').exists()
-    found: list[_Candidate] = []
-    for path in sorted(paths):
-        try:
-            candidate = _look_into(path)
-        except AmpCheckpointError as error:
-            # somebody's pretrained weights may lie there, too
-            if was_here or _OWN_NAME.fullmatch(path.name):
-                passed.append(str(error))
-            continue
-        if candidate is not None:
-            found.append(candidate)
-        elif path == named:
-            passed.append(f'{path}, which last_checkpoint names, holds no optimizer, meta or message_hub')
-    for candidate in _from_newest(found, named):
-        try:
-            verify(candidate.path)
-        except AmpCheckpointError as error:
-            passed.append(str(error))
-            continue
-        return Newest(candidate.path, tuple(passed))
-    return Newest(None, tuple(passed))
-
-
-def _named(folder: Path, passed: list[str]) -> Path | None:
-    """The file that ``last_checkpoint`` means: of this folder, where it has one of that name."""
-    pointer = folder / 'last_checkpoint'
-    if not pointer.is_file():
-        return None
-    try:
-        text = pointer.read_text(errors='replace').strip().removeprefix('file://')
-        target = Path(text)
-        if text and (folder / target.name).is_file():
-            return Path(os.path.abspath(folder / target.name))
-        if text and target.is_absolute() and target.is_file():
-            return target
-    except (OSError, ValueError):
-        text = 'a name that is none'
-    passed.append(f'{pointer} is empty' if not text else f'{text[:200]}, which {pointer} names, is not there')
-    return None
-
-
-def _look_into(path: Path) -> _Candidate | None:
-    """None for a file that was not meant to be resumed from, such as weights alone."""
-    found = load(path, check=False, mmap=True)
-    if not isinstance(found, Mapping) or not all(key in found for key in _RESUMABLE):
-        return None
-    meta = found['meta'] if isinstance(found['meta'], Mapping) else {}
-    hub = found['message_hub'] if isinstance(found['message_hub'], Mapping) else {}
-    info = hub.get('runtime_info')
-    saves = info.get(SAVES) if isinstance(info, Mapping) else None
-    saves = tuple(map(str, saves)) if isinstance(saves, (list, tuple)) else ()
-    time, iteration = meta.get('time'), meta.get('iter')
-    order = (
-        time if isinstance(time, str) else '',
-        iteration if isinstance(iteration, int) else 0,
-        path.stat().st_mtime,
-    )
-    return _Candidate(path, saves, order)
-
-
-def _from_newest(found: list[_Candidate], named: Path | None) -> list[_Candidate]:
-    by_time = sorted(found, key=lambda candidate: candidate.order, reverse=True)
-    start = next((candidate for candidate in found if candidate.path == named), None)
-    if start is None:
-        return by_time
-    # what was saved after it and knows it: the run died before it could say so
-    later = [candidate for candidate in by_time if start.saves and start.saves[-1] in candidate.saves[:-1]]
-    later.sort(key=lambda candidate: len(candidate.saves) - candidate.saves.index(start.saves[-1]), reverse=True)
-    rest = [candidate for candidate in by_time if candidate is not start and candidate not in later]
-    return [*later, start, *rest]

@@ -1,25 +1,22 @@
 """Checkpoints of sharded tensors: a folder to which each rank writes its own shards, whole or not there at all.
 
-``torch.distributed.checkpoint`` writes and reads the shards. Beside them lie what is not sharded, from rank 0, and a list of
-all files with their sizes and checksums, which is written last: a folder without it is none. All of it is made under another
-name and renamed.
+``torch.distributed.checkpoint`` writes and reads the shards. Beside them lies what is not sharded, from rank 0. How the folder
+comes to its name is the matter of :mod:`amp_wrapper.checkpoint.folder`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import json
 import os
 import pickle
-import shutil
+import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -27,64 +24,39 @@ from torch.distributed import ProcessGroup
 from ..errors import AmpCheckpointError, CheckpointWriteError
 from ..shards import is_sharded
 from ..torch_internals import METADATA_CLASSES
-from . import file
+from . import file, folder
+from .folder import is_folder, verify
+
+__all__ = ['Pending', 'begin', 'is_folder', 'join', 'load', 'save', 'shapes', 'split', 'verify', 'write']
 
 #: What stands in the place of a sharded tensor: a dict of this key, and the name under which the tensor was written.
 PLACE = 'sharded_tensor'
-_TENSORS, _REST, _FILES = 'tensors', 'rest.pth', 'files.json'
-_OLD_SUFFIX = '.amp-old'
-
-
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a complete folder of this kind."""
-    return (_standing(path) / _FILES).is_file()
 
 
 class Pending:
-    """A checkpoint that is being written; :meth:`finish` gives it its name. Made by :func:`begin`.
+    """A checkpoint that is being written; made by :func:`begin`.
 
     Args:
         target: What the folder will be called.
-        written: What the writing of this rank's shards is waited for with; None where it is done.
+        written: Ends when the folder has its name.
     """
 
-    def __init__(self, target: Path, written: Future[Any] | None) -> None:
+    def __init__(self, target: Path, written: Future[None]) -> None:
         self._target = target
         self._written = written
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has written its shards, so that :meth:`finish` has nothing to wait for but other ranks."""
-        return self._written is None or self._written.done()
+        """Whether the folder has its name, or could not be written: :meth:`finish` has nothing to wait for."""
+        return self._written.done()
 
     def finish(self) -> None:
-        """Wait for the shards of all ranks, list the files, and rename the folder. Collective, once.
+        """Wait until the folder has its name: until all ranks have written their shards.
 
         Raises:
             CheckpointWriteError: As :func:`save`.
         """
-        target, part = self._target, _part_of(self._target)
-        rank, world = _place()
-        try:
-            with _together(target):
-                if self._written is not None:
-                    self._written.result()
-            with _together(target):
-                mine = {each.name: _look_at(each) for each in sorted((part / _TENSORS).glob(f'__{rank}_*'))}
-            found: list[Any] = [mine]
-            if world > 1:
-                found = [None] * world
-                torch.distributed.all_gather_object(found, mine)
-            with _together(target):
-                if rank == 0:
-                    listed = {f'{_TENSORS}/{name}': seen for each in found for name, seen in each.items()}
-                    for each in (part / _REST, part / _TENSORS / '.metadata'):
-                        listed[each.relative_to(part).as_posix()] = _look_at(each)
-                    file.write_text(json.dumps(listed, indent=1), part / _FILES)
-                    _replace(part, target)
-        finally:
-            if rank == 0:
-                shutil.rmtree(part, ignore_errors=True)
+        self._written.result()
 
 
 def save(checkpoint: Any, path: str | os.PathLike[str], takes: Callable[[Any], bool] = is_sharded) -> None:
@@ -108,49 +80,50 @@ def begin(
     asynchronous: bool = True,
     takes: Callable[[Any], bool] = is_sharded,
 ) -> Pending:
-    """Begin to write a checkpoint, and go on training meanwhile. Collective.
+    """Begin to write a checkpoint, and go on training meanwhile. Collective; one that is still being written is waited for.
 
     Args:
         checkpoint: As for :func:`save`; it may be changed afterwards.
         path: As for :func:`save`.
-        asynchronous: Whether the shards are copied to the CPU, and written from there while the training goes on.
+        asynchronous: Whether the shards are copied to the CPU, and written by a thread while the training goes on.
         takes: As for :func:`save`.
 
     Returns:
-        What makes a checkpoint of it, at a later step and before another one begins.
+        What to wait for, before the process group is destroyed.
 
     Raises:
-        CheckpointWriteError: As :func:`save`.
+        CheckpointWriteError: As :func:`save`, for what is written before the thread begins.
+    """
+    return write(*split(checkpoint, takes), path, asynchronous)
+
+
+def write(
+    rest: Any, tensors: Mapping[str, Tensor], path: str | os.PathLike[str], asynchronous: bool = False
+) -> Pending:
+    """Write what :func:`split` has taken apart. Collective, and otherwise as :func:`begin`.
+
+    Args:
+        rest: Taken from rank 0.
+        tensors: The same names on every rank.
+        path: As for :func:`save`.
+        asynchronous: As for :func:`begin`.
     """
     target = Path(path)
-    part = _part_of(target)
-    rank = _place()[0]
-    tensors: dict[str, Tensor] = {}
-    rest = _without_tensors(checkpoint, '', tensors, takes)
-    with _together(target):
-        if rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-            (part / _TENSORS).mkdir(parents=True)
-            file.save(rest, part / _REST)
-    with _together(target):
-        written = _write_tensors(tensors, part / _TENSORS, asynchronous)
-    return Pending(target, written)
-
-
-def _part_of(target: Path) -> Path:
-    return target.with_name(target.name + file.PART_SUFFIX)
-
-
-def verify(path: str | os.PathLike[str]) -> None:
-    """Compare every file of a folder with the size and checksum that it was written with.
-
-    Raises:
-        AmpCheckpointError: Names the file.
-    """
-    folder = _standing(path)
-    for name, (size, checksum) in _listed(folder).items():
-        if _look_at(folder / name) != [size, checksum]:
-            raise AmpCheckpointError(f'{folder} is damaged: {name} is not what was written. Use an earlier checkpoint.')
+    part = folder.part_of(target)
+    group = _group_beside() if asynchronous else None
+    _wait_for_the_last()
+    with _together(target, group):
+        if _place()[0] == 0:
+            folder.remove(part)
+            (part / folder.TENSORS).mkdir(parents=True)
+            file.save(rest, part / folder.REST)
+    if not asynchronous:
+        _write(dict(tensors), target, None)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Pending(target, done)
+    copies = {name: tensor.detach().to('cpu', copy=True) for name, tensor in tensors.items()}
+    return Pending(target, _in_a_thread(copies, target, group))
 
 
 def load(
@@ -158,6 +131,7 @@ def load(
     like: Callable[[str], Tensor | None] = lambda name: None,
     map_location: Any = 'cpu',
     check: bool = True,
+    only_shapes: bool = False,
 ) -> Any:
     """Read a folder, on any number of ranks, under ``weights_only=True``. No communication.
 
@@ -167,6 +141,8 @@ def load(
             layout takes the values, of which this rank reads its own part. None: the whole tensor is read.
         map_location: Where whole tensors go to; shards go to the device of what ``like`` gave.
         check: Whether to :func:`verify` first.
+        only_shapes: Whether sharded tensors are not read: in the place of each are zeros of its shape and type, which take no
+            memory until they are written to.
 
     Returns:
         What was saved.
@@ -175,41 +151,82 @@ def load(
         AmpCheckpointError: Missing, incomplete or changed files, one that would run code, or a shape that is not that of
             ``like``. Nothing has been applied.
     """
-    folder = _standing(path)
-    listed = _listed(folder)
-    missing = [name for name in listed if not (folder / name).is_file()]
-    if missing:
-        raise AmpCheckpointError(f'{folder} is damaged: {", ".join(missing)} is missing. Use an earlier checkpoint.')
+    place = folder.standing(path)
+    folder.listed(place)
     if check:
-        verify(folder)
-    rest = file.load(folder / _REST, map_location, check=False)
+        verify(place)
+    rest = file.load(place / folder.REST, map_location, check=False)
     wanted = list(_places(rest))
     if not wanted:
         return rest
-    try:
-        tensors = _read_tensors(folder / _TENSORS, wanted, like, map_location)
-    except AmpCheckpointError:
-        raise
-    except Exception as error:  # the many ways in which damage shows
-        raise AmpCheckpointError(f'{folder} cannot be read ({type(error).__name__}: {error}).') from error
-    return _with_tensors(rest, tensors)
+    with _reading(place):
+        metadata = _metadata(place)
+        found: dict[str, Tensor] = {}
+        for name in wanted:
+            saved = metadata.state_dict_metadata.get(name)
+            if saved is None:
+                raise AmpCheckpointError(f'{place} is damaged: it has no tensor {name!r}. Use an earlier checkpoint.')
+            if only_shapes:
+                found[name] = _zeros(saved.size, saved.properties.dtype)
+            else:
+                found[name] = _empty(place, name, saved, like(name), map_location)
+        if not only_shapes:
+            _fill(found, place, metadata)
+    return join(rest, found)
+
+
+def shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
+    """The shapes of the sharded tensors in a folder, by the names that :func:`load` asks for.
+
+    Raises:
+        AmpCheckpointError: Missing or damaged.
+    """
+    place = folder.standing(path)
+    folder.listed(place)
+    with _reading(place):
+        return {name: saved.size for name, saved in _metadata(place).state_dict_metadata.items()}
 
 
 # -- the parts of a checkpoint -----------------------------------------------------------------------------------------
 
 
-def _without_tensors(value: Any, name: str, tensors: dict[str, Tensor], takes: Callable[[Any], bool]) -> Any:
-    """The checkpoint with places in it; the tensors that ``takes`` names are put into ``tensors``."""
-    if isinstance(value, Mapping):
-        inside = {key: (f'{name}/{key}' if name else str(key), item) for key, item in value.items()}
-        return {key: _without_tensors(item, path, tensors, takes) for key, (path, item) in inside.items()}
-    if isinstance(value, (list, tuple)):
-        found = [_without_tensors(item, f'{name}/{index}', tensors, takes) for index, item in enumerate(value)]
-        return type(value)(found)
-    if not isinstance(value, Tensor) or not takes(value):
-        return value
-    tensors[name] = value.detach()
-    return {PLACE: name}
+def split(checkpoint: Any, takes: Callable[[Any], bool] = is_sharded) -> tuple[Any, dict[str, Tensor]]:
+    """A checkpoint with places in it, and the tensors that belong there.
+
+    Args:
+        checkpoint: Not changed.
+        takes: Which tensors are taken out.
+
+    Returns:
+        The rest, and the tensors by name: keys and indices, with slashes between.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def walk(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: walk(item, f'{name}/{key}' if name else str(key)) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(walk(item, f'{name}/{index}') for index, item in enumerate(value))
+        if not isinstance(value, Tensor) or not takes(value):
+            return value
+        while name in tensors:
+            # a key with a slash in it
+            name += '+'
+        tensors[name] = value.detach()
+        return {PLACE: name}
+
+    return walk(checkpoint, ''), tensors
+
+
+def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The opposite of :func:`split`."""
+    if isinstance(rest, Mapping):
+        if set(rest) == {PLACE}:
+            return tensors[rest[PLACE]]
+        return {key: join(item, tensors) for key, item in rest.items()}
+    if isinstance(rest, (list, tuple)):
+        return type(rest)(join(item, tensors) for item in rest)
+    return rest
 
 
 def _places(value: Any) -> Iterator[str]:
@@ -224,34 +241,82 @@ def _places(value: Any) -> Iterator[str]:
             yield from _places(item)
 
 
-def _with_tensors(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, Mapping):
-        if set(value) == {PLACE}:
-            return tensors[value[PLACE]]
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_tensors(item, tensors) for item in value)
-    return value
+# -- writing -----------------------------------------------------------------------------------------------------------
 
 
-# -- torch.distributed.checkpoint --------------------------------------------------------------------------------------
-
-
-def _write_tensors(tensors: dict[str, Tensor], folder: Path, asynchronous: bool) -> Future[Any] | None:
+def _write(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None) -> None:
+    """Write the shards of all ranks, and give the folder its name. Collective over ``group``; None: over all."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import async_save
     from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    alone = _place()[1] == 1
-    if asynchronous and not alone:
-        found: Any = async_save(dict(tensors), storage_writer=writer, process_group=_group_beside())
-        # newer versions may return more than the future
-        future: Future[Any] = getattr(found, 'upload_completion', found)
-        return future
-    with _quiet():
-        save_now(dict(tensors), storage_writer=writer, no_dist=alone)
-    return None
+    part = folder.part_of(target)
+    rank, world = _place()
+    try:
+        with _together(target, group):
+            writer = FileSystemWriter(part / folder.TENSORS, single_file_per_rank=True, sync_files=True)
+            with _quiet() if world == 1 else contextlib.nullcontext():
+                save_now(tensors, storage_writer=writer, process_group=group, no_dist=world == 1)
+        mine: dict[str, folder.Seen] = {}
+        with _together(target, group):
+            mine = {each.name: folder.look_at(each) for each in sorted((part / folder.TENSORS).glob(f'__{rank}_*'))}
+        found: list[Any] = [mine]
+        if world > 1:
+            found = [None] * world
+            torch.distributed.all_gather_object(found, mine, group=group)
+        with _together(target, group):
+            if rank == 0:
+                listed = {f'{folder.TENSORS}/{name}': seen for each in found for name, seen in each.items()}
+                for name in (folder.REST, f'{folder.TENSORS}/.metadata'):
+                    listed[name] = folder.look_at(part / name)
+                folder.make(target, listed)
+    finally:
+        if rank == 0:
+            folder.remove(part)
+
+
+_last: Future[None] | None = None
+
+
+def _in_a_thread(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None) -> Future[None]:
+    global _last
+    written: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            _write(tensors, target, group)
+        except CheckpointWriteError as error:
+            written.set_exception(error)
+        except BaseException as error:  # a rank that has died, say
+            written.set_exception(
+                CheckpointWriteError(f'{target} could not be written: {type(error).__name__}: {error}')
+            )
+        else:
+            written.set_result(None)
+
+    # a process waits for its threads before it ends
+    threading.Thread(target=run, name=f'writes {target.name}').start()
+    _last = written
+    return written
+
+
+def _wait_for_the_last() -> None:
+    """Two that write at once would take turns in the same group; what went wrong is said by :meth:`Pending.finish`."""
+    if _last is not None:
+        _last.exception()
+
+
+_beside: tuple[Any, ProcessGroup] | None = None
+
+
+def _group_beside() -> ProcessGroup | None:
+    """A group of all ranks for threads: the collectives of two threads must not meet. Collective, once. None: one process."""
+    global _beside
+    if _place()[1] == 1:
+        return None
+    world = torch.distributed.group.WORLD
+    if _beside is None or _beside[0] is not world:
+        _beside = (world, torch.distributed.new_group(backend='gloo'))
+    return _beside[1]
 
 
 @contextlib.contextmanager
@@ -262,10 +327,36 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _group_beside() -> ProcessGroup:
-    """A group of all ranks for what runs beside the training: collectives of two threads must not meet. Collective, once."""
-    return torch.distributed.new_group(backend='gloo')  # type: ignore[no-any-return]
+def _place() -> tuple[int, int]:
+    """The number of this rank, and of ranks."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+@contextlib.contextmanager
+def _together(target: Path, group: ProcessGroup | None) -> Iterator[None]:
+    """An error on one rank is one on all of them, at the end of the block."""
+    problem: str | None = None
+    cause: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        problem, cause = f'{type(error).__name__}: {error}', error
+    world = _place()[1]
+    problems: list[Any] = [problem]
+    if world > 1:
+        problems = [None] * world
+        torch.distributed.all_gather_object(problems, problem, group=group)
+    said = {rank: text for rank, text in enumerate(problems) if text}
+    if said:
+        first = min(said)
+        raise CheckpointWriteError(
+            f'{target} could not be written: rank {first}: {said[first][:500]}. Checkpoints written before are untouched.'
+        ) from cause
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 class _Metadata(pickle.Unpickler):
@@ -279,109 +370,46 @@ class _Metadata(pickle.Unpickler):
         raise AmpCheckpointError(f'a metadata file is refused: it asks for {module}.{name} while it is read.')
 
 
-def _read_tensors(
-    folder: Path, names: list[str], like: Callable[[str], Tensor | None], map_location: Any
-) -> dict[str, Tensor]:
+def _metadata(place: Path) -> Any:
+    with open(place / folder.TENSORS / '.metadata', 'rb') as stream:
+        return _Metadata(stream).load()
+
+
+@contextlib.contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    try:
+        yield
+    except AmpCheckpointError:
+        raise
+    except Exception as error:  # the many ways in which damage shows
+        raise AmpCheckpointError(f'{place} cannot be read ({type(error).__name__}: {error}).') from error
+
+
+def _zeros(size: torch.Size, dtype: torch.dtype) -> Tensor:
+    # numpy asks the system for zeroed memory, which is there only once somebody writes to it; torch would write
+    flat = torch.from_numpy(np.zeros(size.numel() * dtype.itemsize, np.uint8))
+    return flat.view(dtype).view(size)
+
+
+def _empty(place: Path, name: str, saved: Any, like: Tensor | None, map_location: Any) -> Tensor:
+    """Room for a tensor, laid out as it is wanted."""
+    dtype = saved.properties.dtype
+    if like is None or not is_sharded(like):
+        return torch.empty(saved.size, dtype=dtype, device=map_location)
+    if like.shape != saved.size:
+        raise AmpCheckpointError(
+            f'{place}: {name} has the shape {tuple(saved.size)}, and {tuple(like.shape)} is expected.'
+        )
+    return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+
+def _fill(tensors: dict[str, Tensor], place: Path, metadata: Any) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load as load_now
-
-    with open(folder / '.metadata', 'rb') as stream:
-        metadata = _Metadata(stream).load()
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
-    found: dict[str, Tensor] = {}
-    for name in names:
-        saved = metadata.state_dict_metadata.get(name)
-        if saved is None:
-            raise AmpCheckpointError(
-                f'{folder.parent} is damaged: it has no tensor {name!r}. Use an earlier checkpoint.'
-            )
-        shown = like(name)
-        if shown is None or not is_sharded(shown):
-            found[name] = torch.empty(saved.size, dtype=saved.properties.dtype, device=map_location)
-        elif shown.shape != saved.size:
-            raise AmpCheckpointError(
-                f'{folder.parent}: {name} has the shape {tuple(saved.size)}, and {tuple(shown.shape)} is expected.'
-            )
-        else:
-            found[name] = torch.empty_like(shown, dtype=saved.properties.dtype, requires_grad=False)
     with _quiet():
-        load_now(found, storage_reader=Reader(folder), no_dist=True)
-    return found
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def _place() -> tuple[int, int]:
-    """The number of this rank, and of ranks."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
-
-
-@contextlib.contextmanager
-def _together(target: Path) -> Iterator[None]:
-    """An error on one rank is one on all of them, at the end of the block."""
-    problem: str | None = None
-    cause: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem, cause = f'{type(error).__name__}: {error}', error
-    world = _place()[1]
-    problems: list[Any] = [problem]
-    if world > 1:
-        problems = [None] * world
-        torch.distributed.all_gather_object(problems, problem)
-    said = {rank: text for rank, text in enumerate(problems) if text}
-    if said:
-        first = min(said)
-        raise CheckpointWriteError(
-            f'{target} could not be written: rank {first}: {said[first][:500]}. Checkpoints written before are untouched.'
-        ) from cause
-
-
-def _look_at(path: Path) -> list[int]:
-    """Size and checksum of a file; nothing for one that is not there."""
-    if not path.is_file():
-        return [-1, -1]
-    size = checksum = 0
-    with open(path, 'rb') as stream:
-        while chunk := stream.read(2**22):
-            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-    return [size, checksum]
-
-
-def _listed(folder: Path) -> dict[str, list[int]]:
-    try:
-        listed = json.loads((folder / _FILES).read_text())
-        pairs = {str(name): [int(size), int(checksum)] for name, (size, checksum) in listed.items()}
-    except FileNotFoundError:
-        raise AmpCheckpointError(f'{folder} is no complete checkpoint: it has no {_FILES}.') from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise AmpCheckpointError(f'{folder} is damaged: {_FILES} cannot be read ({error}).') from error
-    return pairs
-
-
-def _standing(path: str | os.PathLike[str]) -> Path:
-    """A folder, or the one before it, where somebody died between renaming the two."""
-    folder = Path(path)
-    old = folder.with_name(folder.name + _OLD_SUFFIX)
-    return old if not folder.exists() and old.exists() else folder
-
-
-def _replace(part: Path, target: Path) -> None:
-    """Rename a folder; an older one, or a file, of the name goes when the new one stands."""
-    old = target.with_name(target.name + _OLD_SUFFIX)
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        os.replace(target, old)
-    os.replace(part, target)
-    if old.is_dir():
-        shutil.rmtree(old, ignore_errors=True)
-    elif old.exists():
-        old.unlink()
+        load_now(tensors, storage_reader=Reader(place / folder.TENSORS), no_dist=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -15,8 +15,10 @@ from mmengine.optim import BaseOptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
 from .. import fsdp_internals
+from ..policy.nested import parameters_of
 from ..shards import any_sharded, is_sharded, shard_like, whole
 from ..torch_internals import is_zero
+from .wrappers import inner_model
 
 _are_gathered: ContextVar[bool] = ContextVar('_are_gathered', default=False)
 
@@ -43,20 +45,52 @@ def gathered(runner: Any, with_optimizer: bool = True) -> Iterator[None]:
     if not is_sharded_model or _are_gathered.get():
         yield
         return
-    hooks = getattr(runner, 'hooks', ())
-    averages = [hook.ema_model for hook in hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
-    steps = with_optimizer and isinstance(wrapper, BaseOptimWrapper)
-    owners = [inner, *averages, *([wrapper] if steps else [])]
+    owners = owners_of(runner, with_optimizer)
     states = [gather(owner.state_dict()) for owner in owners]
     with contextlib.ExitStack() as stack:
         if is_main_process():
             for owner, state in zip(owners, states):
-                stack.enter_context(_giving(owner, state))
+                stack.enter_context(giving(owner, state))
         token = _are_gathered.set(True)
         try:
             yield
         finally:
             _are_gathered.reset(token)
+
+
+def owners_of(runner: Any, with_optimizer: bool) -> list[Any]:
+    """Whose state dicts mmengine puts into a checkpoint of a sharded model: the model, its averages, the optimizer wrapper."""
+    wrapper = getattr(runner, 'optim_wrapper', None)
+    steps = with_optimizer and isinstance(wrapper, BaseOptimWrapper)
+    return [runner.model.module, *_averages_of(runner), *([wrapper] if steps else [])]
+
+
+def _averages_of(runner: Any) -> list[Any]:
+    hooks = getattr(runner, 'hooks', ())
+    return [hook.ema_model for hook in hooks if isinstance(hook, EMAHook) and hasattr(hook, 'ema_model')]
+
+
+def layouts_of(runner: Any) -> Callable[[str], Tensor | None]:
+    """Which tensor of a runner is laid out as one of a checkpoint, by the name that it has there; None for no sharded one."""
+    model = inner_model(runner.model)
+    fsdp_internals.reshard(model)
+    weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if is_sharded(p)}
+    wrapper = getattr(runner, 'optim_wrapper', None)
+    members = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {'': wrapper}
+    stepped: dict[str, Tensor] = {}
+    for name, member in members.items():
+        optimizer = getattr(member, 'optimizer', None)
+        parameters = [] if optimizer is None else parameters_of(optimizer)
+        front = f'optimizer/{name}/' if name else 'optimizer/'
+        stepped |= {f'{front}state/{index}': p for index, p in enumerate(parameters) if is_sharded(p)}
+
+    def layout(name: str) -> Tensor | None:
+        part, _, rest = name.partition('/')
+        if part in ('state_dict', 'ema_state_dict'):
+            return weights.get(rest, weights.get(rest.removeprefix('module.')))
+        return stepped.get(name.rpartition('/')[0])
+
+    return layout
 
 
 @contextmanager
@@ -68,17 +102,23 @@ def _consolidated(optimizers: Sequence[Any]) -> Iterator[None]:
         for optimizer in optimizers:
             optimizer.consolidate_state_dict(to=0)
             if is_main_process():
-                stack.enter_context(_giving(optimizer, ZeroRedundancyOptimizer.state_dict(optimizer)))
+                stack.enter_context(giving(optimizer, ZeroRedundancyOptimizer.state_dict(optimizer)))
         yield
 
 
 @contextmanager
-def _giving(owner: Any, state: Any) -> Iterator[None]:
+def giving(owner: Any, state: Any) -> Iterator[None]:
+    """Inside, the state dict of an object is a given one."""
     owner.state_dict = lambda *args, **kwargs: state
     try:
         yield
     finally:
         del owner.state_dict
+
+
+def like_it(value: Mapping[Any, Any]) -> Any:
+    """A shallow copy of a dict, which keeps its class and attributes, such as ``_metadata`` of a state dict."""
+    return copy.copy(value)
 
 
 def gather(value: Any) -> Any:
@@ -90,9 +130,9 @@ def gather(value: Any) -> Any:
         On other ranks, sharded tensors are missing: None.
     """
     if isinstance(value, Mapping):
-        made = copy.copy(value)
+        made = like_it(value)
         for key, item in value.items():
-            made[key] = gather(item)  # type: ignore[index]
+            made[key] = gather(item)
         return made
     if isinstance(value, (list, tuple)):
         return type(value)(gather(item) for item in value)

@@ -26,11 +26,14 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import fsdp_internals
 from ..casting.sharding import Sharding, begin_alike, shard
+from ..checkpoint import sharded
 from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import Policy, resolve
 from ..registry import MODEL_WRAPPERS, STRATEGIES
-from .sharded_states import gathered
+from . import shard_files
 from .wrappers import amp_wrappers
+
+_KINDS_SHOWN = f'known are {", ".join(map(repr, shard_files.KINDS))}'
 
 
 @MODEL_WRAPPERS.register_module()
@@ -55,9 +58,11 @@ class MMFullyShard(nn.Module):
         offload: As there.
         no_sync: Whether, while gradients are accumulated over several iterations, each rank keeps whole gradients of its own
             until the last one. Saves communication, and costs the memory of all gradients of the model.
+        checkpoints: 'whole': rank 0 puts the states together and writes a file. 'sharded': each rank writes its own shards to a
+            folder, which is read by any number of ranks. 'async': the same, while the training goes on.
 
     Raises:
-        AmpConfigError: A mesh that does not fit the number of processes.
+        AmpConfigError: A mesh that does not fit the number of processes; no such kind of checkpoints.
     """
 
     #: Gradients are averaged after a cast as before it.
@@ -72,9 +77,16 @@ class MMFullyShard(nn.Module):
         reshard_after_forward: bool | int | None = None,
         offload: bool = False,
         no_sync: bool = False,
+        checkpoints: str = 'whole',
     ) -> None:
         super().__init__()
+        if checkpoints not in shard_files.KINDS:
+            raise AmpConfigError(
+                [f'checkpoints={checkpoints!r}{nearest(str(checkpoints), shard_files.KINDS)}: {_KINDS_SHOWN}.']
+            )
         self.module = module
+        self.checkpoints = checkpoints
+        self.pending: sharded.Pending | None = None
         self._mesh = mesh_of(mesh)
         self._options = {
             'blocks': blocks,
@@ -179,6 +191,7 @@ class FullyShardStrategy(DDPStrategy):
         reshard_after_forward: As there.
         offload: As there.
         no_sync: As there.
+        checkpoints: As there.
         activation_checkpointing: Names of modules, as in mmengine's configs, whose forward pass is computed once more in the
             backward pass.
         **kwargs: For mmengine's ``DDPStrategy``.
@@ -193,6 +206,7 @@ class FullyShardStrategy(DDPStrategy):
         reshard_after_forward: bool | int | None = None,
         offload: bool = False,
         no_sync: bool = False,
+        checkpoints: str = 'whole',
         activation_checkpointing: list[str] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -210,6 +224,7 @@ class FullyShardStrategy(DDPStrategy):
             'reshard_after_forward': reshard_after_forward,
             'offload': offload,
             'no_sync': no_sync,
+            'checkpoints': checkpoints,
         }
         self._recomputed = activation_checkpointing
 
@@ -235,8 +250,8 @@ class FullyShardStrategy(DDPStrategy):
         return state
 
     def save_checkpoint(self, filename: str, **kwargs: Any) -> None:
-        """Write a whole checkpoint on rank 0. Collective."""
-        with gathered(self, kwargs.get('save_optimizer', True)):
+        """Write a checkpoint, whole on rank 0 or in shards. Collective."""
+        with shard_files.saving(self, kwargs.get('save_optimizer', True)):
             super().save_checkpoint(filename, **kwargs)
 
 

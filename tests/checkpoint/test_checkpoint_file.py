@@ -17,16 +17,6 @@ FULL = Path('/dev/full')
 needs_full = pytest.mark.skipif(not FULL.exists(), reason='no /dev/full on this system to play a full disk')
 
 
-def training_file(time: str = '20260101_000000', iteration: int = 0, **more: Any) -> dict[str, Any]:
-    return {
-        'state_dict': {'weight': torch.ones(3)},
-        'optimizer': {},
-        'message_hub': {},
-        'meta': {'time': time, 'iter': iteration},
-        **more,
-    }
-
-
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -103,13 +93,6 @@ def test_errors_of_the_content_are_not_errors_of_the_disk(tmp_path: Path) -> Non
     with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
         checkpoint_file.save({'x': lambda: 0}, tmp_path / 'a.pth')
     assert os.listdir(tmp_path) == []
-
-
-def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    for name in ('a.pth', 'a.pth.amp-part', 'b.pth.amp-part', 'notes.part'):
-        (tmp_path / name).write_text('x')
-    assert checkpoint_file.remove_leftovers(tmp_path) == ['a.pth.amp-part', 'b.pth.amp-part']
-    assert sorted(os.listdir(tmp_path)) == ['a.pth', 'notes.part']
 
 
 def test_write_text_replaces(tmp_path: Path) -> None:
@@ -201,110 +184,6 @@ def test_code_is_refused(tmp_path: Path, how: str, forced: bool, monkeypatch: py
     with pytest.raises(AmpCheckpointError, match=r'a\.pth is refused: it asks for code to run.*system'):
         checkpoint_file.load(tmp_path / 'a.pth')
     assert not mark.exists()
-
-
-# -- the newest ------------------------------------------------------------------------------------------------------
-
-
-def test_newest_by_the_time_inside(tmp_path: Path) -> None:
-    # copied folders have any modification times
-    checkpoint_file.save(training_file('20260102_000000', 10), tmp_path / 'new.pth')
-    checkpoint_file.save(training_file('20260101_000000', 99), tmp_path / 'old.pth')
-    checkpoint_file.save(training_file('20260102_000000', 9), tmp_path / 'same_second.pth')
-    checkpoint_file.save({'state_dict': {}, 'meta': {'time': '2027'}}, tmp_path / 'best.pth')
-    (tmp_path / 'half.pth.amp-part').write_bytes(b'PK')
-    assert checkpoint_file.find_newest(tmp_path) == checkpoint_file.Newest((tmp_path / 'new.pth').resolve(), ())
-
-
-def test_newest_passes_over_what_is_broken(tmp_path: Path) -> None:
-    for number in range(1, 5):
-        checkpoint_file.save(training_file(iteration=number), tmp_path / f'iter_{number}.pth')
-    data = (tmp_path / 'iter_4.pth').read_bytes()
-    (tmp_path / 'iter_4.pth').write_bytes(data[:700])
-    data = bytearray((tmp_path / 'iter_3.pth').read_bytes())
-    data[data.find(torch.ones(3).numpy().tobytes())] ^= 1
-    (tmp_path / 'iter_3.pth').write_bytes(data)
-    (tmp_path / 'last_checkpoint').write_text('')
-    newest = checkpoint_file.find_newest(tmp_path)
-    assert newest.path == (tmp_path / 'iter_2.pth').resolve()
-    assert len(newest.passed_over) == 3
-    for words in ('last_checkpoint is empty', 'iter_4.pth is truncated', 'iter_3.pth is damaged'):
-        assert any(words in line for line in newest.passed_over), words
-
-
-def test_newest_follows_the_pointer_out_of_the_folder(tmp_path: Path) -> None:
-    work, elsewhere = tmp_path / 'work', tmp_path / 'elsewhere'
-    work.mkdir()
-    checkpoint_file.save(training_file(), elsewhere / 'epoch_1.pth')
-    (work / 'last_checkpoint').write_text(str(elsewhere / 'epoch_1.pth'))
-    assert checkpoint_file.find_newest(work).path == (elsewhere / 'epoch_1.pth').resolve()
-    (elsewhere / 'epoch_1.pth').unlink()
-    newest = checkpoint_file.find_newest(work)
-    assert newest.path is None and 'is not there' in newest.passed_over[0]
-    assert checkpoint_file.find_newest(tmp_path / 'nowhere') == checkpoint_file.Newest(None, ())
-
-
-# -- found by a reviewer ----------------------------------------------------------------------------------------------
-
-
-def _saves(*marks: str) -> dict[str, Any]:
-    return {'runtime_info': {'amp_saves': list(marks)}}
-
-
-def test_order_needs_no_clock(tmp_path: Path) -> None:
-    """Time zones change, clocks are set back: the file that last_checkpoint names, or what was saved after it."""
-    checkpoint_file.save(training_file('20260101_090000', 2, message_hub=_saves('a', 'b')), tmp_path / 'epoch_2.pth')
-    checkpoint_file.save(
-        training_file('20260101_010000', 4, message_hub=_saves('a', 'b', 'c')), tmp_path / 'epoch_4.pth'
-    )
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_4.pth'))
-    assert checkpoint_file.find_newest(tmp_path).path == tmp_path / 'epoch_4.pth'
-    # killed before it could say so
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_2.pth'))
-    assert checkpoint_file.find_newest(tmp_path).path == tmp_path / 'epoch_4.pth'
-    # a run that began anew in this folder: what lies there is not its own
-    checkpoint_file.save(training_file('20250101_010000', 1, message_hub=_saves('x')), tmp_path / 'epoch_1.pth')
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_1.pth'))
-    assert checkpoint_file.find_newest(tmp_path).path == tmp_path / 'epoch_1.pth'
-
-
-def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
-    first, copied = tmp_path / 'a', tmp_path / 'b'
-    checkpoint_file.save(training_file(iteration=1), first / 'epoch_1.pth')
-    checkpoint_file.save(training_file(iteration=1), copied / 'epoch_1.pth')
-    checkpoint_file.save(training_file('20270101_000000', 3), first / 'epoch_3.pth')
-    for text in (first / 'epoch_1.pth', 'epoch_1.pth'):
-        (copied / 'last_checkpoint').write_text(str(text))
-        assert checkpoint_file.find_newest(copied).path == copied / 'epoch_1.pth'
-
-
-@pytest.mark.parametrize('text', ['a\0b', 'x' * 5000, 'nothing', '\n', 'file:///nowhere/epoch_1.pth'])
-def test_a_pointer_to_nowhere(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere, work = tmp_path / 'elsewhere', tmp_path / 'work'
-    checkpoint_file.save(training_file(iteration=7), elsewhere / 'epoch_7.pth')
-    monkeypatch.chdir(elsewhere)
-    work.mkdir()
-    (work / 'last_checkpoint').write_text(text)
-    newest = checkpoint_file.find_newest(work)
-    assert newest.path is None and len(newest.passed_over) == 1
-
-
-def test_other_peoples_files_do_not_stand_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / 'loop.pth').symlink_to(tmp_path / 'loop.pth')
-    (tmp_path / 'backbone.pth').write_bytes(b'PK')
-    torch.save({'state_dict': {}, 'x': _Evil(tmp_path)}, tmp_path / 'pretrained.pth')
-    assert checkpoint_file.find_newest(tmp_path) == checkpoint_file.Newest(None, ())
-    (tmp_path / 'epoch_1.pth').write_bytes(b'PK')
-    assert len(checkpoint_file.find_newest(tmp_path).passed_over) == 1
-
-
-def test_names_of_ones_own_are_found_through_the_pointer(tmp_path: Path) -> None:
-    checkpoint_file.save(training_file(), tmp_path / 'ep_1.pt')
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'ep_1.pt'))
-    assert checkpoint_file.find_newest(tmp_path).path == tmp_path / 'ep_1.pt'
-    checkpoint_file.save({'state_dict': {}, 'meta': {}}, tmp_path / 'ep_1.pt')
-    newest = checkpoint_file.find_newest(tmp_path)
-    assert newest.path is None and 'holds no optimizer' in newest.passed_over[0]
 
 
 def test_the_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

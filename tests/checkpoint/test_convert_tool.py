@@ -19,6 +19,7 @@ from grid import but_every
 
 from amp_wrapper.checkpoint import convert
 from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.checkpoint.newest import find_newest
 
 # -- the tool ---------------------------------------------------------------------------------------------------------
 
@@ -125,7 +126,7 @@ def test_a_converted_file_is_not_the_newest_of_its_folder(own: dict[str, Path], 
     shutil.copy(own['O2'], source)
     TOOL.main([str(source), '--to', 'stock'])
     assert len(list(tmp_path.glob('*.pth'))) == 2
-    assert checkpoint_file.find_newest(tmp_path).path == source.resolve()
+    assert find_newest(tmp_path).path == source.resolve()
 
 
 @pytest.mark.parametrize('words, stem', [([], 'epoch_2'), (['--to', 'fp16'], 'epoch_2_fp16')])

@@ -12,6 +12,8 @@ import ranks
 import torch
 from bits import differences
 
+from amp_wrapper.checkpoint import sharded
+
 grid = pytest.mark.grid
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
@@ -71,7 +73,11 @@ def test_four_ranks(scenario: str, device: torch.device, tmp_path: Path) -> None
 
 
 def _last(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load((folder / 'last_checkpoint').read_text(), weights_only=True, map_location='cpu')
+    path = (folder / 'last_checkpoint').read_text()
+    if sharded.is_folder(path):
+        found: dict[str, Any] = sharded.load(path)
+    else:
+        found = torch.load(path, weights_only=True, map_location='cpu')
     return found
 
 
@@ -95,6 +101,8 @@ def test_runs_of_mmengine(two_ranks: ranks.Group, level: str, tmp_path: Path) ->
     ('wrapper', 'level', 'kind'),
     [
         ('fsdp', 'O5', 'FusedAdamW'),
+        ('shards', 'O2', 'FusedAdamW'),
+        ('async', 'O5', 'FusedSGD'),
         *(
             pytest.param(wrapper, level, kind, marks=grid)
             for wrapper, level, kind in (

@@ -34,6 +34,7 @@ import toy
 from bits import differences
 
 from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.checkpoint.newest import find_newest
 
 # nothing of what a process finds out about its machine takes part, and it takes a second
 mmengine.runner.runner.collect_env = dict
@@ -144,7 +145,7 @@ def result(work_dir: Path) -> dict[str, Any]:
 
 def progress(work_dir: Path) -> int:
     """The iteration that a resume would go on from."""
-    newest = checkpoint_file.find_newest(work_dir).path
+    newest = find_newest(work_dir).path
     return 0 if newest is None else int(checkpoint_file.load(newest)['meta']['iter'])
 
 

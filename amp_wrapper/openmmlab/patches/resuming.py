@@ -20,20 +20,22 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
 
 from ...checkpoint import file as checkpoint_file
-from ...checkpoint import schema, validate, validate_optimizer
+from ...checkpoint import newest as newest_checkpoint
+from ...checkpoint import schema, sharded, validate, validate_optimizer
 from ...checkpoint.names import reader
 from ...errors import AmpCheckpointError
+from .. import shard_files
 from ..resume import data_order
 from ..wrappers import inner_model, wrappers_of
 from .saving import WAITING, is_local
 
-# whether the runner that is loading trains with a wrapper of this package
-_ours: ContextVar[bool] = ContextVar('_ours', default=False)
+# the runner that is loading, where it trains with a wrapper of this package
+_ours: ContextVar[Any] = ContextVar('_ours', default=None)
 
 
 @contextmanager
 def _loading_for(runner: Any) -> Iterator[None]:
-    token = _ours.set(bool(wrappers_of(runner)) or _ours.get())
+    token = _ours.set(runner if wrappers_of(runner) else _ours.get())
     try:
         yield
     finally:
@@ -67,7 +69,7 @@ def choose_newest(work_dir: str, log: Any, more: list[str]) -> str | None:
     """
     found: list[Any] = [None]
     if get_rank() == 0:
-        newest = checkpoint_file.find_newest(work_dir, more)
+        newest = newest_checkpoint.find_newest(work_dir, more)
         for reason in newest.passed_over:
             log(f'amp: passed over: {reason}')
         if newest.path is not None:
@@ -107,18 +109,21 @@ def validate_file(runner: Any, filename: str, resume_optimizer: bool, resume_par
 
     Args:
         runner: Whose model, wrappers, schedulers and hooks are built.
-        filename: A local file.
+        filename: A local file, or a folder of shards.
         resume_optimizer: As of ``resume``.
         resume_param_scheduler: As of ``resume``.
 
     Returns:
-        The content of the file; tensors are read when they are used.
+        The content of the file; tensors are read when they are used, and shards not at all.
 
     Raises:
         AmpCheckpointError: Names file, key and expectation.
     """
-    checkpoint_file.verify(filename)
-    file = checkpoint_file.load(filename, check=False, mmap=True)
+    newest_checkpoint.verify(filename)
+    if sharded.is_folder(filename):
+        file = sharded.load(filename, check=False, only_shapes=True)
+    else:
+        file = checkpoint_file.load(filename, check=False, mmap=True)
     _warn_of_mid_epoch(runner, file)
     with _naming(filename):
         _check_parts(runner, file, resume_optimizer, resume_param_scheduler)
@@ -185,7 +190,7 @@ _MESSAGE_HUB = schema.Record(
                 'last_ckpt': _PATH,
                 'keep_ckpt_ids': _list_of('whole numbers', Integral),
                 WAITING: _list_of('names', str),
-                checkpoint_file.SAVES: _list_of('names', str),
+                newest_checkpoint.SAVES: _list_of('names', str),
             }
         ),
         'resumed_keys': schema.MapOf(schema.SWITCH),
@@ -298,11 +303,12 @@ def _revise_keys(model: Any) -> list[tuple[str, str]]:
 
 def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``load_checkpoint`` of runners: compares checksums, and cuts only a real ``module.`` off names."""
+    shard_files.settle(runner)
     if not wrappers_of(runner):
         return original(runner, filename, *args, **kwargs)
-    if _is_local_file(filename) and not _ours.get():
+    if _is_local_file(filename) and _ours.get() is None:
         # a resume has done this
-        checkpoint_file.verify(filename)
+        newest_checkpoint.verify(filename)
     if len(args) < 3:
         kwargs.setdefault('revise_keys', _revise_keys(runner.model))
     with _loading_for(runner):
@@ -311,14 +317,16 @@ def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *a
 
 def load_through_strategy(original: Callable[..., Any], strategy: Any, filename: str, **kwargs: Any) -> Any:
     """Replaces ``SingleDeviceStrategy.load_checkpoint``: cuts only a real ``module.`` off names."""
-    if _ours.get():
+    if _ours.get() is not None:
         kwargs.setdefault('revise_keys', _revise_keys(strategy.model))
     return original(strategy, filename, **kwargs)
 
 
 def load_local_file(original: Callable[..., Any], filename: str, map_location: Any) -> Any:
-    """Replaces mmengine's loader for local files: runs no code from a file, and raises typed errors."""
-    if _ours.get():
+    """Replaces mmengine's loader for local files: runs no code from a file, raises typed errors, reads folders of shards."""
+    if sharded.is_folder(filename):
+        return shard_files.load(_ours.get(), filename, map_location)
+    if _ours.get() is not None:
         # typed errors, and no code is run even where TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD would let it
         return checkpoint_file.load(Path(filename).expanduser(), map_location, check=False)
     return original(filename, map_location)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 
-from .. import sharded_states, sharding
+from .. import shard_files, sharded_states, sharding
 from ..compiling import Compiled
 from ..wrappers import is_built_here
 from . import ema, resuming, saving
@@ -39,7 +39,8 @@ class AmpRunnerHook(Hook):
             self.compiled.after_iteration()
 
     def after_train(self, runner: Any) -> None:
-        """Say what was compiled, where the training was too short to say it before."""
+        """Wait for a checkpoint that is being written; say what was compiled, where the training was too short for that."""
+        shard_files.settle(runner)
         if self.compiled is not None:
             self.compiled.report()
 

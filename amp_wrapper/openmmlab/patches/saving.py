@@ -19,10 +19,11 @@ from mmengine.hooks import CheckpointHook
 from mmengine.model import is_model_wrapper
 
 from ...checkpoint import file as checkpoint_file
-from ...checkpoint import names
+from ...checkpoint import folder, names
+from ...checkpoint import newest as newest_checkpoint
 from ...engine.buffers import living
-from ...errors import AmpCheckpointError
-from .. import sharded_states
+from ...errors import AmpCheckpointError, AmpConfigError, CheckpointWriteError
+from .. import shard_files
 from ..log import warn
 from ..wrappers import inner_model, wrappers_of
 
@@ -61,7 +62,7 @@ def save_checkpoint(original: Callable[..., None], runner: Any, *args: Any, **kw
         kwargs['meta'] = dict(given)
     with (
         _saving(runner, given if isinstance(given, dict) else {}),
-        sharded_states.gathered(runner, kwargs.get('save_optimizer', True)),
+        shard_files.saving(runner, kwargs.get('save_optimizer', True)),
     ):
         original(runner, *args, **kwargs)
 
@@ -106,7 +107,11 @@ def write_whole_file(
     file_client_args: Any = None,
     backend_args: Any = None,
 ) -> None:
-    """Replaces mmengine's function ``save_checkpoint``: local files are written whole or not at all."""
+    """Replaces mmengine's function ``save_checkpoint``: local files are written whole or not at all, shards by all ranks."""
+    if shard_files.hand_over(checkpoint, filename.removeprefix('file://')):
+        if file_client_args is not None or not is_local(filename, backend_args):
+            raise CheckpointWriteError(f'{filename} is on a server, and shards can be written to a local folder alone.')
+        return
     if _given_meta.get() is None or file_client_args is not None or not is_local(filename, backend_args):
         original(checkpoint, filename, file_client_args, backend_args)
         return
@@ -144,7 +149,8 @@ def save_with_step(original: Callable[..., None], hook: Any, runner: Any, step: 
     with _removals_after(hook, runner):
         original(hook, runner, step, meta)
     if hook.save_optimizer and is_main_process() and isinstance(hook.file_backend, LocalBackend):
-        (Path(hook.out_dir) / PREEMPTED).unlink(missing_ok=True)
+        preempted = Path(hook.out_dir) / PREEMPTED
+        shard_files.after_writing(runner, lambda: folder.remove(preempted))
 
 
 def save_best(original: Callable[..., None], hook: Any, runner: Any, metrics: dict[str, Any]) -> None:
@@ -155,6 +161,7 @@ def save_best(original: Callable[..., None], hook: Any, runner: Any, metrics: di
 
 def publish_model(original: Callable[..., None], hook: Any, runner: Any, ckpt_path: str) -> None:
     """Replaces ``CheckpointHook._publish_model``: published files are written whole or not at all."""
+    shard_files.settle(runner)
     with _saving(runner, {}):
         original(hook, runner, ckpt_path)
 
@@ -167,6 +174,8 @@ def _removals_after(hook: Any, runner: Any) -> Iterator[None]:
     if not isinstance(backend, LocalBackend) or 'remove' in vars(backend):
         yield
         return
+    # before it counts what is there
+    shard_files.settle(runner)
     waiting: list[str] = []
 
     def remember(path: Any) -> None:
@@ -179,11 +188,15 @@ def _removals_after(hook: Any, runner: Any) -> Iterator[None]:
         yield
     finally:
         del backend.remove, backend.rmtree
-    for path in waiting:
-        # a run that was resumed from the file of another leaves the other's files alone
-        if _is_removable(path, hook):
-            backend.remove(path)
-    runner.message_hub.update_info(WAITING, [])
+
+    def remove() -> None:
+        for path in waiting:
+            # a run that was resumed from the file of another leaves the other's files alone
+            if _is_removable(path, hook):
+                (backend.rmtree if Path(path).is_dir() else backend.remove)(path)
+        runner.message_hub.update_info(WAITING, [])
+
+    shard_files.after_writing(runner, remove)
 
 
 def _is_removable(path: str, hook: Any) -> bool:
@@ -201,8 +214,8 @@ def mark_save(runner: Any) -> None:
     Args:
         runner: About to save a checkpoint that can be resumed from.
     """
-    before = runner.message_hub.runtime_info.get(checkpoint_file.SAVES) or []
-    runner.message_hub.update_info(checkpoint_file.SAVES, [*before[-31:], uuid.uuid4().hex[:12]])
+    before = runner.message_hub.runtime_info.get(newest_checkpoint.SAVES) or []
+    runner.message_hub.update_info(newest_checkpoint.SAVES, [*before[-31:], uuid.uuid4().hex[:12]])
 
 
 def collect_states(runner: Any) -> None:
@@ -229,10 +242,21 @@ def prepare_folders(runner: Any) -> None:
     if not wrappers_of(runner):
         return
     for hook in runner.hooks:
-        if isinstance(hook, CheckpointHook) and hook.out_dir and is_local(hook.out_dir, hook.backend_args):
+        if not isinstance(hook, CheckpointHook) or not hook.out_dir:
+            continue
+        is_here = is_local(hook.out_dir, hook.backend_args)
+        kind = getattr(runner.model, 'checkpoints', 'whole')
+        if kind != 'whole' and not is_here:
+            raise AmpConfigError(
+                [
+                    f'checkpoints={kind!r} and out_dir={hook.out_dir!r}: shards are written to a folder that all ranks see, '
+                    f"and to no server. Choose a local out_dir, or checkpoints='whole'."
+                ]
+            )
+        if is_here:
             # mmengine forgets it at a resume, so that a new best score would not be written into it
             last = runner.message_hub.runtime_info.get('last_ckpt')
-            if hook.last_ckpt is None and isinstance(last, str) and Path(last).is_file():
+            if hook.last_ckpt is None and isinstance(last, str) and Path(last).exists():
                 hook.last_ckpt = last
             if is_main_process():
                 _tidy_up(hook, runner)
@@ -240,16 +264,16 @@ def prepare_folders(runner: Any) -> None:
 
 
 def _tidy_up(hook: Any, runner: Any) -> None:
-    removed = checkpoint_file.remove_leftovers(hook.out_dir)
+    removed = folder.remove_leftovers(hook.out_dir)
     source = Path(str(getattr(runner, '_load_from', None)))
-    written = source.stat().st_mtime if source.is_file() else float('inf')
+    written = source.stat().st_mtime if source.exists() else float('inf')
     for waiting in runner.message_hub.runtime_info.get(WAITING) or ():
         # whatever a file says, nothing but checkpoints of this very folder is removed
         path = Path(waiting).absolute()
         mine = path.suffix == Path(hook.filename_tmpl).suffix and _is_removable(waiting, hook)
         # what is younger than the list belongs to another run in this folder
-        if mine and path.is_file() and path.stat().st_mtime <= written:
-            path.unlink()
+        if mine and (path.is_file() or folder.is_folder(path)) and path.stat().st_mtime <= written:
+            folder.remove(path)
             removed.append(path.name)
     if removed:
         runner.logger.info(f'amp: removed what an interrupted run left behind: {", ".join(removed)}')

@@ -20,6 +20,7 @@ from ...checkpoint import file as checkpoint_file
 from ...errors import AmpConfigError
 from ...policy.options import is_whole
 from ...registry import HOOKS
+from .. import shard_files
 from ..patches.saving import PREEMPTED, collect_states, is_local, mark_save
 from .data_order import restart_iterator
 from .exact_resume import ExactResumeHook
@@ -144,6 +145,8 @@ class PreemptionHook(Hook):
         runner.save_checkpoint(
             folder, PREEMPTED, meta=dict(epoch=runner.epoch, iter=runner.iter + 1), by_epoch=False, save_optimizer=True
         )
+        # the process ends after this
+        shard_files.settle(runner)
         if is_main_process():
             checkpoint_file.write_text(path, Path(runner.work_dir) / 'last_checkpoint')
         barrier()

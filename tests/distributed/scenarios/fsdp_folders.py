@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import amp_wrapper
 from amp_wrapper import AmpCheckpointError, CheckpointWriteError, amp
-from amp_wrapper.checkpoint import sharded
+from amp_wrapper.checkpoint import folder, sharded
 from scenarios.common import Here, scenario
 from scenarios.fsdp import Net, assembled, data, mesh_of, our_fused
 
@@ -112,7 +112,7 @@ def fsdp_damaged_folders(here: Here) -> None:
     before = assembled(net)
     train(here, net, optimizer, range(1, 2))
     with (
-        mock.patch.object(sharded, '_look_at', side_effect=OSError('no space left'))
+        mock.patch.object(folder, 'look_at', side_effect=OSError('no space left'))
         if here.rank == 1
         else mock.MagicMock(),
         pytest.raises(CheckpointWriteError, match='rank 1: OSError: no space left'),

@@ -16,6 +16,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     'ddp': dict(type='MMDistributedDataParallel', broadcast_buffers=False),
     'fsdp': dict(type='amp_wrapper.MMFullyShard', blocks=['Linear']),
     'grid': dict(type='amp_wrapper.MMFullyShard', mesh=(2, 1)),
+    'shards': dict(type='amp_wrapper.MMFullyShard', blocks=['Linear'], checkpoints='sharded'),
+    'async': dict(type='amp_wrapper.MMFullyShard', checkpoints='async'),
     'apart': dict(type='amp_wrapper.MMFullyShard', no_sync=True, reduce_dtype='float32'),
 }
 
