@@ -83,9 +83,9 @@ def find_newest(work_dir: str | os.PathLike[str], more: Iterable[str | os.PathLi
     if named is not None and named.parent.name == work_dir.name and not any(work_dir.glob('*.pth')):
         folders.append(named.parent)
     endings = {'.pth', '.pth' if named is None else named.suffix}
-    endings |= {ending + folder.OLD_SUFFIX for ending in endings}
+    endings |= {ending + file.OLD_SUFFIX for ending in endings}
     paths = {
-        Path(os.path.abspath(path).removesuffix(folder.OLD_SUFFIX))
+        Path(os.path.abspath(path).removesuffix(file.OLD_SUFFIX))
         for place in folders
         for ending in endings
         for path in place.glob(f'*{ending}')

@@ -114,7 +114,7 @@ def write(
     _wait_for_the_last()
     with _together(target, group):
         if _place()[0] == 0:
-            folder.remove(part)
+            file.remove(part)
             (part / folder.TENSORS).mkdir(parents=True)
             file.save(rest, part / folder.REST)
     if not asynchronous:
@@ -271,7 +271,7 @@ def _write(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None)
                 folder.make(target, listed)
     finally:
         if rank == 0:
-            folder.remove(part)
+            file.remove(part)
 
 
 _last: Future[None] | None = None

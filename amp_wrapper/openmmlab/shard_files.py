@@ -58,7 +58,7 @@ class StandIn(Tensor):
         if name in ('cpu', 'detach', 'contiguous'):
             return args[0]
         if name in ('__get__', 'size', 'dim', 'numel', 'element_size', 'is_floating_point', 'is_complex', '__repr__'):
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         raise AmpUsageError(
             f'{name} of a sharded weight, while a checkpoint of shards is saved: a hook computes with what is being saved, and '
             f"no rank has it as a whole. Write checkpoints='whole', or do without the hook."

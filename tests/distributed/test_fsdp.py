@@ -61,6 +61,11 @@ def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
         'fsdp_other_calls',
         'fsdp_folders',
         'fsdp_damaged_folders',
+        'fsdp_saving_kinds',
+        'fsdp_saving_fails',
+        'fsdp_saving_with_hooks',
+        'fsdp_saving_refusals',
+        'fsdp_saving_preempted',
     ],
 )
 def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> None:
@@ -98,13 +103,14 @@ def test_runs_of_mmengine(two_ranks: ranks.Group, level: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ('wrapper', 'level', 'kind'),
+    ('wrapper', 'level', 'kind', 'how'),
     [
-        ('fsdp', 'O5', 'FusedAdamW'),
-        ('shards', 'O2', 'FusedAdamW'),
-        ('async', 'O5', 'FusedSGD'),
+        ('fsdp', 'O5', 'FusedAdamW', 'kill'),
+        ('async', 'O2', 'FusedAdamW', 'kill-writing'),
+        pytest.param('shards', 'O4', 'AdamW', 'kill-writing', marks=grid),
+        pytest.param('async', 'O5', 'FusedSGD', 'kill', marks=grid),
         *(
-            pytest.param(wrapper, level, kind, marks=grid)
+            pytest.param(wrapper, level, kind, 'kill', marks=grid)
             for wrapper, level, kind in (
                 ('apart', 'O2', 'AdamW'),
                 ('fsdp', 'O1', 'SGD'),
@@ -116,10 +122,12 @@ def test_runs_of_mmengine(two_ranks: ranks.Group, level: str, tmp_path: Path) ->
         ),
     ],
 )
-def test_resume_of_a_sharded_run(wrapper: str, level: str, kind: str, tmp_path: Path, device: torch.device) -> None:
-    """A rank is killed in mid-run. What it leaves resumes on as many ranks bit for bit, and in DDP, on one rank and three."""
+def test_resume_of_a_sharded_run(
+    wrapper: str, level: str, kind: str, how: str, tmp_path: Path, device: torch.device
+) -> None:
+    """A rank is killed. What it leaves resumes on as many ranks bit for bit, and in DDP, on one rank and three."""
     ranks.succeed(tmp_path, 'fsdp_train', device, 'whole', wrapper, level, kind)
-    ended = ranks.launch(tmp_path, 'fsdp_train', device, 'part', wrapper, level, kind, 'kill')
+    ended = ranks.launch(tmp_path, 'fsdp_train', device, 'part', wrapper, level, kind, how)
     assert ended[1].code == -9 and ended[0].code != 0, ended
     names = ['alone', 'three', 'ddp']
     for name in names:

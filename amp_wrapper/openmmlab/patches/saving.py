@@ -150,7 +150,7 @@ def save_with_step(original: Callable[..., None], hook: Any, runner: Any, step: 
         original(hook, runner, step, meta)
     if hook.save_optimizer and is_main_process() and isinstance(hook.file_backend, LocalBackend):
         preempted = Path(hook.out_dir) / PREEMPTED
-        shard_files.after_writing(runner, lambda: folder.remove(preempted))
+        shard_files.after_writing(runner, lambda: checkpoint_file.remove(preempted))
 
 
 def save_best(original: Callable[..., None], hook: Any, runner: Any, metrics: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ def _tidy_up(hook: Any, runner: Any) -> None:
         mine = path.suffix == Path(hook.filename_tmpl).suffix and _is_removable(waiting, hook)
         # what is younger than the list belongs to another run in this folder
         if mine and (path.is_file() or folder.is_folder(path)) and path.stat().st_mtime <= written:
-            folder.remove(path)
+            checkpoint_file.remove(path)
             removed.append(path.name)
     if removed:
         runner.logger.info(f'amp: removed what an interrupted run left behind: {", ".join(removed)}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from amp_wrapper import AmpConfigError
+from amp_wrapper.checkpoint import file as checkpoint_file
+from amp_wrapper.checkpoint import folder as shard_folder
+from amp_wrapper.checkpoint import sharded
 from scenarios.common import Here, refused, scenario
 
 WRAPPERS: dict[str, dict[str, Any]] = {
@@ -55,7 +59,8 @@ def settings(here: Here, wrapper: str, level: str, epochs: int = 2) -> dict[str,
 
 @scenario
 def fsdp_train(here: Here) -> None:
-    """Words: folder, wrapper, level, optimizer, 'zero', 'one', and 'kill' (rank 1 dies in mid-epoch) or 'resume'."""
+    """Words: folder, wrapper, level, optimizer, 'zero', 'one', and 'kill' (rank 1 dies in mid-epoch), 'kill-writing' (it dies
+    while it writes its shards for the third time) or 'resume'."""
     import toy
     from mmengine.hooks import Hook
     from mmengine.registry import HOOKS
@@ -72,6 +77,15 @@ def fsdp_train(here: Here) -> None:
     case = settings(here, wrapper, level)
     if 'kill' in here.words:
         case['custom_hooks'] = [*case['custom_hooks'], dict(type='KillRankOne')]
+    if 'kill-writing' in here.words:
+        original, calls = shard_folder.look_at, itertools.count()
+
+        def look_at(path: Any) -> Any:
+            if here.rank == 1 and next(calls) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(path)
+
+        shard_folder.look_at = look_at
     runner = toy.run(here.folder / folder, **case)
     assert runner.epoch == 2
     if here.world > 1:
@@ -141,6 +155,7 @@ def fsdp_flexible(here: Here) -> None:
     strategies = {
         'ddp': dict(type='DDPStrategy', model_wrapper=wrapping),
         'fsdp': dict(type='amp_wrapper.FullyShardStrategy'),
+        'shards': dict(type='amp_wrapper.FullyShardStrategy', checkpoints='async'),
         'resumed': dict(type='amp_wrapper.FullyShardStrategy', blocks='Linear', activation_checkpointing=['fc']),
     }
     for level in ('O0', 'O2', 'O5'):
@@ -157,13 +172,15 @@ def fsdp_flexible(here: Here) -> None:
             config.default_hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1))
             config.custom_hooks = [dict(type='amp_wrapper.ExactResumeHook')]
             if name == 'resumed':
-                config.resume, config.load_from = True, str(here.folder / f'fsdp_{level}' / 'epoch_1.pth')
+                config.resume, config.load_from = True, str(here.folder / f'shards_{level}' / 'epoch_1.pth')
             runner = flexible.FlexibleRunner.from_cfg(config)
             runner.train()
+            dist.barrier()
             last = (folder / 'last_checkpoint').read_text()
-            files[name] = torch.load(last, weights_only=True, map_location='cpu')
+            assert sharded.is_folder(last) is (name == 'shards')
+            files[name] = sharded.load(last) if name == 'shards' else checkpoint_file.load(last)
             del runner
         plain = {key.removeprefix('module.'): value for key, value in files['ddp']['state_dict'].items()}
         assert differences(dict(files['fsdp']['state_dict']), plain) == []
-        for part in ('state_dict', 'optimizer'):
-            assert differences(files['fsdp'][part], files['resumed'][part]) == [], (level, part)
+        for name, part in itertools.product(('shards', 'resumed'), ('state_dict', 'optimizer')):
+            assert differences(files['fsdp'][part], files[name][part]) == [], (level, name, part)
