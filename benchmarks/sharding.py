@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import amp_wrapper
+from amp_wrapper.engine.gradients.shard_gradients import CAN_DIFFER
 from amp_wrapper.fsdp_internals import shard_groups
 from amp_wrapper.policy import LEVELS
 from benchmarks import pages
@@ -87,7 +88,7 @@ def count(model: nn.Module, world: int) -> Bytes:
         model: Sharded; may be on the meta device.
         world: Number of ranks.
     """
-    own = gathers = reduces = moments = total = calls = 0
+    own = gradients = gathers = reduces = moments = total = calls = 0
     whole = []
     groups = shard_groups(model)
     for group in groups:
@@ -99,15 +100,18 @@ def count(model: nn.Module, world: int) -> Bytes:
         kind = group.parameters[0].dtype
         total += sum(parameter.numel() for parameter in group.parameters)
         own += mine * kind.itemsize
+        averaged_in = group.reduce_dtype or group.param_dtype or kind
+        # gradients stay in that type with AmpOptimWrapper and the optimizers of this package
+        gradients += mine * min(kind.itemsize, averaged_in.itemsize if CAN_DIFFER else kind.itemsize)
         moments += 2 * mine * 4
         gathered = padded * (group.param_dtype or kind).itemsize
         passes = 1 if is_root else 2
         gathers += passes * gathered * (world - 1) // world
-        reduces += padded * (group.reduce_dtype or group.param_dtype or kind).itemsize * (world - 1) // world
+        reduces += padded * averaged_in.itemsize * (world - 1) // world
         calls += passes + 1
         whole.append(gathered)
     most = sum(sorted(whole, reverse=True)[:2])
-    return Bytes(total, own, own, moments, most, gathers, reduces, calls)
+    return Bytes(total, own, gradients, moments, most, gathers, reduces, calls)
 
 
 def _padded(parameter: Tensor, world: int) -> int:

@@ -282,16 +282,19 @@ def _in_a_thread(tensors: dict[str, Tensor], target: Path, group: ProcessGroup |
     written: Future[None] = Future()
 
     def run() -> None:
+        failed: BaseException | None = None
         try:
             _write(tensors, target, group)
         except CheckpointWriteError as error:
-            written.set_exception(error)
+            failed = error
         except BaseException as error:  # a rank that has died, say
-            written.set_exception(
-                CheckpointWriteError(f'{target} could not be written: {type(error).__name__}: {error}')
-            )
-        else:
+            failed = CheckpointWriteError(f'{target} could not be written: {type(error).__name__}: {error}')
+        # the copies are gone when somebody learns of it
+        tensors.clear()
+        if failed is None:
             written.set_result(None)
+        else:
+            written.set_exception(failed)
 
     # a process waits for its threads before it ends
     threading.Thread(target=run, name=f'writes {target.name}').start()

@@ -25,6 +25,7 @@ from ..policy.nested import HALF_TYPES, EnterObject
 from . import averages, forward_entry
 from .buffers.snapshots import BufferSnapshots
 from .ddp.reducers import Reducers, check_unknown_listeners
+from .gradients.shard_gradients import ShardGradients
 from .parts import EngineParts, Stage
 
 #: Integrations decide where these lines go.
@@ -61,7 +62,7 @@ def attach_model(
     given_weights.warn(plan.rounded, plan.infinite, policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
-    parts.reductions = fsdp_internals.Reductions([inner])
+    _watch_shards(parts, [inner])
     ddp.rebuild([*plan.parameters.values(), *plan.raised])
     ddp.record()
     if optimizer is not None and policy.casts_model:
@@ -103,7 +104,7 @@ def attach_parts(
         if named:
             watch_buffers(engine, named)
         engine.ddp.watch(models)
-        engine.reductions = fsdp_internals.Reductions(models)
+        _watch_shards(engine, models)
         begin(engine, models[0] if models else None)
     if engines and policy.casts_model:
         copies_are_fp32(models)
@@ -250,6 +251,15 @@ def watch_buffers(
         return parts.weights(), [*others, *(weight for other in parts.others for weight in other.weights())]
 
     parts.buffers = BufferSnapshots(named, stepped, leave, parts)
+
+
+def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
+    parts.reductions = fsdp_internals.Reductions(models)
+    # others step with gradients of the parameters' type alone; in scripts, whoever clips expects FP32 gradients at FP32 shards
+    takes_16bit = isinstance(parts.optimizer, FusedOptimizer) and not parts.gradients.unscaled
+    if parts.reductions and takes_16bit and parts.policy.casts_model:
+        groups = [group for model in models for group in fsdp_internals.shard_groups(model)]
+        parts.shard_gradients = ShardGradients(groups, set(map(id, parts.params.parameters())))
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:

@@ -73,6 +73,10 @@ class BackwardPass:
         for engine in (*self.engines, *self._other_engines):
             if engine.gradients.unscaled:
                 stack.callback(engine.gradients.put_back, engine.params)
+        for engine in (*self.engines, *self._other_engines):
+            if engine.shard_gradients is not None:
+                engine.shard_gradients.begin(is_own=self.engines == [engine])
+                stack.callback(engine.shard_gradients.end)
         averaged = [self._prepare(engine) for engine in self.engines]
         if self.others:
             self._rescaling = self._rescale_elsewhere(stack)
@@ -303,6 +307,8 @@ class SimplePass:
         self._context = None if engine.op_set is None else patching.in_backward(engine.op_set.keys)
 
     def __enter__(self) -> None:
+        if self._engine.shard_gradients is not None:
+            self._engine.shard_gradients.begin()
         if self._context is not None:
             self._context.__enter__()
 
@@ -311,6 +317,8 @@ class SimplePass:
     ) -> None:
         if self._context is not None:
             self._context.__exit__(kind, error, trace)
+        if self._engine.shard_gradients is not None:
+            self._engine.shard_gradients.end()
         if kind is None:
             engine = self._engine
             if engine.gradients.sums is not None:

@@ -26,6 +26,7 @@ from .clipping import ShardNorm
 from .ddp.reducers import Reducers
 from .gradients.cross_optimizer import OtherOptimizer, RescaleTarget, Rescaling
 from .gradients.per_backward import UnscaledGradients
+from .gradients.shard_gradients import ShardGradients
 from .gradients.store import Fp32Sums, ScaledGradients
 from .loss_scale import LossScaler, LossScales
 from .overflow import Overflow, OverflowMonitor
@@ -56,6 +57,7 @@ class EngineParts:
         gradients: Where gradients wait for the step.
         ddp: The DDP modules that average them.
         reductions: The groups of FSDP2 that average them.
+        shard_gradients: What keeps gradients of shards in 16-bit; None where they are in FP32, or nothing is sharded.
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch: Warns of gradients that did not come from ``amp.scale_loss``; None where there is no such function.
@@ -84,6 +86,7 @@ class EngineParts:
         self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity)
         self.ddp = Reducers(None, self.weights)
         self.reductions = Reductions(())
+        self.shard_gradients: ShardGradients | None = None
         self.buffers: BufferSnapshots | None = None
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
@@ -109,8 +112,10 @@ class EngineParts:
         """The model was let go."""
         self.ddp = Reducers(None, self.weights)
         self.reductions = Reductions(())
+        if self.shard_gradients is not None:
+            self.shard_gradients.remove()
         self.params = ParamPairs(self.optimizer)
-        self.buffers = self.casts = self.op_set = None
+        self.shard_gradients = self.buffers = self.casts = self.op_set = None
         self.stage = Stage.DETACHED
 
     # -- what there is -----------------------------------------------------------------------------------------------

@@ -187,6 +187,9 @@ class EagerStep:
         assert optimizer is not None
         raises = clip is not None and clip.raises_on_nonfinite
         waits = scales.check and parts.monitor.must_wait
+        if parts.shard_gradients is not None:
+            # unscaled and clipped in place
+            parts.shard_gradients.widen()
         known = self._unscale(clip)
         total = parts.agree(self._shard_norm(clip))
         known = known if total is None else total
@@ -307,6 +310,8 @@ class StepChecks:
 
 def step_with_closure(parts: EngineParts, clip: GradientClip | None, kwargs: Mapping[str, Any]) -> StepResult:
     """A step whose backward passes run inside the optimizer: there is nothing to unscale, and nobody to check."""
+    if parts.shard_gradients is not None:
+        parts.shard_gradients.widen()
     norm = None if clip is None else clip.apply(parts.params.parameters())
     living.settle_step(parts, parts.buffers, None)
     parts.own_step(kwargs)

@@ -45,6 +45,7 @@ def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
         'fsdp_overflow',
         'fsdp_raises_on_overflow',
         'fsdp_accumulation',
+        'fsdp_types_of_gradients',
         'fsdp_reduction_in_fp32',
         'fsdp_collectives',
         'fsdp_bytes',

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 import amp_wrapper
-from amp_wrapper import AmpOptimWrapper, FusedAdamW, amp
+from amp_wrapper import AmpOptimWrapper, FusedAdamW
 from scenarios.common import Here, scenario
 from scenarios.fsdp import Net, adamw, data, mesh_of, our_fused
 
@@ -85,7 +85,8 @@ def fsdp_bytes(here: Here) -> None:
         amp_wrapper.fully_shard(net, level, mesh=mesh_of(here))
         expected = count(net, here.world)
         optimizer = FusedAdamW(net.parameters())
-        amp.initialize(net, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+        wrapper = AmpOptimWrapper(optimizer=optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+        wrapper.attach(net)
         sent = dict.fromkeys((*GATHERS, *SCATTERS), 0)
         calls = dict.fromkeys(sent, 0)
         originals = {name: getattr(dist, name) for name in sent}
@@ -103,14 +104,15 @@ def fsdp_bytes(here: Here) -> None:
         try:
             for name in sent:
                 setattr(dist, name, counting(name))
-            with amp.scale_loss(net(torch.randn(2, 16, device=here.device)).square().mean(), optimizer) as loss:
-                loss.backward()
+            with wrapper.optim_context(net):
+                loss = net(torch.randn(2, 16, device=here.device)).square().mean()
+            wrapper.backward(loss)
         finally:
             for name, original in originals.items():
                 setattr(dist, name, original)
         held = [p.to_local() for p in net.parameters()]
         grads = [p.grad.to_local() for p in net.parameters()]
-        optimizer.step()
+        wrapper.step()
         state = [v.to_local() for p in net.parameters() for v in optimizer.state[p].values() if isinstance(v, DTensor)]
         found = [sum(t.numel() * t.element_size() for t in tensors) for tensors in (held, grads, state)]
         assert found == [expected.shards, expected.gradients, expected.moments], (level, found, expected)
