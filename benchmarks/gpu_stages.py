@@ -21,7 +21,9 @@ TESTS = {
         'test_fused_*.py', 'test_engine_fused.py', 'test_loss_scaler.py', 'test_gradients.py', 'test_master_weights.py',
         'test_split_masters.py', 'test_accumulation.py', 'test_late_*.py',
     ),
-    'ddp': ('test_ddp.py', 'test_amp_ddp.py', 'test_compiled_ddp.py', 'test_preemption.py'),
+    'ddp': (
+        'test_ddp.py', 'test_amp_ddp.py', 'test_compiled_ddp.py', 'test_sharding.py', 'test_fsdp.py', 'test_preemption.py',
+    ),
 }  # fmt: skip
 SANITIZERS = ('memcheck', 'racecheck', 'initcheck', 'synccheck')
 #: What may be missing, and what to do about it.
@@ -196,8 +198,9 @@ def steps(stage: str, arch: str = '') -> list[Step]:
         one = Job('one rank, nccl', _python('-m', 'benchmarks.one_rank', '--backend', 'nccl'), ('gpu',))
         ranks = _bench('distributed', '--quick', '--report', beside_a_gpu('distributed'), needs=('gpu', 'mmengine'))
         counts = _bench('sharding', '--write', beside_a_gpu('sharding'))
+        memory = _bench('sharding_memory', '--device', 'cuda', '--write', beside_a_gpu('sharding_memory'))
         several = _tests(stage, 'cuda', ('gpu', 'second gpu'))
         # nccl takes no two ranks on one GPU; gloo takes them on the processor
         gloo = _tests(stage, 'cpu', ('mmengine',))
-        return [Step('a process group', (one,), 0.5), several, gloo, Step('bench', (ranks, counts), 2.0)]
+        return [Step('a process group', (one,), 0.5), several, gloo, Step('bench', (ranks, counts, memory), 2.0)]
     raise KeyError(stage)

@@ -1,4 +1,7 @@
-"""One rank with DistributedDataParallel: does a process group of this kind train here? ``python -m benchmarks.one_rank``."""
+"""One rank, with DistributedDataParallel and with FSDP2: does a process group of this kind train here?
+
+``python -m benchmarks.one_rank --backend nccl``
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,25 @@ import tempfile
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_wrapper import FusedAdamW, amp
 
 
-def train(backend: str, level: str) -> float:
-    """Three steps of a small model; returns the last loss."""
+def train(backend: str, level: str, way: str = 'ddp') -> float:
+    """Three steps of a small model, with 'ddp', or with 'fsdp' over a mesh of one; returns the last loss."""
     device = torch.device('cuda', 0) if backend == 'nccl' else torch.device('cpu')
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)).to(device)
     optimizer = FusedAdamW(inner.parameters(), lr=1e-2)
-    amp.initialize(inner, optimizer, opt_level=level, verbosity=0)
-    model = DistributedDataParallel(inner, device_ids=[0] if backend == 'nccl' else None)
+    model: nn.Module = inner
+    if way == 'fsdp':
+        mesh = init_device_mesh(device.type, (1,))
+        amp.initialize(inner, optimizer, opt_level=level, mesh=mesh, verbosity=0)
+    else:
+        amp.initialize(inner, optimizer, opt_level=level, verbosity=0)
+        model = DistributedDataParallel(inner, device_ids=[0] if backend == 'nccl' else None)
     x = torch.randn(64, 16, device=device)
     losses = []
     for _ in range(3):
@@ -43,7 +52,9 @@ def main() -> None:
         dist.init_process_group(args.backend, init_method=f'file://{store.name}', rank=0, world_size=1)
         try:
             for level in ('O2', 'O5'):
-                print(f'{args.backend}, one rank, {level}: trains, last loss {train(args.backend, level):.4f}')
+                for way in ('ddp', 'fsdp'):
+                    loss = train(args.backend, level, way)
+                    print(f'{args.backend}, one rank, {way}, {level}: trains, last loss {loss:.4f}')
         finally:
             dist.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -53,9 +54,10 @@ def launch(
             ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
     end = time.monotonic() + limit
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-        if any(rank.poll() not in (None, 0) for rank in ranks):
-            # the others wait for an answer that will not come
-            end = min(end, time.monotonic() + 10)
+        codes = [rank.poll() for rank in ranks]
+        if any(code not in (None, 0) for code in codes):
+            # the others wait for an answer that will not come; where one was killed on purpose, they have nothing to say
+            end = min(end, time.monotonic() + (1 if -signal.SIGKILL in codes else 10))
         time.sleep(0.05)
     for rank in ranks:
         if rank.poll() is None:
@@ -76,19 +78,19 @@ def succeed(
 
 
 class Group:
-    """Two ranks that stay for several scenarios: to start a process takes longer than most of them.
+    """Ranks that stay for several scenarios: to start a process takes longer than most of them.
 
     After a scenario that failed, the next one has new ranks.
     """
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder, self.device = folder, device
+    def __init__(self, folder: Path, device: torch.device, world: int = 2) -> None:
+        self.folder, self.device, self.world = folder, device, world
         self._ranks: list[subprocess.Popen[str]] = []
         self._logs: list[Path] = []
         self._started = 0
 
     def succeed(self, folder: Path, scenario: str, *words: str, limit: float = 240) -> list[str]:
-        """Run a scenario that must end well on both ranks; what they said."""
+        """Run a scenario that must end well on all ranks; what they said."""
         if not self._ranks:
             self._start()
         before = [log.stat().st_size for log in self._logs]
@@ -102,21 +104,21 @@ class Group:
             if all(text.rstrip().endswith(f'{scenario}: done') for text in said):
                 return said
             if any(rank.poll() is not None for rank in self._ranks):
-                # the other waits for an answer that will not come
+                # the others wait for an answer that will not come
                 end = min(end, time.monotonic() + 10)
             time.sleep(0.05)
         self.close()
         pytest.fail('\n'.join(text[-3000:] for text in said))
 
     def _start(self) -> None:
-        _skip_without(self.device, 2)
+        _skip_without(self.device, self.world)
         self._started += 1
         store = self.folder / str(self._started)
         store.mkdir()
-        self._logs = [store / f'{rank}.log' for rank in range(2)]
+        self._logs = [store / f'{rank}.log' for rank in range(self.world)]
         for rank, log in enumerate(self._logs):
             with log.open('w') as out:
-                command = _command('serve', rank, 2, store, self.device)
+                command = _command('serve', rank, self.world, store, self.device)
                 self._ranks.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, text=True)
                 )

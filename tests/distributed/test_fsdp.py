@@ -62,6 +62,9 @@ def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
         'fsdp_other_calls',
         'fsdp_folders',
         'fsdp_damaged_folders',
+        'fsdp_offload',
+        'fsdp_compiled',
+        'fsdp_compiled_runs',
         'fsdp_saving_kinds',
         'fsdp_saving_fails',
         'fsdp_saving_with_hooks',
@@ -73,9 +76,13 @@ def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> Non
     two_ranks.succeed(tmp_path, scenario)
 
 
-@pytest.mark.parametrize('scenario', ['fsdp_two_by_two', 'fsdp_overflow'])
-def test_four_ranks(scenario: str, device: torch.device, tmp_path: Path) -> None:
-    ranks.succeed(tmp_path, scenario, device, world=4)
+def test_four_ranks(device: torch.device, tmp_path: Path) -> None:
+    group = ranks.Group(tmp_path, device, world=4)
+    for name, words in (('fsdp_two_by_two', ()), ('fsdp_overflow', ('quick',))):
+        folder = tmp_path / name
+        folder.mkdir()
+        group.succeed(folder, name, *words)
+    group.close()
 
 
 def _last(folder: Path) -> dict[str, Any]:
@@ -124,25 +131,39 @@ def test_runs_of_mmengine(two_ranks: ranks.Group, level: str, tmp_path: Path) ->
     ],
 )
 def test_resume_of_a_sharded_run(
-    wrapper: str, level: str, kind: str, how: str, tmp_path: Path, device: torch.device
+    two_ranks: ranks.Group, wrapper: str, level: str, kind: str, how: str, tmp_path: Path, device: torch.device
 ) -> None:
-    """A rank is killed. What it leaves resumes on as many ranks bit for bit, and in DDP, on one rank and three."""
-    ranks.succeed(tmp_path, 'fsdp_train', device, 'whole', wrapper, level, kind)
+    """A rank is killed. What it leaves resumes on as many ranks bit for bit, and in DDP; by one process, by three."""
+    two_ranks.succeed(tmp_path, 'fsdp_train', 'whole', wrapper, level, kind)
     ended = ranks.launch(tmp_path, 'fsdp_train', device, 'part', wrapper, level, kind, how)
     assert ended[1].code == -9 and ended[0].code != 0, ended
-    names = ['alone', 'three', 'ddp']
-    for name in names:
+    others = [('ddp', 2, 'ddp')]
+    if how == 'kill-writing' or wrapper == 'fsdp':
+        others += [('alone', 1, wrapper)] if level in ('O2', 'O4', 'O5') else [('three', 3, wrapper)]
+    for name, *_ in others:
         shutil.copytree(tmp_path / 'part', tmp_path / name)
-    ranks.succeed(tmp_path, 'fsdp_train', device, 'part', wrapper, level, kind, 'resume')
+    if (level, kind) == ('O5', 'FusedAdamW'):
+        # in new processes, too
+        ranks.succeed(tmp_path, 'fsdp_train', device, 'part', wrapper, level, kind, 'resume')
+    else:
+        two_ranks.succeed(tmp_path, 'fsdp_train', 'part', wrapper, level, kind, 'resume')
     whole, part = _last(tmp_path / 'whole'), _last(tmp_path / 'part')
     for key in ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers', 'exact_resume'):
         assert differences(part[key], whole[key]) == [], key
-    for name, world, other in zip(names, (1, 3, 2), (wrapper, wrapper, 'ddp')):
-        ranks.succeed(tmp_path, 'fsdp_train', device, name, other, level, kind, 'resume', world=world)
+    for name, world, other in others:
+        if world == 2:
+            two_ranks.succeed(tmp_path, 'fsdp_train', name, other, level, kind, 'resume')
+        else:
+            ranks.succeed(tmp_path, 'fsdp_train', device, name, other, level, kind, 'resume', world=world)
         found = _last(tmp_path / name)
         assert {k: v.shape for k, v in found['state_dict'].items()} == {
             k: v.shape for k, v in whole['state_dict'].items()
         }
+
+
+@pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=grid)], ids=['quick', 'all'])
+def test_resume_from_shards(two_ranks: ranks.Group, words: tuple[str, ...], tmp_path: Path) -> None:
+    two_ranks.succeed(tmp_path, 'fsdp_resume_grid', *words)
 
 
 def test_other_ways_through_mmengine(two_ranks: ranks.Group, tmp_path: Path) -> None:
@@ -157,15 +178,15 @@ def test_zero(two_ranks: ranks.Group, words: tuple[str, ...], tmp_path: Path) ->
 
 
 @grid
-def test_runs_of_mmengine_with_zero(tmp_path: Path, device: torch.device) -> None:
+def test_runs_of_mmengine_with_zero(two_ranks: ranks.Group, tmp_path: Path, device: torch.device) -> None:
     """The file at the end is that of the optimizer inside; a killed run resumes exactly, also without it."""
     words = ('ddp', 'O5', 'AdamW')
-    ranks.succeed(tmp_path, 'fsdp_train', device, 'plain', *words)
-    ranks.succeed(tmp_path, 'fsdp_train', device, 'whole', *words, 'zero')
+    two_ranks.succeed(tmp_path, 'fsdp_train', 'plain', *words)
+    two_ranks.succeed(tmp_path, 'fsdp_train', 'whole', *words, 'zero')
     ranks.launch(tmp_path, 'fsdp_train', device, 'part', *words, 'zero', 'kill')
     shutil.copytree(tmp_path / 'part', tmp_path / 'without')
-    ranks.succeed(tmp_path, 'fsdp_train', device, 'part', *words, 'zero', 'resume')
-    ranks.succeed(tmp_path, 'fsdp_train', device, 'without', *words, 'resume')
+    two_ranks.succeed(tmp_path, 'fsdp_train', 'part', *words, 'zero', 'resume')
+    two_ranks.succeed(tmp_path, 'fsdp_train', 'without', *words, 'resume')
     plain = _last(tmp_path / 'plain')
     for folder in ('whole', 'part', 'without'):
         found = _last(tmp_path / folder)

@@ -1,0 +1,123 @@
+"""Resuming sharded training from shards: every level, kind of optimizer, clipping, accumulation and average, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from bits import differences
+from mmengine.model import ExponentialMovingAverage
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from amp_wrapper import AmpOptimWrapper, FusedSGD
+from amp_wrapper.checkpoint import sharded
+from amp_wrapper.openmmlab.sharding import MMFullyShard
+from amp_wrapper.policy import LEVELS, resolve
+from scenarios.common import Here, scenario
+from scenarios.fsdp import Net, adamw, assembled, data, our_fused, our_sgd
+
+
+def sgd_in_bf16(parameters: Any) -> Any:
+    return FusedSGD(parameters, lr=0.1, momentum=0.9, state_dtype='bfloat16')
+
+
+KINDS = (our_fused, adamw, our_sgd, sgd_in_bf16)
+CLIPS: tuple[Any, ...] = (None, dict(max_norm=0.5), dict(type='value', clip_value=0.01))
+Case = tuple[str, Any, Any, int, bool]
+
+
+class Run:
+    """A training whose state can be saved and loaded."""
+
+    def __init__(self, here: Here, case: Case) -> None:
+        level, kind, clip, counts, averages = case
+        self._here, self._counts = here, counts
+        self.net: Any = Net().to(here.device)
+        self.average = ExponentialMovingAverage(self.net, momentum=0.1) if averages else None
+        model = MMFullyShard(self.net, reshard_after_forward=counts == 1)
+        optimizer = kind(self.net.parameters())
+        # grows and falls within the run
+        scale = dict(init_scale=2.0**18, growth_interval=2) if level in ('O1', 'O2') else None
+        self.wrapper = AmpOptimWrapper(
+            optimizer=optimizer,
+            opt_level=level,
+            clip_grad=clip,
+            accumulative_counts=counts,
+            loss_scale=scale,
+            verbosity=0,
+        )
+        model.shard(resolve(level), [optimizer], self.average)
+        self.wrapper.attach(self.net)
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for number in range(steps.start * self._counts, steps.stop * self._counts):
+            x, y = data(self._here, number)
+            with self.wrapper.optim_context(self.net):
+                loss = F.cross_entropy(self.net(x), y)
+            self.wrapper.update_params(loss)
+            losses.append(float(loss))
+            if self.average is not None and (number + 1) % self._counts == 0:
+                self.average.update_parameters(self.net)
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        state = {'state_dict': self.net.state_dict(), 'optimizer': self.wrapper.state_dict()}
+        return state if self.average is None else {**state, 'ema_state_dict': self.average.state_dict()}
+
+    def load(self, path: Any, buffers: dict[str, Any]) -> None:
+        parameters = list(self.net.parameters())
+        named = dict(self.net.named_parameters())
+
+        def like(name: str) -> Any:
+            part, key = name.split('/', 1)
+            if part == 'optimizer':
+                return parameters[int(key.split('/')[1])]
+            return named[key.removeprefix('module.')]
+
+        found = sharded.load(path, like)
+        # those of rank 0 are in the folder
+        self.net.load_state_dict({**found['state_dict'], **buffers})
+        self.wrapper.load_state_dict(found['optimizer'])
+        if self.average is not None:
+            self.average.load_state_dict(found['ema_state_dict'])
+
+    def whole(self) -> dict[str, Any]:
+        def walk(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: walk(item) for key, item in value.items()}
+            if isinstance(value, (list, tuple)):
+                return [walk(item) for item in value]
+            return value.full_tensor() if isinstance(value, DTensor) else value
+
+        found: dict[str, Any] = walk(self.state())
+        return {**found, 'state_dict': assembled(self.net)}
+
+
+@scenario
+def fsdp_resume_grid(here: Here) -> None:
+    """2 + 2 steps in one run, or 2, saved, 2: weights, averages, moments, scales, counters and losses have the same bits."""
+    cases = list(itertools.product(LEVELS, KINDS, CLIPS, (1, 3), (False, True)))
+    chosen = cases[:: 11 if 'quick' in here.words else 1]
+    for number, case in enumerate(chosen):
+        whole = Run(here, case)
+        whole.train(range(2))
+        folder = here.folder / f'{number}'
+        pending = sharded.begin(whole.state(), folder, asynchronous=bool(number % 2))
+        buffers = {
+            name: value.clone() for name, value in whole.net.state_dict().items() if not isinstance(value, DTensor)
+        }
+        losses = whole.train(range(2, 4))
+        pending.finish()
+        again = Run(here, case)
+        if number % 3 == 0:
+            # what is there is replaced
+            again.train(range(5, 6))
+        again.load(folder, buffers)
+        assert again.train(range(2, 4)) == losses, case
+        assert differences(again.whole(), whole.whole()) == [], case
+    if 'quick' not in here.words:
+        assert len(chosen) == 6 * 4 * 3 * 2 * 2
+    assert torch.distributed.get_world_size() == here.world
