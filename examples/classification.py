@@ -1,4 +1,4 @@
-"""Image classification for the example configs: a small network, ResNet-50, three data sets, accuracy."""
+"""Image classification for the example configs: small networks, ResNet-50, three data sets, accuracy."""
 
 from __future__ import annotations
 
@@ -84,6 +84,71 @@ class ResNet50(BaseModule):
     def forward(self, inputs: Tensor) -> Tensor:
         """(N, 3, H, W) to (N, 2048, h, w)."""
         return self.net(inputs)
+
+
+class TransformerLayer(nn.Module):
+    """Attention and a perceptron, each behind a LayerNorm and beside a shortcut.
+
+    Args:
+        width: Features of a token.
+        heads: Of the attention.
+        dropout: Share of the features that each branch loses in training.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, tokens, width) to the same."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.out(mixed), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.norm2(x)), self.dropout, self.training)
+
+
+@MODELS.register_module()
+class PatchTransformer(BaseModule):
+    """A vision transformer without a class token.
+
+    Args:
+        in_channels: Channels of the images.
+        size: Height and width of the images.
+        patch: Height and width of a patch.
+        width: Features of a token.
+        layers: How many layers.
+        heads: Of each attention.
+        dropout: As of :class:`TransformerLayer`.
+        init_cfg: mmengine's initialisation config.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        size: int,
+        patch: int,
+        width: int,
+        layers: int,
+        heads: int,
+        dropout: float = 0.0,
+        init_cfg: Any = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.patches = nn.Conv2d(in_channels, width, patch, patch)
+        self.places = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
+        self.layers = nn.ModuleList(TransformerLayer(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(N, C, size, size) to (N, width, size / patch, size / patch)."""
+        image = self.patches(inputs)
+        tokens = image.flatten(2).transpose(1, 2) + self.places
+        for layer in self.layers:
+            tokens = layer(tokens)
+        return self.norm(tokens).transpose(1, 2).unflatten(2, image.shape[2:])
 
 
 @MODELS.register_module()

@@ -116,6 +116,8 @@ def report(path: Path, file: Any) -> list[str]:
         resumes = 'nothing as it is, for it has no meta or message_hub: convert it: --to stock'
     elif any(saved.kind == 'torch' and {} in saved.loss_scalers for saved in content.optimizers.values()):
         resumes += ' (this with a disabled scaler; for an enabled one: --to stock)'
+    if path.is_dir() and content.kind != 'raw_apex':
+        resumes = 'amp_wrapper at any level, on any number of processes; for all else, make a file of it: --to stock'
     rows = [
         ('file', f'{path.name}, {_bytes(_size(path))}, {_checksums(path)}'),
         ('kind', f'{content.kind} ({writer})'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import socket
 import sys
@@ -74,6 +75,8 @@ def free_port() -> str:
     [
         pytest.param('cnn_o2', [], marks=grid),
         ('cnn_o2_ddp', []),
+        pytest.param('cnn_o5_fsdp', [], marks=grid),
+        pytest.param('vit_o5_fsdp', ['train_cfg.val_interval=1'], marks=grid),
         pytest.param(
             'gan_o2_o5',
             ['model.generator.width=4', 'model.discriminator.width=4', 'train_cfg.val_interval=2'],
@@ -87,12 +90,21 @@ def test_two_processes_on_a_cpu(name: str, words: list[str], tmp_path: Path) -> 
     work = ['--work-dir', str(tmp_path / 'work')]
     said = tool('tools/dist_train.sh', config, '2', *work, *SHORT, *words, **cpu, PORT=free_port())
     assert 'Finished: epoch 2' in said
-    if name == 'cnn_o2':
+    if name in ('cnn_o2', 'vit_o5_fsdp'):
         # the command that was printed goes on with two processes
         command = shlex.split(said[said.index('tools/dist_train.sh', said.index('Go on')) :].splitlines()[0])
         assert command[:3] == ['tools/dist_train.sh', config, '2']
         said = tool(*command, **cpu, PORT=free_port())
         assert 'Finished: epoch 4' in said
+    if name == 'vit_o5_fsdp':
+        folder = tmp_path / 'work' / 'epoch_4.pth'
+        said = tool('tools/convert_checkpoint.py', str(folder), '--inspect', '--to', 'stock')
+        assert 'a folder of shards, checksums agree' in said and 'make a file of it: --to stock' in said
+        scores = [
+            re.findall(r'accuracy/top1 [\d.]+', tool('tools/test.py', config, str(path)))[-1]
+            for path in (folder, folder.with_name('epoch_4_stock.pth'))
+        ]
+        assert scores[0] == scores[1]
     if name == 'gan_o2_o5':
         assert (tmp_path / 'work' / 'samples' / 'epoch_2.png').is_file()
 
