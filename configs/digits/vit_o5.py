@@ -13,8 +13,8 @@ optim_wrapper = dict(
     paramwise_cfg=dict(norm_decay_mult=0.0, bias_decay_mult=0.0),
 )
 param_scheduler = [
-    dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=2, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', begin=2, T_max=18, by_epoch=True, convert_to_iter_based=True),
+    dict(type='LinearLR', start_factor=0.01, by_epoch=True, end=1, convert_to_iter_based=True),
+    dict(type='CosineAnnealingLR', begin=1, T_max=19, by_epoch=True, convert_to_iter_based=True),
 ]
 train_cfg = dict(by_epoch=True, max_epochs=20, val_interval=2)
 val_cfg = dict()
