@@ -62,6 +62,7 @@ def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) ->
         'fsdp_other_calls',
         'fsdp_folders',
         'fsdp_damaged_folders',
+        'fsdp_averages',
         'fsdp_offload',
         'fsdp_compiled',
         'fsdp_compiled_runs',

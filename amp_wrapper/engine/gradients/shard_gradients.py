@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ...fsdp_internals import ShardGroup
 from ...policy.nested import HALF_TYPES
 
-#: Whether a gradient may have another type than its parameter (``Tensor.grad_dtype``): since torch 2.10.
+#: Whether a gradient may have another type than its parameter. torch 2.13 has ``Tensor.grad_dtype``, torch 2.6 has not.
 CAN_DIFFER = hasattr(Tensor, 'grad_dtype')
 
 

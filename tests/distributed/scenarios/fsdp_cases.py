@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import amp_wrapper
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, FusedSGD, amp
@@ -194,3 +195,32 @@ def fsdp_begins_alike(here: Here) -> None:
             torch.distributed.broadcast(tensor, 0)
         amp_wrapper.fully_shard(net, 'O5', mesh=mesh)
         assert all(map(torch.equal, assembled(net).values(), first))
+
+
+@scenario
+def fsdp_averages(here: Here) -> None:
+    """torch's own average, made before and sharded in FP32, has the bits of the same under DDP."""
+    for level in ('O0', 'O2', 'O4', 'O5'):
+        found = []
+        for how in ('fsdp', 'ddp'):
+            net: Any = Net().to(here.device)
+            optimizer = our_fused(net.parameters())
+            average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+            options: dict[str, Any] = {}
+            if how == 'fsdp':
+                amp_wrapper.fully_shard(average.module, 'O0', mesh=mesh_of(here))
+                options['mesh'] = mesh_of(here)
+            amp.initialize(net, optimizer, opt_level=level, verbosity=0, loss_scale=64.0, **options)
+            model = net if how == 'fsdp' else ddp_of(here, net)
+            for step in range(4):
+                x, y = data(here, step)
+                with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as loss:
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(net)
+            average.eval()
+            out = average(data(here, 9)[0])
+            found.append({**assembled(average.module), 'out': out.detach().clone()})
+            assert out.dtype is torch.float32
+        assert differences(found[0], found[1]) == [], level
