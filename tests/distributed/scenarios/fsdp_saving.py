@@ -39,10 +39,21 @@ def content(path: Path) -> dict[str, Any]:
 
 @scenario
 def fsdp_saving_kinds(here: Here) -> None:
-    """Folders have the names and the content of files, also where old ones are deleted and the best one is kept."""
+    """Folders have the names and the content of files, also where old ones are deleted and the best one is kept. Whenever a
+    folder gets its name, there is another one that is complete, but for the first."""
+    original, standing = folder.make, []
+
+    def make(target: Path, files: Any) -> None:
+        standing.append((target.name, find_newest(target.parent).path))
+        original(target, files)
+
     for keep in (1, 2):
         for kind in KINDS:
-            run_of(here, kind, f'{kind}_{keep}', max_keep_ckpts=keep, published_keys=['meta', 'state_dict'])
+            standing.clear()
+            with mock.patch.object(folder, 'make', make):
+                run_of(here, kind, f'{kind}_{keep}', max_keep_ckpts=keep, published_keys=['meta', 'state_dict'])
+            if here.rank == 0 and kind != 'whole':
+                assert len(standing) > 3 and all(path is not None for _, path in standing[1:]), standing
         dist.barrier()
         places = [here.folder / f'{kind}_{keep}' for kind in KINDS]
         # published files have a hash in their names
