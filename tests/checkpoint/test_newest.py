@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -185,16 +186,33 @@ def test_a_folder_that_was_being_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ['epoch_1.pth']
 
 
-def test_a_run_in_one_process_writes_in_a_thread(tmp_path: Path) -> None:
+def test_a_run_in_one_process_writes_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is changed afterwards is not written; a second one waits for the first; errors come when it is waited for."""
+    may_write, original = threading.Event(), sharded._write
+
+    def write(*args: Any) -> None:
+        assert may_write.wait(60)
+        original(*args)
+
+    monkeypatch.setattr(sharded, '_write', write)
     content = training_file()
     first = sharded.begin(content, tmp_path / 'epoch_1.pth', takes=lambda tensor: bool(tensor.ndim))
     content['state_dict']['weight'].zero_()
-    second = sharded.begin(content, tmp_path / 'epoch_1.pth', takes=lambda tensor: bool(tensor.ndim))
+    assert not first.is_written
+    may_write.set()
+    second = sharded.begin(content, tmp_path / 'epoch_2.pth', takes=lambda tensor: bool(tensor.ndim))
     assert first.is_written
     first.finish()
     second.finish()
-    assert sharded.load(tmp_path / 'epoch_1.pth')['state_dict']['weight'].sum() == 0
+    for number, total in ((1, 3), (2, 0)):
+        assert sharded.load(tmp_path / f'epoch_{number}.pth')['state_dict']['weight'].sum() == total
+    monkeypatch.setattr(folder, 'look_at', lambda path: [][0])
+    third = sharded.begin(content, tmp_path / 'epoch_2.pth')
+    with pytest.raises(CheckpointWriteError, match='epoch_2.*IndexError'):
+        third.finish()
+    monkeypatch.undo()
+    assert 'weight' in sharded.load(tmp_path / 'epoch_2.pth')['state_dict']
+    assert sorted(os.listdir(tmp_path)) == ['epoch_1.pth', 'epoch_2.pth']
 
 
 def test_shapes_without_reading(tmp_path: Path) -> None:
