@@ -12,7 +12,7 @@ import torch
 
 from amp_wrapper import CheckpointWriteError
 from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.checkpoint import folder, sharded
+from amp_wrapper.checkpoint import folder, shard_writer, sharded
 from amp_wrapper.checkpoint.newest import Newest, find_newest
 
 
@@ -188,13 +188,13 @@ def test_a_folder_that_was_being_replaced(tmp_path: Path) -> None:
 
 def test_a_run_in_one_process_writes_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is changed afterwards is not written; a second one waits for the first; errors come when it is waited for."""
-    may_write, original = threading.Event(), sharded._write
+    may_write, original = threading.Event(), shard_writer._write
 
     def write(*args: Any) -> None:
         assert may_write.wait(60)
         original(*args)
 
-    monkeypatch.setattr(sharded, '_write', write)
+    monkeypatch.setattr(shard_writer, '_write', write)
     content = training_file()
     first = sharded.begin(content, tmp_path / 'epoch_1.pth', takes=lambda tensor: bool(tensor.ndim))
     content['state_dict']['weight'].zero_()
@@ -208,7 +208,7 @@ def test_a_run_in_one_process_writes_in_a_thread(tmp_path: Path, monkeypatch: py
         assert sharded.load(tmp_path / f'epoch_{number}.pth')['state_dict']['weight'].sum() == total
     monkeypatch.setattr(folder, 'look_at', lambda path: [][0])
     third = sharded.begin(content, tmp_path / 'epoch_2.pth')
-    with pytest.raises(CheckpointWriteError, match='epoch_2.*IndexError'):
+    with pytest.raises(CheckpointWriteError, match=r'epoch_2.*IndexError'):
         third.finish()
     monkeypatch.undo()
     assert 'weight' in sharded.load(tmp_path / 'epoch_2.pth')['state_dict']
