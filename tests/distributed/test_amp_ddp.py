@@ -13,6 +13,6 @@ pytestmark = [
 ]
 
 
-def test_scenarios(tmp_path: Path, device: torch.device) -> None:
+def test_scenarios(tmp_path: Path, two_ranks: ranks.Group) -> None:
     """What each is about stands in ``scenarios/functional_api.py``; the last line of a failure names it."""
-    ranks.succeed(tmp_path, 'one_after_another', device)
+    two_ranks.succeed(tmp_path, 'one_after_another')

@@ -14,6 +14,6 @@ pytestmark = [
 
 
 @pytest.mark.parametrize('level', ['O1', 'O5'])
-def test_compiled_models(level: str, tmp_path: Path, device: torch.device) -> None:
+def test_compiled_models(level: str, tmp_path: Path, two_ranks: ranks.Group) -> None:
     """What it is about stands in ``scenarios/compiled.py``."""
-    ranks.succeed(tmp_path, 'compiled', device, level)
+    two_ranks.succeed(tmp_path, 'compiled', level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,6 @@ from grid import but, grid
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
-
-
-@pytest.fixture(scope='module')
-def group(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Iterator[ranks.Group]:
-    found = ranks.Group(tmp_path_factory.mktemp('group'), device)
-    yield found
-    found.close()
 
 
 @pytest.mark.parametrize(
@@ -46,15 +38,15 @@ def group(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Ite
         'local_flags',
     ],
 )
-def test_scenario(scenario: str, group: ranks.Group, tmp_path: Path) -> None:
+def test_scenario(scenario: str, two_ranks: ranks.Group, tmp_path: Path) -> None:
     """What each is about stands in ``scenarios/``."""
-    group.succeed(tmp_path, scenario)
+    two_ranks.succeed(tmp_path, scenario)
 
 
 @pytest.mark.parametrize(('scenario', 'words'), [('random_overflows', ['fused']), ('local_flags', ['fused', 'split'])])
-def test_decisions_on_the_device(scenario: str, words: list[str], group: ranks.Group, tmp_path: Path) -> None:
+def test_decisions_on_the_device(scenario: str, words: list[str], two_ranks: ranks.Group, tmp_path: Path) -> None:
     """The same with an optimizer that nobody waits for."""
-    group.succeed(tmp_path, scenario, *words)
+    two_ranks.succeed(tmp_path, scenario, *words)
 
 
 @grid
@@ -76,8 +68,8 @@ def test_the_checks_see_a_reducer_that_was_not_rebuilt(scenario: str, tmp_path: 
     assert 'differs between rank' in said or 'Expected to have finished reduction' in said, said[-2000:]
 
 
-def test_the_line_about_a_skipped_step_comes_once(group: ranks.Group, tmp_path: Path) -> None:
-    said = group.succeed(tmp_path, 'message')
+def test_the_line_about_a_skipped_step_comes_once(two_ranks: ranks.Group, tmp_path: Path) -> None:
+    said = two_ranks.succeed(tmp_path, 'message')
     assert [text.count('optimizer step skipped') for text in said] == [2, 0]
 
 
@@ -123,7 +115,7 @@ def test_files_of_a_model_with_wrappers_inside(tmp_path: Path, device: torch.dev
 
 
 @grid
-def test_a_group_of_ranks_begins_anew_after_a_failure(group: ranks.Group, tmp_path: Path) -> None:
+def test_a_group_of_ranks_begins_anew_after_a_failure(two_ranks: ranks.Group, tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="KeyError: 'no such scenario'"):
-        group.succeed(tmp_path, 'no such scenario', limit=30)
-    assert group.succeed(tmp_path, 'disabled')
+        two_ranks.succeed(tmp_path, 'no such scenario', limit=30)
+    assert two_ranks.succeed(tmp_path, 'disabled')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,6 @@ _OLD = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7)
 def _skip_old(device: torch.device) -> None:
     if _OLD and device.type == 'cpu':
         pytest.skip('fully_shard of torch 2.6 needs a GPU')
-
-
-@pytest.fixture(scope='module')
-def two_ranks(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks.Group]:
-    group = ranks.Group(tmp_path_factory.mktemp('ranks'), device)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(
@@ -77,13 +69,9 @@ def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> Non
     two_ranks.succeed(tmp_path, scenario)
 
 
-def test_four_ranks(device: torch.device, tmp_path: Path) -> None:
-    group = ranks.Group(tmp_path, device, world=4)
-    for name, words in (('fsdp_two_by_two', ()), ('fsdp_overflow', ('quick',))):
-        folder = tmp_path / name
-        folder.mkdir()
-        group.succeed(folder, name, *words)
-    group.close()
+@pytest.mark.parametrize(('scenario', 'words'), [('fsdp_two_by_two', ()), ('fsdp_overflow', ('quick',))])
+def test_four_ranks(four_ranks: ranks.Group, scenario: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    four_ranks.succeed(tmp_path, scenario, *words)
 
 
 def _last(folder: Path) -> dict[str, Any]:

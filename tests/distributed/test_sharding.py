@@ -14,13 +14,17 @@ pytestmark = [
 _OLD = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7)
 
 
-@pytest.mark.parametrize('world', [2, 4])
-def test_fused_optimizers_on_shards(world: int, tmp_path: Path, device: torch.device) -> None:
+def test_fused_optimizers_on_shards(tmp_path: Path, two_ranks: ranks.Group, four_ranks: ranks.Group) -> None:
     """What each is about stands in ``scenarios/sharding.py``; the last line of a failure names it."""
-    ranks.succeed(tmp_path, 'one_process_per_shard', device, world=world)
+    for group in (two_ranks, four_ranks):
+        folder = tmp_path / str(group.world)
+        folder.mkdir()
+        group.succeed(folder, 'one_process_per_shard')
 
 
-def test_fused_optimizers_of_models_that_are_sharded(tmp_path: Path, device: torch.device) -> None:
+def test_fused_optimizers_of_models_that_are_sharded(
+    tmp_path: Path, two_ranks: ranks.Group, device: torch.device
+) -> None:
     if _OLD and device.type == 'cpu':
         pytest.skip('fully_shard of torch 2.6 needs a GPU')
-    ranks.succeed(tmp_path, 'fused_training', device)
+    two_ranks.succeed(tmp_path, 'fused_training')

@@ -1,0 +1,25 @@
+"""Ranks that all files of this folder share: to start processes takes longer than most scenarios."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ranks
+import torch
+
+
+@pytest.fixture(scope='session')
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Iterator[ranks.Group]:
+    """Started by the first scenario."""
+    group = ranks.Group(tmp_path_factory.mktemp('ranks'), device)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope='session')
+def four_ranks(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Iterator[ranks.Group]:
+    """As :func:`two_ranks`."""
+    group = ranks.Group(tmp_path_factory.mktemp('ranks'), device, world=4)
+    yield group
+    group.close()
