@@ -54,6 +54,18 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     return made  # type: ignore[no-any-return]
 
 
+def fitted(value: Tensor, like: Tensor) -> Tensor:
+    """A copy of a gradient that was saved, of the type and device of what it belongs to, and laid out as that is.
+
+    Args:
+        value: Whole or sharded; not changed.
+        like: Its parameter.
+    """
+    if is_sharded(like) and not is_sharded(value):
+        return shard_like(value.to(like.dtype), like)
+    return value.to(like.device, like.dtype, copy=True)
+
+
 class Layout:
     """On which ranks the elements of some tensors lie, and how those ranks talk.
 

@@ -106,10 +106,19 @@ def replace(part: Path, target: Path) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove a file or a folder, if it is there and can be removed."""
+    """Remove a file or a folder, if it is there and can be removed.
+
+    A folder loses its name first: who dies in between leaves no folder that looks like something.
+    """
     path = Path(path)
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        gone = path
+        if not path.name.endswith(PART_SUFFIX):
+            gone = path.with_name(f'{path.name}.removed{PART_SUFFIX}')
+            shutil.rmtree(gone, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.replace(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
     else:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -271,6 +280,10 @@ def _reason(error: Exception) -> str:
 
 def _existing(path: str | os.PathLike[str]) -> Path:
     path = Path(path).expanduser()
+    old = path.with_name(path.name + OLD_SUFFIX)
+    if not path.exists() and old.is_file():
+        # somebody died while a folder of shards took its place
+        return old
     if not path.is_file():
         raise AmpCheckpointError(f'{path} is not there, or no file: check the path.')
     return path

@@ -50,14 +50,19 @@ def look_at(path: Path) -> Seen:
     return [size, checksum]
 
 
-def verify(path: str | os.PathLike[str]) -> None:
+def verify(path: str | os.PathLike[str], first: int = 0, every: int = 1) -> None:
     """Compare every file of a folder with the size and checksum that it was written with.
+
+    Args:
+        path: The folder.
+        first: With ``every``, for ranks that share the work: the number of the rank.
+        every: How many ranks there are.
 
     Raises:
         AmpCheckpointError: Names the file.
     """
     folder = standing(path)
-    for name, seen in listed(folder).items():
+    for name, seen in list(listed(folder).items())[first::every]:
         if look_at(folder / name) != seen:
             raise AmpCheckpointError(f'{folder} is damaged: {name} is not what was written. Use an earlier checkpoint.')
 
@@ -87,8 +92,18 @@ def make(target: Path, files: Mapping[str, Seen]) -> None:
     Args:
         target: The name; an older folder, or a file, of this name goes when the new one stands.
         files: By name inside of the folder.
+
+    Raises:
+        FileNotFoundError: A file is not there, or has another size than its writer saw.
+        OSError: No right to rename.
     """
     part = part_of(target)
+    for name, (size, _) in files.items():
+        if not (part / name).is_file() or (part / name).stat().st_size != size:
+            raise FileNotFoundError(
+                f'{part / name} is not what its rank has written: all ranks have to see one folder, on a file system that they '
+                'share'
+            )
     file.write_text(json.dumps(files, indent=1), part / LIST)
     file.replace(part, target)
 

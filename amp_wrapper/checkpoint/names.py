@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -63,3 +65,21 @@ def reader(model: nn.Module, keys: Iterable[str]) -> Callable[[str], str]:
         return read(key[len('module.') :]) if key.startswith('module.') and key not in plain else key
 
     return read
+
+
+def renamed(state: Mapping[Any, Any], name: Callable[[str], str]) -> OrderedDict[Any, Any]:
+    """A state dict under other names. The versions of its modules (``_metadata``), by which old files are converted, go along.
+
+    Args:
+        state: Not changed.
+        name: The new name for an old one. Keys that are no strings stay.
+    """
+    made: Any = OrderedDict((name(key) if isinstance(key, str) else key, value) for key, value in state.items())
+    versions = getattr(state, '_metadata', None)
+    if isinstance(versions, Mapping):
+        owners = {}
+        for key in state:
+            if isinstance(key, str):
+                owners[key.rpartition('.')[0]] = name(key).rpartition('.')[0]
+        made._metadata = OrderedDict((owners.get(owner, owner), version) for owner, version in versions.items())
+    return made  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import warnings
@@ -18,6 +19,9 @@ from torch.distributed import ProcessGroup
 from ..errors import CheckpointWriteError
 from . import file, folder
 
+#: Integrations decide where these lines go.
+logger = logging.getLogger('amp_wrapper')
+
 
 class Pending:
     """A checkpoint that is being written; made by :func:`write`.
@@ -30,6 +34,7 @@ class Pending:
     def __init__(self, target: Path, written: Future[None]) -> None:
         self._target = target
         self._written = written
+        self._is_told = False
 
     @property
     def is_written(self) -> bool:
@@ -42,7 +47,15 @@ class Pending:
         Raises:
             CheckpointWriteError: On every rank, where any could not write. A folder of the name is what it was.
         """
+        self._is_told = True
         self._written.result()
+
+    def wait(self) -> None:
+        """As :meth:`finish`; where nobody has called that, what went wrong is a line in the log."""
+        error = self._written.exception()
+        if error is not None and not self._is_told:
+            self._is_told = True
+            logger.warning(f'amp: {error}')
 
 
 def write(
@@ -62,10 +75,11 @@ def write(
     Raises:
         CheckpointWriteError: On every rank, where any could not write what is written before a thread begins.
     """
-    target = Path(path)
+    target = Path(path).expanduser()
     part = folder.part_of(target)
     group = _group_beside() if asynchronous else None
-    _wait_for_the_last()
+    # two that write at once would take turns in the same group
+    wait_for_the_last()
     with _together(target, group):
         if _place()[0] == 0:
             file.remove(part)
@@ -77,7 +91,7 @@ def write(
         done.set_result(None)
         return Pending(target, done)
     copies = {name: tensor.detach().to('cpu', copy=True) for name, tensor in tensors.items()}
-    return Pending(target, _in_a_thread(copies, target, group))
+    return _in_a_thread(copies, target, group)
 
 
 def _write(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None) -> None:
@@ -110,10 +124,16 @@ def _write(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None)
             file.remove(part)
 
 
-_last: Future[None] | None = None
+_last: Pending | None = None
 
 
-def _in_a_thread(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None) -> Future[None]:
+def wait_for_the_last() -> None:
+    """Wait until what was begun last in this process is written, or could not be."""
+    if _last is not None:
+        _last.wait()
+
+
+def _in_a_thread(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None) -> Pending:
     global _last
     written: Future[None] = Future()
 
@@ -134,14 +154,8 @@ def _in_a_thread(tensors: dict[str, Tensor], target: Path, group: ProcessGroup |
 
     # a process waits for its threads before it ends
     threading.Thread(target=run, name=f'writes {target.name}').start()
-    _last = written
-    return written
-
-
-def _wait_for_the_last() -> None:
-    """Two that write at once would take turns in the same group; what went wrong is said by :meth:`Pending.finish`."""
-    if _last is not None:
-        _last.exception()
+    _last = Pending(target, written)
+    return _last
 
 
 _beside: tuple[Any, ProcessGroup] | None = None
@@ -177,11 +191,16 @@ def _place() -> tuple[int, int]:
 def _together(target: Path, group: ProcessGroup | None) -> Iterator[None]:
     """An error on one rank is one on all of them, at the end of the block."""
     problem: str | None = None
-    cause: Exception | None = None
+    cause: BaseException | None = None
     try:
         yield
-    except Exception as error:
-        problem, cause = f'{type(error).__name__}: {error}', error
+    except BaseException as error:
+        # torch's error of all ranks is no Exception
+        failures = getattr(error, 'failures', None)
+        if not isinstance(error, Exception) and failures is None:
+            raise
+        shown = next(iter(failures.values()))[0] if failures else error
+        problem, cause = f'{type(shown).__name__}: {shown}', error
     world = _place()[1]
     problems: list[Any] = [problem]
     if world > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from .shard_writer import Pending, quiet, write
 __all__ = ['Pending', 'begin', 'is_folder', 'join', 'load', 'save', 'shapes', 'split', 'verify', 'write']
 
 #: What stands in the place of a sharded tensor: a dict of this key, and the name under which the tensor was written.
-PLACE = 'sharded_tensor'
+PLACE = '_amp_wrapper_sharded_tensor'
 
 
 def save(checkpoint: Any, path: str | os.PathLike[str], takes: Callable[[Any], bool] = is_sharded) -> None:
@@ -146,9 +147,11 @@ def split(checkpoint: Any, takes: Callable[[Any], bool] = is_sharded) -> tuple[A
 
     def walk(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
-            return {key: walk(item, f'{name}/{key}' if name else str(key)) for key, item in value.items()}
+            return _with_items(
+                value, [walk(item, f'{name}/{key}' if name else str(key)) for key, item in value.items()]
+            )
         if isinstance(value, (list, tuple)):
-            return type(value)(walk(item, f'{name}/{index}') for index, item in enumerate(value))
+            return rebuilt(value, [walk(item, f'{name}/{index}') for index, item in enumerate(value)])
         if not isinstance(value, Tensor) or not takes(value):
             return value
         while name in tensors:
@@ -165,10 +168,24 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(rest, Mapping):
         if set(rest) == {PLACE}:
             return tensors[rest[PLACE]]
-        return {key: join(item, tensors) for key, item in rest.items()}
+        return _with_items(rest, [join(item, tensors) for item in rest.values()])
     if isinstance(rest, (list, tuple)):
-        return type(rest)(join(item, tensors) for item in rest)
+        return rebuilt(rest, [join(item, tensors) for item in rest])
     return rest
+
+
+def _with_items(value: Mapping[Any, Any], items: list[Any]) -> dict[Any, Any]:
+    """A dict with the keys of another; an ordered one keeps what it has beside them: the versions of modules."""
+    if not isinstance(value, OrderedDict):
+        return dict(zip(value, items))
+    made = OrderedDict(zip(value, items))
+    vars(made).update(vars(value))
+    return made
+
+
+def rebuilt(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """A list, tuple or named tuple of the type of another."""
+    return type(value)(*items) if hasattr(value, '_fields') else type(value)(items)
 
 
 def _places(value: Any) -> Iterator[str]:

@@ -258,8 +258,7 @@ def _watch_shards(parts: EngineParts, models: Sequence[nn.Module]) -> None:
     # others step with gradients of the parameters' type alone; in scripts, whoever clips expects FP32 gradients at FP32 shards
     takes_16bit = isinstance(parts.optimizer, FusedOptimizer) and not parts.gradients.unscaled
     if parts.reductions and takes_16bit and parts.policy.casts_model:
-        groups = [group for model in models for group in fsdp_internals.shard_groups(model)]
-        parts.shard_gradients = ShardGradients(groups, set(map(id, parts.params.parameters())))
+        parts.shard_gradients = ShardGradients(models, set(map(id, parts.params.parameters())))
 
 
 def _follow_at_entry(parts: EngineParts, models: Sequence[nn.Module]) -> None:

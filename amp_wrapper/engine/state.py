@@ -39,7 +39,9 @@ def state_of(parts: EngineParts) -> dict[str, Any]:
 def _open_accumulation(parts: EngineParts) -> checkpoint.Window | None:
     if not parts.is_accumulating:
         return None
-    if has_several_processes() and not parts.ddp.same_everywhere():
+    # shards are averages, unless somebody waits with that; what is unscaled has left flags on its rank
+    shared = bool(parts.reductions) and not parts.reductions.hold_back and not parts.gradients.unscaled
+    if has_several_processes() and not parts.ddp.same_everywhere() and not shared:
         _say(
             parts,
             logging.WARNING,

@@ -8,19 +8,33 @@ all ranks are written.
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
+import pickle
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.dist import broadcast_object_list, is_main_process
+from mmengine.dist import (
+    all_gather_object,
+    barrier,
+    broadcast_object_list,
+    get_rank,
+    get_world_size,
+    is_main_process,
+)
 from torch import Tensor, nn
 
-from ..checkpoint import sharded
-from ..errors import AmpUsageError, CheckpointWriteError
+from ..checkpoint import file as checkpoint_file
+from ..checkpoint import folder, sharded
+from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError, CheckpointWriteError
 from ..shards import any_sharded, is_sharded
 from . import sharded_states
+from .log import warn
 
 #: How a sharded model is saved: a whole file by rank 0, a folder of shards, or the same while the training goes on.
 KINDS = ('whole', 'sharded', 'async')
@@ -114,7 +128,8 @@ def _with_stand_ins(value: Any, name: str, sources: dict[str, Tensor]) -> Any:
             made[key] = _with_stand_ins(item, f'{name}/{key}', sources)
         return made
     if isinstance(value, (list, tuple)):
-        return type(value)(_with_stand_ins(item, f'{name}/{index}', sources) for index, item in enumerate(value))
+        items = [_with_stand_ins(item, f'{name}/{index}', sources) for index, item in enumerate(value)]
+        return sharded.rebuilt(value, items)
     if not is_sharded(value):
         return value
     sources[name] = value
@@ -122,38 +137,71 @@ def _with_stand_ins(value: Any, name: str, sources: dict[str, Tensor]) -> Any:
 
 
 def hand_over(checkpoint: Any, path: str) -> bool:
-    """Whether a checkpoint that mmengine is about to write will be written as shards instead.
+    """Whether what mmengine is about to write will be written as shards instead: where something in it is sharded.
 
     Args:
         checkpoint: As all hooks have left it.
         path: A local one.
     """
     waiting = _handed_over.get()
-    if waiting is not None:
-        waiting.append((checkpoint, path))
-    return waiting is not None
+    if waiting is None or not sharded.split(checkpoint, _is_stand_in)[1]:
+        return False
+    waiting.append((checkpoint, path))
+    return True
+
+
+def _is_stand_in(tensor: Any) -> bool:
+    return isinstance(tensor, StandIn)
 
 
 def _write(
     handed_over: list[tuple[Any, str]], sources: Mapping[str, Tensor], asynchronous: bool, failed: BaseException | None
 ) -> sharded.Pending | None:
     """Write what rank 0 was about to write; the others learn which of their shards goes where."""
-    plan: list[Any] = [None]
-    rest: Any = None
-    if is_main_process():
-        if failed is not None:
-            plan = [f'{type(failed).__name__}: {failed}']
-        elif handed_over:
-            checkpoint, path = handed_over[-1]
-            rest, found = sharded.split(checkpoint, lambda tensor: isinstance(tensor, StandIn))
-            plan = [(path, {name: tensor.source for name, tensor in found.items() if isinstance(tensor, StandIn)})]
+    plan: list[Any] = [[]]
+    rests: list[Any] = []
+    if failed is not None:
+        plan = [f'{type(failed).__name__}: {failed}']
+    elif is_main_process():
+        for checkpoint, path in handed_over:
+            rest, found = sharded.split(checkpoint, _is_stand_in)
+            _warn_if_unreadable(rest, path)
+            rests.append(rest)
+            plan[0].append(
+                (path, {name: tensor.source for name, tensor in found.items() if isinstance(tensor, StandIn)})
+            )
     broadcast_object_list(plan)
-    if plan[0] is None or failed is not None:
+    if failed is not None:
         return None
     if isinstance(plan[0], str):
         raise CheckpointWriteError(f'rank 0 could not save a checkpoint: {plan[0]}')
-    path, names = plan[0]
-    return sharded.write(rest, {name: sources[source] for name, source in names.items()}, path, asynchronous)
+    pending = None
+    for index, (path, names) in enumerate(plan[0]):
+        rest = rests[index] if rests else None
+        tensors = {name: sources[source] for name, source in names.items()}
+        pending = sharded.write(rest, tensors, path, asynchronous)
+    return pending
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    warn(text)
+
+
+def _warn_if_unreadable(rest: Any, path: str) -> None:
+    """Read back what is not sharded, so that a warning comes now and no error when the run is resumed."""
+    stream = io.BytesIO()
+    try:
+        torch.save(rest, stream)
+    except Exception:
+        # an error of writing, which comes on all ranks
+        return
+    stream.seek(0)
+    try:
+        torch.load(stream, weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines() if 'GLOBAL' in line]
+        _warn_once(f'{path} cannot be resumed from: it asks for code to run while it is read ({" ".join(lines)[:300]})')
 
 
 def settle(runner: Any) -> None:
@@ -166,10 +214,11 @@ def settle(runner: Any) -> None:
         CheckpointWriteError: It could not be written.
     """
     pending = getattr(runner.model, 'pending', None)
+    # where the checkpoint could not be written, what it would have replaced stays
+    afterwards = vars(runner).pop('_amp_wrapper_afterwards', ())
     if pending is not None:
         runner.model.pending = None
         pending.finish()
-    afterwards = vars(runner).pop('_amp_wrapper_afterwards', ())
     for act in afterwards:
         act()
 
@@ -180,6 +229,70 @@ def after_writing(runner: Any, act: Callable[[], None]) -> None:
         act()
     else:
         vars(runner).setdefault('_amp_wrapper_afterwards', []).append(act)
+
+
+def verify(path: str) -> None:
+    """Compare a file with its checksums; of a folder of shards each rank compares a part, and damage is an error on all.
+
+    Args:
+        path: A local file or folder. Collective.
+
+    Raises:
+        AmpCheckpointError: Names the file.
+    """
+    seen = [sharded.is_folder(path)]
+    broadcast_object_list(seen)
+    if not seen[0]:
+        checkpoint_file.verify(path)
+        return
+    problem = None
+    try:
+        folder.verify(path, get_rank(), get_world_size())
+    except AmpCheckpointError as error:
+        problem = str(error)
+    problems = [each for each in all_gather_object(problem) if each]
+    if problems:
+        raise AmpCheckpointError(problems[0])
+
+
+def check_folder(path: str, kind: str) -> None:
+    """Find out before the training whether all ranks can write to one folder. Collective.
+
+    Args:
+        path: Of the checkpoints.
+        kind: Of :data:`KINDS`.
+
+    Raises:
+        AmpConfigError: They cannot.
+    """
+    name = [uuid.uuid4().hex]
+    broadcast_object_list(name)
+    probe = Path(path) / f'{name[0]}{checkpoint_file.PART_SUFFIX}'
+    mine = probe.with_name(f'{name[0]}-{get_rank()}{checkpoint_file.PART_SUFFIX}')
+    problem = _problem_of_writing(probe) if is_main_process() else None
+    barrier()
+    if problem is None and not probe.is_file():
+        problem = f'rank {get_rank()} does not see what rank 0 writes to {path}'
+    problem = problem or _problem_of_writing(mine)
+    problems = [each for each in all_gather_object(problem) if each]
+    for each in (mine, *([probe] if is_main_process() else [])):
+        checkpoint_file.remove(each)
+    if problems:
+        raise AmpConfigError(
+            [
+                f'checkpoints={kind!r}, and {problems[0]}: each rank writes its shards to one folder, which has to be on a '
+                "file system that all ranks share. Choose another out_dir or work_dir, or write checkpoints='whole'."
+            ]
+        )
+
+
+def _problem_of_writing(path: Path) -> str | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b'')
+    except OSError as error:
+        return f'rank {get_rank()} cannot write to {path.parent} ({error.strerror})'
+    return None
 
 
 def load(runner: Any, path: str, map_location: Any) -> Any:

@@ -15,6 +15,7 @@ from mmengine.optim import BaseOptimWrapper, OptimWrapperDict
 from torch import Tensor, nn
 
 from .. import fsdp_internals
+from ..checkpoint.sharded import rebuilt
 from ..policy.nested import parameters_of
 from ..shards import any_sharded, is_sharded, shard_like, whole
 from ..torch_internals import is_zero
@@ -135,7 +136,7 @@ def gather(value: Any) -> Any:
             made[key] = gather(item)
         return made
     if isinstance(value, (list, tuple)):
-        return type(value)(gather(item) for item in value)
+        return rebuilt(value, [gather(item) for item in value])
     if not is_sharded(value):
         return value
     full = whole(value.detach())
@@ -158,4 +159,7 @@ def shard_states(model: nn.Module, state: Any) -> dict[str, Any]:
             return value
         return shard_like(value, like)
 
-    return {name: fitting(name, value) for name, value in state.items()}
+    made = like_it(state)
+    for name, value in state.items():
+        made[name] = fitting(name, value)
+    return made  # type: ignore[no-any-return]

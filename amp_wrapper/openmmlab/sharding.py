@@ -57,7 +57,8 @@ class MMFullyShard(nn.Module):
         reshard_after_forward: As there.
         offload: As there.
         no_sync: Whether, while gradients are accumulated over several iterations, each rank keeps whole gradients of its own
-            until the last one. Saves communication, and costs the memory of all gradients of the model.
+            until the last one. Saves communication, and costs the memory of all gradients of the model. They are summed, and
+            averaged, in ``reduce_dtype``, which is FP32 then unless another one is given.
         checkpoints: 'whole': rank 0 puts the states together and writes a file. 'sharded': each rank writes its own shards to a
             folder, which is read by any number of ranks. 'async': the same, while the training goes on.
 
@@ -127,7 +128,11 @@ class MMFullyShard(nn.Module):
         if self.is_sharded:
             return
         leave, averages = (BaseDataPreprocessor,), (BaseAveragedModel,)
-        chosen = Sharding.of(self._mesh, self._options, policy)
+        options = dict(self._options)
+        if self._accumulates_apart and policy.casts_model and options['reduce_dtype'] is None:
+            # torch adds up in this type what is averaged later
+            options['reduce_dtype'] = 'float32'
+        chosen = Sharding.of(self._mesh, options, policy)
         shard(_parts(self.module, apart), policy, chosen, optimizers, leave, averages)
         if average is not None:
             chosen = dataclasses.replace(chosen, reduce_dtype=None)

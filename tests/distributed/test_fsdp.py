@@ -38,6 +38,8 @@ def _skip_old(device: torch.device) -> None:
         'fsdp_raises_on_overflow',
         'fsdp_accumulation',
         'fsdp_types_of_gradients',
+        'fsdp_other_passes',
+        'fsdp_gradients_apart',
         'fsdp_reduction_in_fp32',
         'fsdp_collectives',
         'fsdp_bytes',
@@ -63,6 +65,13 @@ def _skip_old(device: torch.device) -> None:
         'fsdp_saving_with_hooks',
         'fsdp_saving_refusals',
         'fsdp_saving_preempted',
+        'fsdp_versions_of_modules',
+        'fsdp_failed_saving_deletes_nothing',
+        'fsdp_saving_to_several_folders',
+        'fsdp_saving_on_a_full_disk',
+        'fsdp_damage_that_one_rank_sees',
+        'fsdp_files_beside_shards',
+        'fsdp_a_training_after_another',
     ],
 )
 def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from ... import ops
 from ...casting.param_pairs import ParamPairs, StepLists
 from ...errors import AmpUsageError
 from ...ops import attributes
+from ...shards import fitted
 from .added import AddedGradients
 from .store import Held, ScaledGradients
 from .unscale import accumulate_unscaled, check_no_graph
@@ -307,7 +308,7 @@ class UnscaledGradients(ScaledGradients):
     def restore(self, gradients: Sequence[Tensor | None], lists: StepLists) -> None:
         """Put back what :meth:`save` gave; not changed, and not aliased."""
         for parameter, gradient in zip(lists.parameters, gradients):
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+            parameter.grad = None if gradient is None else fitted(gradient, parameter)
 
 
 def _weights_of(pairs: Iterable[Pair]) -> list[nn.Parameter]:

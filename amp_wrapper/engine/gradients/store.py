@@ -12,6 +12,7 @@ from ... import ops
 from ...casting.param_pairs import ParamPairs, StepLists
 from ...ops import attributes
 from ...policy.nested import HALF_TYPES
+from ...shards import fitted, is_sharded
 from .unscale import unscale_to_masters
 
 
@@ -128,7 +129,7 @@ class ScaledGradients:
             if gradient is not None and self.sums is not None and weight.dtype in HALF_TYPES:
                 self.sums.put(weight, gradient)
             elif gradient is not None:
-                weight.grad = gradient.to(weight.device, weight.dtype, copy=True)
+                weight.grad = fitted(gradient, weight)
 
 
 class Fp32Sums:
@@ -155,7 +156,8 @@ class Fp32Sums:
 
     def put(self, weight: nn.Parameter, gradient: Tensor) -> None:
         """Let ``gradient`` (any floating type) be the sum of ``weight``."""
-        self._sums[id(weight)] = (weight, gradient.to(weight.device, torch.float32, copy=True))
+        wide = fitted(gradient.float(), weight.detach().float()) if is_sharded(weight) else gradient
+        self._sums[id(weight)] = (weight, wide.to(weight.device, torch.float32, copy=True))
 
     @torch.no_grad()
     def take(self, weights: Iterable[nn.Parameter]) -> None:

@@ -124,7 +124,7 @@ def after_load_checkpoint(original: Callable[..., None], hook: Any, runner: Any,
 def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: bool) -> None:
     """The names of a file, plain or not, become those of an averaged model that was copied with wrappers inside or not."""
     read = names.reader(average, checkpoint['state_dict'])
-    checkpoint['state_dict'] = {read(key): value for key, value in checkpoint['state_dict'].items()}
+    checkpoint['state_dict'] = names.renamed(checkpoint['state_dict'], read)
     if 'ema_state_dict' not in checkpoint or not resumes:
         return
     wanted = {plain: key for key, plain in names.plain_names(average).items()}
@@ -132,9 +132,9 @@ def _name_for_average(checkpoint: dict[str, Any], average: nn.Module, resumes: b
     def name(plain: str) -> str:
         return wanted.get(plain, plain)
 
-    checkpoint['ema_state_dict'] = {
-        f'module.{name(read(key[len("module.") :]))}' if key.startswith('module.') else key: value
-        for key, value in checkpoint['ema_state_dict'].items()
-    }
+    checkpoint['ema_state_dict'] = names.renamed(
+        checkpoint['ema_state_dict'],
+        lambda key: f'module.{name(read(key[len("module.") :]))}' if key.startswith('module.') else key,
+    )
     # the hook swaps the two by name; ours makes them plain again
-    checkpoint['state_dict'] = {name(key): value for key, value in checkpoint['state_dict'].items()}
+    checkpoint['state_dict'] = names.renamed(checkpoint['state_dict'], name)

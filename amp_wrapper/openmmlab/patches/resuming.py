@@ -22,7 +22,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from ...checkpoint import file as checkpoint_file
 from ...checkpoint import newest as newest_checkpoint
 from ...checkpoint import schema, sharded, validate, validate_optimizer
-from ...checkpoint.names import reader
+from ...checkpoint.names import reader, renamed
 from ...errors import AmpCheckpointError
 from .. import shard_files
 from ..resume import data_order
@@ -119,7 +119,7 @@ def validate_file(runner: Any, filename: str, resume_optimizer: bool, resume_par
     Raises:
         AmpCheckpointError: Names file, key and expectation.
     """
-    newest_checkpoint.verify(filename)
+    shard_files.verify(filename)
     if sharded.is_folder(filename):
         file = sharded.load(filename, check=False, only_shapes=True)
     else:
@@ -308,7 +308,7 @@ def load_checkpoint(original: Callable[..., Any], runner: Any, filename: str, *a
         return original(runner, filename, *args, **kwargs)
     if _is_local_file(filename) and _ours.get() is None:
         # a resume has done this
-        newest_checkpoint.verify(filename)
+        shard_files.verify(filename)
     if len(args) < 3:
         kwargs.setdefault('revise_keys', _revise_keys(runner.model))
     with _loading_for(runner):
@@ -343,4 +343,4 @@ def name_plainly(runner: Any, checkpoint: dict[str, Any]) -> None:
     state = checkpoint.get('state_dict') if wrappers_of(runner) else None
     if isinstance(state, dict) and any(isinstance(key, str) and 'module' in key.split('.') for key in state):
         read = reader(inner_model(runner.model), [key for key in state if isinstance(key, str)])
-        checkpoint['state_dict'] = {read(key) if isinstance(key, str) else key: value for key, value in state.items()}
+        checkpoint['state_dict'] = renamed(state, read)

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 
+from ...checkpoint import shard_writer
 from .. import shard_files, sharded_states, sharding
 from ..compiling import Compiled
 from ..wrappers import is_built_here
@@ -74,6 +75,8 @@ def give_report(runner: Any, compiled: Compiled) -> None:
 def load_or_resume(original: Callable[..., None], runner: Any) -> None:
     """Replaces ``load_or_resume`` of runners: chooses the newest complete file where none is named."""
     give_hook(runner)
+    # what another training in this process has begun to write may be what this one goes on from
+    shard_writer.wait_for_the_last()
     sharding.shard_model_of(runner)
     if resuming.choose_file(runner):
         original(runner)

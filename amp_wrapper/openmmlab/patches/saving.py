@@ -19,7 +19,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.model import is_model_wrapper
 
 from ...checkpoint import file as checkpoint_file
-from ...checkpoint import folder, names
+from ...checkpoint import folder, names, shard_writer
 from ...checkpoint import newest as newest_checkpoint
 from ...engine.buffers import living
 from ...errors import AmpCheckpointError, AmpConfigError, CheckpointWriteError
@@ -92,7 +92,7 @@ def make_readable(runner: Any, checkpoint: dict[str, Any]) -> None:
     for part, front in (('state_dict', ''), ('ema_state_dict', 'module.')):
         if part in checkpoint:
             plain = {front + key: front + name for key, name in plain_names.items()}
-            checkpoint[part] = {plain.get(key, key): value for key, value in checkpoint[part].items()}
+            checkpoint[part] = names.renamed(checkpoint[part], lambda key, plain=plain: plain.get(key, key))  # type: ignore[misc]
 
 
 def _numbers(state: Any) -> Any:
@@ -155,6 +155,8 @@ def save_with_step(original: Callable[..., None], hook: Any, runner: Any, step: 
 
 def save_best(original: Callable[..., None], hook: Any, runner: Any, metrics: dict[str, Any]) -> None:
     """Replaces ``CheckpointHook._save_best_checkpoint``: deletes the old file last."""
+    if not hook.save_best:
+        return
     with _removals_after(hook, runner):
         original(hook, runner, metrics)
 
@@ -241,6 +243,8 @@ def prepare_folders(runner: Any) -> None:
     """
     if not wrappers_of(runner):
         return
+    # of another training in this process, which may have ended with an error
+    shard_writer.wait_for_the_last()
     for hook in runner.hooks:
         if not isinstance(hook, CheckpointHook) or not hook.out_dir:
             continue
@@ -258,6 +262,8 @@ def prepare_folders(runner: Any) -> None:
             last = runner.message_hub.runtime_info.get('last_ckpt')
             if hook.last_ckpt is None and isinstance(last, str) and Path(last).exists():
                 hook.last_ckpt = last
+            if kind != 'whole':
+                shard_files.check_folder(hook.out_dir, kind)
             if is_main_process():
                 _tidy_up(hook, runner)
                 checkpoint_file.check_writable(hook.out_dir)

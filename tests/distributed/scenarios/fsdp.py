@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_wrapper
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, FusedAdamW, FusedSGD, amp
-from amp_wrapper.engine.gradients.shard_gradients import CAN_DIFFER
 from amp_wrapper.fsdp_internals import shard_groups
 from scenarios.common import Here, same_on_all_ranks, scenario
 
@@ -371,63 +370,6 @@ def _gradients(here: Here, level: str, how: str, losses: int = 1) -> list[Tensor
             scaled.backward()
     found = [p.grad for p in amp.master_params(optimizer)]
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found if g is not None]
-
-
-@scenario
-def fsdp_types_of_gradients(here: Here) -> None:
-    """Gradients of one backward pass are 16-bit, with the numbers that FSDP2 gives in FP32; sums of several are FP32."""
-    for level, clip in (
-        ('O2', None),
-        ('O5', None),
-        ('O5', dict(max_norm=0.1)),
-        ('O2', dict(type='value', clip_value=0.01)),
-    ):
-        for counts in (1, 2, 3):
-            for sharding in ({}, dict(reduce_dtype='float32')):
-                found: list[Any] = []
-                for kind in (our_fused, plain_adamw):
-                    net: Any = Net().to(here.device)
-                    amp_wrapper.fully_shard(net, level, mesh=mesh_of(here), **sharding)
-                    wrapper = AmpOptimWrapper(
-                        optimizer=kind(net.parameters()),
-                        opt_level=level,
-                        clip_grad=clip,
-                        accumulative_counts=counts,
-                        verbosity=0,
-                        loss_scale=dict(init_scale=1024.0) if level == 'O2' else None,
-                    )
-                    seen: list[Any] = []
-                    for step in range(3 * counts):
-                        x, y = data(here, step)
-                        with wrapper.optim_context(net):
-                            loss = F.cross_entropy(net(x), y)
-                        wrapper.backward(wrapper.scale_loss(loss))
-                        types = {
-                            p.grad.dtype for n, p in net.named_parameters() if 'bn' not in n and p.grad is not None
-                        }
-                        is_half = kind is our_fused and not sharding and step % counts == 0
-                        assert types == {HALF[level] if is_half and CAN_DIFFER else torch.float32}, (
-                            level,
-                            counts,
-                            step,
-                            types,
-                        )
-                        seen.append([p.grad.to_local().float().clone() for p in net.parameters()])
-                        if wrapper.should_update():
-                            wrapper.step()
-                            wrapper.zero_grad()
-                            # weights of both go on alike, whatever the optimizer
-                            with torch.no_grad():
-                                for p, q in zip(net.parameters(), Net().to(here.device).parameters()):
-                                    p.copy_(DTensor.from_local(q, p.device_mesh).redistribute(placements=p.placements))
-                    found.append(seen)
-                for mine, theirs in zip(*found):
-                    assert all(map(torch.equal, mine, theirs)), (level, counts, sharding)
-    net, _, _ = train(here, 'O5', our_fused, 'ours')
-    x, y = data(here, 9)
-    F.cross_entropy(net(x), y).backward()
-    # nobody has said whose loss this is
-    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
 
 
 @scenario
