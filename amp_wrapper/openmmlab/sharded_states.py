@@ -79,17 +79,23 @@ def layouts_of(runner: Any) -> Callable[[str], Tensor | None]:
     wrapper = getattr(runner, 'optim_wrapper', None)
     members = dict(wrapper.items()) if isinstance(wrapper, OptimWrapperDict) else {'': wrapper}
     stepped: dict[str, Tensor] = {}
+    fronts: list[str] = []
     for name, member in members.items():
         optimizer = getattr(member, 'optimizer', None)
         parameters = [] if optimizer is None else parameters_of(optimizer)
         front = f'optimizer/{name}/' if name else 'optimizer/'
         stepped |= {f'{front}state/{index}': p for index, p in enumerate(parameters) if is_sharded(p)}
+        fronts.append(front)
 
     def layout(name: str) -> Tensor | None:
         part, _, rest = name.partition('/')
         if part in ('state_dict', 'ema_state_dict'):
             return weights.get(rest, weights.get(rest.removeprefix('module.')))
-        return stepped.get(name.rpartition('/')[0])
+        owner, _, last = name.rpartition('/')
+        if owner.endswith('window/gradients'):
+            # of an open accumulation, in the order of the groups
+            return next((stepped.get(f'{front}state/{last}') for front in fronts if name.startswith(front)), None)
+        return stepped.get(owner)
 
     return layout
 

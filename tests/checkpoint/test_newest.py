@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -248,3 +248,70 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CheckpointWriteError, match=r'epoch_1\.pth'):
         checkpoint_file.save({'x': 1}, path)
     assert (path / 'notes').read_text() == 'x' and os.listdir(tmp_path) == ['epoch_1.pth']
+
+
+def test_a_file_that_a_folder_was_about_to_replace(tmp_path: Path) -> None:
+    checkpoint_file.save(training_file(), tmp_path / 'epoch_1.pth.amp-old')
+    assert find_newest(tmp_path).path == tmp_path / 'epoch_1.pth'
+    assert checkpoint_file.load(tmp_path / 'epoch_1.pth')['state_dict']['weight'].sum() == 3
+    folder.remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ['epoch_1.pth']
+
+
+def test_who_dies_while_a_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_shards(tmp_path / 'epoch_1.pth')
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        if Path(path).is_dir():
+            (Path(path) / 'files.json').unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_file.shutil, 'rmtree', rmtree)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint_file.remove(tmp_path / 'epoch_1.pth')
+    monkeypatch.undo()
+    assert folder.remove_leftovers(tmp_path) == ['epoch_1.pth.removed.amp-part'] and os.listdir(tmp_path) == []
+
+
+def test_what_is_removed_meanwhile_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody tidies up the folder while it is written: an error, and the one before stays."""
+    save_shards(tmp_path / 'epoch_1.pth')
+    original = shard_writer._write
+
+    def write(*args: Any) -> None:
+        folder.remove_leftovers(tmp_path)
+        original(*args)
+
+    monkeypatch.setattr(shard_writer, '_write', write)
+    pending = sharded.begin(training_file(), tmp_path / 'epoch_1.pth')
+    with pytest.raises(CheckpointWriteError, match=r'epoch_1\.pth'):
+        pending.finish()
+    folder.verify(tmp_path / 'epoch_1.pth')
+    assert os.listdir(tmp_path) == ['epoch_1.pth']
+
+
+def test_what_nobody_asked_about_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
+    monkeypatch.setattr(folder, 'look_at', lambda path: [][0])
+    sharded.begin(training_file(), tmp_path / 'epoch_1.pth')
+    shard_writer.wait_for_the_last()
+    shard_writer.wait_for_the_last()
+    assert len(log) == 1 and 'WARNING' in log[0] and 'epoch_1.pth could not be written' in log[0]
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+def test_what_a_state_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named tuples, ordered dicts with the versions of modules, dicts of one key; the home folder may be written short."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    model = torch.nn.BatchNorm1d(2)
+    content = {'model': model.state_dict(), 'one': {'sharded_tensor': 'x'}, 'many': [(torch.ones(1), 2)]}
+    sharded.save(content, '~/a.pth', lambda tensor: bool(tensor.ndim))
+    found = sharded.load('~/a.pth')
+    assert found['model']._metadata == model.state_dict()._metadata and found['model']._metadata['']['version'] == 2
+    assert found['one'] == {'sharded_tensor': 'x'} and found['many'][0][1] == 2
+    assert (tmp_path / 'a.pth' / 'files.json').is_file()
+    pair, tensors = sharded.split(Pair(torch.ones(3), 4), lambda tensor: True)
+    assert isinstance(pair, Pair) and isinstance(sharded.join(pair, tensors), Pair)

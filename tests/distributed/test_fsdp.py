@@ -56,6 +56,8 @@ def _skip_old(device: torch.device) -> None:
         'fsdp_other_calls',
         'fsdp_folders',
         'fsdp_damaged_folders',
+        'fsdp_windows',
+        'fsdp_windows_of_others',
         'fsdp_averages',
         'fsdp_offload',
         'fsdp_compiled',
@@ -78,7 +80,10 @@ def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> Non
     two_ranks.succeed(tmp_path, scenario)
 
 
-@pytest.mark.parametrize(('scenario', 'words'), [('fsdp_two_by_two', ()), ('fsdp_overflow', ('quick',))])
+@pytest.mark.parametrize(
+    ('scenario', 'words'),
+    [('fsdp_two_by_two', ()), ('fsdp_overflow', ('quick',)), ('fsdp_tensor_parallel_folders', ())],
+)
 def test_four_ranks(four_ranks: ranks.Group, scenario: str, words: tuple[str, ...], tmp_path: Path) -> None:
     four_ranks.succeed(tmp_path, scenario, *words)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from bits import differences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -12,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import amp_wrapper
 from amp_wrapper import AmpOptimWrapper
+from amp_wrapper.checkpoint import sharded
 from scenarios.common import Here, same_on_all_ranks, scenario
 from scenarios.fsdp import Kind, adamw, assembled, mesh_of, our_sgd
 
@@ -77,3 +79,50 @@ def _steps(net: Any, level: str, kind: Kind, clip: Any, ranks: list[int]) -> tup
         norm = wrapper._last.grad_norm  # type: ignore[union-attr]
         norms += [] if norm is None else [float(norm)]
     return assembled(net), norms
+
+
+@scenario
+def fsdp_tensor_parallel_folders(here: Here) -> None:
+    """Shards of a 2 x 2 mesh, of tensor parallelism below FSDP2 among them: saved, read again, and read as whole tensors."""
+    grid = init_device_mesh(here.device.type, (2, 2), mesh_dim_names=('data', 'tensor'))
+
+    def make(how: str) -> Any:
+        net = transformer().to(here.device)
+        if how == 'tensor':
+            for layer in net[1:3]:
+                parallelize_module(layer, grid['tensor'], {'up': ColwiseParallel(), 'down': RowwiseParallel()})
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            for module in (*net[1:3], net):
+                fully_shard(module, mesh=grid['data'], mp_policy=policy)
+        else:
+            amp_wrapper.fully_shard(net, 'O5', mesh=grid)
+        return net, AmpOptimWrapper(optimizer=our_sgd(net.parameters()), opt_level='O5', verbosity=0)
+
+    def step(net: Any, wrapper: Any, number: int) -> None:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).to(here.device)
+        with wrapper.optim_context(net):
+            loss = net(x).float().square().mean()
+        wrapper.update_params(loss)
+
+    for how in ('tensor', 'hsdp'):
+        net, wrapper = make(how)
+        step(net, wrapper, 0)
+        folder = here.folder / how
+        pending = sharded.begin({'model': net.state_dict(), 'optimizer': wrapper.state_dict()}, folder)
+        before = assembled(net)
+        step(net, wrapper, 1)
+        pending.finish()
+        whole = sharded.load(folder)
+        assert differences(whole['model'], {name: value.cpu() for name, value in before.items()}) == [], how
+        again, other = make(how)
+        parameters, named = list(again.parameters()), dict(again.named_parameters())
+
+        def like(name: str, parameters: Any = parameters, named: Any = named) -> Any:
+            part, key = name.split('/', 1)
+            return named[key] if part == 'model' else parameters[int(key.split('/')[1])]
+
+        found = sharded.load(folder, like)
+        again.load_state_dict(found['model'])
+        other.load_state_dict(found['optimizer'])
+        step(again, other, 1)
+        assert differences(assembled(again), assembled(net)) == [], how

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import torch
 from bits import differences
@@ -11,12 +12,13 @@ from mmengine.model import ExponentialMovingAverage
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+import amp_wrapper
 from amp_wrapper import AmpOptimWrapper, FusedSGD
 from amp_wrapper.checkpoint import sharded
 from amp_wrapper.openmmlab.sharding import MMFullyShard
 from amp_wrapper.policy import LEVELS, resolve
 from scenarios.common import Here, scenario
-from scenarios.fsdp import Net, adamw, assembled, data, our_fused, our_sgd
+from scenarios.fsdp import Net, adamw, assembled, data, mesh_of, our_fused, our_sgd
 
 
 def sgd_in_bf16(parameters: Any) -> Any:
@@ -52,8 +54,11 @@ class Run:
         self.wrapper.attach(self.net)
 
     def train(self, steps: range) -> list[float]:
+        return self.micro(range(steps.start * self._counts, steps.stop * self._counts))
+
+    def micro(self, numbers: range) -> list[float]:
         losses = []
-        for number in range(steps.start * self._counts, steps.stop * self._counts):
+        for number in numbers:
             x, y = data(self._here, number)
             with self.wrapper.optim_context(self.net):
                 loss = F.cross_entropy(self.net(x), y)
@@ -74,7 +79,8 @@ class Run:
         def like(name: str) -> Any:
             part, key = name.split('/', 1)
             if part == 'optimizer':
-                return parameters[int(key.split('/')[1])]
+                parts = key.split('/')
+                return parameters[int(parts[-1] if 'window' in parts else parts[1])]
             return named[key.removeprefix('module.')]
 
         found = sharded.load(path, like)
@@ -121,3 +127,67 @@ def fsdp_resume_grid(here: Here) -> None:
     if 'quick' not in here.words:
         assert len(chosen) == 6 * 4 * 3 * 2 * 2
     assert torch.distributed.get_world_size() == here.world
+
+
+@scenario
+def fsdp_windows(here: Here) -> None:
+    """Saved in the middle of an accumulation: gradients of shards are averages, so they are in the checkpoint."""
+    for level, kind in itertools.product(('O0', 'O2', 'O4', 'O5'), (our_fused, adamw)):
+        case: Case = (level, kind, dict(type='value', clip_value=0.01), 3, False)
+        for done in (1, 2):
+            whole, again = Run(here, case), Run(here, case)
+            for run in (whole, again):
+                run.wrapper.initialize_count_status(run.net, 0, 100)
+            whole.train(range(1))
+            whole.micro(range(3, 3 + done))
+            folder = here.folder / f'{level}_{kind.__name__}_{done}'
+            sharded.save(whole.state(), folder)
+            buffers = {n: v.clone() for n, v in whole.net.state_dict().items() if not isinstance(v, DTensor)}
+            again.load(folder, buffers)
+            for run in (whole, again):
+                run.micro(range(3 + done, 9))
+            assert differences(again.whole(), whole.whole()) == [], case
+
+
+@scenario
+def fsdp_windows_of_others(here: Here) -> None:
+    """A file that one process has saved in the middle of an accumulation goes on sharded: its gradients are laid out."""
+    for level in ('O0', 'O2', 'O5'):
+        for losses in (1, 2):
+            net: Any = Net().to(here.device)
+            one = AmpOptimWrapper(
+                optimizer=our_sgd(net.parameters()),
+                opt_level=level,
+                accumulative_counts=2,
+                num_losses=losses,
+                loss_scale=8.0,
+                verbosity=0,
+            )
+            one.initialize_count_status(net, 0, 100)
+            x, y = data(here, 0, rank=0)
+            with one.optim_context(net):
+                loss = F.cross_entropy(net(x), y)
+            one.backward(one.scale_loss(loss))
+            gradients = [p.grad for p in one.master_params()] if losses > 1 else [p.grad for p in net.parameters()]
+            expected = [g.detach().float().clone() for g in gradients if g is not None]
+            # as a single process saves it
+            with mock.patch('amp_wrapper.engine.state.has_several_processes', return_value=False):
+                saved = one.state_dict()
+            mine: Any = amp_wrapper.fully_shard(Net().to(here.device), level, mesh=mesh_of(here))
+            wrapper = AmpOptimWrapper(
+                optimizer=our_sgd(mine.parameters()),
+                opt_level=level,
+                accumulative_counts=2,
+                num_losses=losses,
+                loss_scale=8.0,
+                verbosity=0,
+            )
+            wrapper.load_state_dict(saved)
+            wrapper.initialize_count_status(mine, 1, 100)
+            found = [p.grad for p in wrapper.optimizer.param_groups[0]['params']]
+            assert all(isinstance(gradient, DTensor) for gradient in found)
+            assert differences([gradient.full_tensor().float() for gradient in found], expected) == [], (level, losses)
+            with wrapper.optim_context(mine):
+                loss = F.cross_entropy(mine(x), y)
+            wrapper.update_params(loss)
+            assert not wrapper.step_was_skipped()
