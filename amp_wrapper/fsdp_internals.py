@@ -26,7 +26,7 @@ class ShardGroup:
         modules: What it was called for: one module or several.
         parameters: The sharded parameters.
         param_dtype: The type they are gathered in; None for their own.
-        reduce_dtype: The type gradients are averaged in; None for that of the gathered parameters.
+        reduce_dtype: The type gradients are averaged in; None for that of the parameters.
     """
 
     modules: Sequence[nn.Module]
@@ -61,15 +61,16 @@ def shard_groups(model: nn.Module) -> list[ShardGroup]:
     Args:
         model: Sharded, as a whole or in part, or not at all.
     """
-    return [
-        ShardGroup(
-            tuple(group.modules),
-            [fsdp_param.sharded_param for fsdp_param in group.fsdp_params],
-            group.mp_policy.param_dtype,
-            group.mp_policy.reduce_dtype,
-        )
-        for group in _param_groups(model)
-    ]
+    found = []
+    for group in _param_groups(model):
+        each = group.fsdp_params
+        # of each parameter since 2.15, where no type to average in means that of the parameter; before, of what is gathered
+        policies = [each_param.mp_policy for each_param in each if hasattr(each_param, 'mp_policy')]
+        policy = policies[0] if policies else group.mp_policy
+        reduce_dtype = policy.reduce_dtype if policies else policy.reduce_dtype or policy.param_dtype
+        parameters = [each_param.sharded_param for each_param in each]
+        found.append(ShardGroup(tuple(group.modules), parameters, policy.param_dtype, reduce_dtype))
+    return found
 
 
 class Reductions:

@@ -100,7 +100,7 @@ def count(model: nn.Module, world: int) -> Bytes:
         kind = group.parameters[0].dtype
         total += sum(parameter.numel() for parameter in group.parameters)
         own += mine * kind.itemsize
-        averaged_in = group.reduce_dtype or group.param_dtype or kind
+        averaged_in = group.reduce_dtype or kind
         # gradients stay in that type with AmpOptimWrapper and the optimizers of this package
         gradients += mine * min(kind.itemsize, averaged_in.itemsize if CAN_DIFFER else kind.itemsize)
         moments += 2 * mine * 4

@@ -153,10 +153,11 @@ def _conflict(known: _Group, parameters: Mapping[str, nn.Parameter], policy: Pol
 
 def _reduction(known: _Group, policy: Policy, is_half: bool) -> str:
     group = known.group
-    if is_half and policy.accumulate_in_fp32 and group.reduce_dtype is not torch.float32:
+    averaged_in = group.reduce_dtype or group.parameters[0].dtype
+    if is_half and policy.accumulate_in_fp32 and averaged_in is not torch.float32:
         return (
             f'accumulate_in_fp32=True, and {known.label} averages gradients in '
-            f'{dtype_name(group.reduce_dtype or group.param_dtype or torch.float16)}: fully_shard({known.argument}, ...) with '
+            f'{dtype_name(averaged_in)}: fully_shard({known.argument}, ...) with '
             f'mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32).'
         )
     return ''

@@ -304,6 +304,8 @@ def _call_fully_shard(groups: Sequence[NewGroup], policy: Policy, sharding: Shar
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     gathers = policy.cast_model_type if policy.casts_model and not has_16bit_shards(policy) else None
+    # torch changed in 2.15 what it takes without a type
+    averages = sharding.reduce_dtype or gathers
     pins = sharding.mesh.device_type == 'cuda'
     for group in groups:
         fully_shard(
@@ -313,7 +315,7 @@ def _call_fully_shard(groups: Sequence[NewGroup], policy: Policy, sharding: Shar
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=gathers if group.is_half else None,
                 # what stays FP32 is averaged in FP32
-                reduce_dtype=sharding.reduce_dtype if group.is_half or not policy.casts_model else None,
+                reduce_dtype=averages if group.is_half or not policy.casts_model else None,
                 # the casts of the level are hooks of their own
                 cast_forward_inputs=False,
             ),

@@ -46,8 +46,8 @@ class ShardGradients:
     def _watch_parameters(self, model: nn.Module, stepped: Container[int]) -> Sequence[nn.Parameter]:
         before = len(self._parameters)
         for group in shard_groups(model):
-            averaged_in = group.reduce_dtype or group.param_dtype
-            if averaged_in not in HALF_TYPES:
+            averaged_in = group.reduce_dtype
+            if averaged_in is None or averaged_in not in HALF_TYPES:
                 continue
             for parameter in group.parameters:
                 on_cpu = parameter.device.type == 'cpu' != parameter.device_mesh.device_type  # type: ignore[attr-defined]

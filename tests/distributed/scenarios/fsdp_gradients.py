@@ -138,7 +138,7 @@ def fsdp_gradients_apart(here: Here) -> None:
             wrapper.initialize_count_status(model, 0, counts)
             types = {group.reduce_dtype for group in shard_groups(net) if group.param_dtype is not None}
             if level in HALF:
-                wanted = {'each': None, 'apart': torch.float32, 'bf16': torch.bfloat16}[name]
+                wanted = {'each': HALF[level], 'apart': torch.float32, 'bf16': torch.bfloat16}[name]
                 assert types == {wanted}, (level, name, types)
             for step in range(counts):
                 x, y = data(here, step)
