@@ -8,7 +8,6 @@ all ranks are written.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import pickle
 import uuid
@@ -183,13 +182,14 @@ def _write(
     return pending
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    warn(text)
+_warned = False
 
 
 def _warn_if_unreadable(rest: Any, path: str) -> None:
-    """Read back what is not sharded, so that a warning comes now and no error when the run is resumed."""
+    """Read back what is not sharded, so that a warning comes now, once, and no error when the run is resumed."""
+    global _warned
+    if _warned:
+        return
     stream = io.BytesIO()
     try:
         torch.save(rest, stream)
@@ -201,7 +201,8 @@ def _warn_if_unreadable(rest: Any, path: str) -> None:
         torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         lines = [line.strip() for line in str(error).splitlines() if 'GLOBAL' in line]
-        _warn_once(f'{path} cannot be resumed from: it asks for code to run while it is read ({" ".join(lines)[:300]})')
+        _warned = True
+        warn(f'{path} cannot be resumed from: it asks for code to run while it is read ({" ".join(lines)[:300]})')
 
 
 def settle(runner: Any) -> None:

@@ -56,8 +56,8 @@ def launch(
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
         codes = [rank.poll() for rank in ranks]
         if any(code not in (None, 0) for code in codes):
-            # the others wait for an answer that will not come; where one was killed on purpose, they have nothing to say
-            end = min(end, time.monotonic() + (1 if -signal.SIGKILL in codes else 10))
+            # the others wait for an answer that will not come, and say what they saw; of a killed one they hear at once
+            end = min(end, time.monotonic() + (3 if -signal.SIGKILL in codes else 10))
         time.sleep(0.05)
     for rank in ranks:
         if rank.poll() is None:

@@ -73,10 +73,10 @@ def test_the_line_about_a_skipped_step_comes_once(two_ranks: ranks.Group, tmp_pa
     assert [text.count('optimizer step skipped') for text in said] == [2, 0]
 
 
-def test_resume_on_one_two_and_three_ranks(tmp_path: Path, device: torch.device) -> None:
+def test_resume_on_one_two_and_three_ranks(two_ranks: ranks.Group, tmp_path: Path, device: torch.device) -> None:
     """A rank is killed in mid-run; what it leaves resumes on as many ranks bit for bit, and on others at all."""
     (tmp_path / 'whole').mkdir()
-    ranks.succeed(tmp_path, 'train', device, 'whole')
+    two_ranks.succeed(tmp_path, 'train', 'whole')
     ended = ranks.launch(tmp_path, 'train', device, 'part', 'kill')
     # the killed one by its signal, and the one left alone by its own error
     assert ended[1].code == -9 and ended[0].code != 0, ended
@@ -95,13 +95,13 @@ def test_resume_on_one_two_and_three_ranks(tmp_path: Path, device: torch.device)
 
 
 @grid
-def test_files_of_a_model_with_wrappers_inside(tmp_path: Path, device: torch.device) -> None:
+def test_files_of_a_model_with_wrappers_inside(two_ranks: ranks.Group, tmp_path: Path, device: torch.device) -> None:
     """mmengine saves names with ``.module.`` there, and finds none of them again."""
-    ranks.succeed(tmp_path, 'gan_files', device, 'whole')
-    ranks.succeed(tmp_path, 'gan_files', device, 'part', 'half')
+    two_ranks.succeed(tmp_path, 'gan_files', 'whole')
+    two_ranks.succeed(tmp_path, 'gan_files', 'part', 'half')
     shutil.copytree(tmp_path / 'part', tmp_path / 'one')
     (tmp_path / 'one' / 'last_checkpoint').write_text(str(tmp_path / 'one' / 'epoch_1.pth'))
-    ranks.succeed(tmp_path, 'gan_files', device, 'part', 'resume')
+    two_ranks.succeed(tmp_path, 'gan_files', 'part', 'resume')
     whole, part = (torch.load(tmp_path / name / 'end.pt', weights_only=True) for name in ('whole', 'part'))
     assert whole.keys() == part.keys()
     assert [key for key, value in whole.items() if not value.equal(part[key])] == []

@@ -41,7 +41,7 @@ class Run:
         model = MMFullyShard(self.net, reshard_after_forward=counts == 1)
         optimizer = kind(self.net.parameters())
         # grows and falls within the run
-        scale = dict(init_scale=2.0**18, growth_interval=2) if level in ('O1', 'O2') else None
+        scale = dict(init_scale=2.0**18, growth_interval=1) if level in ('O1', 'O2') else None
         self.wrapper = AmpOptimWrapper(
             optimizer=optimizer,
             opt_level=level,
@@ -104,25 +104,25 @@ class Run:
 
 @scenario
 def fsdp_resume_grid(here: Here) -> None:
-    """2 + 2 steps in one run, or 2, saved, 2: weights, averages, moments, scales, counters and losses have the same bits."""
+    """Two steps in one run, or one, saved, one: weights, averages, moments, scales, counters and losses have the same bits."""
     cases = list(itertools.product(LEVELS, KINDS, CLIPS, (1, 3), (False, True)))
-    chosen = cases[:: 11 if 'quick' in here.words else 1]
+    chosen = cases[:: 19 if 'quick' in here.words else 1]
     for number, case in enumerate(chosen):
         whole = Run(here, case)
-        whole.train(range(2))
+        whole.train(range(1))
         folder = here.folder / f'{number}'
         pending = sharded.begin(whole.state(), folder, asynchronous=bool(number % 2))
         buffers = {
             name: value.clone() for name, value in whole.net.state_dict().items() if not isinstance(value, DTensor)
         }
-        losses = whole.train(range(2, 4))
+        losses = whole.train(range(1, 2))
         pending.finish()
         again = Run(here, case)
         if number % 3 == 0:
             # what is there is replaced
             again.train(range(5, 6))
         again.load(folder, buffers)
-        assert again.train(range(2, 4)) == losses, case
+        assert again.train(range(1, 2)) == losses, case
         assert differences(again.whole(), whole.whole()) == [], case
     if 'quick' not in here.words:
         assert len(chosen) == 6 * 4 * 3 * 2 * 2
