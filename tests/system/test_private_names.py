@@ -36,6 +36,7 @@ ALLOWED: dict[str, str] = {
     '_step_supports_amp_scaling': 'the mark by which GradScaler asks an optimizer whether it reads ``found_inf``; since 1.8',
     'torch._C.': 'how the names of modules in C++ begin, which are left as they are',
     '_compile': "an attribute of mmengine's FlexibleRunner; torch has a module of that name",
+    '_metadata': 'an attribute of state dicts: the versions of modules, of which the page of Module tells; since 0.4',
     # keys of files, which no version can change
     '_growth_tracker': 'a key of ``GradScaler.state_dict()``',
     '_extra_state': 'the end of a key of ``Module.state_dict()``, for ``get_extra_state``',
@@ -54,7 +55,7 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     _train_loop _global_step _last_value
     numpy._core.multiarray ._reconstruct
     _params_refs
-    _getframe
+    _getframe _fields
     _build.json _loss_ _P
     """.split()
 )
