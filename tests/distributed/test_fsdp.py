@@ -166,7 +166,7 @@ def test_resume_of_a_sharded_run(
 
 @pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=grid)], ids=['quick', 'all'])
 def test_resume_from_shards(two_ranks: ranks.Group, words: tuple[str, ...], tmp_path: Path) -> None:
-    two_ranks.succeed(tmp_path, 'fsdp_resume_grid', *words)
+    two_ranks.succeed(tmp_path, 'fsdp_resume_grid', *words, limit=900)
 
 
 def test_other_ways_through_mmengine(two_ranks: ranks.Group, tmp_path: Path) -> None:
