@@ -177,7 +177,7 @@ def test_one_rank_trains() -> None:
     done = subprocess.run(
         [sys.executable, '-m', 'benchmarks.one_rank'], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0 and done.stdout.count('trains') == 2, done.stderr
+    assert done.returncode == 0 and done.stdout.count('trains') == 4, done.stderr
 
 
 @pytest.mark.parametrize('variant', ['FP32', 'torch.amp', 'O1', 'O2', 'O4', 'O5'])
