@@ -18,11 +18,13 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({'ops', 'autocast', 'checkpoint'}),
     frozenset({'casting', 'optim'}),
     frozenset({'engine'}),
+    frozenset({'diagnostics'}),
     frozenset({'amp', 'registry'}),
     frozenset({'openmmlab'}),
     # the package itself
     frozenset({''}),
     frozenset({'info'}),
+    frozenset({'cli'}),
 )
 #: Who may import mmengine and mmcv.
 FRAMEWORKS, INTEGRATIONS = {'mmengine', 'mmcv'}, {'openmmlab', 'registry', 'info'}
