@@ -55,7 +55,7 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     _train_loop _global_step _last_value
     numpy._core.multiarray ._reconstruct
     _params_refs
-    _getframe _fields
+    _getframe _fields _DummyThread
     _build.json _loss_ _P
     """.split()
 )
