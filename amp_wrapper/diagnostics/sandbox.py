@@ -173,8 +173,8 @@ def isolated() -> Iterator[None]:
 def alone() -> Iterator[None]:
     """On this thread, ``torch.distributed`` says that it is not initialised, and refuses collective calls.
 
-    A rank that runs a forward pass of its own would wait for the others, which do not: models ask for the number of positives of
-    all ranks, synchronise BatchNorm, or gather features. Other threads, which may save a checkpoint, see what there is.
+    A rank that runs a forward pass of its own would wait for the others, which do not: models ask for the number of positives
+    of all ranks, synchronise BatchNorm, or gather features. Other threads, which may save a checkpoint, see what there is.
 
     Raises:
         CannotCopyError: Inside, at a collective call.
@@ -214,8 +214,8 @@ def _refused(is_here: Callable[[], bool], original: Callable[..., Any], name: st
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_here():
             raise CannotCopyError(
-                f'the model calls torch.distributed.{name} without asking whether there are other ranks, so one rank cannot run it '
-                f'again alone.'
+                f'the model calls torch.distributed.{name} without asking whether there are other ranks, so one rank cannot '
+                f'run it again alone.'
             )
         return original(*args, **kwargs)
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from ..checkpoint.format import SavedAmp
 from ..compiler_internals import untraced
 from ..errors import AmpUsageError
-from ..optim.fused import FusedOptimizer
 from ..policy import Policy
 from ..policy.nested import EnterObject
 from . import attach, forward
@@ -258,6 +257,8 @@ class AmpEngine:
             AmpUsageError: No such loss.
         """
         scaler = self.parts.scales.of(loss_id)
+        for observer in self.parts.observers:
+            observer.see_loss(self.parts, loss, loss_id)
         if not self.parts.gradients.unscaled:
             return scaler.scale(loss)
         return scaler.scale(loss, scale_of([self.parts, *(engine.parts for engine in together)], loss_id))
@@ -337,16 +338,14 @@ class AmpEngine:
             return step_with_closure(parts, clip, kwargs)
         lists = parts.params.lists(parts.device)
         parts.params.before_step(parts.gradients.busy)
-        gradients = None
-        if parts.policy.enabled and isinstance(parts.optimizer, FusedOptimizer):
-            gradients = self._fused.gradients(clip, lists)
+        for observer in parts.observers:
+            observer.before_step(parts)
+        gradients = self._fused.gradients(clip, lists)
         if gradients is not None:
             result = self._fused.run(clip, gradients, lists.copies, kwargs)
         else:
             result = self._eager.run(clip, kwargs)
-        parts.stage = Stage.READY
-        if parts.pass_watch is not None:
-            parts.pass_watch.note_step(parts.params.parameters())
+        parts.stepped(result)
         return result
 
     def review(self, infos: Iterable[Sequence[float]]) -> None:

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from .gradients.per_backward import UnscaledGradients
 from .gradients.shard_gradients import ShardGradients
 from .gradients.store import Fp32Sums, ScaledGradients
 from .loss_scale import LossScaler, LossScales
-from .overflow import Overflow, OverflowMonitor
+from .overflow import Overflow, OverflowMonitor, StepResult
 from .pass_watch import PassWatch
 
 
@@ -39,6 +39,22 @@ class Stage(enum.Enum):
     DETACHED = 'not attached to a model'
     READY = 'attached, no gradients'
     ACCUMULATING = 'gradients of one or more backward passes'
+
+
+class StepObserver(Protocol):
+    """Is told of losses and steps, as they come. It changes nothing; an engine without one calls nothing."""
+
+    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
+        """A loss is about to be scaled, for a backward pass."""
+
+    def before_step(self, parts: EngineParts) -> None:
+        """A step is about to be taken, or skipped; ``gradients_at_hand`` finds the gradients."""
+
+    def after_step(self, parts: EngineParts, result: StepResult) -> None:
+        """A step was taken or skipped. Gradients have not been cleared yet; they may be unscaled or clipped by now."""
+
+    def explain_streak(self, parts: EngineParts) -> str:
+        """Too many steps in a row were skipped: what to add to the error, or an empty string."""
 
 
 class EngineParts:
@@ -64,6 +80,7 @@ class EngineParts:
         casts: The handle that takes the casts off the model; None without.
         op_set: The registered functions that the model can reach.
         label: What log lines call this engine, where there are several.
+        observers: What watches its steps.
     """
 
     def __init__(self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None) -> None:
@@ -71,6 +88,7 @@ class EngineParts:
         self.optimizer = optimizer
         self.stage = Stage.DETACHED
         self.label = ''
+        self.observers: list[StepObserver] = []
         self.device = torch.device('cpu')
         self.names: dict[int, str] = {}
         self.params = ParamPairs(optimizer)
@@ -187,6 +205,14 @@ class EngineParts:
             self.own('step')(**kwargs)
         finally:
             self.steps = False
+
+    def stepped(self, result: StepResult) -> None:
+        """A step was taken, or skipped."""
+        self.stage = Stage.READY
+        if self.pass_watch is not None:
+            self.pass_watch.note_step(self.params.parameters())
+        for observer in self.observers:
+            observer.after_step(self, result)
 
     def has_gradient(self, weights: Iterable[nn.Parameter]) -> bool:
         """Whether any of ``weights`` has one waiting, as ``.grad``, as a sum beside it, or on its master."""

@@ -130,7 +130,8 @@ class FusedStep:
         """
         parts = self._parts
         optimizer = parts.optimizer
-        assert optimizer is not None
+        if not parts.policy.enabled or not isinstance(optimizer, FusedOptimizer):
+            return None
         fits = clip is None or clip.fits_prologue
         split = parts.policy.split_masters
         # nothing else can step split masters: what the fused step cannot do is refused
@@ -374,11 +375,12 @@ def _raise_streak(parts: EngineParts, streak: int) -> NoReturn:
     named += [(name(weight), weight) for weight, master in params.pairs if master.grad is None]
     shown = some(nonfinite_names(named), 8)
     scale = parts.scales.describe()
+    found = ''.join(f' {text}' for text in (observer.explain_streak(parts) for observer in parts.observers) if text)
     parts.zero_grad()
     raise OverflowStreakError(
         f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips='
         f'{parts.policy.max_consecutive_skips}); the loss scale is {scale}. Non-finite now: {shown}. Weights and '
         f'optimizer state are those of the last clean step. What to try: look for NaN in the data and the loss; lower the '
         f'learning rate or add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 '
-        f"(dtype='bfloat16')."
+        f"(dtype='bfloat16').{found}"
     )

@@ -1,0 +1,260 @@
+"""Numbers of a training that say how well its types fit: computed on the device every so many steps, and read late."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..casting import fp32_values
+from ..engine.gradients.at_hand import gradients_at_hand
+from ..engine.host_read import LateRead
+from ..engine.overflow import STREAK, StepResult
+from ..engine.parts import EngineParts
+from ..errors import AmpConfigError
+from ..policy import Policy, dtype_name
+from ..policy.nested import HALF_TYPES
+from ..shards import local
+from .ranges import BINS, NONFINITE, ZERO, Ranges, count_on_device, range_of
+
+#: The numbers of a measured step, in the order of its row.
+NUMBERS: tuple[str, ...] = (
+    'amp_skip_rate',
+    'amp_grad_underflow',
+    'amp_grad_tiny',
+    'amp_grad_peak',
+    'amp_weight_peak',
+    'amp_update_lost',
+    'amp_update_spacing',
+)
+#: What each of them is.
+MEANINGS: Mapping[str, str] = {
+    'amp_skip_rate': 'share of the steps since the last measurement that were skipped',
+    'amp_grad_underflow': 'share of gradient elements that are zero in the 16-bit type, whatever made them zero',
+    'amp_grad_tiny': 'share of gradient elements in the last two powers of two above zero of the 16-bit type',
+    'amp_grad_peak': 'largest finite gradient, times the loss scale, as a share of the largest number of the 16-bit type',
+    'amp_weight_peak': 'largest finite weight as a share of the largest number of the 16-bit type',
+    'amp_update_lost': 'share of updates that 16-bit weights without masters would have lost',
+    'amp_update_spacing': 'mean size of an update in units of the spacing of 16-bit numbers at its weight',
+}
+#: How many elements of masters are copied at most, to see what a step does to them.
+SAMPLE = 2**22
+#: Rows are as long as the infos of steps, so that both are copied to the host together.
+_ROW = STREAK + 1
+
+
+def low_precision(policy: Policy) -> torch.dtype | None:
+    """The 16-bit type that a level computes in; None at O0."""
+    if not policy.enabled:
+        return None
+    dtype = policy.cast_model_type if policy.casts_model else policy.autocast_dtype
+    return dtype if dtype in HALF_TYPES else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRanges:
+    """Ranges per layer at one step, on their way to the host.
+
+    Attributes:
+        names: Of the weights.
+        dtype: The 16-bit type of the level.
+    """
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    _read: LateRead
+    _unscaled: bool
+
+    @property
+    def is_there(self) -> bool:
+        """Whether :meth:`plain` returns without waiting for the device."""
+        return self._read.is_there
+
+    def plain(self) -> dict[str, Any]:
+        """``dtype``, ``loss_scale``, ``unscaled`` (whether gradients are without the loss scale), and the ranges of
+        ``gradients`` and ``weights`` by the name of the weight, as :meth:`Ranges.plain` gives them. Syncs, where not
+        :attr:`is_there`."""
+        scale, *numbers = self._read.wait()
+        width, found = BINS + 1, []
+        for start in range(0, len(numbers), width):
+            row = numbers[start : start + width]
+            found.append(Ranges(tuple(map(int, row[:BINS])), row[BINS]).plain())
+        half = len(self.names)
+        return {
+            'dtype': dtype_name(self.dtype),
+            'loss_scale': scale,
+            'unscaled': self._unscaled,
+            'gradients': dict(zip(self.names, found[:half])),
+            'weights': dict(zip(self.names, found[half:])),
+        }
+
+
+class Monitor:
+    """Measures some of the steps of one engine, on the device: one list op over gradients and weights, and some small ones.
+
+    The device is not read. At levels without a 16-bit type (O0, ``enabled=False``) nothing is measured.
+
+    Args:
+        is_due: Asked before each step: whether to measure it, and whether per layer too.
+        take: Is given each row, a float32 vector on the device whose first numbers are :data:`NUMBERS`; NaN stands for
+            "nothing this time".
+        take_layers: Is given the ranges per layer.
+    """
+
+    def __init__(
+        self,
+        is_due: Callable[[], tuple[bool, bool]],
+        take: Callable[[Tensor], None],
+        take_layers: Callable[[LayerRanges], None] | None = None,
+    ) -> None:
+        self._is_due = is_due
+        self._take = take
+        self._take_layers = take_layers
+        self._row: list[Tensor] | None = None
+        self._before: list[Tensor] = []
+        self._counts: Tensor | None = None
+
+    # -- the steps of an engine --------------------------------------------------------------------------------------
+
+    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
+        """Nothing is measured of losses."""
+
+    def explain_streak(self, parts: EngineParts) -> str:
+        """There is nothing to say."""
+        return ''
+
+    @torch.no_grad()
+    def before_step(self, parts: EngineParts) -> None:
+        """Measure gradients and weights, where the step is due."""
+        self._row = None
+        dtype = low_precision(parts.policy)
+        if dtype is None:
+            return
+        if self._counts is None:
+            self._counts = parts.scales.steps.counts.clone()
+        measured, layers = self._is_due()
+        if measured:
+            self._row = self._measure(parts, dtype, layers)
+            self._before = _masters_of(parts)
+
+    @torch.no_grad()
+    def after_step(self, parts: EngineParts, result: StepResult) -> None:
+        """See what the step did, where it is measured."""
+        row, self._row = self._row, None
+        if row is None:
+            return
+        before, self._before = self._before, []
+        dtype = low_precision(parts.policy)
+        assert dtype is not None
+        lost = _lost_updates(before, _masters_of(parts), dtype, parts.device)
+        counts, self._counts = self._counts, parts.scales.steps.counts.clone()
+        assert counts is not None
+        steps = (self._counts - counts).float()
+        rate = torch.where(steps[0] > 0, steps[1] / steps[0].clamp(min=1), torch.nan)
+        numbers = [rate.to(parts.device), *row, *lost]
+        filled = torch.full((_ROW,), torch.nan, dtype=torch.float32, device=parts.device)
+        filled[: len(numbers)] = torch.stack([number.float() for number in numbers])
+        self._take(filled)
+
+    # -- measuring ---------------------------------------------------------------------------------------------------
+
+    def _measure(self, parts: EngineParts, dtype: torch.dtype, layers: bool) -> list[Tensor]:
+        found = [
+            each
+            for each in gradients_at_hand(parts)
+            # FP32 weights of a cast model have FP32 gradients, which are in no danger
+            if (each[1].dtype in HALF_TYPES or not parts.policy.casts_model) and not each[2].is_sparse
+        ]
+        nothing = torch.full((), torch.nan, dtype=torch.float32, device=parts.device)
+        if not found or len({grad.device for _, _, grad, _ in found}) > 1:
+            return [nothing] * 4
+        gradients = local([grad for _, _, grad, _ in found])
+        weights = local([weight.detach() for _, weight, _, _ in found])
+        counts, largest = count_on_device([*gradients, *weights])
+        half, unscaled = len(found), found[0][3]
+        scale = parts.scales.first.current_scale.to(counts.device)
+        if layers and self._take_layers is not None:
+            self._send_layers([name for name, *_ in found], dtype, counts, largest, scale, unscaled)
+        totals = parts.params.layout.exchange(counts[:half].sum(0).double())
+        peaks = torch.stack([largest[:half].max(), largest[half:].max()]).double()
+        peaks = parts.params.layout.exchange(peaks, greatest=True)
+        known = range_of(dtype)
+        # elements keep their place above zero when the loss scale is taken out: it is the limits that move
+        shift = torch.log2(scale).double() if unscaled else torch.zeros((), dtype=torch.float64, device=counts.device)
+        powers = torch.arange(BINS, device=counts.device) - 127 + shift
+        is_number = torch.arange(BINS, device=counts.device) < NONFINITE
+        under = totals[ZERO] + totals[is_number & (powers < known.bottom - 1)].sum()
+        tiny = totals[is_number & (powers >= known.bottom) & (powers < known.bottom + 2)].sum()
+        elements = totals.sum().clamp(min=1)
+        return [
+            under / elements,
+            tiny / elements,
+            peaks[0] * torch.exp2(shift) / known.largest,
+            peaks[1] / known.largest,
+        ]
+
+    def _send_layers(
+        self,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        counts: Tensor,
+        largest: Tensor,
+        scale: Tensor,
+        unscaled: bool,
+    ) -> None:
+        assert self._take_layers is not None
+        # doubles hold counts and float32 numbers exactly
+        numbers = torch.cat([counts.double(), largest.double().unsqueeze(1)], dim=1).flatten()
+        read = LateRead(torch.cat([scale.double().reshape(1), numbers]))
+        self._take_layers(LayerRanges(tuple(names), dtype, read, unscaled))
+
+
+def _masters_of(parts: EngineParts) -> list[Tensor]:
+    """Copies of the FP32 values of 16-bit weights; of large models, of every so manieth element."""
+    weights = [weight for weight in parts.weights() if weight.dtype in HALF_TYPES and weight.requires_grad]
+    values = [value for value in map(fp32_values.fp32_value, weights) if value is not None]
+    elements = sum(value.numel() for value in values)
+    if not elements:
+        return []
+    step = math.ceil(elements / SAMPLE)
+    return [local([value])[0].reshape(-1)[::step].clone() for value in values]
+
+
+def _lost_updates(
+    before: Sequence[Tensor], after: Sequence[Tensor], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """The share of updates that are lost where 16-bit weights are updated, and the mean update in their spacing.
+
+    An update is lost where the rounded weight plus the update, rounded, is the rounded weight again.
+    """
+    nothing = torch.full((), torch.nan, dtype=torch.float32, device=device)
+    if not before or len(before) != len(after):
+        return [nothing, nothing]
+    old, new = torch.cat([value.to(device) for value in before]), torch.cat([value.to(device) for value in after])
+    update = new - old
+    rounded = old.to(dtype)
+    moved = update != 0
+    lost = moved & ((rounded.float() + update).to(dtype) == rounded)
+    known, digits = range_of(dtype), range_of(dtype).normal - range_of(dtype).bottom
+    # the exponent of frexp is one above that of the leading digit
+    power = (torch.frexp(rounded.float()).exponent - 1).clamp(min=known.normal).float()
+    sizes = update.abs() / torch.exp2(power - digits)
+    count = moved.sum()
+    share = lost.sum() / count
+    mean = torch.where(moved & sizes.isfinite(), sizes, 0).sum() / count
+    return [share, mean]
+
+
+def check_interval(name: str, value: Any) -> int:
+    """A whole number of steps.
+
+    Raises:
+        AmpConfigError: Something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise AmpConfigError([f'{name}={value!r} must be a whole number of steps, at least 1.'])
+    return value
