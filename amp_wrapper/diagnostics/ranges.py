@@ -15,7 +15,7 @@ from ..errors import AmpUsageError
 
 #: Counts of one tensor: 0 the numbers that are subnormal in float32; 1 to 254 those of a float32 exponent, so that ``n`` counts
 #: 2 ** (n - 127) <= abs(x) < 2 ** (n - 126); 255 infinities and NaN; 256 zeros.
-BINS = 257
+BINS = ops.EXPONENTS
 NONFINITE, ZERO = 255, 256
 _BIAS = 127
 

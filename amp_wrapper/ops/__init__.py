@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .. import compiler_internals
-from . import checks, loader, norms, optimizer_step, prologue, reference, schemas
+from . import checks, exponents, loader, norms, optimizer_step, prologue, reference, schemas
 from .reference import add_gradients
-from .schemas import ADAM, DECISION, HYPER, ROW, SGD
+from .schemas import ADAM, DECISION, EXPONENTS, HYPER, ROW, SGD
 
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
@@ -28,13 +28,18 @@ _R = TypeVar('_R')
 COMPILED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Op to its reference implementation in plain torch.
 REFERENCES: dict[str, Callable[..., Any]] = {
-    op: next(getattr(module, op) for module in (reference, norms, prologue, optimizer_step) if hasattr(module, op))
+    op: next(
+        getattr(module, op) for module in (reference, exponents, norms, prologue, optimizer_step) if hasattr(module, op)
+    )
     for op in schemas.SCHEMAS
 }
 #: Ops that work on one device.
 _STEP = ('update_scale', 'step_prologue', 'fused_adam', 'fused_sgd')
-#: Ops that can be called once for each device. The sum of a norm runs over tensors in the order of the list.
-_SPLIT = tuple(op for op in schemas.SCHEMAS if op not in _STEP and not schemas.ARGUMENTS[op].returns)
+#: Ops that can be called once for each device. The sum of a norm runs over tensors in the order of the list, and counts lie in
+#: one table.
+_SPLIT = tuple(
+    op for op in schemas.SCHEMAS if op not in (*_STEP, 'multi_tensor_exponents') and not schemas.ARGUMENTS[op].returns
+)
 
 
 def compiled_devices() -> frozenset[str]:
@@ -155,6 +160,7 @@ multi_tensor_scale = _front(reference.multi_tensor_scale)
 multi_tensor_axpby = _front(reference.multi_tensor_axpby)
 multi_tensor_copy = _front(reference.multi_tensor_copy)
 multi_tensor_isnonfinite = _front(reference.multi_tensor_isnonfinite)
+multi_tensor_exponents = _front(exponents.multi_tensor_exponents)
 multi_tensor_l2norm = _front(norms.multi_tensor_l2norm)
 multi_tensor_maxnorm = _front(norms.multi_tensor_maxnorm)
 multi_tensor_scale_l2norm = _front(norms.multi_tensor_scale_l2norm)
@@ -205,6 +211,7 @@ __all__ = [
     'ADAM',
     'COMPILED_DTYPES',
     'DECISION',
+    'EXPONENTS',
     'HYPER',
     'ROW',
     'SGD',
@@ -216,6 +223,7 @@ __all__ = [
     'fused_sgd',
     'multi_tensor_axpby',
     'multi_tensor_copy',
+    'multi_tensor_exponents',
     'multi_tensor_isnonfinite',
     'multi_tensor_l2norm',
     'multi_tensor_maxnorm',

@@ -21,7 +21,12 @@ def _is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta
 
 
-def _check_tensor(label: str, tensor: object) -> None:
+def check_tensor(label: str, tensor: object) -> None:
+    """A tensor at all.
+
+    Raises:
+        TypeError: It is something else.
+    """
     if not isinstance(tensor, Tensor):
         raise TypeError(f'{label} must be a tensor, not {type(tensor).__name__}.')
 
@@ -52,7 +57,7 @@ def check_lists(read: Sequence[Named], written: Sequence[Named] = ()) -> None:
     lists = [*read, *written]
     for other, tensors in lists:
         for index, tensor in enumerate(tensors):
-            _check_tensor(f'{other}[{index}]', tensor)
+            check_tensor(f'{other}[{index}]', tensor)
     name, first = lists[0]
     for other, tensors in lists[1:]:
         if len(tensors) != len(first):
@@ -127,7 +132,7 @@ def check_apart(read: Sequence[Named], written: Sequence[Named], **scalars: Tens
                 continue
             for first, last, index in _spans(tensors):
                 if scalar.device == tensors[index].device and first < end and begin < last:
-                    raise ValueError(f'{label} and {name}[{index}] share memory: give a scalar of its own.')
+                    raise ValueError(f'{label} and {name}[{index}] share memory: give each memory of its own.')
 
 
 def check_distinct(written: Mapping[str, Tensor | None], others: Mapping[str, Tensor | None]) -> None:
@@ -151,7 +156,7 @@ def check_distinct(written: Mapping[str, Tensor | None], others: Mapping[str, Te
             start = other.data_ptr()
             apart = end <= start or start + other.numel() * other.element_size() <= begin or one.device != other.device
             if first != second and not apart:
-                raise ValueError(f'{first} and {second} share memory: give a scalar of its own.')
+                raise ValueError(f'{first} and {second} share memory: give each memory of its own.')
 
 
 def is_direct(tensors: Sequence[Tensor]) -> bool:
@@ -225,7 +230,7 @@ def check_scalar(name: str, scalar: Tensor | None, dtype: torch.dtype = torch.fl
     """
     if scalar is None:
         return
-    _check_tensor(name, scalar)
+    check_tensor(name, scalar)
     if not torch.compiler.is_compiling() and scalar.is_neg():
         raise ValueError(f'{name} has its negative bit set: give {name}.resolve_neg().')
     if scalar.numel() != 1 or scalar.dtype is not dtype:

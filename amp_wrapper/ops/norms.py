@@ -41,7 +41,7 @@ def _block_sums(flat: Tensor) -> Tensor:
     return sums[:, 0]
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
+def in_memory_order(tensor: Tensor) -> Tensor:
     """A vector of the elements: as they lie in memory where there are no gaps, and otherwise the last dimension first."""
     if not tensor.is_contiguous() and is_direct((tensor,)) and not tensor.is_neg():
         strides = tensor.stride()
@@ -55,7 +55,7 @@ def _sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     blocks: list[Tensor] = []
     waiting: list[Tensor] = []
     for index, tensor in enumerate(tensors):
-        flat = _in_memory_order(tensor).to(dtype)
+        flat = in_memory_order(tensor).to(dtype)
         waiting.append(F.pad(flat, (0, -len(flat) % BLOCK)))
         # many small tensors at once, large ones piece by piece
         if index + 1 == len(tensors) or sum(map(len, waiting)) >= _PIECE:

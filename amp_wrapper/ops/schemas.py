@@ -22,6 +22,8 @@ ROW = 12
 #: Hyper-parameters of one group. Adam: lr, beta1, beta2, eps, weight decay, maximize, decoupled. SGD: lr, momentum, dampening,
 #: nesterov, weight decay, maximize, unused.
 HYPER = 7
+#: Columns of a count over powers of two: the 256 values of a float32's exponent field, and one for zeros.
+EXPONENTS = 257
 #: Kinds of optimizers.
 ADAM, SGD = 0, 1
 
@@ -36,6 +38,7 @@ SCHEMAS = {
     ),
     'multi_tensor_copy': '(Tensor[] sources, Tensor(a!)[] targets) -> ()',
     'multi_tensor_isnonfinite': '(Tensor[] tensors, Tensor(a!) found_inf) -> ()',
+    'multi_tensor_exponents': '(Tensor[] tensors, Tensor(a!) counts, Tensor(b!) largest) -> ()',
     'multi_tensor_l2norm': (
         '(Tensor[] tensors, Tensor? inverse_scale=None, Tensor(a!)? found_inf=None, bool per_tensor=False) '
         '-> (Tensor, Tensor)'

@@ -160,7 +160,7 @@ void Flat::check_apart(const List* lists, const Scalar& scalar) const {
       const auto place = reinterpret_cast<std::uintptr_t>(operand.data);
       const bool apart = !operand.dense || place + static_cast<std::uintptr_t>(operand.bytes) <= begin || end <= place;
       TORCH_CHECK_VALUE(apart || operand.bytes == 0, scalar.name, " and ", lists[list].name, "[", i,
-                        "] share memory: give a scalar of its own.");
+                        "] share memory: give each memory of its own.");
     }
   }
 }

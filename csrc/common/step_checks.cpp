@@ -89,7 +89,7 @@ void check_distinct(const std::vector<Scalar>& all) {
       if (i == j || !all[j].tensor.has_value()) continue;
       const bool apart = begin_of(all[i]) + all[i].tensor->nbytes() <= begin_of(all[j]) ||
                          begin_of(all[j]) + all[j].tensor->nbytes() <= begin_of(all[i]);
-      TORCH_CHECK_VALUE(apart, all[i].name, " and ", all[j].name, " share memory: give a scalar of its own.");
+      TORCH_CHECK_VALUE(apart, all[i].name, " and ", all[j].name, " share memory: give each memory of its own.");
     }
   }
 }
@@ -103,7 +103,7 @@ void check_apart(const at::Tensor& decision, const at::Tensor& rows, at::ArrayRe
     for (const auto& [name, written] : {std::pair{"decision", &decision}, std::pair{"rows", &rows}}) {
       const auto place = reinterpret_cast<std::uintptr_t>(written->const_data_ptr());
       TORCH_CHECK_VALUE(written->nbytes() == 0 || place + written->nbytes() <= begin || end <= place, scalar.name, " and ",
-                        name, "[0] share memory: give a scalar of its own.");
+                        name, "[0] share memory: give each memory of its own.");
     }
   }
 }

@@ -40,7 +40,7 @@ def test_a_scalar_inside_a_list_is_refused(name: str, device: torch.device) -> N
     calls = [face.multi_tensor_scale for face in FACES.values()]
     messages = set()
     for call in calls:
-        with pytest.raises(ValueError, match='share memory: give a scalar of its own') as caught:
+        with pytest.raises(ValueError, match='share memory: give each memory of its own') as caught:
             call(sources, targets, scale, found)
         messages.add(str(caught.value))
         assert all(torch.equal(a, b) for a, b in zip(kept, (*sources, *targets)))

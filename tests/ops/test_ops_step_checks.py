@@ -123,7 +123,7 @@ LISTS: dict[str, Fault] = {
             a['partners'].__setitem__(4, torch.zeros(40, dtype=F16)[:17])
             or instead('decision', a['partners'][4].as_strided((40,), (1,)).view(F32)[8:16])(a)
         ),
-        'decision and partners[4] share memory: give a scalar of its own.',
+        'decision and partners[4] share memory: give each memory of its own.',
     ),
 }
 #: What the compiled op leaves to the reference, which says what is wrong.
@@ -184,15 +184,15 @@ TABLES: dict[str, Fault] = {
     'decision of inference mode': (instead('decision', in_inference(8)), f'decision{INFERENCE}'),
     'scale in the decision': (
         lambda a: instead('scale', a['decision'][5])(a),
-        'scale and decision[0] share memory: give a scalar of its own.',
+        'scale and decision[0] share memory: give each memory of its own.',
     ),
     'norm in the rows': (
         lambda a: instead('norm', a['rows'][2, 3])(a),
-        'norm and rows[0] share memory: give a scalar of its own.',
+        'norm and rows[0] share memory: give each memory of its own.',
     ),
     'norm among the steps': (
         lambda a: instead('norm', a['steps'][2])(a),
-        'norm and steps[2] share memory: give a scalar of its own.',
+        'norm and steps[2] share memory: give each memory of its own.',
     ),
     'one step for two': (
         lambda a: element('steps', 2, a['steps'][0])(a),
