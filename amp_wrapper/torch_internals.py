@@ -45,6 +45,14 @@ def graph_task_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def current_node() -> Any:
+    """The node of the graph whose backward function runs on this thread; None outside of a backward pass.
+
+    What torch's profilers and anomaly mode ask. In every version since 2.1.
+    """
+    return torch._C._current_autograd_node()
+
+
 def in_function_transform() -> bool:
     """Whether ``torch.jit.trace`` records, or ``torch.func`` transforms, what runs on this thread.
 

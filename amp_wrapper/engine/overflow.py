@@ -262,6 +262,8 @@ class OverflowMonitor:
         self._verbosity = verbosity
         self._streak = 0
         self._unseen = 0
+        #: Skipped steps that the host knows of.
+        self.known_skips = 0
 
     @property
     def must_wait(self) -> bool:
@@ -295,6 +297,7 @@ class OverflowMonitor:
         self._streak, self._unseen = streak, 0
         if not skipped:
             return False
+        self.known_skips += 1
         if self._limit is not None and streak >= self._limit:
             return True
         # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling

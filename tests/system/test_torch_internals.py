@@ -56,6 +56,24 @@ def test_graph_task_id() -> None:
     assert torch_internals.graph_task_id() == -1
 
 
+def test_current_node() -> None:
+    assert torch_internals.current_node() is None
+    seen: list[str] = []
+
+    class Noting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            node = torch_internals.current_node()
+            if node is not None:
+                seen.append(node.name())
+            return op(*args, **(kwargs or {}))
+
+    x = torch.ones(1, requires_grad=True)
+    with Noting():
+        x.exp().backward()
+    assert 'ExpBackward0' in seen
+    assert torch_internals.current_node() is None
+
+
 def test_function_transforms() -> None:
     seen: list[bool] = []
 
