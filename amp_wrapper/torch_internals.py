@@ -53,6 +53,11 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def writes_in_place(op: Any) -> bool:
+    """Whether an op that a dispatch mode is given writes to its arguments: its schema says so. In every version since 1.12."""
+    return bool(op._schema.is_mutable)
+
+
 def in_function_transform() -> bool:
     """Whether ``torch.jit.trace`` records, or ``torch.func`` transforms, what runs on this thread.
 

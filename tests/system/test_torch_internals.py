@@ -74,6 +74,12 @@ def test_current_node() -> None:
     assert torch_internals.current_node() is None
 
 
+def test_writes_in_place() -> None:
+    assert torch_internals.writes_in_place(torch.ops.aten.add_.Tensor)
+    assert torch_internals.writes_in_place(torch.ops.aten.add.out)
+    assert not torch_internals.writes_in_place(torch.ops.aten.add.Tensor)
+
+
 def test_function_transforms() -> None:
     seen: list[bool] = []
 

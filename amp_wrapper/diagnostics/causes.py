@@ -1,0 +1,379 @@
+"""Says in words why a step was not finite: where the infinities or NaN begin, and which setting mends it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..casting import fp32_values
+from ..casting.modules import class_name, is_loss
+from ..engine.parts import EngineParts
+from ..errors import some
+from ..policy import Policy, dtype_name
+from .monitor import low_precision
+from .ranges import Ranges, measure
+from .recorder import StepRecord, identifiers
+from .remedies import Remedy, Trials, trials_of
+from .replay import Replay, is_bad, replay
+from .sandbox import Attach
+from .trace import BadOp, ModuleOutput, moves_only
+
+#: The kinds of causes, and what each is in one sentence.
+CAUSES: Mapping[str, str] = {
+    'input': 'What the model was given holds NaN.',
+    'weight': 'A weight or buffer of the model is not finite.',
+    'weight_range': 'A weight is too large for the 16-bit type.',
+    'optimizer_state': "The optimizer's state is not finite, and has made weights that are not.",
+    'forward_range': 'A number of the forward pass is too large for the 16-bit type.',
+    'forward_nan': 'The forward pass is not finite in FP32 either.',
+    'loss': 'The loss, or its gradient at the outputs of the model, is not finite.',
+    'gradient_scale': 'A gradient is too large for the 16-bit type at this loss scale, and fits at a smaller one.',
+    'gradient_range': 'A gradient is too large for the 16-bit type at any loss scale.',
+    'gradient_nan': 'The backward pass is not finite in FP32 either.',
+    'gradient_sum': 'Gradients of several backward passes are finite, and their sum is not.',
+    'other_rank': 'Everything is finite on this rank.',
+    'not_reproduced': 'The step was finite when it was run again.',
+    'not_replayed': 'The step could not be run again.',
+}
+_LOSS_OPS = ('loss', 'binary_cross_entropy', 'cross_entropy', 'ctc')
+
+
+@dataclasses.dataclass
+class Diagnosis:
+    """Why a step was not finite.
+
+    Attributes:
+        cause: A key of :data:`CAUSES`.
+        text: The cause in words, with its place and numbers.
+        module: The qualified name of the module in which it begins; '' for the model itself, or where that is not known.
+        kind: The class of that module.
+        phase: 'forward', 'backward', or '' for neither.
+        op: The op in which it begins.
+        source: The line of Python that called it.
+        first_gradient: Of the first gradient that is not finite, in the order of the backward pass: module and node.
+        parameters: Those concerned, by name.
+        losses: The losses concerned, by ``loss_id``.
+        level: What the step ran at.
+        scales: The loss scale of each loss.
+        values: The value of each loss.
+        remedies: What was tried.
+        ranges: What came into the op, the weights concerned, and gradients, by what they are.
+        outputs: What the modules gave in the forward pass, in the order in which they ended.
+        samples: What the samples of the batch are called.
+        notes: What else there is to say.
+    """
+
+    cause: str
+    text: str
+    module: str = ''
+    kind: str = ''
+    phase: str = ''
+    op: str = ''
+    source: str = ''
+    first_gradient: str = ''
+    parameters: list[str] = dataclasses.field(default_factory=list)
+    losses: list[int] = dataclasses.field(default_factory=list)
+    level: str = ''
+    scales: list[float] = dataclasses.field(default_factory=list)
+    values: list[float] = dataclasses.field(default_factory=list)
+    remedies: list[Remedy] = dataclasses.field(default_factory=list)
+    ranges: dict[str, Ranges] = dataclasses.field(default_factory=dict)
+    outputs: list[ModuleOutput] = dataclasses.field(default_factory=list)
+    samples: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def advice(self) -> str:
+        """The settings that made the step finite, in words; '' where none was found."""
+        good = [remedy.setting for remedy in self.remedies if remedy.finite]
+        return f'With {" or ".join(good)}, this step is finite.' if good else ''
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as numbers, strings, lists and dicts, for JSON."""
+        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        found['ranges'] = {name: each.plain() for name, each in self.ranges.items()}
+        found['remedies'] = [dataclasses.asdict(each) for each in self.remedies]
+        found['outputs'] = [{**dataclasses.asdict(each), 'dtype': dtype_name(each.dtype)} for each in self.outputs]
+        return {**found, 'meaning': CAUSES[self.cause], 'advice': self.advice}
+
+
+def diagnose(
+    step: StepRecord, model: nn.Module, parts: EngineParts, attach: Attach, several_ranks: bool = False
+) -> Diagnosis:
+    """Find out why a step was not finite, from what was recorded of it. Syncs, and takes some forward and backward passes.
+
+    The model, its gradients, the optimizer and random states are left as they are.
+
+    Args:
+        step: What was recorded.
+        model: Of the engine, with the weights that it had in the step.
+        parts: Of the engine.
+        attach: Attaches a copy of the model.
+        several_ranks: Whether gradients are averaged over several ranks.
+    """
+    return _Examination(step, model, parts, attach, several_ranks).run()
+
+
+class _Examination:
+    def __init__(
+        self, step: StepRecord, model: nn.Module, parts: EngineParts, attach: Attach, several_ranks: bool
+    ) -> None:
+        self._step, self._model, self._parts, self._attach = step, model, parts, attach
+        self._several = several_ranks
+        self._policy: Policy = parts.policy
+        self._dtype = low_precision(parts.policy)
+        self._type_name = 'float32' if self._dtype is None else dtype_name(self._dtype)
+
+    def run(self) -> Diagnosis:
+        """Look at weights and state, then run the step again."""
+        found = self._of_state() or self._of_replay()
+        found.level = self._policy.describe()
+        found.scales = [1.0 if loss.scale is None else float(loss.scale) for loss in self._step.losses]
+        found.values = [float(loss.value.detach().float().sum()) for loss in self._step.losses]
+        if not found.losses and found.cause not in ('other_rank', 'not_reproduced', 'not_replayed'):
+            found.losses = sorted({loss.loss_id for loss in self._step.losses})
+        for call in self._step.calls:
+            for key, values in identifiers((call.args, call.kwargs)).items():
+                found.samples.setdefault(key, []).extend(values)
+        if self._step.dropped:
+            found.notes.append(f'{self._step.dropped} earlier forward calls of this step were not kept.')
+        return found
+
+    # -- weights and state -------------------------------------------------------------------------------------------
+
+    def _of_state(self) -> Diagnosis | None:
+        """Weights, buffers and optimizer state that are not finite, or out of range."""
+        named = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        exact = {name: _fp32(tensor) for name, tensor in named.items()}
+        weights = [name for name, tensor in exact.items() if is_bad(tensor)]
+        state = self._bad_state()
+        if weights and state:
+            places = some(list(state))
+            text = f"The optimizer's state is not finite ({places}), and the weights that it stepped are not either."
+            return self._of_names('optimizer_state', text, weights, exact)
+        if weights:
+            text = f'Weights are not finite: {some(weights)}. The optimizer steps no non-finite gradient, so other code wrote '
+            text += 'them, or a step with a very large learning rate did.'
+            return self._of_names('weight', text, weights, exact)
+        lost = [name for name, tensor in named.items() if is_bad(tensor)]
+        if lost and self._dtype is not None:
+            most = max(measure({name: exact[name] for name in lost}).values(), key=lambda each: each.largest).largest
+            text = (
+                f'Weights are too large for {self._type_name}: {some(lost)}, up to {most:.3g} where {self._type_name} ends at '
+                f'{torch.finfo(self._dtype).max:.5g}.'
+            )
+            found = self._of_names('weight_range', text, lost, exact)
+            found.remedies = self._try(found.module, scales=False, judges_losses=False)
+            return found
+        return None
+
+    def _bad_state(self) -> dict[str, str]:
+        """What of the optimizer's state is not finite: 'weight: exp_avg'."""
+        optimizer, found = self._parts.optimizer, {}
+        if optimizer is None:
+            return {}
+        for parameter, values in optimizer.state.items():
+            for key, value in values.items() if isinstance(values, dict) else ():
+                if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and is_bad(_local(value)):
+                    found[f'{self._parts.name(cast(nn.Parameter, parameter))}: {key}'] = key
+        return found
+
+    def _of_names(self, cause: str, text: str, names: Sequence[str], exact: Mapping[str, Tensor]) -> Diagnosis:
+        module = names[0].rpartition('.')[0]
+        found = Diagnosis(cause, text, module, self._kind_of(module), parameters=list(names))
+        found.ranges = {f'weight {name}': each for name, each in measure({n: exact[n] for n in names[:8]}).items()}
+        return found
+
+    # -- the step again ----------------------------------------------------------------------------------------------
+
+    def _of_replay(self) -> Diagnosis:
+        if not self._step.calls:
+            return Diagnosis('not_replayed', self._nothing_recorded())
+        if not all(call.is_unchanged for call in self._step.calls):
+            text = 'The step could not be run again: its inputs were written to after the forward pass.'
+            return Diagnosis('not_replayed', text)
+        again = replay(self._step, self._model, self._policy, self._attach, traced=True)
+        if again.refused:
+            return Diagnosis('not_replayed', f'The step could not be run again: {again.refused}')
+        found = self._judge(again)
+        found.outputs = again.outputs
+        found.losses = sorted(again.losses)
+        found.parameters = found.parameters or again.parameters
+        found.ranges |= {f'gradient {name}': each for name, each in list(again.gradients.items())[:64]}
+        if again.first_gradient is not None:
+            first = again.first_gradient
+            found.first_gradient = f'{self._called(first.module)}: {first.node or first.op}'
+        return found
+
+    def _nothing_recorded(self) -> str:
+        return (
+            'The step could not be run again, for no forward call of it was recorded. torch.compile hides them: train without '
+            'it until the place is found.'
+        )
+
+    def _judge(self, again: Replay) -> Diagnosis:
+        if not again.outputs_finite:
+            return self._of_forward(again)
+        if again.parameters:
+            return self._of_backward(again)
+        if not again.losses_finite or any(is_bad(loss.value) for loss in self._step.losses):
+            return self._of_loss()
+        if again.sums:
+            text = f'Gradients of several backward passes are finite in {self._type_name}, and their sum is not: '
+            found = Diagnosis('gradient_sum', text + some(again.sums) + '.', parameters=again.sums, phase='backward')
+            found.module = again.sums[0].rpartition('.')[0]
+            found.kind = self._kind_of(found.module)
+            found.remedies = [Remedy('accumulate_in_fp32', 'accumulate_in_fp32=True', None, 'not tried')]
+            found.remedies += self._try(found.module)
+            return found
+        if self._several:
+            return Diagnosis(
+                'other_rank', 'Everything is finite on this rank: see the report of the rank that has the cause.'
+            )
+        return Diagnosis(
+            'not_reproduced',
+            'The step was finite when it was run again: something that is not recorded has changed, such as a random generator '
+            'of its own, a buffer, or an op whose results differ from run to run.',
+        )
+
+    def _of_forward(self, again: Replay) -> Diagnosis:
+        place = again.forward
+        assert place is not None
+        if place.origin == 'input' or (place.is_mask and place.op.startswith('input')):
+            text = f'What the model was given is not finite: {place.op} has {place.nonfinite:,} infinities or NaN '
+            text += f'among {_count(place):,} elements.'
+            return self._at('input', text, place)
+        if place.origin == 'weight':
+            return self._at('weight', f'{place.op} is not finite.', place)
+        trials = self._trials(judges_losses=False)
+        in_fp32 = trials.fp32()
+        same = not in_fp32.refused and not in_fp32.outputs_finite
+        cause = 'forward_nan' if same else 'forward_range'
+        if self._is_loss(place):
+            cause = 'loss'
+        if same:
+            text = f'{self._begins(place)} So it is in FP32, too: this is no matter of precision. Look for a division by zero, '
+            text += 'a logarithm or a root of zero or less, and at the data.'
+            found = self._at(cause, text, place)
+            found.remedies = [Remedy('fp32', "opt_level='O0'", False)]
+            return found
+        text = f'{self._begins(place)} In FP32 the forward pass is finite.'
+        found = self._at(cause, text, place)
+        found.remedies = self._try(place.module, scales=False, judges_losses=False)
+        return found
+
+    def _of_backward(self, again: Replay) -> Diagnosis:
+        place = again.backward or again.first_gradient
+        assert place is not None
+        trials = self._trials()
+        scale = trials.lower_scale()
+        largest = max((float(loss.scale) for loss in self._step.losses if loss.scale is not None), default=1.0)
+        if scale.finite and largest > 1:
+            text = f'{self._begins(place)} Gradients carry the loss scale {largest:g} there; with {scale.setting} they fit.'
+            found = self._at('gradient_scale', text, place)
+            found.remedies = [*self._try(place.module, scales=False), scale]
+            return found
+        in_fp32 = trials.fp32()
+        if not in_fp32.refused and not in_fp32.is_finite:
+            text = f'{self._begins(place)} So it is in FP32 without a loss scale, too: this is no matter of precision. The '
+            text += 'derivative is not finite there, as that of a root or a norm at zero, or 0 times infinity.'
+            found = self._at('gradient_nan', text, place)
+            found.remedies = [Remedy('fp32', "opt_level='O0'", False)]
+            return found
+        found = self._at('gradient_range', f'{self._begins(place)} It does not fit at any loss scale.', place)
+        found.remedies = [*self._try(place.module, scales=False), scale]
+        return found
+
+    def _of_loss(self) -> Diagnosis:
+        bad = [loss for loss in self._step.losses if is_bad(loss.value)]
+        where = 'which is computed outside of the model'
+        if bad:
+            ids = ', '.join(f'loss {loss.loss_id}' for loss in bad) if self._policy.num_losses > 1 else 'the loss'
+            made = f' ({bad[0].made_by})' if bad[0].made_by else ''
+            text = f'The outputs of the model are finite, and {ids}{made}, {where}, is {float(bad[0].value.float().sum())}.'
+        else:
+            text = f'The outputs of the model and the loss are finite, and the gradient of the loss, {where}, is not.'
+        text += ' Look at what turns outputs into the loss: a division, a logarithm, an empty target, 16-bit sums.'
+        return Diagnosis('loss', text, phase='forward' if bad else 'backward', op=bad[0].made_by if bad else '')
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def _at(self, cause: str, text: str, place: BadOp) -> Diagnosis:
+        module = place.module
+        if place.origin == 'weight':
+            module = place.op.rpartition('.')[0]
+        found = Diagnosis(cause, text, module, self._kind_of(module), place.phase, place.op, place.source)
+        if place.origin == 'weight':
+            found.parameters = [place.op]
+        for index, (ranges, dtype) in enumerate(zip(place.inputs, place.dtypes_in)):
+            found.ranges[f'input {index} of {place.op} ({dtype_name(dtype)})'] = ranges
+        if module or place.origin == 'op':
+            own = dict(self._model.get_submodule(module).named_parameters(recurse=False)) if module else {}
+            found.ranges |= {
+                f'weight {module}.{name}': each
+                for name, each in measure({key: _fp32(tensor.detach()) for key, tensor in own.items()}).items()
+            }
+        return found
+
+    def _begins(self, place: BadOp) -> str:
+        """Where it begins, and with which numbers."""
+        where = self._called(place.module)
+        what = 'NaN' if place.has_nan else 'infinite'
+        numbers = f'{place.nonfinite:,} of {_count(place):,} elements'
+        came = f' from finite numbers up to {place.largest_in:.3g}' if place.inputs else ''
+        if moves_only(place.op) and place.inputs and place.phase == 'forward':
+            name, end = dtype_name(place.dtype), torch.finfo(place.dtype).max
+            text = f'{name} overflow where numbers up to {place.largest_in:.3g} are cast in {where}: {numbers} '
+            return text + f'become infinite ({name} ends at {end:.5g}).'
+        node = place.node or 'a sum of gradients'
+        phase = 'forward pass' if place.phase == 'forward' else f'backward pass ({node})'
+        kind = f'{dtype_name(place.dtype)} overflow' if not place.has_nan else f'NaN in {dtype_name(place.dtype)}'
+        line = f' The line is {place.source}.' if place.source else ''
+        return f'{kind} in the {phase} of {where}: {place.op} made {numbers} {what}{came}.{line}'
+
+    def _called(self, module: str) -> str:
+        return f'{module} ({self._kind_of(module)})' if module else 'the model itself'
+
+    def _kind_of(self, module: str) -> str:
+        try:
+            return class_name(self._model.get_submodule(module))
+        except AttributeError:
+            return ''
+
+    def _is_loss(self, place: BadOp) -> bool:
+        if any(word in place.op for word in _LOSS_OPS):
+            return True
+        names = place.module.split('.') if place.module else []
+        return any(is_loss(self._model.get_submodule('.'.join(names[: end + 1]))) for end in range(len(names)))
+
+    # -- remedies ----------------------------------------------------------------------------------------------------
+
+    def _trials(self, judges_losses: bool = True) -> Trials:
+        return trials_of(self._step, self._model, self._policy, self._attach, judges_losses)
+
+    def _try(self, module: str, scales: bool = True, judges_losses: bool = True) -> list[Remedy]:
+        if not self._step.calls:
+            return []
+        trials = self._trials(judges_losses)
+        found = [trials.keep(module), trials.bfloat16(), trials.lower_scale() if scales else None]
+        return [each for each in found if each is not None]
+
+
+def _fp32(tensor: Tensor) -> Tensor:
+    exact = fp32_values.fp32_value(tensor) if tensor.dtype in (torch.float16, torch.bfloat16) else None
+    return _local(tensor if exact is None else exact)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+
+
+def _count(place: BadOp) -> int:
+    total = 1
+    for size in place.shape:
+        total *= size
+    return total

@@ -1,0 +1,164 @@
+"""Watches the steps of an engine, and finds the cause of those that are skipped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+
+from ..engine.host_read import LateRead
+from ..engine.overflow import SKIP, StepResult
+from ..engine.parts import EngineParts
+from .causes import Diagnosis, diagnose
+from .recorder import Recorder, StepRecord
+from .sandbox import Attach
+
+logger = logging.getLogger('amp_wrapper')
+
+#: When steps are recorded: from the first one on; after a step was skipped; never.
+Mode = bool | Literal['after_skip']
+#: Steps without a skip after which recording ends again, where it began with a skip.
+QUIET = 500
+#: Reports of one training.
+MOST_REPORTS = 10
+
+
+class OverflowDiagnosis:
+    """Records the steps of one engine, runs a skipped one again, and says why it was not finite.
+
+    While it is armed, a step keeps references to the arguments of its forward calls and to the gradients at the outputs of the
+    model, and the states of the random generators. On a GPU the flag of a step is read when the next one is due, so the device
+    is not waited for.
+
+    Args:
+        models: Those whose parameters the engine steps, not wrapped.
+        attach: Attaches a copy of the first of them.
+        mode: True arms it now, 'after_skip' with the first skipped step that the host learns of.
+        publish: Is given each diagnosis; returns where it was written, or ''.
+        most: Reports of this training.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        attach: Attach,
+        mode: Mode,
+        publish: Callable[[Diagnosis], str],
+        most: int = MOST_REPORTS,
+    ) -> None:
+        self._models = list(models)
+        self._attach = attach
+        self._mode = mode
+        self._publish = publish
+        self._left = most
+        self._recorder: Recorder | None = None
+        self._pending: tuple[StepRecord, LateRead] | None = None
+        self._seen: int | None = None
+        self._quiet = 0
+        self._skips = 0
+        # of the row of skips that goes on
+        self._last = ''
+        if mode is True:
+            self.arm()
+
+    @property
+    def is_armed(self) -> bool:
+        """Whether steps are recorded."""
+        return self._recorder is not None
+
+    def arm(self) -> None:
+        """Record steps from now on."""
+        if self._recorder is None and self._models:
+            self._recorder = Recorder(self._models)
+            self._quiet = 0
+
+    def disarm(self) -> None:
+        """Record nothing any more; hooks are taken off."""
+        if self._recorder is not None:
+            self._recorder.remove()
+            self._recorder = None
+        self._drop_pending()
+
+    # -- the steps of an engine --------------------------------------------------------------------------------------
+
+    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
+        """A loss is about to be scaled."""
+        if self._recorder is not None:
+            self._resolve(parts, wait=False)
+            self._recorder.see_loss(parts, loss, loss_id)
+
+    def before_step(self, parts: EngineParts) -> None:
+        """Weights are still those of the step before, so that one can be run again now at the latest."""
+        self._resolve(parts, wait=True)
+        if self._mode == 'after_skip' and self._recorder is None:
+            if self._seen is not None and parts.monitor.known_skips > self._seen:
+                self.arm()
+                # of this step nothing was recorded
+                self._seen = parts.monitor.known_skips
+                return
+            self._seen = parts.monitor.known_skips
+
+    def after_step(self, parts: EngineParts, result: StepResult) -> None:
+        """The step was taken or skipped."""
+        if self._recorder is None:
+            return
+        record = self._recorder.next_step()
+        if result.skipped is not None or result.info is None:
+            self._take(parts, record, bool(result.skipped))
+        elif record.calls or record.losses:
+            self._pending = (record, LateRead(result.info[SKIP : SKIP + 1].clone()))
+            self._resolve(parts, wait=not result.info.is_cuda)
+
+    def explain_streak(self, parts: EngineParts) -> str:
+        """Too many steps in a row were skipped: the cause, found now where it is not known yet."""
+        if not self._last and self._recorder is not None:
+            self._left = max(self._left, 1)
+            self._report(parts, self._recorder.step)
+        return self._last
+
+    # -- what became of them -----------------------------------------------------------------------------------------
+
+    def _resolve(self, parts: EngineParts, wait: bool) -> None:
+        if self._pending is None or not (wait or self._pending[1].is_there):
+            return
+        (record, read), self._pending = self._pending, None
+        self._take(parts, record, read.wait()[0] > 0)
+
+    def _take(self, parts: EngineParts, record: StepRecord, skipped: bool) -> None:
+        if skipped:
+            self._quiet = 0
+            self._skips += 1
+            # the first ones, and then ever fewer
+            if record.calls and self._left > 0 and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
+                self._report(parts, record)
+        else:
+            self._quiet += 1
+            self._last = ''
+        record.clear()
+        if self._mode == 'after_skip' and self._quiet >= QUIET:
+            self.disarm()
+
+    def _report(self, parts: EngineParts, record: StepRecord) -> None:
+        self._left -= 1
+        several = torch.distributed.is_available() and torch.distributed.is_initialized()
+        several = several and torch.distributed.get_world_size() > 1
+        try:
+            found = diagnose(record, self._models[0], parts, self._attach, several)
+            path = self._publish(found)
+        except Exception as error:
+            # whatever goes wrong here, the training goes on
+            logger.warning(f'amp: the skipped step could not be examined ({type(error).__name__}: {error})')
+            return
+        self._last = ' '.join(part for part in (found.text, found.advice, path and f'Report: {path}.') if part)
+        if parts.policy.verbosity >= 1:
+            name = f'{parts.label}: ' if parts.label else ''
+            logger.warning(f'amp: {name}why a step was skipped: {self._last}')
+
+    def _drop_pending(self) -> None:
+        if self._pending is not None:
+            self._pending[0].clear()
+            self._pending = None

@@ -1,0 +1,325 @@
+"""Keeps what is needed to run the forward and backward passes of the present step again: references, not copies."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..casting.cast_hooks import AmpHook, StayedBehind
+from ..engine.parts import EngineParts
+from ..policy.nested import map_tensors
+from ..torch_internals import first_pre_hook
+
+#: Forward calls of one step that are kept, the last ones.
+MOST_CALLS = 32
+#: What tells one sample from another, by the names that data sets give it.
+IDENTIFIERS = (
+    'img_path',
+    'img_id',
+    'sample_idx',
+    'sample_id',
+    'filename',
+    'file_name',
+    'ori_filename',
+    'path',
+    'id',
+    'ids',
+    'idx',
+    'index',
+    'indices',
+    'video_id',
+    'frame_id',
+    'lidar_path',
+    'token',
+)
+
+
+@dataclasses.dataclass
+class LossRecord:
+    """One loss that was scaled.
+
+    Attributes:
+        loss_id: Which scale.
+        value: As it was handed over, without its graph.
+        scale: The loss scale, a copy; None for 1.
+        made_by: The function that computed it, as the graph calls it.
+    """
+
+    loss_id: int
+    value: Tensor
+    scale: Tensor | None
+    made_by: str
+
+
+@dataclasses.dataclass
+class CallRecord:
+    """One forward call of a model, from outside of any other.
+
+    Attributes:
+        name: Of the called module in the model; '' for the model itself.
+        args: As they came, before any cast.
+        kwargs: As they came.
+        states: Of the random generators before the call.
+        versions: Version counters of the tensors among the arguments.
+        dtypes: Types of the floating tensors of the outputs, in the order in which they are found there.
+        gradients: For each backward pass: the index of the loss in the step, and the gradient of each of those outputs, scaled,
+            by its place.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    states: RandomStates
+    versions: tuple[int, ...]
+    dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
+    gradients: dict[int, dict[int, Tensor]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nobody has written to the arguments since."""
+        return versions_of((self.args, self.kwargs)) == self.versions
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Copies of the arguments, which a replay may change. Tensors that had a graph become leaves with gradients."""
+        memo: dict[int, Any] = {}
+        for tensor in tensors_of((self.args, self.kwargs)):
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad and not tensor.is_leaf)
+        try:
+            args, kwargs = copy.deepcopy((self.args, self.kwargs), memo)
+        except Exception:
+            # objects that Python cannot copy are handed over as they are
+            args, kwargs = map_tensors(lambda tensor: memo[id(tensor)], (self.args, self.kwargs))
+        return args, kwargs
+
+
+class RandomStates:
+    """The states of the random generators, as they give them out: taken at each call, so nothing is converted."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._cuda = torch.cuda.get_rng_state() if in_use else None
+
+    def restore(self) -> None:
+        """Set the generators."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
+@dataclasses.dataclass
+class StepRecord:
+    """The forward calls and losses since the last step.
+
+    Attributes:
+        calls: In their order.
+        losses: In the order of their backward passes.
+        dropped: Forward calls that are not kept, since there were too many.
+    """
+
+    calls: list[CallRecord] = dataclasses.field(default_factory=list)
+    losses: list[LossRecord] = dataclasses.field(default_factory=list)
+    dropped: int = 0
+
+    def clear(self) -> None:
+        """Let go of all tensors. Hooks in the graph of a loss that somebody keeps still hold the calls."""
+        for call in self.calls:
+            call.args, call.kwargs, call.gradients = (), {}, {}
+        self.calls.clear()
+        self.losses.clear()
+
+
+class _Depth(threading.local):
+    depth = 0
+
+
+class Recorder:
+    """Records the calls of a model with gradients, until it is removed.
+
+    Under ``torch.compile`` nothing is recorded of calls that are part of a graph.
+
+    Args:
+        models: Not wrapped. Their calls are recorded, and direct calls of their children.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.step = StepRecord()
+        self._depth = _Depth()
+        self._handles = []
+        for index, model in enumerate(models):
+            front = f'models[{index}]' if len(models) > 1 else ''
+            for name, module in _entrances(model, front):
+                enter, leave = _Enter(self, name), _Leave(self)
+                self._handles.append(first_pre_hook(module, enter, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.step = StepRecord()
+
+    def next_step(self) -> StepRecord:
+        """What was recorded since the last step; a new one begins."""
+        done, self.step = self.step, StepRecord()
+        return done
+
+    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
+        """A loss is about to be scaled, for a backward pass."""
+        scale = parts.scales.current(loss_id)
+        made_by = '' if loss.grad_fn is None else loss.grad_fn.name()
+        self.step.losses.append(LossRecord(loss_id, loss.detach(), None if scale is None else scale.clone(), made_by))
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is called."""
+        self._depth.depth += 1
+        if self._depth.depth > 1 or not torch.is_grad_enabled():
+            return
+        step = self.step
+        if len(step.calls) == MOST_CALLS:
+            del step.calls[0]
+            step.dropped += 1
+        step.calls.append(CallRecord(name, args, dict(kwargs), RandomStates(), versions_of((args, kwargs))))
+
+    def leave(self, output: Any) -> None:
+        """The call ends."""
+        self._depth.depth -= 1
+        if self._depth.depth > 0 or not torch.is_grad_enabled() or not self.step.calls:
+            self._depth.depth = max(self._depth.depth, 0)
+            return
+        call, step = self.step.calls[-1], self.step
+        for place, tensor in enumerate(outputs_of(output)):
+            call.dtypes.append(tensor.dtype)
+            if tensor.requires_grad:
+                tensor.register_hook(_Keep(step, call, place))  # type: ignore[no-untyped-call]
+
+
+class _Keep:
+    """Tensor hook: keeps the gradient of an output. It holds no engine, since scripts keep their losses."""
+
+    def __init__(self, step: StepRecord, call: CallRecord, place: int) -> None:
+        self._step, self._call, self._place = step, call, place
+
+    def __call__(self, gradient: Tensor) -> None:
+        kept = self._call.gradients.setdefault(max(len(self._step.losses) - 1, 0), {})
+        before = kept.get(self._place)
+        kept[self._place] = gradient if before is None else before + gradient
+
+
+class _RecorderHook(AmpHook):
+    """Base of the hooks, which neither copies of a model have nor files."""
+
+    stays_behind = True
+
+    def __reduce__(self) -> tuple[type[StayedBehind], tuple[()]]:
+        return StayedBehind, ()
+
+
+class _Enter(_RecorderHook):
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder, self._name = recorder, name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self._recorder.enter(self._name, args, kwargs)
+
+
+class _Leave(_RecorderHook):
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._recorder.leave(output)
+
+
+def _entrances(model: nn.Module, front: str) -> Iterator[tuple[str, nn.Module]]:
+    """The model, and its children, those of lists and dicts of modules among them: what scripts call."""
+    yield front, model
+    seen = {id(model)}
+    waiting = list(model.named_children())
+    while waiting:
+        name, child = waiting.pop(0)
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            waiting += [(f'{name}.{key}', inner) for key, inner in child.named_children()]
+        elif id(child) not in seen and not isinstance(child, torch.jit.ScriptModule):
+            seen.add(id(child))
+            yield f'{front}.{name}' if front else name, child
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors inside nested containers and in the fields of objects that tell them by ``all_items()`` (mmengine's)."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    def enter(function: Any, held: Any) -> Any:
+        if callable(getattr(held, 'all_items', None)):
+            for _, item in held.all_items():
+                map_tensors(function, item, enter)
+        return held
+
+    map_tensors(note, value, enter)
+    return found
+
+
+def outputs_of(value: Any) -> list[Tensor]:
+    """The floating tensors in what a model returned, in their order."""
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
+
+
+def versions_of(value: Any) -> tuple[int, ...]:
+    """The version counters of tensors."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors_of(value))
+
+
+def identifiers(value: Any) -> dict[str, list[str]]:
+    """What the samples of a batch are called: the entries of :data:`IDENTIFIERS` in dicts, and in ``metainfo`` of objects.
+
+    Args:
+        value: The arguments of a forward call, or a batch.
+
+    Returns:
+        Name of the entry to the values found, as text, in their order.
+    """
+    found: dict[str, list[str]] = {}
+
+    def look(value: Any, depth: int) -> None:
+        if depth > 6:
+            return
+        meta = getattr(value, 'metainfo', None)
+        if isinstance(meta, dict):
+            value = meta
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if isinstance(key, str) and key in IDENTIFIERS:
+                    found.setdefault(key, []).extend(_texts(item))
+                else:
+                    look(item, depth + 1)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                look(item, depth + 1)
+
+    look(value, 0)
+    return found
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]

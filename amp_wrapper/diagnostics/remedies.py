@@ -1,0 +1,148 @@
+"""Settings that may make a step finite, tried on the very step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from ..policy import Policy
+from ..policy.loss_scale import LossScaleConfig
+from ..policy.policy import IN_BFLOAT16, LEVEL_TABLE
+from .recorder import StepRecord
+from .replay import Replay, replay
+from .sandbox import Attach
+
+#: Modules that are kept in FP32 at most, to make a step finite.
+MOST_KEPT = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedy:
+    """One setting, and what became of the step with it.
+
+    Attributes:
+        kind: 'keep_fp32', 'bfloat16', 'loss_scale' or 'fp32'.
+        setting: As it is written in a configuration.
+        finite: Whether the step was finite with it; None where it could not be tried.
+        note: What else there is to say.
+    """
+
+    kind: str
+    setting: str
+    finite: bool | None
+    note: str = ''
+
+
+class Trials:
+    """Replays of one step at other settings.
+
+    Args:
+        step: What was recorded.
+        run: Runs it: :func:`~amp_wrapper.diagnostics.replay.replay`, with all but policy, factor and the switches filled in.
+        policy: The level of the training.
+        scale: The largest loss scale of the step.
+    """
+
+    def __init__(
+        self, step: StepRecord, run: Callable[..., Replay], policy: Policy, scale: float, judges_losses: bool = True
+    ) -> None:
+        self._run = functools.partial(run, judges_losses=judges_losses)
+        self._policy = policy
+        self._scale = scale
+        self.step = step
+
+    def fp32(self) -> Replay:
+        """The step in FP32, without a loss scale."""
+        return self._run(LEVEL_TABLE['O0'], factor=1 / self._scale)
+
+    def keep(self, module: str) -> Remedy | None:
+        """The step with a module in FP32, and as many more as it takes up to :data:`MOST_KEPT`; None without a name."""
+        names: list[str] = []
+        found = Replay()
+        while module and module not in names and len(names) < MOST_KEPT:
+            names.append(module)
+            policy = dataclasses.replace(self._policy, keep_fp32=(*self._policy.keep_fp32, *names))
+            found = self._run(policy, traced=True)
+            if found.is_finite or found.refused:
+                break
+            place = found.forward or found.backward
+            module = '' if place is None else place.module
+            if module in names:
+                # what is around it computes with what it gives
+                module = module.rpartition('.')[0]
+        if not names:
+            return None
+        setting = f'keep_fp32={[*map(_named, self._policy.keep_fp32), *names]}'
+        return Remedy('keep_fp32', setting, None if found.refused else found.is_finite, _note(found))
+
+    def bfloat16(self) -> Remedy | None:
+        """The step in bfloat16, without a loss scale; None where it is at such a level already."""
+        policy = in_bfloat16(self._policy)
+        if policy is None:
+            return None
+        found = self._run(policy, factor=1 / self._scale)
+        setting = "dtype='bfloat16'" if self._policy.opt_level == 'O3' else f"opt_level='{policy.opt_level}'"
+        return Remedy('bfloat16', setting, None if found.refused else found.is_finite, _note(found))
+
+    def lower_scale(self) -> Remedy:
+        """The largest loss scale, a power of two below that of the step, with which the step is finite."""
+        lowest = self._run(self._policy, factor=1 / self._scale)
+        if lowest.refused or not lowest.is_finite:
+            return Remedy('loss_scale', 'loss_scale=1.0', None if lowest.refused else False, _note(lowest))
+        good, bad = 0, max(math.ceil(math.log2(self._scale)), 1)
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            if self._run(self._policy, factor=2.0**middle / self._scale).is_finite:
+                good = middle
+            else:
+                bad = middle
+        note = 'a dynamic loss scale finds it by itself, one halving for each skipped step'
+        return Remedy('loss_scale', f'loss_scale={2.0**good:g}', True, note)
+
+
+def _named(item: str | type) -> str:
+    return item if isinstance(item, str) else item.__name__
+
+
+def _note(found: Replay) -> str:
+    if found.refused:
+        return f'not tried: {found.refused}'
+    if found.is_finite and not found.gradients_known:
+        return 'the forward pass is finite; the loss is computed outside of the model, so its gradients are not known'
+    return ''
+
+
+def in_bfloat16(policy: Policy) -> Policy | None:
+    """The same configuration in bfloat16, with a loss scale of 1; None where nothing in it is float16."""
+    if torch.float16 not in (policy.cast_model_type, policy.autocast_dtype):
+        return None
+    return dataclasses.replace(
+        policy,
+        opt_level=IN_BFLOAT16.get(policy.opt_level, policy.opt_level),
+        cast_model_type=torch.bfloat16 if policy.cast_model_type is torch.float16 else policy.cast_model_type,
+        autocast_dtype=torch.bfloat16 if policy.autocast_dtype is torch.float16 else None,
+        loss_scale=LossScaleConfig(dynamic=False, init_scale=1.0),
+        split_masters=False,
+    )
+
+
+def trials_of(step: StepRecord, model: torch.nn.Module, policy: Policy, attach: Attach, judges_losses: bool) -> Trials:
+    """Those of a recorded step.
+
+    Args:
+        step: What was recorded.
+        model: With the weights that it had in the step.
+        policy: The level of the training.
+        attach: Attaches a copy.
+        judges_losses: As for :func:`~amp_wrapper.diagnostics.replay.replay`.
+    """
+
+    def run(policy: Policy, **options: object) -> Replay:
+        return replay(step, model, policy, attach, **options)  # type: ignore[arg-type]
+
+    scales = [float(loss.scale) for loss in step.losses if loss.scale is not None]
+    return Trials(step, run, policy, max(scales, default=1.0), judges_losses)
