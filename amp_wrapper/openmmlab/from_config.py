@@ -1,0 +1,338 @@
+"""What an mmengine config trains, built without a runner: model, optimizer, batches and loss, for reports and comparisons."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import mmengine.runner.activation_checkpointing as mm_checkpointing
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.model import BaseModel
+from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
+from mmengine.optim import OptimWrapperDict, build_optim_wrapper
+from mmengine.registry import MODELS, OPTIM_WRAPPERS, DefaultScope
+from mmengine.runner import Runner
+from mmengine.runner.checkpoint import _load_checkpoint, _load_checkpoint_to_model
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..checkpoint import convert, random_state, sharded
+from ..checkpoint import file as checkpoint_file
+from ..engine import AmpEngine
+from ..errors import AmpConfigError, AmpUsageError, nearest
+from ..policy import OPTIONS, Policy, resolve
+from . import attaching, generated_data
+from .config_options import read_config
+from .wrappers import is_built_here
+
+_SCRIPT = 'use amp.report(...) and the like in a script that has the model and the loss'
+
+
+@dataclasses.dataclass(frozen=True)
+class WrapperSettings:
+    """What a config's ``optim_wrapper`` says beside the optimizer.
+
+    Attributes:
+        opt_level: 'O0' for mmengine's plain ``OptimWrapper``.
+        overrides: Options of :func:`amp_wrapper.policy.resolve` that are not the defaults.
+        clip_grad: As mmengine's ``OptimWrapper`` takes it; None for none.
+        accumulative_counts: Iterations to a step.
+    """
+
+    opt_level: str
+    overrides: Mapping[str, Any]
+    clip_grad: Mapping[str, Any] | None
+    accumulative_counts: int
+
+    def policy(self, opt_level: str | None = None) -> Policy:
+        """The configuration at its own level, or at another one with the same overrides.
+
+        Raises:
+            AmpConfigError: Overrides that do not go with the level.
+        """
+        return resolve(opt_level or self.opt_level, **self.overrides)
+
+
+@dataclasses.dataclass(frozen=True)
+class FromConfig:
+    """What :func:`from_config` built.
+
+    Attributes:
+        config: With the command line's entries.
+        model: FP32, initialised or loaded, in training mode, on its device.
+        settings: Of the optimizer wrapper.
+        input_shape: Of generated inputs: (C, H, W) or (N, C, H, W); None to read the data set.
+    """
+
+    config: Config
+    model: nn.Module
+    settings: WrapperSettings
+    input_shape: tuple[int, ...] | None = None
+
+    def make_optimizer(self, model: nn.Module) -> Optimizer:
+        """The optimizer of the config for a model, with its ``paramwise_cfg``, made by its constructor.
+
+        Args:
+            model: :attr:`model` or a copy of it.
+
+        Raises:
+            AmpConfigError: The config builds several optimizers.
+        """
+        words = {key: self.config.optim_wrapper.get(key) for key in ('optimizer', 'paramwise_cfg', 'constructor')}
+        words = {key: copy.deepcopy(value) for key, value in words.items() if value is not None}
+        with _scope(self.config), _quiet():
+            built = build_optim_wrapper(model, dict(type='OptimWrapper', **words))
+        if isinstance(built, OptimWrapperDict):
+            raise AmpConfigError([f'optim_wrapper builds {len(built)} optimizers: {_SCRIPT}.'])
+        return built.optimizer
+
+    def attach(self, engine: AmpEngine, model: nn.Module) -> nn.Module:
+        """Attach a copy of the model as training does: with the config's ``activation_checkpointing``.
+
+        Args:
+            engine: Not attached yet; with the optimizer of the copy.
+            model: A copy of :attr:`model`.
+        """
+        segments = self.config.get('activation_checkpointing')
+        if segments is not None:
+            mm_checkpointing.turn_on_activation_checkpointing(model, segments)
+        folded = self.config.get('efficient_conv_bn_eval')
+        if folded is not None:
+            turn_on_efficient_conv_bn_eval(model, folded)
+        return attaching.attach(engine, model)
+
+    def batches(self, count: int) -> list[Any]:
+        """The first batches of the training data, collated; or generated ones, where there is an :attr:`input_shape`.
+
+        Random states are as before. The data set begins anew where it is shorter.
+
+        Args:
+            count: At least 1.
+
+        Raises:
+            AmpUsageError: The data cannot be read, or none can be generated for this model; says which option to give.
+        """
+        with _scope(self.config), _seeded(self.config), _quiet():
+            if self.input_shape is not None:
+                size = (self.config.get('train_dataloader') or {}).get('batch_size') or 2
+                shape = self.input_shape if len(self.input_shape) == 4 else (int(size), *self.input_shape)
+                return [generated_data.batch(self.model, shape) for _ in range(count)]
+            return self._read(count)
+
+    def _read(self, count: int) -> list[Any]:
+        words = copy.deepcopy(self.config.get('train_dataloader'))
+        if words is None:
+            raise AmpUsageError(
+                f'the config has no train_dataloader: give --input-shape, such as {_EXAMPLE}, to generate data.'
+            )
+        # a few batches are not worth processes
+        words.update(num_workers=0, persistent_workers=False, pin_memory=False)
+        for key in ('prefetch_factor', 'multiprocessing_context', 'timeout', 'worker_init_fn'):
+            words.pop(key, None)
+        found: list[Any] = []
+        try:
+            loader = Runner.build_dataloader(words)
+            while len(found) < count:
+                before = len(found)
+                for batch in loader:
+                    found.append(batch)
+                    if len(found) == count:
+                        break
+                if len(found) == before:
+                    raise AmpUsageError('the training data set is empty.')
+        except AmpUsageError:
+            raise
+        except Exception as error:
+            # data sets are programs of others
+            text = str(error).strip().replace('\n', ' ')
+            raise AmpUsageError(
+                f'the training data cannot be read ({type(error).__name__}: {text}): give --cfg-options data_root=PATH, or '
+                f'--input-shape, such as {_EXAMPLE}, to generate data.'
+            ) from error
+        return found
+
+    def loss_fn(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of a batch as mmengine's ``train_step`` computes it, for gradients.
+
+        Args:
+            model: :attr:`model` or a copy of it, attached or not. What surrounds a forward pass of an engine is the caller's.
+            batch: Of :meth:`batches`; not changed.
+
+        Returns:
+            A scalar, with its graph.
+        """
+        assert isinstance(model, BaseModel)
+        with _scope(self.config):
+            # preprocessors of some projects write into the samples
+            data = model.data_preprocessor(copy.deepcopy(batch), True)
+            losses = model._run_forward(data, mode='loss')
+            with ExitStack() as stack:
+                # mmengine adds losses up outside of autocast
+                for device in {'cpu', next(model.parameters()).device.type}:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                return model.parse_losses(losses)[0]
+
+
+_EXAMPLE = '--input-shape 3 224 224'
+
+
+def from_config(
+    config: str | Path | Config,
+    cfg_options: dict[str, Any] | None = None,
+    checkpoint: str | Path | None = None,
+    device: str | torch.device | None = None,
+    input_shape: Sequence[int] | None = None,
+) -> FromConfig:
+    """Build what a config trains. No runner, no folder and no log file is made; random states are as before.
+
+    Args:
+        config: A path, or a config that was read.
+        cfg_options: Entries to override.
+        checkpoint: A local file of any kind that :mod:`amp_wrapper.checkpoint.convert` knows, a folder of shards, or a URL; the
+            config's ``load_from`` by default. Without one, the weights are those that training begins with.
+        device: The first GPU by default, or the CPU where there is none.
+        input_shape: (C, H, W) or (N, C, H, W): batches are generated in this shape.
+
+    Raises:
+        AmpConfigError: The config cannot be read or built, or trains with several optimizers.
+        AmpUsageError: The config or the checkpoint is not there; a shape that is none.
+        AmpCheckpointError: A checkpoint that cannot be read.
+    """
+    shape = None if input_shape is None else tuple(input_shape)
+    if shape is not None and (len(shape) not in (3, 4) or any(size < 1 for size in shape)):
+        raise AmpUsageError(f'--input-shape {" ".join(map(str, shape))}: must be C H W or N C H W, such as {_EXAMPLE}.')
+    cfg = config if isinstance(config, Config) else read_config(config, cfg_options)
+    # mmengine takes entries out of what it builds from
+    cfg = copy.deepcopy(cfg)
+    place = checkpoint or cfg.get('load_from')
+    if checkpoint is not None:
+        _check_there(Path(checkpoint))
+    with _scope(cfg), _seeded(cfg), _quiet():
+        settings = _settings(cfg)
+        model = _build_model(cfg, is_loaded=place is not None)
+        if place is not None:
+            _load(model, str(place))
+    chosen = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    return FromConfig(cfg, model.to(chosen).train(), settings, shape)
+
+
+def _settings(cfg: Config) -> WrapperSettings:
+    words = cfg.get('optim_wrapper')
+    if not words:
+        raise AmpConfigError(['the config has no optim_wrapper: it trains nothing.'])
+    if 'optimizer' not in words:
+        members = [str(key) for key, value in words.items() if isinstance(value, Mapping) and 'optimizer' in value]
+        named = f' ({", ".join(members)})' if members else ''
+        raise AmpConfigError(
+            [f'optim_wrapper trains with several optimizers{named}, one after the other in a train_step: {_SCRIPT}.']
+        )
+    kind = words.get('type', 'OptimWrapper')
+    kind = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    if kind is None:
+        raise AmpConfigError([f'optim_wrapper.type={words.get("type")!r} is not registered.'])
+    clip, counts = words.get('clip_grad'), int(words.get('accumulative_counts', 1))
+    if is_built_here(words):
+        known = inspect.signature(kind.__init__).parameters
+        defaults = {
+            name: known[name].default for name in OPTIONS if name in known and known[name].default is not inspect._empty
+        }
+        given = {name: words[name] for name in OPTIONS if name in words}
+        level = words.get('opt_level', known['opt_level'].default if 'opt_level' in known else 'O1')
+        chosen = {**defaults, **given}
+        differing = {name: value for name, value in chosen.items() if value != OPTIONS[name].default}
+        settings = WrapperSettings(level, differing, clip, counts)
+    elif 'Amp' in kind.__name__ or 'Apex' in kind.__name__:
+        # mmengine's own, under the name that this package gave it
+        given = {name: words[name] for name in ('loss_scale', 'dtype') if name in words}
+        settings = WrapperSettings('O1', given, clip, counts)
+    else:
+        settings = WrapperSettings('O0', {}, clip, counts)
+    settings.policy()
+    return settings
+
+
+def _build_model(cfg: Config, is_loaded: bool) -> nn.Module:
+    words = copy.deepcopy(cfg.get('model'))
+    if words is None:
+        raise AmpConfigError(['the config has no model.'])
+    if cfg.get('data_preprocessor') is not None:
+        words.setdefault('data_preprocessor', cfg.data_preprocessor)
+    try:
+        model = MODELS.build(words)
+    except Exception as error:
+        raise AmpConfigError([f'the model cannot be built: {type(error).__name__}: {error}']) from error
+    if not isinstance(model, BaseModel):
+        raise AmpConfigError([f'model.type={type(model).__name__} is no mmengine BaseModel: {_SCRIPT}.'])
+    if type(model).train_step is not BaseModel.train_step:
+        raise AmpConfigError([f'{type(model).__name__} has a train_step of its own, which may do anything: {_SCRIPT}.'])
+    try:
+        # of what the checkpoint does not have
+        model.init_weights()
+    except (OSError, RuntimeError) as error:
+        if not is_loaded:
+            raise AmpConfigError(
+                [
+                    f'the weights cannot be initialised ({type(error).__name__}: {error}): give --checkpoint, or turn '
+                    f'pretrained parts off (--cfg-options model.backbone.init_cfg=None).'
+                ]
+            ) from error
+    return model
+
+
+def _check_there(path: Path) -> None:
+    if '://' not in str(path) and not path.is_file() and not sharded.is_folder(path):
+        beside = [other.name for other in path.parent.glob('*.pth')] if path.parent.is_dir() else []
+        raise AmpUsageError(f'the checkpoint {str(path)!r} does not exist{nearest(path.name, beside)}.')
+
+
+def _load(model: nn.Module, place: str) -> None:
+    if '://' in place:
+        _load_checkpoint_to_model(model, _load_checkpoint(place, map_location='cpu'))
+        return
+    _check_there(Path(place))
+    content = sharded.load(place) if sharded.is_folder(place) else checkpoint_file.load(place)
+    weights, _ = convert.to_weights(content, torch.float32)
+    _load_checkpoint_to_model(model, weights)
+
+
+@contextmanager
+def _scope(cfg: Config) -> Iterator[None]:
+    """Names are looked for in the project of the config, as in a run."""
+    with DefaultScope.overwrite_default_scope(cfg.get('default_scope', 'mmengine')):
+        yield
+
+
+@contextmanager
+def _seeded(cfg: Config) -> Iterator[None]:
+    """Inside, random numbers begin with the seed of the config; outside, they are as before."""
+    before = random_state.capture()
+    seed = (cfg.get('randomness') or {}).get('seed') or 0
+    try:
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        random_state.restore(before)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """mmengine tells of every parameter that it initialises."""
+    logger = MMLogger.get_current_instance()
+    before = logger.level
+    logger.setLevel(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
