@@ -11,13 +11,12 @@ the optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there. Without
 mmengine, everything below the mmengine integration, and the functional interface, can be imported.
 """
 
-import sys as _sys
+from importlib import reload as _reload
 from importlib.util import find_spec as _find_spec
+from sys import modules as _modules
 from typing import TYPE_CHECKING, Any
 
-from . import amp
-from .casting.nonfinite import NonfiniteWatch, nonfinite_watch
-from .casting.sharding import fully_shard
+from . import start as _start
 from .errors import (
     AmpAttachError,
     AmpCheckpointError,
@@ -28,26 +27,36 @@ from .errors import (
     NonfiniteError,
     OverflowStreakError,
 )
-from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 __version__ = '0.1.0'
 
-if TYPE_CHECKING:
-    from .openmmlab.apex_optim_wrapper import ApexOptimWrapper
-    from .openmmlab.optim_wrapper import AmpOptimWrapper, TorchAmpOptimWrapper
+# a command of the package leaves out what takes seconds, until it asks for a name below; then _complete() runs this file again
+_incomplete = bool(_start.COMMAND) and '_incomplete' not in globals()
+
+if TYPE_CHECKING or not _incomplete:
+    from . import amp
+    from .casting.nonfinite import NonfiniteWatch, nonfinite_watch
+    from .casting.sharding import fully_shard
+    from .optim import FusedAdam, FusedAdamW, FusedSGD
 
 _INTEGRATIONS = ('AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper')
 
-# python is about to run amp_wrapper.info, which reports what is there, and builds nothing from a config
-_reports = _sys.argv[:1] == ['-m'] and f'{__name__}.info' in _sys.orig_argv
-
-if _find_spec('mmengine') is not None and not _reports:
+if TYPE_CHECKING or (not _incomplete and _find_spec('mmengine') is not None):
     from .openmmlab.apex_optim_wrapper import ApexOptimWrapper
     from .openmmlab.hooks import AmpInferenceHook as _AmpInferenceHook  # noqa: F401
     from .openmmlab.optim_wrapper import AmpOptimWrapper, TorchAmpOptimWrapper
 
 
+def _complete() -> None:
+    """Import what a command of the package has left out, with the registrations in mmengine; else nothing."""
+    if _incomplete:
+        _reload(_modules[__name__])
+
+
 def __getattr__(name: str) -> Any:
+    if _incomplete and name in __all__:
+        _complete()
+        return getattr(_modules[__name__], name)
     if name in _INTEGRATIONS:
         raise ImportError(
             f'amp_wrapper.{name} needs mmengine, which is not installed: pip install mmengine==0.10.7 (and mmcv-lite==2.1.0).'

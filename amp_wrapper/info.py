@@ -159,6 +159,19 @@ def text(facts: dict[str, Any]) -> str:
     return '\n'.join(lines)
 
 
+def show(as_json: bool = False) -> None:
+    """Print the report.
+
+    Args:
+        as_json: As one JSON object, for programs.
+
+    Raises:
+        AmpConfigError: An environment variable has a value that means nothing.
+    """
+    facts = report()
+    print(json.dumps(facts, indent=1) if as_json else text(facts))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line.
 
@@ -169,10 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument('--json', action='store_true', help='print one JSON object')
     wanted = parser.parse_args(arguments)
     try:
-        facts = report()
+        show(wanted.json)
     except AmpError as error:
         raise SystemExit(str(error)) from None
-    print(json.dumps(facts, indent=1) if wanted.json else text(facts))
 
 
 if __name__ == '__main__':

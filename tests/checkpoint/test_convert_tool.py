@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -17,22 +16,23 @@ from bits import differences
 from foreign_files import FOREIGN, KINDS, POSITION, ROOT, SCALES, losses_file, read
 from grid import but_every
 
-from amp_wrapper.checkpoint import convert
+from amp_wrapper.checkpoint import convert, describe
 from amp_wrapper.checkpoint import file as checkpoint_file
 from amp_wrapper.checkpoint.newest import find_newest
+from amp_wrapper.cli import convert as options
+from amp_wrapper.cli import script
 
 # -- the tool ---------------------------------------------------------------------------------------------------------
 
 
-def load_tool() -> Any:
-    spec = importlib.util.spec_from_file_location('convert_checkpoint', ROOT / 'tools' / 'convert_checkpoint.py')
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+class TOOL:
+    """``python tools/convert_checkpoint.py``, in this process."""
 
+    TARGETS, KINDS = options.TARGETS, describe.KINDS
 
-TOOL = load_tool()
+    @staticmethod
+    def main(words: list[str]) -> None:
+        assert script('tools/convert_checkpoint.py', words) == 0
 
 
 def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / 'tools'))
+from amp_wrapper.cli.apex_migration import Note, calls, files, fp16_optimizer, migrate, tables
 
-from apex_migration import Note, calls, files, fp16_optimizer, migrate, tables
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def migrated(text: str) -> str:

@@ -13,7 +13,7 @@ import amp_wrapper
 PACKAGE = 'amp_wrapper'
 #: What a folder, or a file beside the folders, may import: whatever stands in a lower line.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({'errors', 'torch_internals', 'compiler_internals', 'graph_internals', 'fsdp_internals'}),
+    frozenset({'errors', 'start', 'torch_internals', 'compiler_internals', 'graph_internals', 'fsdp_internals'}),
     frozenset({'policy', 'shards'}),
     frozenset({'ops', 'autocast', 'checkpoint'}),
     frozenset({'casting', 'optim'}),
@@ -25,6 +25,7 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({''}),
     frozenset({'info'}),
     frozenset({'cli'}),
+    frozenset({'__main__'}),
 )
 #: Who may import mmengine and mmcv.
 FRAMEWORKS, INTEGRATIONS = {'mmengine', 'mmcv'}, {'openmmlab', 'registry', 'info'}

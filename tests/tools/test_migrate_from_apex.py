@@ -18,6 +18,8 @@ import pytest
 from migration import ROOT, Note, calls, files, fp16_optimizer, migrate, migrated, tables
 
 import amp_wrapper.amp
+from amp_wrapper import cli
+from amp_wrapper.cli import apex_migration
 
 SCRIPTS = ROOT / 'tests' / 'data' / 'migration_scripts'
 NAMES = sorted(path.stem for path in SCRIPTS.glob('*.py') if not path.stem.endswith('.expected'))
@@ -278,8 +280,6 @@ def test_what_cannot_be_parsed_is_listed_with_the_line_of_python() -> None:
 def test_a_defect_of_the_tool_in_one_file_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import migrate_from_apex
-
     for name in ('a.py', 'b.py'):
         (tmp_path / name).write_text(f'from apex import amp  # {name}\n')
 
@@ -288,8 +288,8 @@ def test_a_defect_of_the_tool_in_one_file_leaves_the_others(
             raise KeyError('defect')
         return migrate(data, package)
 
-    monkeypatch.setattr(migrate_from_apex, 'migrate', broken)
-    assert migrate_from_apex.main([str(tmp_path), '--write']) == 2
+    monkeypatch.setattr(apex_migration, 'migrate', broken)
+    assert cli.main(['migrate', str(tmp_path), '--write']) == 2
     assert "a.py: is left as it is, by a defect of this tool: KeyError: 'defect'" in capsys.readouterr().err
     assert (tmp_path / 'a.py').read_text().startswith('from apex ')
     assert (tmp_path / 'b.py').read_text().startswith('from amp_wrapper ')

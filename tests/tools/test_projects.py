@@ -1,8 +1,7 @@
-"""What tools/projects.py says about other OpenMMLab projects: missing, too old, without ops."""
+"""What the commands say about other OpenMMLab projects: missing, too old, without ops."""
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata, util
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,9 @@ import torch
 from command_line import tool
 from grid import but
 
+from amp_wrapper.openmmlab import projects
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / 'tools'))
-
-import projects
-
 MMDET = ('mmdet', 'pycocotools', 'scipy', 'shapely', 'terminaltables')
 CONFIGS = sorted((ROOT / 'configs').glob('mm*/*.py'))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,11 @@ import toy
 from bits import differences
 from command_line import ROOT, tool
 from grid import but, grid
+from mmengine.config import Config
+
+from amp_wrapper import AmpConfigError
+from amp_wrapper.openmmlab import training
+from amp_wrapper.openmmlab.config_options import merge_options
 
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'log_level=WARNING']
 
@@ -110,10 +114,6 @@ def test_two_processes_on_a_cpu(name: str, words: list[str], tmp_path: Path) -> 
 
 
 def test_what_a_config_says_about_ddp_holds_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    import train
-    from mmengine.config import Config
-
     monkeypatch.setattr(torch.distributed, 'init_process_group', lambda backend: None)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
     plain = dict(type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None)
@@ -124,10 +124,10 @@ def test_what_a_config_says_about_ddp_holds_on_a_cpu(monkeypatch: pytest.MonkeyP
         (dict(model_wrapper_cfg=dict(own)), dict(own, device_ids=None)),
     ):
         cfg = Config(dict(launcher='pytorch', **words))
-        train.start_processes_on_cpu(cfg)
+        training.start_processes_on_cpu(cfg)
         assert dict(cfg.model_wrapper_cfg) == expected
     cfg = Config(dict(launcher='none'))
-    train.start_processes_on_cpu(cfg)
+    training.start_processes_on_cpu(cfg)
     assert 'model_wrapper_cfg' not in cfg
 
 
@@ -185,10 +185,6 @@ def test_one_data_path_moves_every_data_set(name: str, script: str, tmp_path: Pa
 
 def test_data_path_moves_nested_data_sets_and_annotations() -> None:
     """mmdetection keeps data sets inside others and annotations in evaluators; mmpretrain names no root at the top."""
-    sys.path.insert(0, str(ROOT / 'tools'))
-    from mmengine.config import Config
-    from options import merge_options
-
     inner = dict(type='CocoDataset', data_root='data/coco/', ann_file='annotations/a.json')
     cfg = Config(
         dict(
@@ -204,7 +200,7 @@ def test_data_path_moves_nested_data_sets_and_annotations() -> None:
     cfg = Config(dict(train_dataloader=dict(dataset=inner), test_dataloader=dict(dataset=dict(data_root='data/coco'))))
     merge_options(cfg, dict(data_root='/new'))
     assert cfg.train_dataloader.dataset.data_root == '/new/' and cfg.test_dataloader.dataset.data_root == '/new'
-    with pytest.raises(SystemExit, match='names no data_root'):
+    with pytest.raises(AmpConfigError, match='names no data_root'):
         merge_options(Config(dict(train_dataloader=dict(dataset=dict(type='X')))), dict(data_root='/new'))
 
 

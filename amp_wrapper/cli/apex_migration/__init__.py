@@ -1,4 +1,4 @@
-"""From apex to this package: what ``tools/migrate_from_apex.py`` does to the text of a Python file."""
+"""From apex to this package: what ``amp-wrapper migrate`` does to the text of a Python file."""
 
 from . import files
 from .migrate import Result, migrate

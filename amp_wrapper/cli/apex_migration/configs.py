@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import libcst as cst
 
 from .source import Source
@@ -103,7 +105,7 @@ def _write(source: Source, node: cst.SimpleString, text: str) -> None:
 
 def _with_scale(source: Source, node: cst.Call | cst.Dict, index: int) -> cst.Call | cst.Dict:
     """The same with ``loss_scale='dynamic'`` beside the type, laid out like it."""
-    parts = list(node.args if isinstance(node, cst.Call) else node.elements)
+    parts: list[Any] = list(node.args if isinstance(node, cst.Call) else node.elements)
     quote = source.quote
     code = (
         f'f(loss_scale={quote}dynamic{quote})'

@@ -191,14 +191,17 @@ class Source:
         return parent if isinstance(parent, cst.Call) and parent.func is use.node else None
 
     def statement_of(self, node: cst.CSTNode) -> cst.SimpleStatementLine | cst.SimpleStatementSuite | None:
-        return self.enclosing(node, (cst.SimpleStatementLine, cst.SimpleStatementSuite))
+        found: cst.SimpleStatementLine | cst.SimpleStatementSuite | None = self.enclosing(
+            node, (cst.SimpleStatementLine, cst.SimpleStatementSuite)
+        )
+        return found
 
     def visible(self, name: str, node: cst.CSTNode) -> str:
         """What a name means at a node: 'nothing', 'other', or the dotted name that it was imported as."""
         found = {item for item in self.scope(node)[name] if isinstance(item, Assignment)}
         if not found:
             return 'nothing'
-        meanings = set()
+        meanings: set[str] = set()
         for item in found:
             if isinstance(item, ImportAssignment):
                 meanings.update(qualified.name for qualified in item.get_qualified_names_for(name))
@@ -216,7 +219,7 @@ class Source:
 
     def others(self, alias: Alias) -> list[Assignment]:
         """What else, beside None, is given to the name of an import."""
-        found = []
+        found: list[Assignment] = []
         for item in self.scope(alias.statement)[alias.local.split('.')[0]]:
             if isinstance(item, ImportAssignment):
                 if id(item.as_name) not in self._bound:

@@ -84,9 +84,9 @@ def _problem(data: bytes, error: cst.ParserSyntaxError) -> SyntaxError:
         return problem
     except ValueError:
         pass
-    problem = SyntaxError(error.message)
-    problem.lineno = error.raw_line
-    return problem
+    found = SyntaxError(error.message)
+    found.lineno = error.raw_line
+    return found
 
 
 def migrate(data: bytes, package: bool = False) -> Result:

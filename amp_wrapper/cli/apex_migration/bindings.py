@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import libcst as cst
@@ -243,7 +244,7 @@ def _body(source: Source, alias: Alias) -> cst.CSTNode:
 
 def _write_imports(source: Source) -> None:
     written: dict[int, set[str]] = {}
-    statements: dict[cst.CSTNode, list[Alias]] = {}
+    statements: dict[cst.Import | cst.ImportFrom, list[Alias]] = {}
     for alias in source.aliases:
         if not alias.ours:
             statements.setdefault(alias.statement, []).append(alias)
@@ -254,13 +255,19 @@ def _write_imports(source: Source) -> None:
         seen = written.setdefault(id(body), _present(source, body))
         in_place = _in_place(statement, aliases)
         if in_place is not None:
-            source.edit(statement, lambda updated, new=in_place: new)
+            source.edit(statement, functools.partial(_replaced, in_place))
             seen.update(_text(need) for alias in aliases for need in alias.needs)
             continue
-        needs = [
-            need for alias in aliases for need in alias.needs if _text(need) not in seen and not seen.add(_text(need))
-        ]
+        needs = []
+        for need in (need for alias in aliases for need in alias.needs):
+            if _text(need) not in seen:
+                seen.add(_text(need))
+                needs.append(need)
         _replace(source, statement, line, _lines(needs), aliases)
+
+
+def _replaced(new: cst.ImportFrom, updated: cst.CSTNode) -> cst.ImportFrom:
+    return new
 
 
 def _lines(needs: Sequence[tuple[str, str, str]]) -> list[str]:

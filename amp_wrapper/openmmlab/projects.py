@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
+from ..errors import AmpConfigError
+
 
 @dataclasses.dataclass(frozen=True)
 class Project:
@@ -152,11 +154,12 @@ def check(config: str | Path) -> None:
     """Refuse a config whose projects are missing, before mmengine fails in the middle of them.
 
     Raises:
-        SystemExit: With every remedy.
+        AmpConfigError: With every remedy.
     """
     rows = [row for project in inherited(config) for row in problems(project)]
     if rows:
-        raise SystemExit(f'{config} inherits from another project:\n' + '\n'.join(f'  {row}' for row in rows))
+        listed = rows[0] if len(rows) == 1 else '\n' + '\n'.join(f'  {row}' for row in rows)
+        raise AmpConfigError([f'{config} inherits from another project: {listed}'])
     if inherited(config):
         declare_torchvision_ops()
 
@@ -172,6 +175,6 @@ def declare_torchvision_ops() -> None:
     if _torchvision is not None or torch.version.cuda is not None or spec is None or spec.origin is None:
         return
     if '+cu' in (Path(spec.origin).parent / 'version.py').read_text(encoding='utf-8'):
-        _torchvision = torch.library.Library('torchvision', 'FRAGMENT')
+        _torchvision = torch.library.Library('torchvision', 'FRAGMENT')  # type: ignore[no-untyped-call]
         for schema in _SCHEMAS:
-            _torchvision.define(schema)
+            _torchvision.define(schema)  # type: ignore[no-untyped-call]

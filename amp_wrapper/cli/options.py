@@ -1,0 +1,63 @@
+"""Options that several commands have. Reading them imports neither torch nor mmengine, but for values of ``--cfg-options``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+#: Those of :mod:`amp_wrapper.policy`, which imports torch.
+LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+
+
+class _ConfigOptions(argparse.Action):
+    """``KEY=VALUE ...`` as a dict; mmengine, which knows how to read the values, is imported where there are some."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        from ..openmmlab.config_options import parse_options
+
+        try:
+            options = parse_options([str(value) for value in values or ()])
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
+        setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **options})
+
+
+def add_config(parser: argparse.ArgumentParser, help: str = 'override entries of the config') -> None:
+    """The config file and ``--cfg-options``.
+
+    Args:
+        parser: Gets ``config``, a path, and ``cfg_options``, a dict or None.
+        help: What ``--cfg-options`` is for.
+    """
+    parser.add_argument('config', metavar='CONFIG', help='config file, text or pure Python')
+    parser.add_argument('--cfg-options', nargs='+', action=_ConfigOptions, metavar='KEY=VALUE', help=help)
+
+
+def add_launcher(parser: argparse.ArgumentParser) -> None:
+    """How several processes were started.
+
+    Args:
+        parser: Gets ``launcher``, and ``local_rank``, which :func:`note_rank` hands on.
+    """
+    parser.add_argument(
+        '--launcher', choices=('none', 'pytorch', 'slurm', 'mpi'), default='none', help='how processes were started'
+    )
+    # torchrun hands this over, under either spelling
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
+
+
+def note_rank(args: argparse.Namespace) -> None:
+    """Put the rank where mmengine looks for it.
+
+    Args:
+        args: From a parser with :func:`add_launcher`.
+    """
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))

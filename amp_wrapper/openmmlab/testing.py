@@ -1,0 +1,41 @@
+"""What ``amp-wrapper test`` does: the metrics of a checkpoint, in FP32 or at a level."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mmengine.runner import Runner
+
+from ..checkpoint import sharded
+from ..errors import AmpUsageError, nearest
+from .config_options import read_config
+
+
+def test(args: argparse.Namespace) -> dict[str, float]:
+    """Test.
+
+    Args:
+        args: The options of ``amp-wrapper test``.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        AmpConfigError: The config cannot be read, or an option does not go with it.
+        AmpUsageError: Config or checkpoint are not there.
+        AmpCheckpointError: The checkpoint is damaged.
+    """
+    path = Path(args.checkpoint)
+    if not path.is_file() and not sharded.is_folder(path):
+        beside = [other.name for other in path.parent.glob('*.pth')] if path.parent.is_dir() else []
+        raise AmpUsageError(f'the checkpoint {args.checkpoint!r} does not exist{nearest(path.name, beside)}.')
+    cfg = read_config(args.config, args.cfg_options)
+    cfg.launcher = args.launcher
+    cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)
+    cfg.load_from = args.checkpoint
+    if args.opt_level:
+        hooks = list(cfg.get('custom_hooks') or [])
+        cfg.custom_hooks = [*hooks, dict(type='amp_wrapper.AmpInferenceHook', opt_level=args.opt_level)]
+    metrics: dict[str, float] = Runner.from_cfg(cfg).test()
+    return metrics

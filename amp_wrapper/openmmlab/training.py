@@ -1,0 +1,225 @@
+"""What ``amp-wrapper train`` does with an mmengine config: command line into the config, the run, and how to go on from it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+from .. import start
+from ..checkpoint import file as checkpoint_file
+from ..checkpoint import newest
+from ..errors import AmpConfigError, AmpUsageError
+from .config_options import read_config
+
+
+def train(args: argparse.Namespace) -> None:
+    """Train, and say how to go on.
+
+    Args:
+        args: The options of ``amp-wrapper train``.
+
+    Raises:
+        AmpError: Config, options or checkpoint cannot be used; nothing has been written.
+        SystemExit: With 0, after a SIGTERM for which everything has been saved.
+    """
+    cfg = load_config(args)
+    if '://' not in cfg.work_dir and os.environ.get('RANK', '0') == '0':
+        checkpoint_file.check_writable(cfg.work_dir)
+    start_processes_on_cpu(cfg)
+    try:
+        runner = build_runner(cfg)
+        runner.train()
+    except SystemExit as ended:
+        # saved on SIGTERM: a clean end as well
+        if ended.code == 0:
+            end_processes()
+        raise
+    report(runner, args)
+    del runner
+    end_processes()
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """The config with the command line's words in it.
+
+    Args:
+        args: The options of ``amp-wrapper train``.
+
+    Raises:
+        AmpConfigError: The config cannot be read, or an option does not go with it.
+        AmpUsageError: A file that the options name is not there.
+    """
+    cfg = read_config(args.config, args.cfg_options)
+    cfg.launcher = args.launcher
+    cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)
+    if args.amp or args.opt_level:
+        _choose_wrapper(cfg, args)
+    if args.auto_scale_lr:
+        if not cfg.get('auto_scale_lr') or 'base_batch_size' not in cfg.auto_scale_lr:
+            raise AmpConfigError(
+                ['--auto-scale-lr: the config has no auto_scale_lr=dict(base_batch_size=...) to scale by.']
+            )
+        cfg.auto_scale_lr.enable = True
+    if args.resume is not None:
+        if args.resume != 'auto' and '://' not in args.resume and not Path(args.resume).exists():
+            raise AmpUsageError(
+                f'--resume {args.resume}: there is no such checkpoint. Without a path, the newest is taken.'
+            )
+        cfg.resume = True
+        cfg.load_from = None if args.resume == 'auto' else args.resume
+    _choose_seed(cfg, args)
+    _add_hook(cfg, 'ExactResumeHook')
+    if args.save_on_sigterm:
+        _add_hook(cfg, 'PreemptionHook')
+    return cfg
+
+
+def _add_hook(cfg: Config, name: str) -> None:
+    """Add a hook of ours, unless the config has one with settings of its own."""
+    hooks = list(cfg.get('custom_hooks') or [])
+    default = [hook for hook in (cfg.get('default_hooks') or {}).values() if hook is not None]
+    types = [hook.get('type') if isinstance(hook, dict) else type(hook) for hook in [*default, *hooks]]
+    names = [kind if isinstance(kind, str) else getattr(kind, '__name__', '') for kind in types]
+    if not any(str(kind).split('.')[-1] == name for kind in names):
+        cfg.custom_hooks = [*hooks, dict(type=f'amp_wrapper.{name}')]
+
+
+def _choose_wrapper(cfg: Config, args: argparse.Namespace) -> None:
+    wrapper = cfg.get('optim_wrapper')
+    if not wrapper or 'optimizer' not in wrapper:
+        raise AmpConfigError(
+            ['--amp and --opt-level need a config with a single optimizer (optim_wrapper=dict(optimizer=...)).']
+        )
+    name = wrapper.get('type', 'OptimWrapper')
+    name = name if isinstance(name, str) else name.__name__
+    name = name.split('.')[-1]
+    if args.opt_level:
+        wrapper.type = 'AmpOptimWrapper'
+        wrapper.opt_level = args.opt_level
+    elif name == 'OptimWrapper':
+        wrapper.type = 'AmpOptimWrapper'
+        wrapper.setdefault('loss_scale', 'dynamic')
+    elif name in ('AmpOptimWrapper', 'ApexOptimWrapper'):
+        print(f'--amp: the config trains with {name} already', flush=True)
+    else:
+        raise AmpConfigError(
+            [f'--amp cannot turn optim_wrapper.type={name!r} into AmpOptimWrapper: change the config.']
+        )
+
+
+def _choose_seed(cfg: Config, args: argparse.Namespace) -> None:
+    """Samplers are built before mmengine reads a checkpoint, so a resumed run needs its seed now."""
+    randomness = dict(cfg.get('randomness') or {})
+    if args.seed is not None:
+        randomness['seed'] = args.seed
+    if cfg.get('resume'):
+        seed = _saved_seed(cfg)
+        if seed is not None and args.seed not in (None, seed):
+            print(f'--seed {args.seed}: the checkpoint was trained with seed {seed}, which a resumed run keeps')
+        if seed is not None:
+            randomness['seed'] = seed
+    # mmengine takes an empty dict for a call without its seed
+    cfg.pop('randomness', None)
+    if randomness:
+        cfg.randomness = randomness
+
+
+def _saved_seed(cfg: Config) -> int | None:
+    saving = (cfg.get('default_hooks') or {}).get('checkpoint') or {}
+    out_dir = saving.get('out_dir')
+    more = [Path(out_dir) / Path(cfg.work_dir).name] if out_dir and '://' not in out_dir else []
+    path = cfg.get('load_from') or newest.find_newest(cfg.work_dir, more).path
+    if path is None or '://' in str(path):
+        return None
+    file = newest.load_without_shards(path)
+    meta = file.get('meta') if isinstance(file, dict) else None
+    seed = meta.get('seed') if isinstance(meta, dict) else None
+    return seed if isinstance(seed, int) else None
+
+
+def start_processes_on_cpu(cfg: Config) -> None:
+    """mmengine sets a CUDA device when it starts processes; without a GPU, gloo is started here instead."""
+    if cfg.launcher != 'pytorch' or torch.cuda.is_available():
+        return
+    torch.distributed.init_process_group('gloo')
+    if cfg.get('model_wrapper_cfg') is None:
+        # what mmengine would take, which reads find_unused_parameters in this case only
+        cfg.model_wrapper_cfg = dict(
+            type='MMDistributedDataParallel',
+            broadcast_buffers=False,
+            find_unused_parameters=cfg.get('find_unused_parameters', False),
+        )
+    if 'DistributedDataParallel' in str(cfg.model_wrapper_cfg.get('type', 'MMDistributedDataParallel')):
+        # mmengine hands DDP a GPU otherwise
+        cfg.model_wrapper_cfg.setdefault('device_ids', None)
+
+
+def build_runner(cfg: Config) -> Any:
+    """The runner class the config asks for."""
+    if 'runner_type' not in cfg:
+        return Runner.from_cfg(cfg)
+    from mmengine.registry import RUNNERS
+
+    return RUNNERS.build(cfg)
+
+
+def report(runner: Any, args: argparse.Namespace) -> None:
+    """End with what was reached and how to go on."""
+    if runner.rank != 0:
+        return
+    scalars = runner.message_hub.log_scalars
+    metrics = [
+        f'{name[4:]} {buffer.current():.2f}'
+        for name, buffer in scalars.items()
+        if name.startswith('val/') and not name.endswith('time')
+    ]
+    print(f'\nFinished: epoch {runner.epoch}, iteration {runner.iter}' + ''.join(f', {metric}' for metric in metrics))
+    last = Path(runner.work_dir) / 'last_checkpoint'
+    if not last.is_file():
+        return
+    checkpoint = Path(last.read_text().strip())
+    command = [*_typed(args), '--resume', start.short(checkpoint)]
+    if args.save_on_sigterm:
+        command.append('--save-on-sigterm')
+    for flag, value in (('--work-dir', args.work_dir), ('--opt-level', args.opt_level), ('--seed', args.seed)):
+        if value is not None:
+            command += [flag, str(value)]
+    if args.amp:
+        command.append('--amp')
+    options = dict(args.cfg_options or {})
+    by_epoch = runner.cfg.train_cfg.get('by_epoch', 'max_epochs' in runner.cfg.train_cfg)
+    key = 'train_cfg.max_epochs' if by_epoch else 'train_cfg.max_iters'
+    options[key] = 2 * (runner.max_epochs if by_epoch else runner.max_iters)
+    command += ['--cfg-options', *(f'{name}={value}' for name, value in options.items())]
+    print(f'Checkpoint: {start.short(checkpoint)}')
+    print(f'Go on from it, for as long again:\n  {shlex.join(command)}')
+
+
+def _typed(args: argparse.Namespace) -> list[str]:
+    """The beginning of the command that was typed, with the config, for as many processes: only then it is bit for bit."""
+    command = [*start.typed('train'), args.config]
+    if args.launcher != 'pytorch':
+        return command
+    if start.script():
+        folder = start.short(Path(start.script()).resolve().parent)
+        return [f'{folder}/dist_train.sh', args.config, str(torch.distributed.get_world_size())]
+    # torchrun tells its processes how many it started
+    here, machines = (int(os.environ.get(name, 1)) for name in ('LOCAL_WORLD_SIZE', 'GROUP_WORLD_SIZE'))
+    launch = ['torchrun', f'--nproc-per-node={here}', *([f'--nnodes={machines}'] if machines > 1 else [])]
+    return [*launch, '-m', 'amp_wrapper', 'train', args.config, '--launcher', 'pytorch']
+
+
+def end_processes() -> None:
+    """gloo's threads abort a process that ends under them, and so do those of groups that a dead model still holds."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        gc.collect()
+        torch.distributed.destroy_process_group()
