@@ -23,7 +23,7 @@ from .ops import loader, schemas
 
 #: What changes the ops at run time, and how.
 VARIABLES = {
-    'AMP_WRAPPER_OPS': "'reference' runs plain torch in place of the compiled ops",
+    'AMP_WRAPPER_OPS': "'reference' runs plain torch in place of the compiled ops, a folder has other ones",
     'ATEN_CPU_CAPABILITY': "'avx2' or 'default' lowers the instruction set of torch and of the CPU ops",
 }
 # The instruction sets that csrc/cpu has kernels for; every other processor gets the third.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import importlib
+import importlib.machinery
+import importlib.util
 import json
 import os
 import sys
@@ -17,11 +18,10 @@ from typing import Any
 import torch
 
 from ..errors import AmpConfigError, nearest
+from . import building
 
 _FOLDER = Path(__file__).parent
-HOW_TO_BUILD = (
-    'pip install --no-build-isolation --force-reinstall --no-deps . in the source folder, with a C++ compiler'
-)
+HOW_TO_BUILD = 'amp-wrapper build-ops, with a C++ compiler'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,17 @@ def _find(folder: Path) -> Library:
     wanted = os.environ.get('AMP_WRAPPER_OPS', '')
     if wanted == 'reference':
         return _missing('AMP_WRAPPER_OPS=reference is set', chosen=True)
-    if wanted:
+    if wanted and not Path(wanted).is_dir():
         # a misspelt value must not silently leave the compiled ops on
-        raise AmpConfigError([f'AMP_WRAPPER_OPS={wanted!r} means nothing{nearest(wanted, ["reference"])}: unset it.'])
+        raise AmpConfigError(
+            [
+                f'AMP_WRAPPER_OPS={wanted!r} means nothing{nearest(wanted, ["reference"])}, and is no folder that '
+                '"amp-wrapper build-ops --out" wrote: unset it.'
+            ]
+        )
+    folder = Path(wanted) if wanted else folder
     try:
-        text = (folder / '_build.json').read_text(encoding='utf-8')
+        text = (folder / building.RECORD).read_text(encoding='utf-8')
     except OSError:
         return _missing('they were never built here')
     try:
@@ -68,7 +74,7 @@ def _find(folder: Path) -> Library:
         record = {name: facts[name] for name in ('torch', 'cuda', 'python')} if facts.get('built') else {}
     except (ValueError, KeyError, TypeError, AttributeError):
         # written by another version, or cut short
-        return _missing(f'the record of their build cannot be understood ({folder / "_build.json"})')
+        return _missing(f'the record of their build cannot be understood ({folder / building.RECORD})')
     if not record:
         return _missing(str(facts.get('reason', 'the build failed')), facts, bool(facts.get('chosen')))
     if not _same_release(str(record['torch']), torch.__version__):
@@ -79,11 +85,22 @@ def _find(folder: Path) -> Library:
     if record['python'] != sys.implementation.cache_tag:
         return _missing(f'they were built for {record["python"]}, and this is {sys.implementation.cache_tag}', facts)
     try:
-        module = importlib.import_module('amp_wrapper.ops._C')
+        module = _module(folder) if wanted else importlib.import_module(building.MODULE)
     except (ImportError, OSError, RuntimeError) as error:
         return _missing(f'the library could not be loaded ({error})', facts)
     devices = {'cpu', 'cuda'} if record['cuda'] else {'cpu'}
     return Library(module=module, devices=frozenset(devices), reason=str(facts.get('without_cuda', '')), facts=facts)
+
+
+def _module(folder: Path) -> ModuleType:
+    """The library of another folder, under its own name."""
+    path = next(folder.glob(f'_C*{importlib.machinery.EXTENSION_SUFFIXES[0]}'), folder / '_C')
+    spec = importlib.util.spec_from_file_location(building.MODULE, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f'there is none in {folder}')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @functools.cache
@@ -110,7 +127,9 @@ def warn_if_cuda_is_missing() -> None:
     found = library()
     if found.module is not None and 'cuda' not in found.devices:
         # a torch without CUDA that has GPUs is one for ROCm: there is nothing to build
-        how = f' To build them: FORCE_CUDA=1 {HOW_TO_BUILD} and nvcc.' if torch.version.cuda else ''
+        how = (
+            ' To build them: amp-wrapper build-ops --cuda, with a C++ compiler and nvcc.' if torch.version.cuda else ''
+        )
         warnings.warn(
             f'amp_wrapper runs without its compiled ops on GPUs, since {found.reason}. It computes the same, slower.{how} '
             'AMP_WRAPPER_OPS=reference in the environment silences this.',
@@ -118,18 +137,15 @@ def warn_if_cuda_is_missing() -> None:
         )
 
 
+def sources_root() -> Path | None:
+    """The folder that ``csrc`` lies in: that of a checkout, or the installed package; None where neither has it."""
+    package = _FOLDER.parent
+    return next((root for root in (package.parent, package) if (root / 'csrc' / 'common').is_dir()), None)
+
+
 def changed_sources() -> bool | None:
-    """Whether ``csrc`` beside the package differs from what the library was built of; None where that is unknown."""
-    root = _FOLDER.parents[1]
-    built_of = library().facts.get('sources')
-    if built_of is None or not (root / 'csrc' / 'common').is_dir():
+    """Whether ``csrc`` differs from what the library was built of; None where that is unknown."""
+    root, built_of = sources_root(), library().facts.get('sources')
+    if built_of is None or root is None:
         return None
-    suffixes = ('.h', '.cpp', '.inl', '.cu', '.cuh')
-    # the folders that setup.py compiles
-    used = ('', 'common', 'cpu', 'cuda') if library().facts.get('cuda') else ('', 'common', 'cpu')
-    folders = [root / 'csrc' / name for name in used]
-    names = (path.relative_to(root).as_posix() for f in folders for path in f.glob('*') if path.suffix in suffixes)
-    total = hashlib.sha256()
-    for name in sorted(names):
-        total.update(name.encode() + b'\0' + (root / name).read_bytes())
-    return bool(total.hexdigest() != built_of)
+    return building.digest(root, bool(library().facts.get('cuda'))) != str(built_of)
