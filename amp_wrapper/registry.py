@@ -25,6 +25,7 @@ HOOKS = Registry(
     scope='amp_wrapper',
     locations=[
         'amp_wrapper.openmmlab.hooks',
+        'amp_wrapper.openmmlab.monitor_hook',
         'amp_wrapper.openmmlab.resume.exact_resume',
         'amp_wrapper.openmmlab.resume.preemption',
     ],

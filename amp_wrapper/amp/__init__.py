@@ -45,6 +45,7 @@ from .functions import (
     register_promote_function,
 )
 from .legacy import AmpHandle, NoOpHandle
+from .monitoring import last_step_skipped, loss_scale, monitor, skipped_steps
 from .scales import load_state_dict, state_dict
 from .scaling import scaled
 from .session import Session
@@ -300,15 +301,19 @@ __all__ = [
     'half_function',
     'init',
     'initialize',
+    'last_step_skipped',
     'load_state_dict',
+    'loss_scale',
     'master_params',
     'masters_changed',
+    'monitor',
     'promote_function',
     'register_bfloat16_function',
     'register_float_function',
     'register_half_function',
     'register_promote_function',
     'scale_loss',
+    'skipped_steps',
     'state_dict',
     'weights_changed',
 ]

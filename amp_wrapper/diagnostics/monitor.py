@@ -103,6 +103,7 @@ class Monitor:
         take: Is given each row, a float32 vector on the device whose first numbers are :data:`NUMBERS`; NaN stands for
             "nothing this time".
         take_layers: Is given the ranges per layer.
+        is_wanted: Whether somebody reads the numbers on this rank. Where parameters are sharded, all ranks measure anyway.
     """
 
     def __init__(
@@ -110,7 +111,9 @@ class Monitor:
         is_due: Callable[[], tuple[bool, bool]],
         take: Callable[[Tensor], None],
         take_layers: Callable[[LayerRanges], None] | None = None,
+        is_wanted: bool = True,
     ) -> None:
+        self._is_wanted = is_wanted
         self._is_due = is_due
         self._take = take
         self._take_layers = take_layers
@@ -137,7 +140,7 @@ class Monitor:
         if self._counts is None:
             self._counts = parts.scales.steps.counts.clone()
         measured, layers = self._is_due()
-        if measured:
+        if measured and (self._is_wanted or parts.params.layout.groups):
             self._row = self._measure(parts, dtype, layers)
             self._before = _masters_of(parts)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..engine.host_read import LateRead
 from ..engine.overflow import SKIP, StepResult
 from ..engine.parts import EngineParts
+from ..errors import AmpConfigError
 from .causes import Diagnosis, diagnose
 from .recorder import Recorder, StepRecord
 from .sandbox import Attach
@@ -27,6 +28,21 @@ QUIET = 500
 MOST_REPORTS = 10
 
 
+def check_mode(value: Any) -> Mode:
+    """A value of ``diagnose_overflow``.
+
+    Raises:
+        AmpConfigError: Something else.
+    """
+    if value is True or value is False or value == 'after_skip':
+        return value  # type: ignore[no-any-return]
+    raise AmpConfigError(
+        [
+            f"diagnose_overflow={value!r} must be 'after_skip' (once a step was skipped), True (from the first step) or False."
+        ]
+    )
+
+
 class OverflowDiagnosis:
     """Records the steps of one engine, runs a skipped one again, and says why it was not finite.
 
@@ -36,7 +52,7 @@ class OverflowDiagnosis:
 
     Args:
         models: Those whose parameters the engine steps, not wrapped.
-        attach: Attaches a copy of the first of them.
+        attach: Attaches a copy of the model; of several, a copy of an ``nn.ModuleList`` of them.
         mode: True arms it now, 'after_skip' with the first skipped step that the host learns of.
         publish: Is given each diagnosis; returns where it was written, or ''.
         most: Reports of this training.
@@ -51,6 +67,8 @@ class OverflowDiagnosis:
         most: int = MOST_REPORTS,
     ) -> None:
         self._models = list(models)
+        # holds them all under the names that the recorder gives
+        self._model = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
         self._attach = attach
         self._mode = mode
         self._publish = publish
@@ -147,7 +165,7 @@ class OverflowDiagnosis:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = several and torch.distributed.get_world_size() > 1
         try:
-            found = diagnose(record, self._models[0], parts, self._attach, several)
+            found = diagnose(record, self._model, parts, self._attach, several)
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on

@@ -151,7 +151,8 @@ class Recorder:
     Under ``torch.compile`` nothing is recorded of calls that are part of a graph.
 
     Args:
-        models: Not wrapped. Their calls are recorded, and direct calls of their children.
+        models: Not wrapped. Their calls are recorded, and direct calls of their children. Of several, names begin with the
+            place of the model in the list.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -159,7 +160,7 @@ class Recorder:
         self._depth = _Depth()
         self._handles = []
         for index, model in enumerate(models):
-            front = f'models[{index}]' if len(models) > 1 else ''
+            front = str(index) if len(models) > 1 else ''
             for name, module in _entrances(model, front):
                 enter, leave = _Enter(self, name), _Leave(self)
                 self._handles.append(first_pre_hook(module, enter, with_kwargs=True))

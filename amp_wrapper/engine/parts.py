@@ -136,6 +136,11 @@ class EngineParts:
         self.shard_gradients = self.buffers = self.casts = self.op_set = None
         self.stage = Stage.DETACHED
 
+    def __repr__(self) -> str:
+        # reads the device
+        scale = f', loss scale {self.scales.describe()}' if self.policy.enabled and not self.scales.is_one else ''
+        return f'amp: {self.policy.describe()}{scale}; {self.stage.value}'
+
     # -- what there is -----------------------------------------------------------------------------------------------
 
     @property

@@ -116,16 +116,15 @@ class AmpOptimWrapper(OptimWrapper):
         from_16bit: bool = False,
         **kwargs: Any,
     ) -> None:
-        # what stands above, but for the two that the policy does not know
-        options = {name: value for name, value in locals().items() if name in _OWN_ARGUMENTS}
-        del options['on_skip'], options['use_fsdp']
+        options = {k: v for k, v in locals().items() if k in {*_OWN_ARGUMENTS} - {'on_skip', 'use_fsdp'}}
         resolved, self._clip = arguments.resolve(options, on_skip, use_fsdp, kwargs, _OWN_ARGUMENTS)
         self._engine = AmpEngine(resolved, kwargs['optimizer'])
         if kwargs.get('clip_grad') is not None:
             # mmengine pops from the dict it is given
             kwargs['clip_grad'] = dict(kwargs['clip_grad'])
         super().__init__(**kwargs)
-        self._log = DeviceLog(self.message_hub, self._engine)
+        #: Takes numbers of the device to the log without a wait.
+        self.device_log = DeviceLog(self.message_hub, self._engine)
         # of the step since the last backward pass, and of the last step that no schedule has heard of
         self._last: StepResult | None = None
         self._unreported: StepResult | None = None
@@ -170,6 +169,11 @@ class AmpOptimWrapper(OptimWrapper):
     @member_name.setter
     def member_name(self, name: str) -> None:
         self._engine.parts.label = name
+
+    @property
+    def log_prefix(self) -> str:
+        """What stands in front of its numbers in the log: 'train/', and the name of the member."""
+        return f'train/{self.member_name}_' if self.member_name else 'train/'
 
     def master_params(self) -> Iterator[Tensor]:
         """Every tensor that the optimizer steps: masters, FP32 parameters, 16-bit weights with ``master_weights='split'``."""
@@ -317,10 +321,9 @@ class AmpOptimWrapper(OptimWrapper):
         result = self._engine.step(self._clip, **kwargs)
         self._last = self._unreported = result
         if result.info is not None:
-            front = f'train/{self.member_name}_' if self.member_name else 'train/'
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
-            shown = {front + words[name]: COLUMNS[name] for name in result.shows}
-            self._log.update(result.info, shown, result.skipped is None)
+            shown = {self.log_prefix + words[name]: COLUMNS[name] for name in result.shows}
+            self.device_log.update(result.info, shown, result.skipped is None)
 
     def step_was_skipped(self) -> bool:
         """Whether the step since the last backward pass was left out. Syncs, where the host does not know."""
@@ -375,9 +378,11 @@ class AmpOptimWrapper(OptimWrapper):
         self._inner_count = count
         if base is not None:
             self.base_param_settings = dict(base)
-        label = f'{self.member_name}: ' if self.member_name else ''
         for note in notes:
-            self._say(f'amp: {label}{note}')
+            self._say(f'amp: {self.member_name and self.member_name + ": "}{note}')
+
+    def __repr__(self) -> str:
+        return f'{super().__repr__()}{self._engine.parts!r}\n'
 
     def _say(self, line: str) -> None:
         if self.policy.verbosity >= 1:

@@ -70,7 +70,7 @@ def test_log_values_come_over_when_they_are_read() -> None:
     MessageHub.get_instance('deferred')
     model = net()
     wrapper = wrap(model, opt_level='O2', clip_grad=dict(max_norm=1.0))
-    log = wrapper._log
+    log = wrapper.device_log
     for _ in range(6):
         one_step(model, wrapper)
     one_step(model, wrapper, factor=float('inf'))

@@ -85,7 +85,7 @@ def test_nothing_is_read_between_two_log_lines() -> None:
             wrapper.update_params(loss)
         lines += said
     assert [line for line in lines if 'skipped' in line] == []
-    log = wrapper._log
+    log = wrapper.device_log
     assert log.transfers == 0
     with toy.captured_log() as said:
         norms = wrapper.message_hub.get_scalar('train/grad_norm').data[0]

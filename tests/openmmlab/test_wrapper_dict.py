@@ -316,7 +316,7 @@ def test_wrappers_log_under_their_names(device: torch.device, tmp_path: Any) -> 
         g=amp('O2', model.generator, clip_grad=dict(max_norm=1.0)), d=amp('O1', model.discriminator)
     )
     for wrapper in wrappers.values():
-        wrapper._log._hub = hub
+        wrapper.device_log._hub = hub
     train_names = dict(discriminator='d', generator='g')
     for name, member in train_names.items():
         with wrappers[member].optim_context(model):

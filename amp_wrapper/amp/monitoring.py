@@ -1,0 +1,278 @@
+"""``amp.monitor`` and what a script may ask of an initialised optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..diagnostics.causes import Diagnosis
+from ..diagnostics.diagnosis_page import publish
+from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
+from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode
+from ..diagnostics.records import JsonLines
+from ..diagnostics.sandbox import attach_whole
+from ..engine import AmpEngine, attach_together
+from ..engine.host_read import LateRead
+from ..engine.overflow import StepResult
+from ..engine.parts import EngineParts
+from . import session as amp_session
+
+#: What :meth:`TrainingMonitor.read` gives, and the files hold, beside the numbers of a measurement.
+_MORE = ('amp_scale', 'amp_skipped')
+
+
+class TrainingMonitor:
+    """Measures every so manieth step of an optimizer, and examines those that are skipped; made by :func:`monitor`.
+
+    Attributes:
+        diagnoses: What was found out about skipped steps.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        models: list[nn.Module],
+        interval: int,
+        ranges_interval: int | None,
+        folder: Path | None,
+        log: Callable[[int, dict[str, float]], object] | None,
+        mode: Mode,
+        max_reports: int,
+    ) -> None:
+        self.diagnoses: list[Diagnosis] = []
+        self._parts = parts
+        self._interval, self._ranges_interval = interval, ranges_interval
+        self._folder, self._log = folder, log
+        self._steps = 0
+        self._latest: dict[str, float] = {}
+        self._rows: list[tuple[int, LateRead]] = []
+        self._layers: list[tuple[int, LayerRanges]] = []
+        first = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+        self._writes = first or torch.distributed.get_rank() == 0
+        self._numbers = None if folder is None else JsonLines(folder / 'amp_monitor.jsonl')
+        self._ranges = None if folder is None else JsonLines(folder / 'amp_ranges.jsonl')
+        wants_layers = self._take_layers if folder is not None and ranges_interval is not None else None
+        self._observers: list[Any] = [self]
+        if low_precision(parts.policy) is not None:
+            self._observers.append(Monitor(self._is_due, self._take, wants_layers, self._writes))
+        self._diagnosis: OverflowDiagnosis | None = None
+        if mode is not False and parts.scales.check and models:
+            attach = attach_whole if len(models) == 1 else _attach_each
+            self._diagnosis = OverflowDiagnosis(models, attach, mode, self._publish, max_reports)
+            self._observers.append(self._diagnosis)
+        parts.observers += self._observers
+
+    # -- what a script calls -----------------------------------------------------------------------------------------
+
+    def read(self) -> dict[str, float]:
+        """The numbers of the last measured step, by name; empty before the first. Syncs, where they are on their way."""
+        self._collect(wait=True)
+        return dict(self._latest)
+
+    def close(self) -> None:
+        """Write what is left, and watch no longer. Syncs."""
+        self._collect(wait=True)
+        if self._diagnosis is not None:
+            self._diagnosis.disarm()
+        for observer in self._observers:
+            if observer in self._parts.observers:
+                self._parts.observers.remove(observer)
+
+    def __enter__(self) -> TrainingMonitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the steps of the engine -------------------------------------------------------------------------------------
+
+    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
+        """Nothing is done at losses."""
+
+    def before_step(self, parts: EngineParts) -> None:
+        """Count it."""
+        self._steps += 1
+
+    def after_step(self, parts: EngineParts, result: StepResult) -> None:
+        """Hand on what has reached the host."""
+        self._collect(wait=False)
+
+    def explain_streak(self, parts: EngineParts) -> str:
+        """There is nothing to say."""
+        return ''
+
+    def _is_due(self) -> tuple[bool, bool]:
+        ranges = self._ranges_interval
+        return (self._steps - 1) % self._interval == 0, ranges is not None and (self._steps - 1) % ranges == 0
+
+    def _take(self, row: Tensor) -> None:
+        if self._writes:
+            scales = self._parts.scales
+            more = torch.stack([scales.first.current_scale.double(), scales.steps.counts[1].double()])
+            self._rows.append((self._steps, LateRead(torch.cat([row[: len(NUMBERS)].double(), more.to(row.device)]))))
+
+    def _take_layers(self, ranges: LayerRanges) -> None:
+        if self._writes:
+            self._layers.append((self._steps, ranges))
+
+    def _collect(self, wait: bool) -> None:
+        while self._rows and (wait or self._rows[0][1].is_there):
+            step, read = self._rows.pop(0)
+            found = dict(zip((*NUMBERS, *_MORE), read.wait()))
+            self._latest = {name: value for name, value in found.items() if value == value}
+            if self._numbers is not None:
+                self._numbers.append({'iteration': step, **self._latest})
+            if self._log is not None:
+                self._log(step, dict(self._latest))
+        while self._layers and (wait or self._layers[0][1].is_there):
+            step, ranges = self._layers.pop(0)
+            assert self._ranges is not None
+            self._ranges.append({'iteration': step, **ranges.plain()})
+
+    def _publish(self, found: Diagnosis) -> str:
+        self.diagnoses.append(found)
+        if self._folder is None:
+            return ''
+        rank = 0
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank = torch.distributed.get_rank()
+        if rank and found.cause == 'other_rank':
+            return ''
+        stem = f'iter_{self._steps}' + (f'_rank{rank}' if rank else '')
+        facts = {'iteration': self._steps, 'rank': rank}
+        return publish(found, self._folder / 'amp_diagnosis', stem, facts, low_precision(self._parts.policy))
+
+
+def monitor(
+    optimizer: Optimizer,
+    interval: int = 50,
+    *,
+    folder: str | Path | None = None,
+    log: Callable[[int, dict[str, float]], object] | None = None,
+    ranges_interval: int | None = 500,
+    diagnose_overflow: Mode = 'after_skip',
+    max_reports: int = MOST_REPORTS,
+) -> TrainingMonitor:
+    """Watch how well the types of a training fit, and why steps are skipped.
+
+    The numbers are those of :data:`amp_wrapper.diagnostics.monitor.MEANINGS`, ``amp_scale`` and ``amp_skipped``. They are
+    computed on the device, and handed on when they have reached the host, without waiting for it.
+
+    .. code-block:: python
+
+        model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
+        watch = amp.monitor(optimizer, folder='runs/1', log=lambda step, numbers: writer.add_scalars('amp', numbers, step))
+
+    Args:
+        optimizer: An initialised one; with ``enabled=False`` nothing is watched.
+        interval: Steps from one measurement to the next.
+        folder: Where ``amp_monitor.jsonl``, ``amp_ranges.jsonl`` and the reports in ``amp_diagnosis/`` are written; None writes
+            nothing.
+        log: Called with the step, counted from 1, and the numbers by name.
+        ranges_interval: Steps from one measurement per layer to the next, for ``amp_ranges.jsonl``; None for none.
+        diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
+            are examined from the first one on, which costs some microseconds each. False: none is.
+        max_reports: Reports of this training.
+
+    Returns:
+        An object with ``read()``, ``diagnoses`` and ``close()``; also a context manager.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised.
+        AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``.
+    """
+    check_interval('interval', interval)
+    if ranges_interval is not None:
+        check_interval('ranges_interval', ranges_interval)
+    check_mode(diagnose_overflow)
+    engines = amp_session.engines_of(optimizer)
+    if not engines:
+        return _Off()
+    session = amp_session.session_of(optimizer)
+    assert session is not None
+    return TrainingMonitor(
+        engines[0].parts,
+        list(session.casts.roots),
+        interval,
+        ranges_interval,
+        None if folder is None else Path(folder),
+        log,
+        diagnose_overflow,
+        max_reports,
+    )
+
+
+def _attach_each(engine: AmpEngine, copied: nn.Module) -> None:
+    """Attach the copies of several models that were initialised together."""
+    attach_together([engine], list(copied.children()), engine.policy)
+
+
+class _Off(TrainingMonitor):
+    """Of an optimizer that was initialised with ``enabled=False``: there is nothing to watch."""
+
+    def __init__(self) -> None:
+        self.diagnoses = []
+
+    def read(self) -> dict[str, float]:
+        """Nothing was measured."""
+        return {}
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def loss_scale(optimizer: Optimizer, loss_id: int = 0) -> float:
+    """The present loss scale. Syncs where it is dynamic.
+
+    Args:
+        optimizer: An initialised one.
+        loss_id: Which of the ``num_losses``.
+
+    Returns:
+        1.0 with ``enabled=False``.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised; no such loss.
+    """
+    engine = _engine_of(optimizer)
+    return 1.0 if engine is None else engine.parts.scales.of(loss_id).get_scale()
+
+
+def skipped_steps(optimizer: Optimizer) -> int:
+    """How many steps of an optimizer were skipped, those of a run that was resumed among them. Syncs.
+
+    Args:
+        optimizer: An initialised one.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised.
+    """
+    engine = _engine_of(optimizer)
+    return 0 if engine is None else int(engine.parts.scales.steps.counts[1])
+
+
+def last_step_skipped(optimizer: Optimizer) -> bool:
+    """Whether the last step of an optimizer was skipped; False before the first. Syncs.
+
+    Args:
+        optimizer: An initialised one.
+
+    Raises:
+        AmpUsageError: An optimizer that was not initialised.
+    """
+    engine = _engine_of(optimizer)
+    # skips in a row up to now
+    return False if engine is None else int(engine.parts.scales.steps.counts[2]) > 0
+
+
+def _engine_of(optimizer: Optimizer) -> AmpEngine | None:
+    return next(iter(amp_session.engines_of(optimizer)), None)

@@ -1,0 +1,169 @@
+"""``AmpMonitorHook``: numbers of mixed precision in every log, and reports on steps that are skipped."""
+
+from __future__ import annotations
+
+import os.path as osp
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from mmengine.dist import get_rank
+from mmengine.hooks import Hook
+from torch import Tensor, nn
+
+from ..diagnostics.causes import Diagnosis
+from ..diagnostics.diagnosis_page import publish
+from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
+from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode
+from ..diagnostics.records import JsonLines
+from ..diagnostics.sandbox import Attach
+from ..engine import AmpEngine
+from ..engine.parts import EngineParts
+from ..registry import HOOKS
+from . import attaching
+from .wrappers import inner_model, wrappers_of
+
+#: The folder of reports, beside the checkpoints.
+FOLDER = 'amp_diagnosis'
+
+
+@HOOKS.register_module()
+class AmpMonitorHook(Hook):
+    """Logs how well the types of a training fit, and finds the cause of skipped steps.
+
+    ``custom_hooks=[dict(type='amp_wrapper.AmpMonitorHook')]``; ``tools/train.py`` adds it. Beside ``train/amp_scale`` and
+    ``train/amp_skipped`` the log, and with it every visualizer, gets the numbers of
+    :data:`amp_wrapper.diagnostics.monitor.MEANINGS`. They are computed on the device and read with the log. O0 has none.
+
+    Args:
+        interval: Iterations from one measurement to the next.
+        ranges_interval: Iterations from one measurement per layer to the next, each a line of ``vis_data/amp_ranges.jsonl``;
+            None for none.
+        diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
+            are examined from the first one on, which costs some microseconds each. False: none is.
+        max_reports: Reports of one training, in the folder ``amp_diagnosis`` of the work dir.
+
+    Raises:
+        AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``.
+    """
+
+    # before the logger reads
+    priority = 'NORMAL'
+
+    def __init__(
+        self,
+        interval: int = 50,
+        ranges_interval: int | None = 500,
+        diagnose_overflow: Mode = 'after_skip',
+        max_reports: int = MOST_REPORTS,
+    ) -> None:
+        self._interval = check_interval('interval', interval)
+        self._ranges_interval = None if ranges_interval is None else check_interval('ranges_interval', ranges_interval)
+        self._mode = check_mode(diagnose_overflow)
+        self._max_reports = max_reports
+        self._watched: list[tuple[EngineParts, Any]] = []
+        self._files: dict[str, JsonLines] = {}
+        self._layers: list[tuple[str, int, LayerRanges]] = []
+        self._due: dict[str, tuple[bool, bool]] = {}
+
+    def before_train(self, runner: Any) -> None:
+        """Begin to watch."""
+        wrappers = wrappers_of(runner)
+        model = inner_model(runner.model)
+        for name, wrapper in wrappers.items():
+            parts = wrapper._engine.parts
+            if not wrapper.policy.enabled:
+                continue
+            if low_precision(wrapper.policy) is not None:
+                self._watch(parts, self._monitor(runner, name, wrapper))
+            if self._mode is not False and parts.scales.check:
+                attach = attach_members({key: each._engine.parts for key, each in wrappers.items()}, name)
+                self._watch(parts, self._diagnosis(runner, name, wrapper, model, attach))
+
+    def _watch(self, parts: EngineParts, observer: Any) -> None:
+        parts.observers.append(observer)
+        self._watched.append((parts, observer))
+
+    def _monitor(self, runner: Any, name: str, wrapper: Any) -> Monitor:
+        names = {number: place for place, number in enumerate(NUMBERS)}
+
+        def take(row: Tensor) -> None:
+            if runner.rank == 0:
+                wrapper.device_log.update(row, {wrapper.log_prefix + number: at for number, at in names.items()})
+
+        def take_layers(ranges: LayerRanges) -> None:
+            if runner.rank == 0:
+                self._layers.append((name, runner.iter + 1, ranges))
+
+        return Monitor(lambda: self._due.pop(name, (False, False)), take, take_layers, is_wanted=runner.rank == 0)
+
+    def _diagnosis(self, runner: Any, name: str, wrapper: Any, model: nn.Module, attach: Attach) -> OverflowDiagnosis:
+        def write(found: Diagnosis) -> str:
+            rank = get_rank()
+            if found.cause == 'other_rank' and rank:
+                # one report without a cause is enough
+                return ''
+            stem = f'iter_{runner.iter + 1}' + (f'_{name}' if name else '') + (f'_rank{rank}' if rank else '')
+            facts = {'iteration': runner.iter + 1, 'epoch': runner.epoch + 1, 'rank': rank}
+            if name:
+                facts['optimizer'] = name
+            return publish(found, osp.join(runner.work_dir, FOLDER), stem, facts, low_precision(wrapper.policy))
+
+        return OverflowDiagnosis([model], attach, self._mode, write, self._max_reports)
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Say whether the next step is measured. By the iteration, so that a resumed run measures the same ones."""
+        if runner.iter % self._interval == 0:
+            layers = self._ranges_interval is not None and runner.iter % self._ranges_interval == 0
+            for name in wrappers_of(runner):
+                self._due[name] = (True, layers or self._due.get(name, (False, False))[1])
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Write what has reached the host."""
+        self._write_layers(runner, wait=False)
+
+    def after_train(self, runner: Any) -> None:
+        """Take the hooks off the model."""
+        self._write_layers(runner, wait=True)
+        for parts, observer in self._watched:
+            if isinstance(observer, OverflowDiagnosis):
+                observer.disarm()
+            if observer in parts.observers:
+                parts.observers.remove(observer)
+        self._watched.clear()
+
+    def _write_layers(self, runner: Any, wait: bool) -> None:
+        while self._layers and (wait or self._layers[0][2].is_there):
+            name, iteration, ranges = self._layers.pop(0)
+            if name not in self._files:
+                file = f'{name}_amp_ranges.jsonl' if name else 'amp_ranges.jsonl'
+                self._files[name] = JsonLines(osp.join(runner.log_dir, 'vis_data', file))
+            self._files[name].append({'iteration': iteration, **ranges.plain()})
+
+
+def attach_members(members: Mapping[str, EngineParts], chosen: str) -> Attach:
+    """Attaches copies of a model as the optimizer wrappers of a runner have attached the model.
+
+    Args:
+        members: The parts of each wrapper, by its name; under '' a single one.
+        chosen: The one whose level is varied.
+    """
+
+    def attach(engine: AmpEngine, copied: nn.Module) -> None:
+        if len(members) == 1:
+            attaching.attach(engine, copied)
+            return
+        by_name = dict(copied.named_parameters())
+        owned = {
+            name: [by_name[parts.name(weight)] for weight in parts.weights() if parts.name(weight) in by_name]
+            for name, parts in members.items()
+        }
+        for name, parts in members.items():
+            policy = engine.policy if name == chosen else parts.policy
+            if owned[name]:
+                # it steps nothing: it says which parameters are whose
+                member = AmpEngine(policy, torch.optim.SGD(owned[name], lr=0.0))
+                foreign = [p for other, mine in owned.items() if other != name for p in mine]
+                attaching.attach(member, copied, foreign)
+
+    return attach
