@@ -25,6 +25,7 @@ from .trace import BadOp, ModuleOutput, moves_only
 #: The kinds of causes, and what each is in one sentence.
 CAUSES: Mapping[str, str] = {
     'input': 'What the model was given holds NaN.',
+    'input_range': 'What the model was given is too large for the 16-bit type.',
     'weight': 'A weight or buffer of the model is not finite.',
     'weight_range': 'A weight is too large for the 16-bit type.',
     'optimizer_state': "The optimizer's state is not finite, and has made weights that are not.",
@@ -243,12 +244,20 @@ class _Examination:
     def _of_forward(self, again: Replay) -> Diagnosis:
         place = again.forward
         assert place is not None
-        if place.origin == 'input' or (place.is_mask and place.op.startswith('input')):
+        if place.origin == 'input':
             text = f'What the model was given is not finite: {place.op} has {place.nonfinite:,} infinities or NaN '
             text += f'among {_count(place):,} elements.'
             return self._at('input', text, place)
         if place.origin == 'weight':
             return self._at('weight', f'{place.op} is not finite.', place)
+        if place.reads and moves_only(place.op) and place.inputs:
+            numbers = f'numbers up to {place.largest_in:.3g}, and {dtype_name(place.dtype)} ends at '
+            text = (
+                f'What the model was given is too large: {place.reads} has {numbers}{torch.finfo(place.dtype).max:.5g}.'
+            )
+            found = self._at('input_range', text, place)
+            found.remedies = self._try(place.module, scales=False, judges_losses=False)
+            return found
         trials = self._trials(judges_losses=False)
         in_fp32 = trials.fp32()
         same = not in_fp32.refused and not in_fp32.outputs_finite
@@ -274,8 +283,10 @@ class _Examination:
         largest = max((float(loss.scale) for loss in self._step.losses if loss.scale is not None), default=1.0)
         if scale.finite and largest > 1:
             text = f'{self._begins(place)} Gradients carry the loss scale {largest:g} there; with {scale.setting} they fit.'
+            if self._parts.scales.is_dynamic:
+                text += ' A dynamic scale gets there by itself: nothing is to be done, unless steps are skipped over and over.'
             found = self._at('gradient_scale', text, place)
-            found.remedies = [*self._try(place.module, scales=False), scale]
+            found.remedies = [each for each in (scale, trials.bfloat16()) if each is not None]
             return found
         in_fp32 = trials.fp32()
         if not in_fp32.refused and not in_fp32.is_finite:

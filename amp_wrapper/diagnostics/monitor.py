@@ -36,8 +36,9 @@ MEANINGS: Mapping[str, str] = {
     'amp_skip_rate': 'share of the steps since the last measurement that were skipped',
     'amp_grad_underflow': 'share of gradient elements that are zero in the 16-bit type, whatever made them zero',
     'amp_grad_tiny': 'share of gradient elements in the last two powers of two above zero of the 16-bit type',
-    'amp_grad_peak': 'largest finite gradient, times the loss scale, as a share of the largest number of the 16-bit type',
-    'amp_weight_peak': 'largest finite weight as a share of the largest number of the 16-bit type',
+    'amp_grad_peak': 'largest finite gradient, times the loss scale, in powers of two from the largest number of the 16-bit '
+    'type: 0 is the end of the range, -10 a thousandth of it',
+    'amp_weight_peak': 'largest finite weight, in powers of two from the largest number of the 16-bit type',
     'amp_update_lost': 'share of updates that 16-bit weights without masters would have lost',
     'amp_update_spacing': 'mean size of an update in units of the spacing of 16-bit numbers at its weight',
 }
@@ -158,7 +159,8 @@ class Monitor:
         assert counts is not None
         steps = (self._counts - counts).float()
         rate = torch.where(steps[0] > 0, steps[1] / steps[0].clamp(min=1), torch.nan)
-        numbers = [rate.to(parts.device), *row, *lost]
+        # of nothing but zeros, there is no power of two
+        numbers = [torch.where(number.isfinite(), number, torch.nan) for number in (rate.to(parts.device), *row, *lost)]
         filled = torch.full((_ROW,), torch.nan, dtype=torch.float32, device=parts.device)
         filled[: len(numbers)] = torch.stack([number.float() for number in numbers])
         self._take(filled)

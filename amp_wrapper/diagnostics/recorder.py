@@ -69,9 +69,8 @@ class CallRecord:
         kwargs: As they came.
         states: Of the random generators before the call.
         versions: Version counters of the tensors among the arguments.
-        dtypes: Types of the floating tensors of the outputs, in the order in which they are found there.
-        gradients: For each backward pass: the index of the loss in the step, and the gradient of each of those outputs, scaled,
-            by its place.
+        gradients: For each backward pass: the index of the loss in the step, and the gradient of each floating tensor of the
+            outputs, scaled, by its place among them.
     """
 
     name: str
@@ -79,7 +78,6 @@ class CallRecord:
     kwargs: dict[str, Any]
     states: RandomStates
     versions: tuple[int, ...]
-    dtypes: list[torch.dtype] = dataclasses.field(default_factory=list)
     gradients: dict[int, dict[int, Tensor]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -202,8 +200,11 @@ class Recorder:
             self._depth.depth = max(self._depth.depth, 0)
             return
         call, step = self.step.calls[-1], self.step
-        for place, tensor in enumerate(outputs_of(output)):
-            call.dtypes.append(tensor.dtype)
+        outputs = outputs_of(output)
+        if not any(tensor.requires_grad for tensor in outputs):
+            # such as a preprocessor: no gradient comes from it
+            step.calls.pop()
+        for place, tensor in enumerate(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(_Keep(step, call, place))  # type: ignore[no-untyped-call]
 

@@ -100,8 +100,7 @@ class Trials:
                 good = middle
             else:
                 bad = middle
-        note = 'a dynamic loss scale finds it by itself, one halving for each skipped step'
-        return Remedy('loss_scale', f'loss_scale={2.0**good:g}', True, note)
+        return Remedy('loss_scale', f'loss_scale={2.0**good:g}', True, 'the largest power of two that does')
 
 
 def _named(item: str | type) -> str:

@@ -62,6 +62,7 @@ class BadOp:
         dtypes_in: Types of its floating inputs.
         origin: 'op'; or 'input', 'weight' for what came in with a NaN.
         is_mask: Whether its infinities were asked for.
+        reads: Which input of the model its first argument is; '' for none.
         order: How many others came before it.
     """
 
@@ -79,6 +80,7 @@ class BadOp:
     dtypes_in: list[torch.dtype] = dataclasses.field(default_factory=list)
     origin: str = 'op'
     is_mask: bool = False
+    reads: str = ''
     order: int = 0
 
     @property
@@ -227,6 +229,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 rest = before
             found.came_in += [bad for each in rest if _is_bad(each) for bad in [self._source_of(each, phase)]]
             found.dtypes_in = [each.dtype for each in before]
+            if before and _key(before[0]) not in self._weights:
+                found.reads = self._origins.get(_key(before[0]), '')
             if not found.came_in:
                 found.inputs = [measure_one(each) for each in rest if each.layout is torch.strided and each.numel()]
             found.is_mask = _is_mask(name, found, tensor)
