@@ -148,7 +148,7 @@ class _Examination:
 
     def _of_state(self) -> Diagnosis | None:
         """Weights, buffers and optimizer state that are not finite, or out of range."""
-        named = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        named: dict[str, Tensor] = dict(self._model.named_parameters())
         exact = {name: _fp32(tensor) for name, tensor in named.items()}
         weights = [name for name, tensor in exact.items() if is_bad(tensor)]
         state = self._bad_state()
@@ -326,7 +326,7 @@ class _Examination:
             own = dict(self._model.get_submodule(module).named_parameters(recurse=False)) if module else {}
             found.ranges |= {
                 f'weight {module}.{name}': each
-                for name, each in measure({key: _fp32(tensor.detach()) for key, tensor in own.items()}).items()
+                for name, each in measure({key: _fp32(tensor) for key, tensor in own.items()}).items()
             }
         return found
 
@@ -375,8 +375,9 @@ class _Examination:
 
 
 def _fp32(tensor: Tensor) -> Tensor:
+    # found by the parameter itself, which no view of it is
     exact = fp32_values.fp32_value(tensor) if tensor.dtype in (torch.float16, torch.bfloat16) else None
-    return _local(tensor if exact is None else exact)
+    return _local(tensor if exact is None else exact).detach()
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,314 @@
+"""Faults planted in known places: the diagnosis names the cause and the place of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from toy_overflow import Deep, Fault, ScaleGradient, WriteOutside, batches, examine, square
+
+from amp_wrapper import AmpOptimWrapper, amp
+from amp_wrapper.diagnostics.causes import CAUSES, Diagnosis
+
+ALL = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+FLOAT16 = ('O1', 'O2', 'O3')
+DEEP = 'blocks.2.place'
+
+
+class RatioLoss(nn.Module):
+    """0 divided by 0."""
+
+    def forward(self, output: Tensor) -> Tensor:
+        nothing = (output * 0).sum()
+        return square(output) + nothing / nothing
+
+
+def in_range_of_fp32(x: Tensor) -> Tensor:
+    return (x * 1e6) / 1e6
+
+
+def huge_gradient(x: Tensor) -> Tensor:
+    return ScaleGradient.apply(x, 1e25)
+
+
+def root_at_zero(x: Tensor) -> Tensor:
+    return x + (x * 0).sqrt()
+
+
+def root_below_zero(x: Tensor) -> Tensor:
+    return x + (x * 0 - 1).sqrt()
+
+
+def written_outside(x: Tensor) -> Tensor:
+    return WriteOutside.apply(x, False)
+
+
+def written_outside_in_16bit(x: Tensor) -> Tensor:
+    return WriteOutside.apply(x, True)
+
+
+def all_masked(x: Tensor) -> Tensor:
+    return x * x.masked_fill(torch.ones_like(x, dtype=torch.bool), -torch.inf).softmax(-1)
+
+
+def partly_masked_and_huge(x: Tensor) -> Tensor:
+    mask = torch.zeros_like(x).index_fill(-1, torch.tensor([0]), -torch.inf)
+    return in_range_of_fp32(x) * (x + mask).softmax(-1)
+
+
+def by_chance(x: Tensor) -> Tensor:
+    # which element is dropped, and whether any is enlarged, is the generators' to say
+    factor = 1e6 if random.random() < 2 else 1.0
+    return nn.functional.dropout(x * factor, 0.5) / factor
+
+
+def nan_input(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[2, 1] = torch.nan
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """One fault: where it is planted, and what has to be named."""
+
+    name: str
+    levels: tuple[str, ...]
+    cause: str
+    module: str = ''
+    act: Callable[[Tensor], Tensor] | None = None
+    spoil: Callable[[Tensor], Tensor] = lambda x: x
+    phase: str = ''
+    checkpointed: str = ''
+    loss: type[nn.Module] | None = None
+    loss_fn: Callable[[Any], Tensor] = square
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+TABLE = [
+    Planted('nan in the input', ALL, 'input', spoil=nan_input),
+    Planted('input out of range', FLOAT16, 'input_range', spoil=lambda x: x * 1e6),
+    Planted('forward out of range', FLOAT16, 'forward_range', DEEP, in_range_of_fp32, phase='forward'),
+    Planted('forward nan', ALL, 'forward_nan', DEEP, root_below_zero, phase='forward'),
+    Planted('an op outside of torch', ('O1', 'O2', 'O5'), 'forward_nan', DEEP, written_outside, phase='forward'),
+    Planted(
+        'an op outside of torch, in 16-bit alone', ('O2', 'O5'), 'forward_range', DEEP, written_outside_in_16bit, phase='forward'
+    ),
+    Planted('everything masked', ('O1', 'O2', 'O5'), 'forward_nan', DEEP, all_masked, phase='forward'),
+    Planted('a mask beside it', ('O1', 'O2'), 'forward_range', DEEP, partly_masked_and_huge, phase='forward'),
+    Planted('by chance', ('O2',), 'forward_range', DEEP, by_chance, phase='forward'),
+    Planted('loss in the model', ALL, 'loss', 'loss', loss=RatioLoss, phase='forward'),
+    Planted('loss outside', ALL, 'loss', loss_fn=lambda output: square(output) * torch.nan),
+    Planted('gradient of a loss outside', ('O2', 'O5'), 'loss', loss_fn=lambda output: square(root_at_zero(output.float()))),
+    Planted('gradient out of range', FLOAT16, 'gradient_range', DEEP, huge_gradient, phase='backward'),
+    Planted('gradient nan', ALL, 'gradient_nan', DEEP, root_at_zero, phase='backward'),
+    Planted(
+        'loss scale too large', ('O1', 'O2', 'O3'), 'gradient_scale', DEEP, lambda x: ScaleGradient.apply(x, 2.0**10),
+        phase='backward', options={'loss_scale': 2.0**11},
+    ),
+    Planted(
+        'dynamic loss scale too large', ('O1', 'O2'), 'gradient_scale', DEEP, lambda x: ScaleGradient.apply(x, 2.0**10),
+        phase='backward', options={'loss_scale': {'init_scale': 2.0**11}},
+    ),
+    *(
+        Planted(f'forward out of range, {kind}', ('O1', 'O2'), 'forward_range', DEEP, in_range_of_fp32, phase='forward', checkpointed=kind)
+        for kind in ('reentrant', 'not reentrant')
+    ),
+    *(
+        Planted(f'gradient out of range, {kind}', ('O1', 'O2'), 'gradient_range', DEEP, huge_gradient, phase='backward', checkpointed=kind)
+        for kind in ('reentrant', 'not reentrant')
+    ),
+]  # fmt: skip
+CASES = [pytest.param(each, level, id=f'{each.name}, {level}') for each in TABLE for level in each.levels]
+
+
+def plant(each: Planted) -> Deep:
+    torch.manual_seed(0)
+    model = Deep(each.checkpointed, loss=None if each.loss is None else each.loss())
+    if each.act is not None:
+        model.blocks[2].place = Fault(each.act)
+    return model
+
+
+def train(each: Planted, level: str) -> list[Diagnosis]:
+    loss_fn = (lambda output: output) if each.loss is not None else each.loss_fn
+    inputs = [each.spoil(x) for x in batches(1)]
+    return examine(plant(each), level, inputs, loss_fn, **each.options)
+
+
+def test_there_are_many() -> None:
+    assert len(CASES) >= 60
+    assert {each.cause for each in TABLE} < set(CAUSES)
+
+
+@pytest.mark.parametrize(('each', 'level'), CASES)
+def test_the_cause_and_the_place_are_named(each: Planted, level: str) -> None:
+    (found,) = train(each, level)
+    # without a cast of the whole model, the first module casts its input
+    module = 'stem' if (each.cause, level) == ('input_range', 'O1') else each.module
+    assert (found.cause, found.module, found.phase) == (each.cause, module, each.phase or found.phase), found.text
+    if each.phase == 'backward':
+        assert found.first_gradient.startswith(f'{each.module} (')
+        assert 'stem.weight' in found.parameters
+    if each.act is not None and each.phase == 'forward':
+        # the line of the fault itself
+        assert 'test_planted_overflows.py' in found.source or 'toy_overflow.py' in found.source
+    assert found.outputs or not each.act
+
+
+@pytest.mark.parametrize('each', [each for each in TABLE if 'O2' in each.levels], ids=lambda each: each.name)
+def test_remedies_say_what_really_helps(each: Planted) -> None:
+    """Each setting that the report recommends is used for the same step, and each that it rejects."""
+    (found,) = train(each, 'O2')
+    for remedy in found.remedies:
+        if remedy.finite is None or remedy.kind == 'fp32':
+            continue
+        setting = eval(f'dict({remedy.setting})')
+        level = setting.pop('opt_level', 'O2')
+        given = dataclasses.replace(each, options={**each.options, **setting})
+        if level == 'O5':
+            given = dataclasses.replace(given, options={})
+        again = train(given, level)
+        # a dynamic scale begins where it is told to
+        assert (again == []) == remedy.finite, (remedy, [each.text for each in again])
+    kinds = {remedy.kind for remedy in found.remedies if remedy.finite}
+    if each.cause == 'forward_range' and each.act is not by_chance:
+        assert kinds == (
+            {'keep_fp32', 'bfloat16'} if each.name != 'an op outside of torch, in 16-bit alone' else {'keep_fp32'}
+        )
+    if each.cause == 'gradient_scale':
+        assert 'loss_scale' in kinds
+    if each.cause in ('forward_nan', 'gradient_nan', 'input'):
+        assert not kinds
+
+
+# -- weights and optimizer state -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', ALL)
+def test_weight_that_is_nan(level: str) -> None:
+    def spoil(index: int, model: nn.Module, wrapper: AmpOptimWrapper) -> None:
+        with torch.no_grad():
+            model.blocks[1].fc2.weight[0, 0] = torch.nan
+
+    (found,) = examine(Deep(), level, batches(1), before=spoil)
+    assert (found.cause, found.module, found.parameters) == ('weight', 'blocks.1.fc2', ['blocks.1.fc2.weight'])
+
+
+@pytest.mark.parametrize('optimizer', ['SGD', 'FusedSGD'])
+def test_master_beyond_the_range_of_its_weight(optimizer: str) -> None:
+    from amp_wrapper import FusedSGD
+
+    def spoil(index: int, model: nn.Module, wrapper: AmpOptimWrapper) -> None:
+        names = dict(model.named_parameters())
+        for parameter, master in wrapper._engine.parts.params.pairs:
+            if parameter is names['blocks.1.fc2.weight']:
+                with torch.no_grad():
+                    master[0, 0] = 7e4
+
+    model = Deep()
+    kind = FusedSGD if optimizer == 'FusedSGD' else torch.optim.SGD
+    (found,) = examine(model, 'O2', batches(1), optimizer=kind(model.parameters(), lr=0.01), before=spoil)
+    assert (found.cause, found.module) == ('weight_range', 'blocks.1.fc2')
+    assert 'up to 7e+04' in found.text
+    assert {(remedy.kind, remedy.finite) for remedy in found.remedies} == {('keep_fp32', True), ('bfloat16', True)}
+
+
+@pytest.mark.parametrize('level', ALL)
+def test_optimizer_state_that_is_nan(level: str) -> None:
+    def spoil(index: int, model: nn.Module, wrapper: AmpOptimWrapper) -> None:
+        if index == 1:
+            state = list(wrapper.optimizer.state.values())[3]
+            state['exp_avg'].fill_(torch.nan)
+
+    model = Deep()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.001, eps=1e-4)
+    found = examine(model, level, batches(3), optimizer=optimizer, before=spoil)
+    # the step with the spoilt state is taken, for its gradients are finite; the next one is not
+    assert [each.cause for each in found] == ['optimizer_state']
+    name = list(dict(model.named_parameters()))[3]
+    assert found[0].parameters == [name]
+    assert f'{name}: exp_avg' in found[0].text
+
+
+def test_buffer_that_is_nan() -> None:
+    def spoil(index: int, model: nn.Module, wrapper: AmpOptimWrapper) -> None:
+        model.norm.eval()
+        model.norm.running_mean[3] = torch.nan
+
+    (found,) = examine(Deep(), 'O2', batches(1), before=spoil)
+    assert (found.cause, found.module) == ('weight', 'norm')
+    assert 'norm.running_mean' in found.text
+
+
+# -- accumulation, several losses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_one_micro_batch_of_three(level: str) -> None:
+    inputs = batches(3)
+    inputs[1] = nan_input(inputs[1])
+    (found,) = examine(Deep(), level, inputs, accumulative_counts=3)
+    assert found.cause == 'input'
+
+
+@pytest.mark.parametrize('level', ['O2', 'O3'])
+def test_sum_of_gradients_that_are_finite(level: str) -> None:
+    model = Deep()
+    model.blocks[2].place = Fault(lambda x: ScaleGradient.apply(x, 1.0))
+    torch.manual_seed(0)
+    x = batches(1)[0]
+    # the largest gradient of one pass fills more than half of the range
+    probe = Deep()
+    probe.load_state_dict(model.state_dict())
+    square(probe(x)).backward()
+    largest = max(float(p.grad.abs().max()) for p in probe.parameters() if p.grad is not None)
+    (found,) = examine(model, level, [x, x, x], accumulative_counts=3, loss_scale=3 * 0.75 * 65504 / largest)
+    assert found.cause == 'gradient_sum', found.text
+    assert found.parameters
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_two_of_three_losses(level: str) -> None:
+    """One forward pass with three outputs, a loss of each, and NaN in two of them."""
+    torch.manual_seed(0)
+    model = Deep(outputs=3)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), opt_level=level, num_losses=3, verbosity=0
+    )
+    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
+        outputs = model(batches(1)[0])
+        for index, output in enumerate(outputs):
+            loss = square(output if index == 1 else root_at_zero(output.float()))
+            with amp.scale_loss(loss, optimizer, loss_id=index) as scaled:
+                scaled.backward(retain_graph=index < 2)
+        optimizer.step()
+    (found,) = watch.diagnoses
+    assert found.cause == 'loss'
+    assert found.losses == [0, 2]
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_two_of_three_losses_in_the_heads(level: str) -> None:
+    """Each loss has a forward pass of its own; two of them go through a place that is out of range."""
+    torch.manual_seed(0)
+    model = Deep()
+    spoilt = Fault(in_range_of_fp32)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), opt_level=level, num_losses=3, verbosity=0
+    )
+    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
+        for index, x in enumerate(batches(3)):
+            model.blocks[1].place = spoilt if index != 1 else nn.Identity()
+            with amp.scale_loss(square(model(x)), optimizer, loss_id=index) as scaled:
+                scaled.backward()
+        optimizer.step()
+    (found,) = watch.diagnoses
+    # the copy has the place as it is at the step
+    assert (found.cause, found.module) == ('forward_range', 'blocks.1.place')
+    assert set(found.losses) >= {0, 2}
