@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..diagnostics.causes import Diagnosis
+from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
 from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode

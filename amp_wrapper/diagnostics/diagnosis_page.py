@@ -12,7 +12,7 @@ import torch
 from ..errors import some
 from ..policy import dtype_name
 from . import pages
-from .causes import CAUSES, Diagnosis
+from .diagnosis import CAUSES, Diagnosis
 from .ranges import range_of
 
 logger = logging.getLogger('amp_wrapper')

@@ -14,7 +14,9 @@ from ..engine.host_read import LateRead
 from ..engine.overflow import SKIP, StepResult
 from ..engine.parts import EngineParts
 from ..errors import AmpConfigError
-from .causes import Diagnosis, diagnose
+from .causes import diagnose
+from .diagnosis import Diagnosis
+from .live import LiveWatch, judge_watched
 from .recorder import Recorder, StepRecord
 from .sandbox import Attach
 
@@ -80,6 +82,8 @@ class OverflowDiagnosis:
         self._skips = 0
         # of the row of skips that goes on
         self._last = ''
+        # where no copy of the model can be run
+        self._live: LiveWatch | None = None
         if mode is True:
             self.arm()
 
@@ -99,6 +103,9 @@ class OverflowDiagnosis:
         if self._recorder is not None:
             self._recorder.remove()
             self._recorder = None
+        if self._live is not None:
+            self._live.remove()
+            self._live = None
         self._drop_pending()
 
     # -- the steps of an engine --------------------------------------------------------------------------------------
@@ -156,6 +163,8 @@ class OverflowDiagnosis:
         else:
             self._quiet += 1
             self._last = ''
+            if self._live is not None:
+                self._live.take()
         record.clear()
         if self._mode == 'after_skip' and self._quiet >= QUIET:
             self.disarm()
@@ -165,7 +174,7 @@ class OverflowDiagnosis:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = several and torch.distributed.get_world_size() > 1
         try:
-            found = diagnose(record, self._model, parts, self._attach, several)
+            found = self._find(parts, record, several)
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on
@@ -175,6 +184,18 @@ class OverflowDiagnosis:
         if parts.policy.verbosity >= 1:
             name = f'{parts.label}: ' if parts.label else ''
             logger.warning(f'amp: {name}why a step was skipped: {self._last}')
+
+    def _find(self, parts: EngineParts, record: StepRecord, several: bool) -> Diagnosis:
+        if self._live is not None:
+            return judge_watched(self._live.take(), record, parts, several)
+        found = diagnose(record, self._model, parts, self._attach, several)
+        if found.cause == 'not_replayed':
+            self._live = LiveWatch(self._model)
+            found.notes.append(
+                'From now on its modules are watched while it trains: see the report of the next skipped step.'
+            )
+            self._left += 1
+        return found
 
     def _drop_pending(self) -> None:
         if self._pending is not None:

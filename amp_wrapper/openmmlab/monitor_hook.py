@@ -11,7 +11,7 @@ from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from torch import Tensor, nn
 
-from ..diagnostics.causes import Diagnosis
+from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
 from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from toy_overflow import Deep, Fault, ScaleGradient, WriteOutside, batches, examine, square
 
 from amp_wrapper import AmpOptimWrapper, amp
-from amp_wrapper.diagnostics.causes import CAUSES, Diagnosis
+from amp_wrapper.diagnostics.diagnosis import CAUSES, Diagnosis
 
 ALL = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 FLOAT16 = ('O1', 'O2', 'O3')

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.diagnostics.causes import Diagnosis
+from amp_wrapper.diagnostics.diagnosis import Diagnosis
 from amp_wrapper.diagnostics.overflow import OverflowDiagnosis
 from amp_wrapper.openmmlab.monitor_hook import attach_members
 
