@@ -18,7 +18,7 @@ from ..engine.parts import EngineParts
 from ..errors import AmpConfigError
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
-from ..shards import local
+from ..shards import is_sharded, local
 from .ranges import BINS, NONFINITE, ZERO, Ranges, count_on_device, range_of
 
 #: The numbers of a measured step, in the order of its row.
@@ -171,8 +171,9 @@ class Monitor:
         found = [
             each
             for each in gradients_at_hand(parts)
-            # FP32 weights of a cast model have FP32 gradients, which are in no danger
-            if (each[1].dtype in HALF_TYPES or not parts.policy.casts_model) and not each[2].is_sparse
+            # FP32 weights of a cast model have FP32 gradients, which are in no danger; shards are FP32, and gathered in 16-bit
+            if (each[1].dtype in HALF_TYPES or not parts.policy.casts_model or is_sharded(each[1]))
+            and not each[2].is_sparse
         ]
         nothing = torch.full((), torch.nan, dtype=torch.float32, device=parts.device)
         if not found or len({grad.device for _, _, grad, _ in found}) > 1:
@@ -220,13 +221,17 @@ class Monitor:
 
 def _masters_of(parts: EngineParts) -> list[Tensor]:
     """Copies of the FP32 values of 16-bit weights; of large models, of every so manieth element."""
-    weights = [weight for weight in parts.weights() if weight.dtype in HALF_TYPES and weight.requires_grad]
-    values = [value for value in map(fp32_values.fp32_value, weights) if value is not None]
-    elements = sum(value.numel() for value in values)
+    if not parts.policy.casts_model:
+        return []
+    weights = [weight for weight in parts.weights() if weight.requires_grad]
+    # shards are their own FP32 values
+    values = [weight.detach() if is_sharded(weight) else fp32_values.fp32_value(weight) for weight in weights]
+    found = [local([value])[0] for value in values if value is not None]
+    elements = sum(value.numel() for value in found)
     if not elements:
         return []
     step = math.ceil(elements / SAMPLE)
-    return [local([value])[0].reshape(-1)[::step].clone() for value in values]
+    return [value.reshape(-1)[::step].clone() for value in found]
 
 
 def _lost_updates(

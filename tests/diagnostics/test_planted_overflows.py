@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_overflow import Deep, Fault, ScaleGradient, WriteOutside, batches, examine, square
+from toy_overflow import (
+    Deep,
+    Fault,
+    ScaleGradient,
+    WriteOutside,
+    batches,
+    examine,
+    in_range_of_fp32,
+    nan_input,
+    square,
+)
 
 from amp_wrapper import AmpOptimWrapper, amp
 from amp_wrapper.diagnostics.diagnosis import CAUSES, Diagnosis
@@ -26,10 +36,6 @@ class RatioLoss(nn.Module):
     def forward(self, output: Tensor) -> Tensor:
         nothing = (output * 0).sum()
         return square(output) + nothing / nothing
-
-
-def in_range_of_fp32(x: Tensor) -> Tensor:
-    return (x * 1e6) / 1e6
 
 
 def huge_gradient(x: Tensor) -> Tensor:
@@ -67,12 +73,6 @@ def by_chance(x: Tensor) -> Tensor:
     return nn.functional.dropout(x * factor, 0.5) / factor
 
 
-def nan_input(x: Tensor) -> Tensor:
-    x = x.clone()
-    x[2, 1] = torch.nan
-    return x
-
-
 @dataclasses.dataclass(frozen=True)
 class Planted:
     """One fault: where it is planted, and what has to be named."""
@@ -96,9 +96,7 @@ TABLE = [
     Planted('forward out of range', FLOAT16, 'forward_range', DEEP, in_range_of_fp32, phase='forward'),
     Planted('forward nan', ALL, 'forward_nan', DEEP, root_below_zero, phase='forward'),
     Planted('an op outside of torch', ('O1', 'O2', 'O5'), 'forward_nan', DEEP, written_outside, phase='forward'),
-    Planted(
-        'an op outside of torch, in 16-bit alone', ('O2', 'O5'), 'forward_range', DEEP, written_outside_in_16bit, phase='forward'
-    ),
+    Planted('one in 16-bit alone', ('O2', 'O5'), 'forward_range', DEEP, written_outside_in_16bit, phase='forward'),
     Planted('everything masked', ('O1', 'O2', 'O5'), 'forward_nan', DEEP, all_masked, phase='forward'),
     Planted('a mask beside it', ('O1', 'O2'), 'forward_range', DEEP, partly_masked_and_huge, phase='forward'),
     Planted('by chance', ('O2',), 'forward_range', DEEP, by_chance, phase='forward'),
@@ -116,11 +114,17 @@ TABLE = [
         phase='backward', options={'loss_scale': {'init_scale': 2.0**11}},
     ),
     *(
-        Planted(f'forward out of range, {kind}', ('O1', 'O2'), 'forward_range', DEEP, in_range_of_fp32, phase='forward', checkpointed=kind)
+        Planted(
+            f'forward out of range, {kind}', ('O1', 'O2'), 'forward_range', DEEP, in_range_of_fp32, phase='forward',
+            checkpointed=kind,
+        )
         for kind in ('reentrant', 'not reentrant')
     ),
     *(
-        Planted(f'gradient out of range, {kind}', ('O1', 'O2'), 'gradient_range', DEEP, huge_gradient, phase='backward', checkpointed=kind)
+        Planted(
+            f'gradient out of range, {kind}', ('O1', 'O2'), 'gradient_range', DEEP, huge_gradient, phase='backward',
+            checkpointed=kind,
+        )
         for kind in ('reentrant', 'not reentrant')
     ),
 ]  # fmt: skip
@@ -178,9 +182,7 @@ def test_remedies_say_what_really_helps(each: Planted) -> None:
         assert (again == []) == remedy.finite, (remedy, [each.text for each in again])
     kinds = {remedy.kind for remedy in found.remedies if remedy.finite}
     if each.cause == 'forward_range' and each.act is not by_chance:
-        assert kinds == (
-            {'keep_fp32', 'bfloat16'} if each.name != 'an op outside of torch, in 16-bit alone' else {'keep_fp32'}
-        )
+        assert kinds == ({'keep_fp32', 'bfloat16'} if each.name != 'one in 16-bit alone' else {'keep_fp32'})
     if each.cause == 'gradient_scale':
         assert 'loss_scale' in kinds
     if each.cause in ('forward_nan', 'gradient_nan', 'input'):

@@ -95,6 +95,17 @@ class Deep(nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
 
+def in_range_of_fp32(x: Tensor) -> Tensor:
+    """Out of the range of float16 on the way."""
+    return (x * 1e6) / 1e6
+
+
+def nan_input(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[2, 1] = torch.nan
+    return x
+
+
 def square(output: Tensor) -> Tensor:
     return output.float().square().mean()
 
