@@ -81,7 +81,7 @@ $(VENV)/.runtime: $(VENV)/pyvenv.cfg requirements/build.txt requirements/runtime
 build_ops = @echo '== building the compiled ops'; \
 	$(BIN)/python setup.py build_ext --inplace > $(VENV)/ops.log || { cat $(VENV)/ops.log >&2; exit 1; }
 
-$(VENV)/.ops: $(VENV)/.runtime setup.py $(CXX_SOURCES)
+$(VENV)/.ops: $(VENV)/.runtime setup.py amp_wrapper/ops/building.py $(CXX_SOURCES)
 	$(build_ops)
 	@touch $@
 

@@ -47,7 +47,7 @@ def check_parts(file: Any, resume_optimizer: bool = True) -> None:
     if 'state_dict' not in file and 'model' in file and 'optimizer' in file:
         raise AmpCheckpointError(
             "it has 'model' in place of 'state_dict': a training file of a script without mmengine (apex, say). Convert it "
-            'with tools/convert_checkpoint.py --to stock.'
+            'with amp-wrapper convert --to stock.'
         )
     parts = ('state_dict', 'meta', 'message_hub', *(['optimizer'] if resume_optimizer else []))
     missing = f'it has no key {{keys}} (found: {{found}}), which a training goes on from: {WEIGHTS_ONLY}.'

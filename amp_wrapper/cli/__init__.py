@@ -62,23 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in COMMANDS:
-        name = words[0]
+    if not words or words[0] not in COMMANDS:
+        return _quietly(lambda: _overview(words))
+    name = words[0]
+    prog = f'{_program()} {name}'
 
-        def fail(text: str, error: BaseException) -> int:
-            print(f'{_program()} {name}: error: {text}', file=sys.stderr)
-            return 1
+    def fail(text: str, error: BaseException) -> int:
+        print(f'{prog}: error: {text}', file=sys.stderr)
+        return 1
 
-        return _perform(name, words[1:], f'{_program()} {name}', fail)
-    overview = _overview()
-    if words and not words[0].startswith('-'):
-        overview.error(f'there is no command {words[0]!r}{nearest(words[0], COMMANDS)}: {", ".join(COMMANDS)}')
-    try:
-        overview.parse_args(words)
-    except BrokenPipeError:
-        return _reader_has_gone()
-    overview.print_help(sys.stderr)
-    return 2
+    return _quietly(lambda: _perform(name, words[1:], prog, fail))
 
 
 def script(path: str, argv: Sequence[str] | None = None) -> int:
@@ -99,7 +92,8 @@ def script(path: str, argv: Sequence[str] | None = None) -> int:
     def fail(text: str, error: BaseException) -> int:
         raise SystemExit(f'{type(error).__name__}: {text}' if isinstance(error, AmpError) else text) from None
 
-    return _perform(start.SCRIPTS[name], list(sys.argv[1:] if argv is None else argv), f'python tools/{name}', fail)
+    words = list(sys.argv[1:] if argv is None else argv)
+    return _quietly(lambda: _perform(start.SCRIPTS[name], words, f'python tools/{name}', fail))
 
 
 def parser_of(name: str, prog: str = '') -> tuple[ModuleType, argparse.ArgumentParser]:
@@ -120,7 +114,8 @@ def _program() -> str:
     return 'python -m amp_wrapper' if start.COMMAND[:1] == ('-m',) else start.PROGRAM
 
 
-def _overview() -> argparse.ArgumentParser:
+def _overview(words: list[str]) -> int:
+    """Answer a command line without a command."""
     width = max(map(len, COMMANDS))
     rows = [f'  {name:<{width}}  {parser_of(name)[0].HELP}' for name in COMMANDS]
     parser = argparse.ArgumentParser(
@@ -131,7 +126,32 @@ def _overview() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument('--version', action='version', version=f'{start.PROGRAM} {__version__}')
-    return parser
+    if words and not words[0].startswith('-'):
+        near = nearest(words[0], COMMANDS)
+        parser.error(f'there is no command {words[0]!r}{near}. The commands: {", ".join(COMMANDS)}.')
+    parser.parse_args(words)
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _quietly(work: Callable[[], int]) -> int:
+    """The exit status of some work, also where the user stops it, or the reader of the output goes, as head does."""
+    try:
+        try:
+            return work()
+        finally:
+            # here, where a reader that has gone is still noticed
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        if _debugging():
+            raise
+        return 130
+    except BrokenPipeError:
+        if _debugging():
+            raise
+        # nothing is flushed to it at the end of the process any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _perform(name: str, words: list[str], prog: str, fail: Callable[[str, BaseException], int]) -> int:
@@ -143,18 +163,7 @@ def _perform(name: str, words: list[str], prog: str, fail: Callable[[str, BaseEx
             _use_current_folder()
         if COMMANDS[name]:
             _complete()
-        status = int(module.run(args))
-        # here, where a reader that has gone is still noticed
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        if _debugging():
-            raise
-        return 130
-    except BrokenPipeError:
-        if _debugging():
-            raise
-        return _reader_has_gone()
+        return int(module.run(args))
     except AmpError as error:
         if _debugging():
             raise
@@ -175,9 +184,3 @@ def _use_current_folder() -> None:
     folder = os.getcwd()
     if folder not in sys.path and '' not in sys.path:
         sys.path.insert(0, folder)
-
-
-def _reader_has_gone() -> int:
-    """The exit status after a broken pipe, as shells count it; at the end of the process nothing is flushed to it any more."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141

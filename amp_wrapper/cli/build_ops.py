@@ -24,7 +24,7 @@ _BUILD = """
 import pathlib, runpy, sys
 file, root, target, objects, cuda = sys.argv[1:]
 build = runpy.run_path(file)['build']
-build(pathlib.Path(root), pathlib.Path(target), pathlib.Path(objects), {'yes': True, 'no': False}[cuda])
+build(pathlib.Path(root), pathlib.Path(target), pathlib.Path(objects), {'yes': True, 'no': False}.get(cuda))
 """
 
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         # beside setup.py, objects of earlier builds are kept
         checkout = (root / 'setup.py').is_file()
         objects = root / 'build' / building.kind(what) if checkout else Path(temporary, 'objects')
-        _compile(what, Path(temporary, 'built'), objects, args.jobs)
+        _compile(what, Path(temporary, 'built'), objects, cuda, args.jobs)
         _install(Path(temporary, 'built', 'amp_wrapper', 'ops'), folder)
     return _what_serves(folder if args.out else None)
 
@@ -126,13 +126,14 @@ def _announce(what: Plan, folder: Path) -> None:
     sys.stdout.flush()
 
 
-def _compile(what: Plan, target: Path, objects: Path, jobs: int | None) -> None:
+def _compile(what: Plan, target: Path, objects: Path, cuda: bool | None, jobs: int | None) -> None:
     """Run the build, with a line for each file that is compiled; where it fails, show what the compilers said."""
     from ..ops import building
 
     names = building.sources(what.root, '.cpp', '.cu')
     total = len([name for name in names if what.with_cuda or '/cuda/' not in name])
-    words = [building.__file__, str(what.root), str(target), str(objects), 'yes' if what.with_cuda else 'no']
+    asked = {True: 'yes', False: 'no', None: 'where there is a GPU'}[cuda]
+    words = [building.__file__, str(what.root), str(target), str(objects), asked]
     environment = {**os.environ, 'PYTHONUNBUFFERED': '1', **({'MAX_JOBS': str(jobs)} if jobs else {})}
     said: list[str] = []
     seen: set[str] = set()
@@ -184,7 +185,7 @@ def _what_serves(folder: Path | None) -> int:
     for device in ('cpu', 'cuda'):
         served = [row[device] for row in facts['ops'].values()]
         count = sum(one != 'reference' for one in served)
-        why = f' ({build["reason"]})' if build['reason'] and count < len(served) else ''
+        why = f' ({build["reason"]})' if build['reason'] and not count else ''
         print(f'{device.upper():<10}{count} of {len(served)} ops are compiled{why}')
     if not build['loaded'] and os.environ.get('AMP_WRAPPER_OPS') != 'reference':
         raise AmpUsageError(f'the library was built, and is not loaded, since {build["reason"]}.')

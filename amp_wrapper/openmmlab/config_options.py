@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,17 @@ def read_config(path: str | Path, options: dict[str, Any] | None = None) -> Conf
     projects.check(path)
     try:
         cfg = Config.fromfile(path)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise AmpConfigError(
             [
-                f'{path} imports what is not there: {error}. Modules are looked for in the current folder and in PYTHONPATH.'
+                f'{path} imports what cannot be imported: {_first(error)}. Modules are looked for among those that are '
+                'installed, in PYTHONPATH and in the current folder.'
             ]
         ) from error
+    except SyntaxError as error:
+        # mmengine names no file where it is a base of this one
+        place = f'line {error.lineno}' if _has_mistake(path) else 'in a config that it inherits from'
+        raise AmpConfigError([f'{path} cannot be read as a config: {place}: {error.msg}.']) from error
     except Exception as error:
         # a config is a program, so it may raise anything
         text = str(error).strip().replace('\n', ' ')
@@ -49,6 +55,15 @@ def _first(error: BaseException) -> BaseException:
     """The error that led to this one; mmengine's own names the module of the config alone, and not what that misses."""
     cause = error.__cause__ or error.__context__
     return _first(cause) if isinstance(cause, ImportError) else error
+
+
+def _has_mistake(path: Path) -> bool:
+    """Whether it is this file that is no Python."""
+    try:
+        ast.parse(path.read_text(encoding='utf-8'))
+    except SyntaxError:
+        return True
+    return False
 
 
 def parse_options(words: Sequence[str]) -> dict[str, Any]:

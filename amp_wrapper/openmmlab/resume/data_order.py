@@ -116,7 +116,7 @@ def why_inexact(runner: Any, loop: Any) -> list[str]:
         )
     if (runner.cfg.get('randomness') or {}).get('seed') is None:
         reasons.append(
-            'the config has no seed, and data sets are built before a checkpoint is read. tools/train.py --resume takes the '
+            'the config has no seed, and data sets are built before a checkpoint is read. amp-wrapper train --resume takes the '
             'seed from the checkpoint; for other scripts write randomness=dict(seed=0).'
         )
     if not by_epoch and not endless and loader.num_workers and seeds_of(loader)['workers'] is None:

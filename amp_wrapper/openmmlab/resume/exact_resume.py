@@ -32,7 +32,7 @@ from . import data_order, early_stopping, rank_states, seen_data
 class ExactResumeHook(Hook):
     """A resumed run equals the uninterrupted one: random numbers, order of the data, validations, early stopping.
 
-    ``custom_hooks=[dict(type='amp_wrapper.ExactResumeHook')]``; ``tools/train.py`` adds it by itself. What cannot be exact
+    ``custom_hooks=[dict(type='amp_wrapper.ExactResumeHook')]``; ``amp-wrapper train`` adds it by itself. What cannot be exact
     in a configuration is said once, when the training starts. The random states are copied at each checkpoint and each
     validation.
 
