@@ -27,6 +27,7 @@ from typing_extensions import Unpack
 
 from ..casting.sharding import shard
 from ..compiler_internals import eager_block
+from ..diagnostics.suggest_level import suggest_level
 from ..policy import OPTIONS
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolve import Fp32Names
@@ -315,5 +316,6 @@ __all__ = [
     'scale_loss',
     'skipped_steps',
     'state_dict',
+    'suggest_level',
     'weights_changed',
 ]

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -69,9 +69,13 @@ class Sandbox:
     model: nn.Module
     engine: AmpEngine
 
-    def forward(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forward(self) -> Iterator[None]:
         """What surrounds a training forward call of the copy."""
-        return self.engine.forward_context(self.model)
+        with self.engine.forward_context(self.model):
+            yield
+        # autocast keeps its casts of weights until the outermost region ends, which is that of isolated()
+        torch.clear_autocast_cache()
 
 
 def attach_whole(engine: AmpEngine, model: nn.Module) -> None:

@@ -1,0 +1,81 @@
+"""``amp-wrapper suggest-level``: try the levels on the model of a config, and recommend one."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from . import options
+
+HELP = 'try the levels on the model of a config, and recommend one'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options.
+
+    Args:
+        parser: Gets them.
+    """
+    parser.description = (
+        'Try the levels side by side on copies of the model of a config, with its data, optimizer and clipping: time, memory, '
+        'skipped steps, how far loss and gradients are from FP32. Recommends one, with keep_fp32 where a few modules need it. '
+        'Trains nothing, writes nothing but --html and --json. Ctrl-C ends it with what is known by then.'
+    )
+    parser.epilog = f'example: {parser.prog} configs/digits/cnn_o2.py --levels O0,O2,O5 --html level.html'
+    options.add_config(parser)
+    parser.add_argument(
+        '--levels',
+        type=_levels,
+        metavar='O0,O1,...',
+        help='levels that may be recommended; default: all. O0 always runs',
+    )
+    parser.add_argument(
+        '--steps', type=int, default=20, metavar='N', help='steps of each level, the first two not timed; default: 20'
+    )
+    parser.add_argument(
+        '--prefer',
+        choices=('speed', 'memory'),
+        help='what to save; default: speed on a GPU, memory on a CPU, whose times say nothing about a GPU',
+    )
+    parser.add_argument(
+        '--checkpoint', metavar='F', help='weights to begin with; default: load_from of the config, or its first ones'
+    )
+    parser.add_argument(
+        '--input-shape',
+        nargs='+',
+        type=int,
+        metavar='N',
+        help='generate inputs of this shape (C H W) in place of the training data',
+    )
+    parser.add_argument(
+        '--max-trials', type=int, default=32, metavar='N', help='of the search for keep_fp32, in all; default: 32'
+    )
+    parser.add_argument('--seed', type=int, default=0, metavar='N', help='of the random generators; default: 0')
+    parser.add_argument('--device', metavar='DEVICE', help='default: the first GPU, or the CPU')
+    parser.add_argument('--html', metavar='F', help='write a page with every module')
+    parser.add_argument('--json', metavar='F', help='write everything that was measured')
+
+
+def _levels(text: str) -> Sequence[str]:
+    listed = [level.strip() for level in text.split(',') if level.strip()]
+    unknown = [level for level in listed if level not in options.LEVELS]
+    if unknown or not listed:
+        raise argparse.ArgumentTypeError(f'{text!r} must be levels with commas between them, such as O0,O2,O5')
+    return listed
+
+
+def run(args: argparse.Namespace) -> int:
+    """Try, print, write.
+
+    Args:
+        args: From the parser.
+
+    Returns:
+        0; 130 where it was interrupted, after what is known was printed.
+
+    Raises:
+        AmpError: Config, data or options cannot be used; a file cannot be written.
+    """
+    from ..openmmlab.suggesting import suggest_from_config
+
+    return suggest_from_config(args)
