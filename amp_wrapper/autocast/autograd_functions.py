@@ -42,7 +42,7 @@ def _fp32_forward(active: ActiveOp, forward: Callable[..., Any], with_context: b
             return forward(*args, **kwargs)
         tensors = tensors_in(args, kwargs)
         copies = Copies(torch.float32, HALF_TYPES)
-        with autocast_off(op, devices_of(tensors)):
+        with autocast_off(op, devices_of(tensors), forward):
             if not is_narrow(op, tensors):
                 return forward(*args, **kwargs)
             result = forward(*map_tensors(copies.cast, args), **map_tensors(copies.cast, kwargs))

@@ -18,7 +18,7 @@ from ..compiler_internals import constant_when_traced, untraced
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
-from . import graph, graph_region, state
+from . import graph, graph_region, listening, state
 from .graph_region import GraphRegion
 from .state import AutocastOff, autocast_is_on
 
@@ -140,7 +140,7 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
         raise BannedOpError(function.__name__, op.reason)
     devices = devices_of(tensors) or _devices_of_modules(args[held:])
     args, kwargs = _wide_types(op, devices, args, kwargs)
-    with autocast_off(op, devices):
+    with autocast_off(op, devices, function):
         if not narrow:
             return function(*args, **kwargs)
         result = _cast_call(function, args, kwargs, held, torch.float32, HALF_TYPES)
@@ -162,9 +162,11 @@ def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
     return any(tensor.dtype in op.avoids(tensor.device.type) for tensor in tensors if tensor.dtype in HALF_TYPES)
 
 
-def autocast_off(op: Fp32Op, devices: list[str]) -> AutocastOff:
-    """Switches autocast off where it is on, with a type that ``op`` avoids."""
-    return AutocastOff([device for device in devices if state.autocast_type(device) in op.avoids(device)])
+def autocast_off(op: Fp32Op, devices: list[str], function: Any) -> AutocastOff:
+    """Switches autocast off where it is on, with a type that ``op`` avoids, for a call of ``function``."""
+    off = [device for device in devices if state.autocast_type(device) in op.avoids(device)]
+    told = listening.listener
+    return AutocastOff(off) if told is None else listening.Told(told, op, function, off)
 
 
 def _wide_types(
@@ -315,6 +317,8 @@ def call_by_rule(
     """
     target, is_op, devices = _target(rule, function, tensors, kwargs), _is_op(function), devices_of(tensors)
     with ExitStack() as stack:
+        if listening.listener is not None:
+            stack.enter_context(listening.Told(listening.listener, rule, function))
         if is_op:
             stack.enter_context(state.overruling())
         if is_op or rule.dtype is torch.float32:

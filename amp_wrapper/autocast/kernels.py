@@ -22,7 +22,7 @@ from .. import torch_internals
 from ..compiler_internals import constant_when_traced, never_compiled
 from ..policy.autocast_lists import FLOAT32, FOLLOW, HALF, OP_RULES, PROMOTE, WRITE, OpRule
 from ..policy.nested import CASTABLE
-from . import state
+from . import listening, state
 from .call import tensors_in
 
 _KEYS = {'cpu': 'AutocastCPU', 'cuda': 'AutocastCUDA', 'xpu': 'AutocastXPU', 'mps': 'AutocastMPS'}
@@ -92,6 +92,9 @@ def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., 
             kwargs[word] = _cast(value, target, device_type)
         # composite ops call others, which have to see what the outer one was given
         torch.set_autocast_enabled(device_type, False)
+        told = listening.listener
+        if told is not None:
+            told.enters(rule, name)
         try:
             result = run(*cast_args, **kwargs)
             if writes and cast_args[0] is not args[0]:
@@ -99,6 +102,8 @@ def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., 
             return result
         finally:
             torch.set_autocast_enabled(device_type, True)
+            if told is not None:
+                told.leaves()
 
     kernel.__name__ = f'amp_{name}'
     never_compiled(kernel, with_callees=True)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Sequence
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ..compiler_internals import name_without_wrappers
 from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.lookup import find, is_module_class
 from ..policy.policy import Policy
-from .modules import class_name, module_device
+from .modules import class_name, is_batchnorm, is_loss, module_device
 
 #: (qualified name, module) pairs.
 Roots = Sequence[tuple[str, nn.Module]]
+
+#: Why BatchNorm stays in FP32.
+BATCHNORM = 'keep_batchnorm_fp32: weights and statistics in FP32; its kernels take 16-bit input beside them'
 
 
 def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) -> set[int]:
@@ -42,7 +47,7 @@ def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) ->
                 if isinstance(item, type):
                     hit = isinstance(module, item)
                 else:
-                    hit = (key != '' and fnmatch.fnmatchcase(key, item)) or class_name(module) == item
+                    hit = _is_named(module, name, item)
                     # the user knows nothing of the names that several models get
                     hit = hit or (without_prefix and fnmatch.fnmatchcase(key.removeprefix(f'{prefix}.'), item))
                 if hit:
@@ -83,3 +88,49 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
     named = [op.name for op in FP32_OPS.values() if dtype in op.avoids(device)]
     found = (find(name, load=False) for name in (*named, *(op.name for op in policy.fp32_ops)))
     return tuple(value for value in found if is_module_class(value))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Why a module stays in FP32.
+
+    Attributes:
+        rule: 'keep_fp32', 'batchnorm', 'loss', 'registry', 'fp32_ops', 'average' or 'shared'.
+        name: What it was found by: a pattern or class of ``keep_fp32``, or an entry of the registry; '' otherwise.
+        reason: In words.
+    """
+
+    rule: str
+    name: str
+    reason: str
+
+
+def why_kept(module: nn.Module, name: str, policy: Policy) -> Kept:
+    """The reason for a module that is known to stay in FP32.
+
+    Args:
+        module: A module that a cast left in FP32, by itself and not as a part of such a module.
+        name: Its qualified name.
+        policy: The configuration of the cast.
+    """
+    for item in policy.keep_fp32:
+        label = item if isinstance(item, str) else item.__name__
+        if isinstance(module, item) if isinstance(item, type) else _is_named(module, name, item):
+            return Kept('keep_fp32', label, f'named by keep_fp32={label!r}')
+    if policy.keep_batchnorm_fp32 and is_batchnorm(module):
+        return Kept('batchnorm', '', BATCHNORM)
+    for rule, ops in (('fp32_ops', policy.fp32_ops), ('registry', tuple(FP32_OPS.values()))):
+        for op in ops:
+            cls = find(op.name, load=False)
+            if is_module_class(cls) and isinstance(module, cls):
+                return Kept(rule, op.name, op.reason)
+    if is_loss(module):
+        return Kept('loss', '', 'a loss, by its class or the name of its class')
+    if isinstance(module, AveragedModel):
+        return Kept('average', '', 'an average of weights')
+    return Kept('shared', '', 'shares a tensor with a module that stays in FP32')
+
+
+def _is_named(module: nn.Module, name: str, pattern: str) -> bool:
+    key = name_without_wrappers(name)
+    return (key != '' and fnmatch.fnmatchcase(key, pattern)) or class_name(module) == pattern

@@ -1,0 +1,57 @@
+"""``amp-wrapper report``: what the model of a config computes in at a level and why, and what each level costs."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import options
+
+HELP = 'report what runs in which type and why, what 16-bit types lose, and memory'
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options.
+
+    Args:
+        parser: Gets them.
+    """
+    parser.description = (
+        'Run one training step of the model of a config at each opt level, and report: types of weights, inputs and outputs, '
+        'what runs in FP32 and why, what float16 and bfloat16 would lose, and the memory of each level. Nothing is trained.'
+    )
+    parser.epilog = f'example: {parser.prog} configs/digits/cnn_o2.py --opt-level O5 --html report.html'
+    options.add_config(parser)
+    parser.add_argument(
+        '--checkpoint', metavar='FILE', help='weights to report on; default: those that training begins with'
+    )
+    parser.add_argument(
+        '--opt-level', choices=options.LEVELS, help='the level to report on (default: that of the config)'
+    )
+    parser.add_argument(
+        '--input-shape',
+        nargs='+',
+        type=int,
+        metavar='N',
+        help='generate data of this shape, C H W or N C H W, and read none',
+    )
+    parser.add_argument('--depth', type=int, metavar='N', help='show modules down to this depth in the terminal')
+    parser.add_argument('--html', metavar='FILE', help='write a page with a search box')
+    parser.add_argument('--json', metavar='FILE', help='write all of it as JSON')
+
+
+def run(args: argparse.Namespace) -> int:
+    """Report.
+
+    Args:
+        args: From the parser.
+
+    Returns:
+        0.
+
+    Raises:
+        AmpError: Config, options, checkpoint or data cannot be used; a file cannot be written.
+    """
+    from ..openmmlab import reporting
+
+    reporting.report(args)
+    return 0

@@ -1,0 +1,365 @@
+"""Shows a precision report: as tables in a terminal, by rich, and as what the template of the page asks for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .module_record import OUTSIDE, RULES
+from .pages import bytes_text, number_text, share_text
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+
+#: Types as they are called where there is little room.
+SHORT = {'float16': 'fp16', 'bfloat16': 'bf16', 'float32': 'fp32', 'float64': 'fp64'}
+#: From this width on, there is room for more columns.
+WIDE = 120
+_LEFT_OUT = 'not called', 'container'
+_MEMORY = ('weights', 'masters', 'optimizer_state', 'gradients', 'activations', 'buffers', 'total', 'measured_peak')
+_KINDS = {
+    'weights': 'weights',
+    'inputs': 'inputs',
+    'outputs': 'outputs',
+    'weight_gradients': 'gradients of weights',
+    'output_gradients': 'gradients of outputs',
+}
+
+
+def tables(data: Mapping[str, Any], depth: int | None = None) -> RenderableType:
+    """The tables of a report, for ``rich.print``.
+
+    Args:
+        data: Of the report.
+        depth: Of the deepest modules that are shown; None for all.
+    """
+    return _Tables(data, depth)
+
+
+def text(data: Mapping[str, Any], depth: int | None = None, width: int | None = None) -> str:
+    """The tables as text without colours.
+
+    Args:
+        data: Of the report.
+        depth: As of :func:`tables`.
+        width: In characters; that of the terminal by default, 100 where there is none.
+    """
+    from rich.console import Console
+
+    console = Console(
+        width=width or shutil.get_terminal_size((100, 40)).columns, color_system=None, force_terminal=False
+    )
+    with console.capture() as capture:
+        console.print(_Tables(data, depth))
+    return '\n'.join(line.rstrip() for line in capture.get().rstrip().splitlines())
+
+
+class _Tables:
+    """Renders itself by the width that there is."""
+
+    def __init__(self, data: Mapping[str, Any], depth: int | None) -> None:
+        self._data, self._depth = data, depth
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        data, wide = self._data, options.max_width >= WIDE
+        yield Text(f'Precision of {data["title"]} at {data["policy"]}', style='bold')
+        yield Text(', '.join(facts(data).values()))
+        shown = [m for m in data['modules'] if self._depth is None or m['depth'] <= self._depth]
+        yield Text()
+        yield self._types(shown, wide)
+        if not wide:
+            yield self._ops(shown)
+        rules = {op['rule'] for module in shown for op in module['fp32_ops']}
+        for rule in (rule for rule in RULES if rule in rules):
+            yield Text(f'  {rule}: {RULES[rule]}', style='dim')
+        yield Text()
+        yield self._ranges(shown, wide)
+        if data['gradients']:
+            yield Text(gradient_line(data['gradients']))
+        yield Text()
+        yield self._memory(wide)
+        yield Text(memory_line(data), style='dim')
+
+    def _types(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Table:
+        table = _table('Types, and what runs in FP32')
+        for title in ('module', 'weights', 'input', 'output'):
+            table.add_column(title, no_wrap=wide, overflow='fold')
+        if wide:
+            table.add_column('gradient')
+        table.add_column('16-bit ops', justify='right')
+        # where there is little room, the ops have a table of their own
+        table.add_column('FP32 ops: why' if wide else 'FP32 ops', overflow='fold', justify='left' if wide else 'right')
+        for module in modules:
+            cells = [_escaped(cell) for cell in (tree_name(module), weights_text(module), *arrows(module))]
+            if wide:
+                cells.append(short(module['gradients']))
+            if module['state'] in _LEFT_OUT:
+                note = '' if module['state'] == 'container' else '[dim]not called[/dim]'
+                table.add_row(*cells, '', note)
+                continue
+            lines, count = fp32_lines(module), fp32_count(module)
+            table.add_row(
+                *cells, str(half_count(module) or ''), _escaped('\n'.join(lines)) if wide else str(count or '')
+            )
+        return table
+
+    def _ops(self, modules: Sequence[Mapping[str, Any]]) -> Table:
+        table = _table('What runs in FP32, and why')
+        table.add_column('module', overflow='fold')
+        table.add_column('op: why', overflow='fold')
+        for module in modules:
+            if module['fp32_ops']:
+                name = module['name'] or module['class']
+                table.add_row(_escaped(name), _escaped('\n'.join(fp32_lines(module, reasons=False))))
+        return table
+
+    def _ranges(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Table:
+        table = _table('Largest numbers in FP32, and shares that 16-bit types would lose')
+        table.add_column('module', overflow='fold', no_wrap=wide)
+        for title in ('weights', 'outputs', 'gradients'):
+            table.add_column(title, justify='right')
+        kinds = ('float16', 'bfloat16') if wide else ('float16',)
+        for kind in kinds:
+            table.add_column(f'{SHORT[kind]} over', justify='right')
+            table.add_column('under', justify='right')
+            table.add_column('rms error', justify='right')
+        for module in modules:
+            ranges = module['ranges']
+            if module['state'] != 'called' or not ranges:
+                continue
+            cells = [_escaped(tree_name(module))]
+            for key in ('weights', 'outputs', 'output_gradients'):
+                cells.append(number_text(ranges[key]['largest']) if key in ranges else '')
+            for kind in kinds:
+                found = [ranges[key][kind] for key in ('weights', 'outputs') if key in ranges]
+                over = max((each['overflow'] for each in found), default=0.0)
+                under = max((each['underflow'] for each in found), default=0.0)
+                error = max((each['rms_error'] for each in found), default=0.0)
+                cells += [
+                    f'[bold red]{share_text(over)}[/bold red]' if over else '0',
+                    share_text(under),
+                    number_text(error),
+                ]
+            table.add_row(*cells)
+        return table
+
+    def _memory(self, wide: bool) -> Table:
+        table = _table('Memory of one training step by level, counted')
+        words = {'optimizer_state': 'optimizer', 'measured_peak': 'GPU peak'}
+        keys = [key for key in _MEMORY if wide or key not in ('buffers', 'gradients')]
+        keys = [key for key in keys if key != 'measured_peak' or is_measured(self._data)]
+        table.add_column('level')
+        for key in keys:
+            table.add_column(words.get(key, key), justify='right')
+        for level, counted in self._data['memory'].items():
+            mark = f'[bold]{level}[/bold]' if level == self._data['level'] else level
+            if 'error' in counted:
+                table.add_row(mark, f'[red]{_escaped(counted["error"])}[/red]')
+                continue
+            table.add_row(mark, *('' if counted[key] is None else bytes_text(counted[key]) for key in keys))
+        return table
+
+
+def _table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, title_justify='left', title_style='bold', box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def _escaped(words: str) -> str:
+    from rich.markup import escape
+
+    return escape(words)
+
+
+# -- words that both have ----------------------------------------------------------------------------------------------
+
+
+def facts(data: Mapping[str, Any]) -> dict[str, str]:
+    """What the report is about, by what it is called on the page."""
+    found = {'Mode': f'{data["mode"]} mode', 'Device': f'on {data["device"]}', 'torch': f'torch {data["torch"]}'}
+    if data['optimizer']:
+        found['Optimizer'] = f'optimizer {data["optimizer"]}'
+    loss = data['loss']
+    if loss is not None:
+        found['Loss'] = f'loss {loss["level"]:.6g} ({loss["fp32"]:.6g} in FP32)'
+    return found
+
+
+def short(types: Sequence[str]) -> str:
+    """``'fp16, fp32'``."""
+    return ', '.join(SHORT.get(kind, kind) for kind in types)
+
+
+def tree_name(module: Mapping[str, Any]) -> str:
+    """The last part of a module's name, indented by its depth, and its class."""
+    name = module['name'].rpartition('.')[2] if module['depth'] else module['name']
+    label = ' '.join(part for part in (name, module['class']) if part)
+    calls = '' if module['calls'] < 2 else f' ×{module["calls"]}'
+    return f'{"  " * module["depth"]}{label}{calls}'
+
+
+def weights_text(module: Mapping[str, Any]) -> str:
+    """``'fp16 + master'``."""
+    weights = module['weights']
+    if weights is None:
+        return ''
+    beside = {'float32': ' + master', 'split': ' + split', None: ''}[weights['masters']]
+    return short(list(weights['types'])) + beside
+
+
+def arrows(module: Mapping[str, Any]) -> tuple[str, str]:
+    """Types of inputs and outputs: 'fp32→fp16' where they are cast at the border of the module."""
+    given, computed = (short(module['inputs'][key]) for key in ('given', 'computed'))
+    made, handed = (short(module['outputs'][key]) for key in ('computed', 'given'))
+    return (
+        computed if given == computed else f'{given}→{computed}',
+        made if made == handed else f'{made}→{handed}',
+    )
+
+
+def half_count(module: Mapping[str, Any]) -> int:
+    """How many ops ran in 16-bit in a module."""
+    return sum(sum(module['ops'].get(kind, {}).values()) for kind in ('float16', 'bfloat16'))
+
+
+def fp32_count(module: Mapping[str, Any]) -> int:
+    """How many ops ran in FP32 in a module, at a 16-bit level."""
+    return sum(op['calls'] for op in module['fp32_ops'])
+
+
+def fp32_lines(module: Mapping[str, Any], reasons: bool = True) -> list[str]:
+    """One line for each op in FP32: its name, how often, the rule, and what the rule says of this op in particular."""
+    lines = []
+    for op in module['fp32_ops']:
+        calls = f' ×{op["calls"]}' if op['calls'] > 1 else ''
+        about = f' {op["name"]}' if op['name'] and op['rule'] != 'autocast' else ''
+        reason = f' ({op["reason"]})' if reasons and op['reason'] != RULES[op['rule']] else ''
+        lines.append(f'{op["op"]}{calls}: {op["rule"]}{about}{reason}')
+    return lines
+
+
+def gradient_line(gradients: Mapping[str, Any]) -> str:
+    """What float16 makes of the gradients, and the loss scale that would put them best."""
+    found, best, first = gradients['float16'], gradients['best_scale'], gradients['first_scale']
+    if best is None:
+        return 'All gradients are zero.'
+    line = (
+        f'Gradients in float16: without a loss scale, {share_text(found["unscaled"]["underflow"])} of them become zero and '
+        f'{share_text(found["unscaled"]["overflow"])} overflow. A scale of {best:g} puts the largest two powers of two below '
+        f'the largest float16; {share_text(found["best_scale"]["underflow"])} become zero then.'
+    )
+    if first != 1.0:
+        lost = found['first_scale']
+        line += (
+            f' The level begins with {first:g}: {share_text(lost["underflow"])} become zero, '
+            f'{share_text(lost["overflow"])} overflow.'
+        )
+    return line
+
+
+def is_measured(data: Mapping[str, Any]) -> bool:
+    """Whether peaks were measured on a GPU."""
+    return any(counted.get('measured_peak') is not None for counted in data['memory'].values())
+
+
+def memory_line(data: Mapping[str, Any]) -> str:
+    """How the table of memory came about."""
+    parts = ['Activations: what the forward pass keeps for the backward pass.']
+    if data['optimizer'] is None:
+        parts.append('No optimizer was given: its state is not counted.')
+    parts.append('GPU peak: of two steps.' if is_measured(data) else 'Peaks: not measured, no GPU.')
+    return ' '.join(parts)
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def for_page(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``precision_report.html.j2`` asks for."""
+    modules = data['modules']
+    parents = {module['name'].rpartition('.')[0] for module in modules if module['depth']}
+    rows = []
+    for module in modules:
+        received, given = arrows(module)
+        rows.append(
+            {
+                **module,
+                'label': tree_name(module).strip(),
+                'is_parent': module['name'] in parents and module['name'] != OUTSIDE,
+                'weights_text': weights_text(module),
+                'input': received,
+                'output': given,
+                'gradient': short(module['gradients']),
+                'half_ops': half_count(module),
+                'fp32_count': fp32_count(module),
+                'fp32_lines': fp32_lines(module),
+            }
+        )
+    used = {op['rule'] for module in modules for op in module['fp32_ops']}
+    return {
+        'data': data,
+        'facts': facts(data),
+        'rows': rows,
+        'rules': {rule: RULES[rule] for rule in RULES if rule in used},
+        'range_rows': list(_range_rows(modules)),
+        'gradient_line': gradient_line(data['gradients']) if data['gradients'] else '',
+        'memory_keys': [key for key in _MEMORY if key != 'measured_peak' or is_measured(data)],
+        'memory_line': memory_line(data),
+        'largest_memory': max((each.get('total', 0) for each in data['memory'].values()), default=0) or 1,
+        'powers': _powers(data),
+    }
+
+
+def _range_rows(modules: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
+    for module in modules:
+        for key, word in _KINDS.items():
+            found = module['ranges'].get(key)
+            if found is None:
+                continue
+            now = found.get('at_level')
+            row: list[Any] = [
+                {'text': module['name'] or module['class'], 'class': 'name'},
+                word,
+                {'text': number_text(found['largest']), 'value': found['largest']},
+                ''
+                if now is None
+                else {
+                    'text': number_text(now['largest']) + (f', {now["nonfinite"]} inf/NaN' if now['nonfinite'] else ''),
+                    'value': now['largest'],
+                    'class': 'bad' if now['nonfinite'] else '',
+                },
+            ]
+            for kind in ('float16', 'bfloat16'):
+                lost = found[kind]
+                for name in ('overflow', 'underflow', 'subnormal', 'inexact'):
+                    style = 'bad' if name == 'overflow' and lost[name] else ''
+                    row.append({'text': share_text(lost[name]), 'value': lost[name], 'class': style})
+                for name in ('rms_error', 'largest_error'):
+                    row.append({'text': number_text(lost[name]), 'value': lost[name]})
+            yield row
+
+
+def _powers(data: Mapping[str, Any]) -> dict[str, dict[int, int]]:
+    """Counts over powers of two of the whole model, for histograms."""
+    found: dict[str, dict[int, int]] = {}
+    for title, key in (('Weights', 'weights'), ('Outputs of modules', 'outputs')):
+        total: dict[int, int] = {}
+        for module in data['modules']:
+            for power, count in module['ranges'].get(key, {}).get('powers', {}).items():
+                total[int(power)] = total.get(int(power), 0) + count
+        if total:
+            found[title] = total
+    if data['gradients']:
+        total = {}
+        for key in ('weights', 'outputs'):
+            for power, count in data['gradients'][key]['powers'].items():
+                total[int(power)] = total.get(int(power), 0) + count
+        if total:
+            found['Gradients, without a loss scale'] = total
+    return found
