@@ -196,12 +196,8 @@ class Monitor:
         under = totals[ZERO] + totals[is_number & (powers < known.bottom - 1)].sum()
         tiny = totals[is_number & (powers >= known.bottom) & (powers < known.bottom + 2)].sum()
         elements = totals.sum().clamp(min=1)
-        return [
-            under / elements,
-            tiny / elements,
-            peaks[0] * torch.exp2(shift) / known.largest,
-            peaks[1] / known.largest,
-        ]
+        below = torch.log2(peaks / known.largest)
+        return [under / elements, tiny / elements, below[0] + shift, below[1]]
 
     def _send_layers(
         self,
