@@ -27,8 +27,8 @@ def read_config(path: str | Path, options: dict[str, Any] | None = None) -> Conf
     """
     path = Path(path)
     if not path.is_file():
-        beside = [file.name for file in path.parent.glob('*.*')] if path.parent.is_dir() else []
-        raise AmpUsageError(f'the config {str(path)!r} is no file{nearest(path.name, beside)}.')
+        beside = [file.stem for file in path.parent.glob('*.*')] if path.parent.is_dir() else []
+        raise AmpUsageError(f'the config {str(path)!r} is no file{nearest(path.stem, beside)}.')
     projects.check(path)
     try:
         cfg = Config.fromfile(path)

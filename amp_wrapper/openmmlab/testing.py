@@ -28,8 +28,8 @@ def test(args: argparse.Namespace) -> dict[str, float]:
     """
     path = Path(args.checkpoint)
     if not path.is_file() and not sharded.is_folder(path):
-        beside = [other.name for other in path.parent.glob('*.pth')] if path.parent.is_dir() else []
-        raise AmpUsageError(f'the checkpoint {args.checkpoint!r} does not exist{nearest(path.name, beside)}.')
+        beside = [other.stem for other in path.parent.glob('*.pth')] if path.parent.is_dir() else []
+        raise AmpUsageError(f'the checkpoint {args.checkpoint!r} does not exist{nearest(path.stem, beside)}.')
     cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)

@@ -94,9 +94,9 @@ def _find(folder: Path) -> Library:
 
 def _module(folder: Path) -> ModuleType:
     """The library of another folder, under its own name."""
-    path = next(folder.glob(f'_C*{importlib.machinery.EXTENSION_SUFFIXES[0]}'), folder / '_C')
+    path = folder / f'_C{importlib.machinery.EXTENSION_SUFFIXES[0]}'
     spec = importlib.util.spec_from_file_location(building.MODULE, path)
-    if spec is None or spec.loader is None:
+    if not path.is_file() or spec is None or spec.loader is None:
         raise ImportError(f'there is none in {folder}')
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -313,14 +313,14 @@ def test_what_changed_is_compiled(built: Tree) -> None:
 
 @grid
 def test_other_flags_compile_everything(built: Tree) -> None:
-    setup = built.root / 'setup.py'
-    kept = setup.read_text()
+    flags = built.root / 'amp_wrapper/ops/building.py'
+    kept = flags.read_text()
     count = len([name for name in (built.root / 'csrc').rglob('*.cpp') if name.parent.name != 'cuda'])
-    setup.write_text(kept.replace("'-ffp-contract=off'", "'-ffp-contract=off', '-DNDEBUG=1'"))
+    flags.write_text(kept.replace("'-ffp-contract=off'", "'-ffp-contract=off', '-DNDEBUG=1'"))
     try:
         assert len(built.build()) == count
     finally:
-        setup.write_text(kept)
+        flags.write_text(kept)
 
 
 @grid
@@ -427,9 +427,55 @@ def test_sdist_to_wheel_to_installed_package(built: Tree, tmp_path: Path) -> Non
     assert not (source / RECORD).exists() and built.record() == before
     names = names_in(installed)
     assert len([name for name in names if name.startswith('amp_wrapper/ops/_C.') and name.endswith('.so')]) == 1
-    assert RECORD.as_posix() in names and not [name for name in names if 'csrc' in name]
+    assert RECORD.as_posix() in names and 'amp_wrapper/csrc/cpu/ops.cpp' in names
     found = built.library(installed)
-    assert found['file'].startswith(str(installed)) and found['changed'] is None and found['warnings'] == 0
+    assert found['file'].startswith(str(installed)) and found['changed'] is False and found['warnings'] == 0
+
+
+def test_the_command_builds_in_an_installed_package(tree: Tree, built: Tree, tmp_path: Path) -> None:
+    """From the sources that travel in the wheel, without a source tree; then again where the compiler finds a mistake."""
+    installed = tmp_path / 'installed'
+    pip = (
+        '-m',
+        'pip',
+        '--disable-pip-version-check',
+        'install',
+        '-q',
+        '--no-index',
+        '--no-deps',
+        '--no-build-isolation',
+    )
+    done = tree.run(*pip, '--target', str(installed), '.', AMP_WRAPPER_WITH_OPS='0')
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not list(installed.rglob('_C.*')) and (installed / 'bin' / 'amp-wrapper').is_file()
+    # the stand-in knows the sources of another tree
+    compiler = tmp_path / 'c++'
+    compiler.write_text(built.compiler.read_text().replace(repr(str(built.root)), repr(str(installed / 'amp_wrapper'))))
+    compiler.chmod(0o755)
+    command = (str(installed / 'bin' / 'amp-wrapper'), 'build-ops', '--no-cuda', '--jobs', '2')
+    variables = {'CXX': str(compiler), 'PYTHONPATH': str(installed)}
+    done = tree.run(*command, cwd=tmp_path, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    count = len([name for name in names_in(installed) if name.endswith('.cpp') and '/cuda/' not in name])
+    lines = done.stdout.splitlines()
+    assert lines[0] == f'torch     {torch.__version__}, {sys.implementation.cache_tag}'
+    assert lines[2:5] == [
+        'CUDA      not built: they were left out with --no-cuda',
+        f'sources   {installed}/amp_wrapper/csrc',
+        f'library   {installed}/amp_wrapper/ops',
+    ]
+    assert [line.partition(' ')[0] for line in lines[5:-2]] == [f'[{index}/{count}]' for index in range(1, count + 1)]
+    assert lines[-1].startswith('CUDA      0 of ') and lines[-1].endswith('(they were left out with --no-cuda)')
+    found = built.library(installed)
+    assert found['file'].startswith(str(installed)) and found['changed'] is False and found['warnings'] == 0
+
+    (installed / 'amp_wrapper/csrc/cpu/ops.cpp').write_text('#error BROKEN on purpose\n')
+    done = tree.run(*command, cwd=tmp_path, **variables)
+    assert done.returncode == 1 and 'BROKEN on purpose' in done.stderr and 'Traceback' not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith('amp-wrapper build-ops: error: the ops could not be compiled; ')
+    # what was there serves
+    found = built.library(installed)
+    assert found['file'].startswith(str(installed)) and found['changed'] is True
 
 
 def test_pure_wheel(tree: Tree, tmp_path: Path) -> None:
@@ -445,6 +491,11 @@ def test_pure_wheel(tree: Tree, tmp_path: Path) -> None:
         names = content.namelist()
         assert json.loads(content.read(RECORD.as_posix()))['chosen'] is True
     assert not [name for name in names if name.endswith('.so') or name.startswith('csrc')]
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'csrc').rglob('*') if path.suffix in SUFFIXES}
+    assert {f'amp_wrapper/{name}' for name in sources} <= set(names)
+    templates = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'amp_wrapper').rglob('*.j2')}
+    assert templates and templates <= set(names)
+    assert 'amp_wrapper/cli/apex_migration/tables.py' in names
     assert not (tree.root / RECORD).exists()
 
 
@@ -464,8 +515,9 @@ def test_make_builds_the_ops_where_sources_changed(tmp_path: Path) -> None:
     shutil.copy2(ROOT / 'Makefile', tmp_path)
     for name in ('csrc', 'requirements'):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ('setup.py', 'pyproject.toml'):
-        shutil.copy2(ROOT / name, tmp_path)
+    for name in ('setup.py', 'pyproject.toml', 'amp_wrapper/ops/building.py'):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / name)
     (tmp_path / '.venv').mkdir()
     for name in ('pyvenv.cfg', '.runtime', '.ops', '.dev'):
         (tmp_path / '.venv' / name).touch()
@@ -477,7 +529,7 @@ def test_make_builds_the_ops_where_sources_changed(tmp_path: Path) -> None:
         return [shlex.split(line, comments=True) for line in done.stdout.splitlines()]
 
     assert not [words for words in would_run() if 'setup.py' in words or 'pip' in words]
-    for name in ('csrc/common/planner.h', 'csrc/cpu/ops.cpp'):
+    for name in ('csrc/common/planner.h', 'csrc/cpu/ops.cpp', 'amp_wrapper/ops/building.py'):
         for stamp in ('.ops', '.dev'):
             os.utime(tmp_path / '.venv' / stamp, (2e9, 2e9))
         os.utime(tmp_path / name, (2e9 + 1, 2e9 + 1))

@@ -1,0 +1,291 @@
+"""The command ``amp-wrapper``, typed as users type it: help, each command once, errors, the user's own modules."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import ROOT
+from mmengine.config import Config
+from toy import checkpoint
+
+import amp_wrapper
+from amp_wrapper import AmpConfigError, AmpUsageError, cli, start
+from amp_wrapper.cli import info as info_command
+from amp_wrapper.openmmlab.config_options import parse_options, read_config
+
+SCRIPT = Path(sys.executable).with_name('amp-wrapper')
+FOREIGN = ROOT / 'tests' / 'data' / 'foreign'
+
+
+def typed(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed command."""
+    if not SCRIPT.exists():
+        pytest.skip('the package is not installed here: pip install --no-deps --no-build-isolation -e .')
+    # as in a shell where the environment is active
+    path = f'{SCRIPT.parent}{os.pathsep}{os.environ["PATH"]}'
+    env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PATH': path, **variables}
+    return subprocess.run([str(SCRIPT), *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def loaded(*words: str) -> set[str]:
+    """What a command imports, with its parents."""
+    done = subprocess.run(
+        [sys.executable, '-X', 'importtime', *words], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    return {found[1] for line in lines if (found := re.fullmatch(r'import time:[ \d|]+\| +([\w.]+)', line))}
+
+
+@pytest.mark.parametrize('words', [[], *([name] for name in cli.COMMANDS)], ids=lambda words: ' '.join(words) or 'none')
+def test_help_needs_neither_torch_nor_mmengine(words: list[str]) -> None:
+    program = [str(SCRIPT)] if SCRIPT.exists() else ['-m', 'amp_wrapper']
+    found = loaded(*program, *words, '--help')
+    assert 'amp_wrapper.cli' in found and 'argparse' in found
+    assert not {'torch', 'numpy', 'mmengine', 'libcst', 'rich', 'matplotlib', 'jinja2'} & found
+
+
+def test_the_module_is_the_same_command() -> None:
+    done = subprocess.run(
+        [sys.executable, '-m', 'amp_wrapper', '--version'], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == (f'amp-wrapper {amp_wrapper.__version__}\n', '')
+
+
+def test_the_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == '' and 'usage: amp-wrapper' in said.err
+    for name in cli.COMMANDS:
+        module, parser = cli.parser_of(name)
+        assert f'  {name} ' in said.err and module.HELP in said.err
+        assert parser.description and parser.prog == f'amp-wrapper {name}'
+        assert (parser.epilog or '').count(parser.prog) == 1, name
+    for words, text in ((['trian'], "there is no command 'trian' (did you mean 'train'?)"), (['--quick'], '--quick')):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(words)
+        assert caught.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_info() -> None:
+    done = typed('info', '--json')
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)['versions']['amp_wrapper'] == amp_wrapper.__version__
+
+
+# -- training, away from the checkout ---------------------------------------------------------------------------------
+
+PROJECT = """
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, MODELS
+from torch.utils.data import Dataset
+
+import amp_wrapper
+
+
+@DATASETS.register_module()
+class Ramp(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        # in a spawned worker, which imports all of the package
+        assert 'AmpOptimWrapper' in vars(amp_wrapper)
+        return dict(x=torch.full((4,), index / 8), y=torch.tensor(index % 2))
+
+
+@MODELS.register_module()
+class Tiny(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 2)
+
+    def forward(self, x, y, mode='loss'):
+        out = self.fc(x)
+        return dict(loss=torch.nn.functional.cross_entropy(out, y)) if mode == 'loss' else [out]
+"""
+CONFIG = """
+custom_imports = dict(imports=['my_project'])
+model = dict(type='Tiny')
+train_dataloader = dict(
+    batch_size=4,
+    num_workers=1,
+    multiprocessing_context='spawn',
+    sampler=dict(type='DefaultSampler', shuffle=True),
+    dataset=dict(type='Ramp'),
+    collate_fn=dict(type='default_collate'),
+)
+train_cfg = dict(by_epoch=True, max_epochs=1)
+optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=dict(type='FusedSGD', lr=0.1))
+randomness = dict(seed=0)
+log_level = 'WARNING'
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / 'my_project.py').write_text(PROJECT)
+    (tmp_path / 'config.py').write_text(CONFIG)
+    return tmp_path
+
+
+def test_train_in_a_folder_of_the_users(project: Path) -> None:
+    done = typed('train', 'config.py', '--cfg-options', 'optim_wrapper.loss_scale=8', cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-4:-1] == [
+        'Finished: epoch 1, iteration 2',
+        f'Checkpoint: {Path("work_dirs/config/epoch_1.pth")}',
+        'Go on from it, for as long again:',
+    ]
+    assert checkpoint(project / 'work_dirs' / 'config')['meta']['iter'] == 2
+    # the command that was printed is the one that was typed
+    program, *words = shlex.split(done.stdout.splitlines()[-1])
+    assert [program, *words[:2]] == ['amp-wrapper', 'train', 'config.py']
+    args = cli.parser_of('train')[1].parse_args(words[1:])
+    assert (project / args.resume).is_file()
+    assert args.cfg_options == {'optim_wrapper.loss_scale': 8, 'train_cfg.max_epochs': 2}
+
+
+def test_errors_of_train_and_test(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come before anything is built, so one process tries them all."""
+    (project / 'broken.py').write_text('model = dict(\n')
+    (project / 'inherits.py').write_text("_base_ = './broken.py'\n")
+    (project / 'imports.py').write_text("custom_imports = dict(imports=['nobody_has_this'])\n")
+    (project / 'raises.py').write_text('x = undefined\n')
+    (project / 'unknown.txt').write_text('x = 1\n')
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(str(project))
+    for name, words in (
+        ('confg.py', "the config 'confg.py' is no file (did you mean 'config'?)."),
+        ('broken.py', "broken.py cannot be read as a config: line 1: '(' was never closed."),
+        ('inherits.py', 'inherits.py cannot be read as a config: in a config that it inherits from: '),
+        ('imports.py', "imports.py imports what cannot be imported: No module named 'nobody_has_this'."),
+        ('raises.py', "raises.py cannot be read as a config: NameError: name 'undefined' is not defined"),
+        ('unknown.txt', 'unknown.txt cannot be read as a config: OSError: '),
+    ):
+        with pytest.raises((AmpConfigError, AmpUsageError)) as caught:
+            read_config(name)
+        text = str(caught.value)
+        assert text.startswith(words) and '\n' not in text, text
+    with pytest.raises(AmpConfigError, match='--cfg-options do not fit the config: TypeError'):
+        read_config('config.py', {'model.type.x': 3})
+    assert read_config('config.py', {'model.type': 'Other'}).model == Config(dict(model=dict(type='Other'))).model
+
+
+def test_values_of_cfg_options() -> None:
+    assert parse_options(['a.b=1', 'c=[1,2]', 'd=x=y']) == {'a.b': 1, 'c': [1, 2], 'd': 'x=y'}
+    for word in ('a', 'a=[1,2'):
+        with pytest.raises(ValueError):
+            parse_options([word])
+
+
+def test_errors_are_one_line(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(project)
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    for line, text in (
+        ('train none.py', "the config 'none.py' is no file."),
+        ('train config.py --resume none.pth', '--resume none.pth: there is no such checkpoint.'),
+        ('train config.py --auto-scale-lr', '--auto-scale-lr: the config has no auto_scale_lr'),
+        ('test config.py none.pth', "the checkpoint 'none.pth' does not exist."),
+        ('convert none.pth --inspect', 'none.pth is not there, or no file: check the path.'),
+    ):
+        assert cli.main(line.split()) == 1
+        said = capsys.readouterr().err
+        assert said.count('\n') == 1 and said.startswith(f'amp-wrapper {line.split()[0]}: error: {text}'), said
+    for line in ('train', 'train config.py --opt-level O9', 'train config.py --cfg-options lr', 'convert x.pth'):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(line.split())
+        assert caught.value.code == 2
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith(f'amp-wrapper {line.split()[0]}: error: '), last
+    assert not (project / 'work_dirs').exists()
+
+
+def test_the_traceback_can_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('AMP_WRAPPER_DEBUG', '1')
+    with pytest.raises(AmpUsageError, match=r'none\.py'):
+        cli.main(['train', 'none.py'])
+
+
+@pytest.mark.parametrize(
+    ('error', 'status', 'said'),
+    [
+        (KeyboardInterrupt(), 130, ''),
+        (BrokenPipeError(), 141, ''),
+        (AmpUsageError('No.'), 1, 'amp-wrapper info: error: No.\n'),
+        (
+            ModuleNotFoundError('No module named', name='matplotlib.pyplot'),
+            1,
+            'amp-wrapper info: error: this needs matplotlib, which is not installed: pip install matplotlib\n',
+        ),
+    ],
+)
+def test_how_a_command_ends(
+    error: BaseException, status: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: object) -> int:
+        raise error
+
+    monkeypatch.setattr(info_command, 'run', run)
+    monkeypatch.setattr(cli.os, 'dup2', lambda old, new: None)
+    monkeypatch.setattr(sys.stdout, 'fileno', lambda: 1, raising=False)
+    assert cli.main(['info']) == status
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv('AMP_WRAPPER_DEBUG', '1')
+    with pytest.raises(type(error)):
+        cli.main(['info'])
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(args: object) -> int:
+        raise ModuleNotFoundError('No module named', name='nobody_has_this')
+
+    monkeypatch.setattr(info_command, 'run', run)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(['info'])
+
+
+def test_every_optional_package_is_installed_here() -> None:
+    """So that its name is right, and its words for pip are those of the project."""
+    import importlib.util
+
+    assert [name for name in cli.OPTIONAL if importlib.util.find_spec(name) is None] == []
+
+
+def test_a_reader_that_has_enough(tmp_path: Path) -> None:
+    for index in range(50):
+        (tmp_path / f'{index}.py').write_text('from apex import amp\n' + f'# {index}\n' * 200)
+    with subprocess.Popen(
+        [str(SCRIPT), 'migrate', str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ''
+    assert process.returncode == 141
+
+
+def test_migrate_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / 'train.py'
+    script.write_text('from apex import amp\n')
+    assert cli.main(['migrate', str(script), '--write']) == 0
+    assert script.read_text() == 'from amp_wrapper import amp\n'
+    assert cli.main(['convert', str(FOREIGN / 'ema.pth'), '--to', 'fp16', str(tmp_path / 'out.pth')]) == 0
+    assert 'ema.pth -> ' in capsys.readouterr().out and (tmp_path / 'out.pth').is_file()
+
+
+def test_the_scripts_are_doors() -> None:
+    """A script in ``tools`` does nothing but call the command."""
+    texts = {path.read_text().partition('"""\n\n')[2] for path in (ROOT / 'tools').glob('*.py')}
+    assert len(texts) == 1 and 'sys.exit(script(__file__))' in texts.pop()
+    assert {path.name for path in (ROOT / 'tools').glob('*.py')} == set(start.SCRIPTS)
