@@ -262,6 +262,7 @@ AMP_OP(multi_tensor_scale, 2, void(Tensors, Tensors, Optional, Optional))
 AMP_OP(multi_tensor_axpby, 3, void(Tensors, Tensors, Tensors, Optional, Optional, Optional, bool, bool))
 AMP_OP(multi_tensor_copy, 2, void(Tensors, Tensors))
 AMP_OP(multi_tensor_isnonfinite, 2, void(Tensors, Tensor))
+AMP_OP(multi_tensor_exponents, 3, void(Tensors, Tensor, Tensor))
 AMP_OP(multi_tensor_l2norm, 1, std::tuple<at::Tensor, at::Tensor>(Tensors, Optional, Optional, bool))
 AMP_OP(multi_tensor_maxnorm, 1, std::tuple<at::Tensor, at::Tensor>(Tensors, Optional, Optional, bool))
 AMP_OP(multi_tensor_scale_l2norm, 2, at::Tensor(Tensors, Tensors, Optional, Optional))
@@ -446,6 +447,7 @@ PyMethodDef methods[] = {
     AMP_METHOD(multi_tensor_axpby),
     AMP_METHOD(multi_tensor_copy),
     AMP_METHOD(multi_tensor_isnonfinite),
+    AMP_METHOD(multi_tensor_exponents),
     AMP_METHOD(multi_tensor_l2norm),
     AMP_METHOD(multi_tensor_maxnorm),
     AMP_METHOD(multi_tensor_scale_l2norm),

@@ -12,14 +12,16 @@
 
 namespace amp_wrapper {
 
-std::string shape_of(const at::Tensor& tensor) {
+std::string shape_of(at::IntArrayRef sizes) {
   // as Python writes a tuple
   std::ostringstream text;
   text << '(';
-  for (std::int64_t i = 0; i < tensor.dim(); ++i) text << (i ? ", " : "") << tensor.size(i);
-  text << (tensor.dim() == 1 ? ",)" : ")");
+  for (std::size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
   return text.str();
 }
+
+std::string shape_of(const at::Tensor& tensor) { return shape_of(tensor.sizes()); }
 
 // torch's C++ names for types are not those that users write.
 std::string name_of(c10::ScalarType type) { return "torch." + std::string(c10::getDtypeNames(type).first); }
@@ -273,6 +275,35 @@ Flat check_call(std::initializer_list<List> lists, c10::DeviceType device_type, 
   Flat flat(lists, device_type, scalars);
   for (const Scalar& scalar : scalars) {
     if (scalar.written && flat.size() > 0) bump_version(scalar.tensor);
+  }
+  return flat;
+}
+
+void check_table(const char* name, const at::Tensor& table, at::IntArrayRef shape, c10::ScalarType type, c10::Device device,
+                 bool written) {
+  TORCH_CHECK_VALUE(table.scalar_type() == type && table.sizes() == shape && table.is_contiguous(), name, " has shape ",
+                    shape_of(table), " and dtype ", name_of(table.scalar_type()), ": ", shape_of(shape), " of ", name_of(type),
+                    " is expected.");
+  TORCH_CHECK_VALUE(!table.is_neg(), name, " has its negative bit set: give ", name, ".resolve_neg().");
+  TORCH_CHECK_NOT_IMPLEMENTED(table.device() == device, name, " is on ", table.device(), " and the first tensor on ", device,
+                              ": one call of the compiled op serves one device.");
+  check_own(name, table, written);
+}
+
+Flat check_exponents(at::TensorList tensors, const at::Tensor& counts, const at::Tensor& largest, c10::DeviceType device_type) {
+  const auto size = static_cast<std::int64_t>(tensors.size());
+  const std::optional<at::Tensor> tables[] = {largest, counts};
+  const Scalar scalars[] = {{"largest", tables[0], true}, {"counts", tables[1], true}};
+  const c10::Device device = device_of(tensors, scalars);
+  check_table("counts", counts, {size, kExponents}, at::kLong, device, true);
+  check_table("largest", largest, {size}, at::kFloat, device, true);
+  const auto* first = static_cast<const char*>(counts.const_data_ptr());
+  const auto* second = static_cast<const char*>(largest.const_data_ptr());
+  TORCH_CHECK_VALUE(first + counts.nbytes() <= second || second + largest.nbytes() <= first,
+                    "counts and largest share memory: give each memory of its own.");
+  Flat flat({{"tensors", tensors}}, device_type, scalars);
+  if (size > 0) {
+    for (const at::Tensor* written : {&counts, &largest}) bump_version(*written);
   }
   return flat;
 }

@@ -86,7 +86,15 @@ Flat check_call(std::initializer_list<List> lists, c10::DeviceType device, std::
 // Any argument: it has memory, and may be written where it is.
 void check_own(const char* name, const at::Tensor& tensor, bool written);
 
+// A contiguous table of numbers beside the lists.
+void check_table(const char* name, const at::Tensor& table, at::IntArrayRef shape, c10::ScalarType type, c10::Device device,
+                 bool written);
+
+// The arguments of multi_tensor_exponents, and the versions of what is written counted where there are tensors.
+Flat check_exponents(at::TensorList tensors, const at::Tensor& counts, const at::Tensor& largest, c10::DeviceType device_type);
+
 // As Python writes a shape, and a dtype.
+std::string shape_of(at::IntArrayRef sizes);
 std::string shape_of(const at::Tensor& tensor);
 std::string name_of(c10::ScalarType type);
 

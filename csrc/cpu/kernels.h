@@ -25,7 +25,7 @@ struct Piece {
 };
 
 // Pointers need no alignment. `streams`: the target is written around the caches where it is aligned.
-// `count` is at most kChunk where a sum is formed, and anything otherwise.
+// `count` is at most kChunk where a sum is formed or elements are counted, and anything otherwise.
 struct Kernels {
   // target = source * factor; returns whether a source element is not finite, where `checks` asks for it
   bool (*scale)(Type source_type, const void* source, Type target_type, void* target, std::int64_t count, float factor,
@@ -39,6 +39,8 @@ struct Kernels {
   float (*sum_of_squares)(Type type, const void* data, std::int64_t count, bool* nonfinite);
   // the largest magnitude as an integer, above kExponent where there is a NaN
   std::int32_t (*largest)(Type type, const void* data, std::int64_t count);
+  // adds the elements of each column, see functors.h; returns the largest finite magnitude as an integer
+  std::int32_t (*exponents)(Type type, const void* data, std::int64_t count, std::uint32_t* columns);
   // master = weight where the weight is not the rounded master, bit for bit; returns whether there was one
   bool (*refresh)(Type weight_type, const void* weight, float* master, std::int64_t count);
   // scale and sum_of_squares of the source in one pass

@@ -31,9 +31,10 @@ inline void fetch_four(const T* from) {
 }  // namespace
 
 #include "elementwise.inl"
+#include "exponents.inl"
 #include "norms.inl"
 #include "step.inl"
 
 namespace amp_wrapper::cpu {
-const Kernels AMP_TABLE = {scale, copy, axpby, sum_of_squares, largest, refresh, scale_and_sum, adam, sgd};
+const Kernels AMP_TABLE = {scale, copy, axpby, sum_of_squares, largest, exponents, refresh, scale_and_sum, adam, sgd};
 }

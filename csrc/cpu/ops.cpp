@@ -1,69 +1,15 @@
-// The ops on a CPU: lists become chunks, and threads share them out.
+// The ops of the lists on a CPU; those of an optimizer step are in step_ops.cpp.
 
 #include <ATen/Functions.h>
-#include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <torch/library.h>
 
 #include <atomic>
 #include <cmath>
-#include <limits>
 
-#include "../common/step_checks.h"
-#include "kernels.h"
+#include "host.h"
 
 namespace amp_wrapper::cpu {
 namespace {
-
-// The same choice as torch's, which ATEN_CPU_CAPABILITY in the environment can lower.
-const Kernels& kernels() {
-  static const Kernels& chosen = []() -> const Kernels& {
-#if defined(__x86_64__)
-    const std::string capability = at::get_cpu_capability();
-    if (capability == "AVX512") return kAvx512;
-    if (capability == "AVX2") return kAvx2;
-#endif
-    return kDefault;
-  }();
-  return chosen;
-}
-
-// Below this many elements for each thread, waking a thread costs more than it brings.
-constexpr std::int64_t kGrain = 32768;
-
-// Calls body(tensor, first element, count, chunk) for every chunk.
-template <typename F>
-void for_chunks(const Launch& launch, F body) {
-  const auto run = [&](std::int64_t begin, std::int64_t end) {
-    if (begin == end) return;
-    int entry = entry_of(launch.starts.data(), static_cast<int>(launch.entries.size()), begin);
-    for (std::int64_t chunk = begin; chunk < end; ++chunk) {
-      while (launch.starts[entry + 1] <= chunk) ++entry;
-      const Entry& piece = launch.entries[entry];
-      const std::int64_t offset = (chunk - launch.starts[entry]) * kChunk;
-      body(piece.tensor, piece.begin + offset, std::min(kChunk, piece.count - offset), chunk);
-    }
-  };
-  std::int64_t cost = 0;
-  for (const Entry& entry : launch.entries) cost += entry.count + kEntryCost;
-  const std::int64_t parts = std::min<std::int64_t>(at::get_num_threads(), cost / kGrain);
-  if (parts <= 1) {
-    run(0, launch.chunks());
-    return;
-  }
-  const std::vector<std::int64_t> bounds = split(launch, parts);
-  at::parallel_for(0, parts, 1, [&](std::int64_t begin, std::int64_t end) { run(bounds[begin], bounds[end]); });
-}
-
-Launch whole_plan(const std::vector<std::int64_t>& counts) {
-  constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::max();
-  std::vector<Launch> launches = plan(counts, kAny, kAny);
-  return launches.empty() ? Launch() : std::move(launches.front());
-}
-
-void* at_element(const Flat& flat, std::size_t list, std::int64_t tensor, std::int64_t element) {
-  return static_cast<char*>(flat.data(list, tensor)) + element * size_of(flat.type(list, tensor));
-}
 
 // Targets of this many bytes would push everything else out of the caches, and be gone before anybody reads them.
 constexpr std::size_t kStreamBytes = std::size_t{32} << 20;
@@ -165,6 +111,27 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
     }
   });
   raise_flag(found_inf, found);
+}
+
+void multi_tensor_exponents(at::TensorList tensors, const at::Tensor& counts, const at::Tensor& largest) {
+  const Flat flat = check_exponents(tensors, counts, largest, c10::kCPU);
+  if (flat.size() == 0) return;
+  auto* rows = static_cast<std::int64_t*>(counts.mutable_data_ptr());
+  // floats that are not negative have the order of their bits
+  auto* most = static_cast<std::int32_t*>(largest.mutable_data_ptr());
+  const auto kernel = kernels().exponents;
+  for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
+    std::uint32_t columns[kExponents] = {};
+    const std::int32_t found = kernel(flat.type(0, tensor), at_element(flat, 0, tensor, element), count, columns);
+    // other threads may count elements of the same tensor
+    for (int column = 0; column < kExponents; ++column) {
+      if (columns[column] == 0) continue;
+      __atomic_fetch_add(rows + tensor * kExponents + column, static_cast<std::int64_t>(columns[column]), __ATOMIC_RELAXED);
+    }
+    std::int32_t old = __atomic_load_n(most + tensor, __ATOMIC_RELAXED);
+    while (old < found && !__atomic_compare_exchange_n(most + tensor, &old, found, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+  });
 }
 
 // The sum of squares of every chunk of the first list.
@@ -305,80 +272,6 @@ void update_scale(const at::Tensor& scale, const at::Tensor& growth_tracker, con
        *static_cast<const float*>(found_inf.const_data_ptr()));
 }
 
-void step_prologue(const at::Tensor& decision, const at::Tensor& rows, at::TensorList steps, const at::Tensor& hyper,
-                   const at::Tensor& groups, std::int64_t kind, at::TensorList rates, at::IntArrayRef rated,
-                   const std::optional<at::Tensor>& found_inf, const std::optional<at::Tensor>& learned,
-                   const std::optional<at::Tensor>& norm, const std::optional<at::Tensor>& scale,
-                   const std::optional<at::Tensor>& growth_tracker, const std::optional<at::Tensor>& hysteresis_tracker,
-                   const std::optional<at::Tensor>& counts, at::ArrayRef<double> rule, std::optional<double> max_norm,
-                   std::optional<double> clip_value) {
-  const Prologue prologue = check_prologue({decision, rows, steps, hyper, groups, kind, rates, rated, found_inf, learned, norm,
-                                            scale, growth_tracker, hysteresis_tracker, counts, rule, max_norm, clip_value},
-                                           c10::kCPU);
-  const bool taken = !prologue.decide.skips();
-  // as after the last change of group or count: powers are not taken again
-  float before = 0.0f;
-  for (std::size_t i = 0; i < prologue.steps.size(); ++i) {
-    const std::int64_t group = prologue.groups[i];
-    auto* steps = static_cast<float*>(prologue.steps.data(0, i));
-    float* row = prologue.rows + i * kRow;
-    if (i > 0 && group == prologue.groups[i - 1] && bits_of(*steps) == bits_of(before)) {
-      std::copy(row - kRow, row, row);
-      *steps = *static_cast<const float*>(prologue.steps.data(0, i - 1));
-      continue;
-    }
-    before = *steps;
-    fill_row(prologue.kind, prologue.hyper + group * kHyper, prologue.rates[group], steps, taken, row);
-  }
-  prologue.steps.finish();
-  prologue.decide(prologue.decision);
-}
-
-// Every chunk of every parameter, where the decision is to take the step.
-template <typename F>
-void update_chunks(const Update& update, F kernel) {
-  const Flat& flat = update.flat;
-  if (flat.size() == 0 || !(update.decision[kSkip] == 0.0f)) return;
-  for_chunks(whole_plan(flat.counts()), [&](auto tensor, auto element, auto count, auto) {
-    Piece piece{flat.type(0, tensor),
-                at_element(flat, 0, tensor, element),
-                flat.type(1, tensor),
-                at_element(flat, 1, tensor, element),
-                Type::kFloat,
-                nullptr,
-                {},
-                {},
-                count};
-    if (update.has_partner(tensor)) {
-      piece.partner_type = flat.type(update.partners, tensor);
-      piece.partner = at_element(flat, update.partners, tensor, element);
-    }
-    for (std::size_t k = 0; k < update.states.size(); ++k) {
-      const int list = update.states[k];
-      if (list < 0) continue;
-      piece.state_types[k] = flat.type(list, tensor);
-      piece.states[k] = at_element(flat, list, tensor, element);
-    }
-    kernel(piece, update.rows + tensor * kRow, update.decision);
-  });
-  flat.finish();
-}
-
-void fused_adam(at::TensorList grads, at::TensorList params, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-                at::TensorList max_exp_avg_sqs, at::TensorList partners, const at::Tensor& rows, const at::Tensor& decision) {
-  const Update update = check_update(
-      grads, params, {{"exp_avgs", exp_avgs}, {"exp_avg_sqs", exp_avg_sqs}, {"max_exp_avg_sqs", max_exp_avg_sqs, true}},
-      partners, rows, decision, c10::kCPU);
-  update_chunks(update, kernels().adam);
-}
-
-void fused_sgd(at::TensorList grads, at::TensorList params, at::TensorList momentum_buffers, at::TensorList partners,
-               const at::Tensor& rows, const at::Tensor& decision) {
-  const Update update =
-      check_update(grads, params, {{"momentum_buffers", momentum_buffers, true}}, partners, rows, decision, c10::kCPU);
-  update_chunks(update, kernels().sgd);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) {
@@ -386,14 +279,12 @@ TORCH_LIBRARY_IMPL(amp_wrapper, CPU, library) {
   library.impl("multi_tensor_axpby", multi_tensor_axpby);
   library.impl("multi_tensor_copy", multi_tensor_copy);
   library.impl("multi_tensor_isnonfinite", multi_tensor_isnonfinite);
+  library.impl("multi_tensor_exponents", multi_tensor_exponents);
   library.impl("multi_tensor_l2norm", multi_tensor_l2norm);
   library.impl("multi_tensor_maxnorm", multi_tensor_maxnorm);
   library.impl("multi_tensor_scale_l2norm", multi_tensor_scale_l2norm);
   library.impl("multi_tensor_refresh", multi_tensor_refresh);
   library.impl("update_scale", update_scale);
-  library.impl("step_prologue", step_prologue);
-  library.impl("fused_adam", fused_adam);
-  library.impl("fused_sgd", fused_sgd);
 }
 
 }  // namespace amp_wrapper::cpu

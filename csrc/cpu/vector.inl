@@ -175,6 +175,40 @@ struct Lanes {
 };
 
 inline Ints larger(Ints a, Ints b) { return a > b ? a : b; }
+inline Ints smaller(Ints a, Ints b) { return a < b ? a : b; }
+
+// How many of the bytes are `value`; `count` is a multiple of two vectors, and at most 255 of them.
+inline std::uint32_t count_bytes(const std::uint8_t* bytes, int count, std::uint8_t value) {
+#if AMP_WIDTH >= 8
+  // half vectors for AVX-512, too: their comparisons need no mask registers
+  const __m256i wanted = _mm256_set1_epi8(static_cast<char>(value));
+  __m256i found[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  for (int i = 0; i < count; i += 64) {
+    for (int k = 0; k < 2; ++k) {
+      // the mask of a comparison is -1
+      found[k] = _mm256_sub_epi8(found[k], _mm256_cmpeq_epi8(read<__m256i>(bytes + i + 32 * k), wanted));
+    }
+  }
+  std::uint32_t sum = 0;
+  for (const __m256i one : found) {
+    std::uint64_t parts[4];
+    const __m256i sums = _mm256_sad_epu8(one, _mm256_setzero_si256());
+    std::memcpy(parts, &sums, sizeof(parts));
+    sum += static_cast<std::uint32_t>(parts[0] + parts[1] + parts[2] + parts[3]);
+  }
+  return sum;
+#else
+  typedef std::uint8_t Bytes __attribute__((vector_size(4 * AMP_WIDTH)));
+  const Bytes wanted = Bytes{} + value;
+  Bytes found = {};
+  for (int i = 0; i < count; i += 4 * kWidth) found -= (Bytes)(read<Bytes>(bytes + i) == wanted);
+  std::uint8_t parts[4 * kWidth];
+  std::memcpy(parts, &found, sizeof(parts));
+  std::uint32_t sum = 0;
+  for (const std::uint8_t part : parts) sum += part;
+  return sum;
+#endif
+}
 
 inline bool any(Ints mask) {
   std::int32_t result = 0;

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "elementwise_kernels.cuh"
+#include "exponents_kernel.cuh"
 #include "launch.h"
 #include "norm_kernels.cuh"
 
@@ -34,6 +35,11 @@ cudaError_t launch_axpby(const Work<3>& work, const float* a, const float* b, fl
 
 cudaError_t launch_refresh(const Work<3>& work, cudaStream_t stream) {
   refresh_kernel<<<blocks_of(work), kThreads, 0, stream>>>(work);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_exponents(const Work<3>& work, cudaStream_t stream) {
+  exponents_kernel<<<blocks_of(work), kThreads, 0, stream>>>(work);
   return cudaGetLastError();
 }
 

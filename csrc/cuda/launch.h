@@ -13,6 +13,7 @@ cudaError_t launch_copy(const Work<2>& work, cudaStream_t stream);
 cudaError_t launch_axpby(const Work<3>& work, const float* a, const float* b, float* found_inf, int checked,
                          cudaStream_t stream);
 cudaError_t launch_refresh(const Work<3>& work, cudaStream_t stream);
+cudaError_t launch_exponents(const Work<3>& work, cudaStream_t stream);
 cudaError_t launch_sum_of_squares(const Work<1>& work, float* chunks, float* found_inf, cudaStream_t stream);
 cudaError_t launch_scale_and_sum(const Work<2>& work, const float* scale, float* chunks, float* found_inf, cudaStream_t stream);
 cudaError_t launch_largest(const Work<1>& work, std::int32_t* chunks, float* found_inf, cudaStream_t stream);

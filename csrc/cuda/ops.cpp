@@ -63,6 +63,24 @@ void multi_tensor_isnonfinite(at::TensorList tensors, const at::Tensor& found_in
                 [&](const auto& work, auto) { return launch_largest(work, nullptr, flag_of(found_inf), stream_of(device)); });
 }
 
+void multi_tensor_exponents(at::TensorList tensors, const at::Tensor& counts, const at::Tensor& largest) {
+  const Flat flat = check_exponents(tensors, counts, largest, c10::kCUDA);
+  if (flat.size() == 0) return;
+  const c10::Device device = flat.device();
+  const c10::cuda::CUDAGuard guard(device);
+  auto* rows = static_cast<std::int64_t*>(counts.mutable_data_ptr());
+  auto* most = static_cast<float*>(largest.mutable_data_ptr());
+  launch_all<3>(
+      flat, device,
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) -> void* {
+        if (list == 1) return rows + tensor * kExponents;
+        if (list == 2) return most + tensor;
+        *type = flat.type(0, tensor);
+        return at_element(flat, 0, tensor, element);
+      },
+      [&](const auto& work, auto) { return launch_exponents(work, stream_of(device)); });
+}
+
 // The sums of squares of the chunks of a list become its norm, and those of the tensors where `each` has room for them.
 void finish_l2norm(const std::vector<std::int64_t>& counts, std::size_t size, const at::Tensor& chunks,
                    const std::optional<at::Tensor>& factor, const at::Tensor& total, float* each) {
@@ -196,6 +214,7 @@ TORCH_LIBRARY_IMPL(amp_wrapper, CUDA, library) {
   library.impl("multi_tensor_axpby", multi_tensor_axpby);
   library.impl("multi_tensor_copy", multi_tensor_copy);
   library.impl("multi_tensor_isnonfinite", multi_tensor_isnonfinite);
+  library.impl("multi_tensor_exponents", multi_tensor_exponents);
   library.impl("multi_tensor_l2norm", multi_tensor_l2norm);
   library.impl("multi_tensor_scale_l2norm", multi_tensor_scale_l2norm);
   library.impl("multi_tensor_maxnorm", multi_tensor_maxnorm);

@@ -5,6 +5,7 @@
 
 #include "../../csrc/cpu/kernels.h"
 #include "../../csrc/cuda/elementwise_kernels.cuh"
+#include "../../csrc/cuda/exponents_kernel.cuh"
 #include "../../csrc/cuda/norm_kernels.cuh"
 
 using namespace amp_wrapper;
@@ -229,6 +230,46 @@ void test_flags(Random& random, const std::vector<std::int64_t>& counts) {
   expect(by_largest == (bad ? 1.0f : 0.0f), "flag of largest", counts.size());
 }
 
+void test_exponents(Random& random, const std::vector<std::int64_t>& counts) {
+  const List tensors = random.list(counts, 3);
+  for (const Tensor& tensor : tensors) {
+    // what arithmetic may lose, and zeros
+    for (std::int64_t i = random.below(50); i < tensor.count; i += 1 + random.below(200)) {
+      tensor.set(i, random.chance(30) ? -0.0f : std::ldexp(random.value(), -random.below(150)));
+    }
+  }
+  // some are there from before; exactly as long as they have to be
+  std::vector<std::int64_t> rows(counts.size() * kExponents);
+  for (std::int64_t& number : rows) number = random.chance(10) ? (std::int64_t{1} << 33) + random.below(9) : 0;
+  std::vector<float> largest(counts.size());
+  for (float& value : largest) value = random.chance(30) ? 700.0f : 0.0f;
+  std::vector<std::int64_t> expected_rows(rows);
+  std::vector<float> expected(largest);
+  cuda::for_launches<3>(
+      counts,
+      [&](int list, std::int64_t tensor, std::int64_t element, Type* type) -> void* {
+        if (list == 1) return rows.data() + tensor * kExponents;
+        if (list == 2) return largest.data() + tensor;
+        *type = tensors[tensor].type;
+        return tensors[tensor].at(element);
+      },
+      [&](const Work<3>& work, auto) {
+        shim::launch(static_cast<unsigned>(work.chunks), shim::kThreads, [&] { cuda::exponents_kernel(work); });
+      });
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    for (std::int64_t begin = 0; begin < counts[i]; begin += kChunk) {
+      std::uint32_t columns[kExponents] = {};
+      const std::int32_t most =
+          cpu::kDefault.exponents(tensors[i].type, tensors[i].at(begin), std::min(kChunk, counts[i] - begin), columns);
+      for (int column = 0; column < kExponents; ++column) expected_rows[i * kExponents + column] += columns[column];
+      expected[i] = std::max(expected[i], float_of(static_cast<std::uint32_t>(most)));
+    }
+    expect(std::equal(rows.begin() + i * kExponents, rows.begin() + (i + 1) * kExponents, expected_rows.begin() + i * kExponents),
+           "exponents", i);
+    expect(bits_of(largest[i]) == bits_of(expected[i]), "the largest beside exponents", i);
+  }
+}
+
 // A tree that needs several rounds: more values than a block of threads takes at once.
 void test_long_tree(Random& random) {
   for (const std::int64_t count : {std::int64_t{1}, std::int64_t{511}, std::int64_t{513}, std::int64_t{2500}}) {
@@ -335,6 +376,7 @@ int main(int argc, char** argv) {
     test_scale_and_sum(random, random.counts(many));
     test_flags(random, random.counts(many));
     test_refresh(random, random.counts(many));
+    test_exponents(random, random.counts(many));
   }
   test_place();
   test_long_tree(random);

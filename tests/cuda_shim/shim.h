@@ -78,6 +78,11 @@ inline int atomicMax(int* place, int value) {
   return old;
 }
 
+template <typename T>
+inline T atomicAdd(T* place, T value) {
+  return std::atomic_ref<T>(*place).fetch_add(value, std::memory_order_relaxed);
+}
+
 namespace shim {
 
 inline int launches = 0;

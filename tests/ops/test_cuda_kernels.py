@@ -29,6 +29,7 @@ THREAD = ('-fsanitize=thread',)
 JOIN = """  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
 """
+CLEARED = '  __syncthreads();\n  unsigned* own'
 TAIL = 'i < count; i += kThreads) target[i] = from_float<T>(to_float(source[i]))'
 ALIGNED = """__device__ inline void convert_elements(const S* source, T* target, int count) {
   int done = 0;
@@ -95,6 +96,11 @@ def test_kernels_equal_the_cpu_ops_and_the_sanitizers_are_silent(
 
 FAULTS = {
     'a missing barrier': (THREAD, ('norm_kernels.cuh', JOIN, JOIN.replace('  __syncthreads();\n', '')), 'data race'),
+    'columns that are cleared while they count': (
+        THREAD,
+        ('exponents_kernel.cuh', CLEARED, CLEARED.split('\n')[1]),
+        'data race',
+    ),
     'a write out of bounds': (
         ADDRESS,
         ('elementwise_kernels.cuh', TAIL, TAIL.replace('i < count', 'i <= count')),
@@ -134,6 +140,8 @@ WRONG_RESULTS = {
         'static_cast<std::int64_t>(chunk - starts[place.entry]) * kChunk',
         'static_cast<std::int32_t>((chunk - starts[place.entry]) * static_cast<std::uint32_t>(kChunk))',
     ),
+    'WRONG: exponents': ('exponents_kernel.cuh', 'for (int warp = 0; warp', 'for (int warp = 1; warp'),
+    'WRONG: the largest beside exponents': ('exponents_kernel.cuh', 'if (magnitude < kExponent) most', 'most'),
     # the payload of a NaN
     'WRONG: copy': (
         'elementwise_kernels.cuh',
@@ -217,7 +225,7 @@ def test_planted_faults_show_in_a_step(tmp_path: Path) -> None:
 # -- the code that starts them -------------------------------------------------------------------------------------
 
 SOURCES = ('kernels.cu', 'step_kernels.cu')
-KERNELS = ('elementwise_kernels.cuh', 'norm_kernels.cuh', 'step_kernels.cuh')
+KERNELS = ('elementwise_kernels.cuh', 'exponents_kernel.cuh', 'norm_kernels.cuh', 'step_kernels.cuh')
 LAUNCH = re.compile(r'(\w+(?:<\w+>)?)<<<(.+?), (\w+), 0, stream>>>\((.*?)\);')
 
 
@@ -232,7 +240,7 @@ def build_host(folder: Path, *plants: tuple[str, str, str]) -> Path:
         r'shim::launch(\2, \3, [&] { \1(\4); });',
         ''.join((folder / 'csrc' / 'cuda' / name).read_text() for name in SOURCES),
     )
-    assert count == 17
+    assert count == 18
     text = '#include <c10/cuda/CUDAGuard.h>\n#include <c10/cuda/CUDAStream.h>\n' + launches
     (folder / 'csrc' / 'cuda' / 'launches.inl').write_text(text)
     includes = [f'-I{path}' for path in (folder / 'tests' / 'cuda_shim' / 'include', *include_paths())]
@@ -276,6 +284,8 @@ HOST_FAULTS = {
         'launch_scale_and_sum(work, value_of(scale), chunk_data + before,',
         'launch_scale_and_sum(work, value_of(scale), chunk_data,',
     ),
+    # all tensors in the first row
+    'multi_tensor_exponents': ('ops.cpp', 'return rows + tensor * kExponents;', 'return rows;'),
     'multi_tensor_maxnorm': ('kernels.cu', 'total, each, found_inf);', 'total, each, nullptr);'),
     # later launches write over the rows of earlier ones
     'step_prologue': ('step_kernel_args.h', 'prologue.rows = rows + first * kRow;', 'prologue.rows = rows;'),
@@ -299,8 +309,8 @@ def supported(program: str) -> list[int]:
 
 
 def flags() -> list[str]:
-    """Those of setup.py, so that a flag that is lost there is missed here."""
-    found = re.search(r"'nvcc': (\[.*?\])", (ROOT / 'setup.py').read_text())
+    """Those of the build, so that a flag that is lost there is missed here."""
+    found = re.search(r"'nvcc': (\[.*?\])", (ROOT / 'amp_wrapper/ops/building.py').read_text())
     assert found is not None
     return ['-std=c++17', *ast.literal_eval(found[1])]
 
@@ -337,7 +347,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: P
     reports = compile_reports(tmp_path)
     text = ''.join((CSRC / 'cuda' / name).read_text() for name in KERNELS)
     names = re.findall(r'__global__ void\s+(?:__launch_bounds__\([\w, ]+\)\s+)?(\w+)\(', text)
-    assert len(names) == text.count('__global__') == 13
+    assert len(names) == text.count('__global__') == 14
     for architecture, found in reports.items():
         for name in names:
             assert any(mangled(name) in kernel for kernel in found), name
@@ -351,7 +361,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: P
     assert len({tuple(sorted(found)) for found in reports.values()}) == 1
 
 
-MOVED = ('scale', 'copy', 'axpby', 'refresh', 'sum_of_squares', 'largest', 'scale_and_sum', 'adam', 'sgd')
+MOVED = ('scale', 'copy', 'axpby', 'refresh', 'exponents', 'sum_of_squares', 'largest', 'scale_and_sum', 'adam', 'sgd')
 
 
 def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path) -> None:
@@ -368,7 +378,7 @@ def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path)
         assert done.returncode == 0, done.stderr
         pieces = re.split(r'\.entry (\w+)\(', target.read_text())
         ptx.update(zip(pieces[1::2], pieces[2::2]))
-    assert len(ptx) == 17
+    assert len(ptx) == 18
     for kernel, text in ptx.items():
         # a few numbers for each parameter
         assert '.f64' not in text or mangled('prologue_kernel') in kernel, (kernel, re.findall('.*f64.*', text))
@@ -379,7 +389,7 @@ def test_instructions_have_no_double_precision_and_move_128_bits(tmp_path: Path)
         assert texts
         for text in texts:
             assert re.search(r'ld\.global(\.nc)?\.v4\.(u|b)32', text), name
-            if name not in ('sum_of_squares', 'largest'):
+            if name not in ('exponents', 'sum_of_squares', 'largest'):
                 assert re.search(r'st\.global\.v4\.(u|b|f)32', text), name
 
 

@@ -227,7 +227,7 @@ def test_tensors_that_require_grad(name: str, face: str, grad: bool, device: tor
     plain = make_call(name, ROWS['mixed'], device, (0.5, 2.0), True, True)
     call = make_call(name, ROWS['mixed'], device, (0.5, 2.0), True, True)
     for tensor in call.tensors():
-        if tensor.dim():
+        if tensor.dim() and tensor.is_floating_point():
             tensor.requires_grad_()
     with torch.set_grad_enabled(grad):
         results = call.run(where)
@@ -325,6 +325,9 @@ def test_raw_ops_on_nothing(device: torch.device) -> None:
     for norm in NORMS:
         total, each = getattr(raw, norm)([], per_tensor=True)
         assert total.item() == 0.0 and each.shape == (0,)
+    raw.multi_tensor_exponents(
+        [], torch.zeros(0, ops.EXPONENTS, dtype=torch.int64, device=device), torch.zeros(0, device=device)
+    )
     found = zero(device)
     raw.multi_tensor_isnonfinite([], found)
     raw.multi_tensor_scale([], [], zero(device, 2.0), found)

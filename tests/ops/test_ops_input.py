@@ -37,7 +37,7 @@ FIRST = dict(
     multi_tensor_copy='sources',
     multi_tensor_scale_l2norm='sources',
     multi_tensor_refresh='weights',
-) | dict.fromkeys(('multi_tensor_isnonfinite', *NORMS), 'tensors')
+) | dict.fromkeys(('multi_tensor_isnonfinite', 'multi_tensor_exponents', *NORMS), 'tensors')
 TARGET = {name: 'masters' if name == 'multi_tensor_refresh' else 'targets' for name in PAIRED}
 SCALARS = dict(
     multi_tensor_scale=['scale', 'found_inf'],
@@ -46,6 +46,7 @@ SCALARS = dict(
     multi_tensor_scale_l2norm=['scale', 'found_inf'],
     multi_tensor_refresh=[],
     multi_tensor_isnonfinite=['found_inf'],
+    multi_tensor_exponents=[],
     multi_tensor_l2norm=['inverse_scale', 'found_inf'],
     multi_tensor_maxnorm=['inverse_scale', 'found_inf'],
 )
@@ -231,7 +232,7 @@ def test_the_second_list_is_checked_too(face: str, device: torch.device) -> None
     refused(call, face, ValueError, f'xs[1] has shape ({SIDE}, {SIDE}) and ys[1] ().')
 
 
-@pytest.mark.parametrize('name', ['multi_tensor_isnonfinite', *NORMS])
+@pytest.mark.parametrize('name', ['multi_tensor_isnonfinite', 'multi_tensor_exponents', *NORMS])
 def test_a_sparse_tensor_is_refused(name: str, face: str, device: torch.device) -> None:
     call = good(name, device)
     message = sparse_source(call, 'tensors', '')

@@ -38,7 +38,7 @@ PAIRED = (
 )
 NORMS = ('multi_tensor_l2norm', 'multi_tensor_maxnorm')
 #: Every op that takes lists.
-LISTED = (*PAIRED, 'multi_tensor_isnonfinite', *NORMS)
+LISTED = (*PAIRED, 'multi_tensor_isnonfinite', 'multi_tensor_exponents', *NORMS)
 #: The ops of an optimizer step, whose arguments are made by :func:`prologue_call` and :func:`update_call`.
 UPDATES = ('fused_adam', 'fused_sgd')
 STEPS = ('step_prologue', *UPDATES)
@@ -195,6 +195,11 @@ def make_call(
         return Call(name, dict(sources=column(0), targets=column(1)), ('targets',))
     if name == 'multi_tensor_isnonfinite':
         return Call(name, dict(tensors=column(0), found_inf=zero(device)), ('found_inf',))
+    if name == 'multi_tensor_exponents':
+        # what is there stays: it is added to, and one of the numbers is the larger one
+        counts = torch.arange(len(rows) * ops.EXPONENTS, device=device).view(len(rows), ops.EXPONENTS)
+        largest = torch.tensor([1000.0 * (seed % 2) for seed, *_ in rows], dtype=torch.float32, device=device)
+        return Call(name, dict(tensors=column(0), counts=counts, largest=largest), ('counts', 'largest'))
     if name in NORMS:
         arguments = dict(tensors=column(0), inverse_scale=first, found_inf=found_inf, per_tensor=per_tensor)
         return Call(name, arguments, ('found_inf',))

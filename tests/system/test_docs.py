@@ -302,6 +302,7 @@ def call_of_op(name: str, dtype: torch.dtype, function: Any) -> None:
         'multi_tensor_axpby': ([x], [x.clone()], [y], one, one, flag),
         'multi_tensor_copy': ([x], [y]),
         'multi_tensor_isnonfinite': ([x], flag),
+        'multi_tensor_exponents': ([x], torch.zeros(1, 257, dtype=torch.int64), flag.view(1)),
         'multi_tensor_l2norm': ([x], one, flag),
         'multi_tensor_maxnorm': ([x], one, flag),
         'multi_tensor_scale_l2norm': ([x], [y], one, flag),

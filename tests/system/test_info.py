@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from amp_wrapper import info, ops
-from amp_wrapper.ops import loader, norms, optimizer_step, prologue, reference, schemas
+from amp_wrapper.ops import exponents, loader, norms, optimizer_step, prologue, reference, schemas
 
 #: The modules of the ops in plain torch.
-REFERENCES = (reference, norms, prologue, optimizer_step)
+REFERENCES = (reference, exponents, norms, prologue, optimizer_step)
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:
@@ -27,6 +27,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     x, y, half = torch.ones(5, device=device), torch.ones(5, device=device), torch.ones(5, device=device).half()
     scale, flag = torch.ones((), device=device), torch.zeros((), device=device)
     count, left = (torch.zeros((), dtype=torch.int32, device=device) for _ in range(2))
+    counts = torch.zeros(1, ops.EXPONENTS, dtype=torch.int64, device=device)
     decision, rows = torch.zeros(ops.DECISION, device=device), torch.zeros(1, ops.ROW, device=device)
     hyper, group = torch.zeros(1, ops.HYPER, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     return {
@@ -34,6 +35,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
         'multi_tensor_axpby': lambda: ops.multi_tensor_axpby([x], [x], [y], scale, scale, flag),
         'multi_tensor_copy': lambda: ops.multi_tensor_copy([x], [y]),
         'multi_tensor_isnonfinite': lambda: ops.multi_tensor_isnonfinite([x], flag),
+        'multi_tensor_exponents': lambda: ops.multi_tensor_exponents([x], counts, flag.view(1)),
         'multi_tensor_l2norm': lambda: ops.multi_tensor_l2norm([x], scale, flag, True),
         'multi_tensor_maxnorm': lambda: ops.multi_tensor_maxnorm([x], scale, flag, True),
         'multi_tensor_scale_l2norm': lambda: ops.multi_tensor_scale_l2norm([x], [y], scale, flag),
