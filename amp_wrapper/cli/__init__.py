@@ -37,6 +37,8 @@ COMMANDS = {
     'test': True,
     'migrate': False,
     'convert': True,
+    'report': True,
+    'suggest-level': True,
     'build-ops': False,
 }
 #: Packages that not everybody has installed, and the words for pip.
