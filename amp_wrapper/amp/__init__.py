@@ -27,6 +27,7 @@ from typing_extensions import Unpack
 
 from ..casting.sharding import shard
 from ..compiler_internals import eager_block
+from ..diagnostics.precision_report import report
 from ..diagnostics.suggest_level import suggest_level
 from ..policy import OPTIONS
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
@@ -313,6 +314,7 @@ __all__ = [
     'register_float_function',
     'register_half_function',
     'register_promote_function',
+    'report',
     'scale_loss',
     'skipped_steps',
     'state_dict',

@@ -67,7 +67,7 @@ class _Tables:
 
         data, wide = self._data, options.max_width >= WIDE
         yield Text(f'Precision of {data["title"]} at {data["policy"]}', style='bold')
-        yield Text(', '.join(facts(data).values()))
+        yield Text(', '.join(f'{name} {fact}' for name, fact in facts(data).items()))
         shown = [m for m in data['modules'] if self._depth is None or m['depth'] <= self._depth]
         yield Text()
         yield self._types(shown, wide)
@@ -181,13 +181,13 @@ def _escaped(words: str) -> str:
 
 
 def facts(data: Mapping[str, Any]) -> dict[str, str]:
-    """What the report is about, by what it is called on the page."""
-    found = {'Mode': f'{data["mode"]} mode', 'Device': f'on {data["device"]}', 'torch': f'torch {data["torch"]}'}
+    """What the report is about, by what it is called."""
+    found = {'mode': data['mode'], 'device': data['device'], 'torch': data['torch']}
     if data['optimizer']:
-        found['Optimizer'] = f'optimizer {data["optimizer"]}'
+        found['optimizer'] = data['optimizer']
     loss = data['loss']
     if loss is not None:
-        found['Loss'] = f'loss {loss["level"]:.6g} ({loss["fp32"]:.6g} in FP32)'
+        found['loss'] = f'{loss["level"]:.6g} ({loss["fp32"]:.6g} in FP32)'
     return found
 
 
@@ -234,14 +234,15 @@ def fp32_count(module: Mapping[str, Any]) -> int:
 
 
 def fp32_lines(module: Mapping[str, Any], reasons: bool = True) -> list[str]:
-    """One line for each op in FP32: its name, how often, the rule, and what the rule says of this op in particular."""
-    lines = []
+    """One line for all ops in FP32 that have one cause: their names, how often, the rule, and what it says of them."""
+    found: dict[str, list[str]] = {}
     for op in module['fp32_ops']:
-        calls = f' ×{op["calls"]}' if op['calls'] > 1 else ''
+        # the names of autocast's ops are those of the ops
         about = f' {op["name"]}' if op['name'] and op['rule'] != 'autocast' else ''
         reason = f' ({op["reason"]})' if reasons and op['reason'] != RULES[op['rule']] else ''
-        lines.append(f'{op["op"]}{calls}: {op["rule"]}{about}{reason}')
-    return lines
+        calls = f' ×{op["calls"]}' if op['calls'] > 1 else ''
+        found.setdefault(f'{op["rule"]}{about}{reason}', []).append(f'{op["op"]}{calls}')
+    return [f'{", ".join(dict.fromkeys(names))}: {why}' for why, names in found.items()]
 
 
 def gradient_line(gradients: Mapping[str, Any]) -> str:
@@ -325,7 +326,7 @@ def _range_rows(modules: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
             now = found.get('at_level')
             row: list[Any] = [
                 {'text': module['name'] or module['class'], 'class': 'name'},
-                word,
+                {'text': word, 'class': 'name'},
                 {'text': number_text(found['largest']), 'value': found['largest']},
                 ''
                 if now is None
