@@ -112,6 +112,9 @@ class Session:
         if optimizers:
             _sessions.append(ref(self))
 
+    def __repr__(self) -> str:
+        return '\n'.join(repr(engine.parts) for engine in self.engines)
+
     def engine(self, optimizer: Optimizer) -> AmpEngine:
         """The engine of one of the optimizers."""
         return next(engine for engine in self.engines if engine.optimizer is optimizer)

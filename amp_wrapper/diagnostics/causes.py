@@ -48,6 +48,8 @@ class _Examination:
     ) -> None:
         self._step, self._model, self._parts, self._attach = step, model, parts, attach
         self._several = several_ranks
+        # the call that went wrong, once it is known
+        self._examined = step
         self._policy: Policy = parts.policy
         self._dtype = low_precision(parts.policy)
         self._type_name = 'float32' if self._dtype is None else dtype_name(self._dtype)
@@ -111,12 +113,18 @@ class _Examination:
         if not all(call.is_unchanged for call in self._step.calls):
             text = 'The step could not be run again: its inputs were written to after the forward pass.'
             return Diagnosis('not_replayed', text)
-        again = replay(self._step, self._model, self._policy, self._attach, traced=True)
+        again = everything = replay(self._step, self._model, self._policy, self._attach)
+        if any(everything.calls):
+            # what is wrong in one call goes on to the inputs of later ones, and to the gradients of earlier ones
+            calls = everything.calls
+            place = calls.index('outputs') if 'outputs' in calls else _last(calls, 'gradients')
+            self._examined = StepRecord([self._step.calls[place]], self._step.losses)
+            again = replay(self._examined, self._model, self._policy, self._attach, traced=True)
         if again.refused:
             return Diagnosis('not_replayed', f'The step could not be run again: {again.refused}')
         found = self._judge(again)
         found.outputs = again.outputs
-        found.losses = sorted(again.losses)
+        found.losses = sorted(everything.losses)
         found.parameters = found.parameters or again.parameters
         found.ranges |= {f'gradient {name}': each for name, each in list(again.gradients.items())[:64]}
         if again.first_gradient is not None:
@@ -278,7 +286,7 @@ class _Examination:
     # -- remedies ----------------------------------------------------------------------------------------------------
 
     def _trials(self, judges_losses: bool = True) -> Trials:
-        return trials_of(self._step, self._model, self._policy, self._attach, judges_losses)
+        return trials_of(self._examined, self._model, self._policy, self._attach, judges_losses)
 
     def _try(self, module: str, scales: bool = True, judges_losses: bool = True) -> list[Remedy]:
         if not self._step.calls:
@@ -286,6 +294,10 @@ class _Examination:
         trials = self._trials(judges_losses)
         found = [trials.keep(module), trials.bfloat16(), trials.lower_scale() if scales else None]
         return [each for each in found if each is not None]
+
+
+def _last(calls: Sequence[str], status: str) -> int:
+    return max((place for place, each in enumerate(calls) if each == status), default=0)
 
 
 def _fp32(tensor: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class Replay:
         parameters: The parameters with non-finite gradients, in the order of the model.
         sums: Those whose gradients are finite in each pass, and not in their sum.
         losses: The losses, by their ``loss_id``, whose passes have something non-finite.
-        call: The index of the first forward call with something non-finite; None for none.
+        calls: Of each forward call: '' where all was finite, else 'outputs', 'gradients' (of parameters) or 'loss' (what came
+            from the loss, or from another call).
         forward: Where the infinities and NaN of the outputs begin; None where they are finite, or nothing was traced.
         backward: The same of the gradients of parameters.
         first_gradient: The first op of a backward pass with a non-finite result.
@@ -44,7 +45,7 @@ class Replay:
     parameters: list[str] = dataclasses.field(default_factory=list)
     sums: list[str] = dataclasses.field(default_factory=list)
     losses: set[int] = dataclasses.field(default_factory=set)
-    call: int | None = None
+    calls: list[str] = dataclasses.field(default_factory=list)
     forward: BadOp | None = None
     backward: BadOp | None = None
     first_gradient: BadOp | None = None
@@ -54,7 +55,7 @@ class Replay:
     @property
     def is_finite(self) -> bool:
         """Whether all that ran was finite."""
-        return not self.refused and self.call is None and not self.sums
+        return not self.refused and not any(self.calls) and not self.sums
 
 
 def replay(
@@ -83,15 +84,15 @@ def replay(
         with sandbox(model, policy, attach=attach) as box:
             one = _OneCall(box, factor, traced, judges_losses, found)
             sums: dict[str, Tensor] = {}
-            for index, call in enumerate(step.calls):
-                keys = one.run(call)
-                if keys is not None:
-                    found.call = index if found.call is None else found.call
+            for call in step.calls:
+                status, keys = one.run(call)
+                found.calls.append(status)
+                if status:
                     found.losses |= {step.losses[key].loss_id for key in keys if key < len(step.losses)}
                 for name, parameter in box.model.named_parameters():
                     if parameter.grad is not None:
                         sums[name] = parameter.grad if name not in sums else sums[name] + parameter.grad
-            if found.call is None:
+            if not any(found.calls):
                 found.sums = [name for name, total in sums.items() if is_bad(total)]
             if traced:
                 found.gradients = measure(sums)
@@ -120,11 +121,12 @@ class _OneCall:
         self._box, self._factor, self._traced, self._found = box, factor, traced, found
         self._judges_losses = judges_losses
 
-    def run(self, call: CallRecord) -> set[int] | None:
+    def run(self, call: CallRecord) -> tuple[str, set[int]]:
         """Run one call; its gradients are on the copy.
 
         Returns:
-            The backward passes, by their key in the record, in which something is non-finite; None where all is finite.
+            An entry of :attr:`Replay.calls`, and the backward passes, by their key in the record, in which something is not
+            finite.
         """
         model = self._box.model
         module = model.get_submodule(call.name) if call.name else model
@@ -132,8 +134,7 @@ class _OneCall:
             parameter.grad = None
         args, kwargs = call.arguments()
         call.states.restore()
-        # the places are those of the first call that goes wrong
-        tracer = Tracer(model, tensors_of((args, kwargs))) if self._traced and self._found.call is None else None
+        tracer = Tracer(model, tensors_of((args, kwargs))) if self._traced else None
         try:
             with self._box.forward(), tracer or nullcontext():
                 outputs = outputs_of(module(*args, **kwargs))
@@ -145,15 +146,16 @@ class _OneCall:
                 return self._backward(call, outputs, tracer)
             self._found.outputs_finite = False
             reached = {key for key, gradients in call.gradients.items() if bad.intersection(gradients)}
-            return reached or set(call.gradients)
+            return 'outputs', reached or set(call.gradients)
         finally:
             if tracer is not None:
                 tracer.remove()
 
-    def _backward(self, call: CallRecord, outputs: Sequence[Tensor], tracer: Tracer | None) -> set[int] | None:
+    def _backward(self, call: CallRecord, outputs: Sequence[Tensor], tracer: Tracer | None) -> tuple[str, set[int]]:
         found, model = self._found, self._box.model
         found.gradients_known = found.gradients_known and bool(call.gradients)
         wrong: set[int] = set()
+        status = ''
         sums: dict[str, Tensor] = {}
         for number, (key, gradients) in enumerate(call.gradients.items()):
             if any(is_bad(gradient) for gradient in gradients.values()):
@@ -161,6 +163,7 @@ class _OneCall:
                     found.gradients_known = False
                     continue
                 found.losses_finite = False
+                status = status or 'loss'
                 wrong.add(key)
                 continue
             pairs = [
@@ -182,6 +185,7 @@ class _OneCall:
             gradients_of = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             named = [name for name, gradient in gradients_of.items() if is_bad(gradient)]
             if named:
+                status = 'gradients'
                 wrong.add(key)
                 if tracer is not None and not found.parameters:
                     found.backward = _begin(tracer, [gradients_of[name] for name in named])
@@ -193,7 +197,7 @@ class _OneCall:
                 sums[name] = gradient if name not in sums else sums[name] + gradient
         for name, parameter in model.named_parameters():
             parameter.grad = sums.get(name)
-        return wrong or None
+        return status, wrong
 
 
 def is_bad(tensor: Tensor) -> bool:
