@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import doctest
 import importlib
@@ -9,7 +10,6 @@ import inspect
 import pkgutil
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import nn
 
 import amp_wrapper
 import amp_wrapper.ops
-from amp_wrapper import AmpConfigError, AmpOptimWrapper, policy
+from amp_wrapper import AmpConfigError, AmpOptimWrapper, cli, policy, start
 from amp_wrapper.policy import LEVELS, OPTIONS, dtype_name, fp32_registry, resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -362,7 +362,8 @@ def test_ops_of_the_page_are_those_of_the_kernels() -> None:
 def test_reasons_of_a_missing_library_are_those_of_the_code() -> None:
     """Every reason that the build or the loader can give is in the table, and no other."""
     listed = [row[0].strip('`') for row in table((ROOT / 'docs/ops.md').read_text(), 'reason')[1:]]
-    code = (ROOT / 'setup.py').read_text() + (ROOT / 'amp_wrapper/ops/loader.py').read_text()
+    files = ('setup.py', 'amp_wrapper/ops/building.py', 'amp_wrapper/ops/loader.py')
+    code = ''.join((ROOT / name).read_text() for name in files)
     code = code.replace('{record["python"]}', sys.implementation.name)
     assert [reason for reason in listed if reason not in code] == []
     given = re.findall(
@@ -452,17 +453,72 @@ def test_commands_name_what_exists() -> None:
             assert (ROOT / path).is_file(), f'{page.name}: {path}'
 
 
-@pytest.mark.parametrize(
-    'tool', ['tools/train.py', 'tools/test.py', 'tools/convert_checkpoint.py', 'tools/migrate_from_apex.py']
-)
-def test_commands_use_options_that_exist(tool: str) -> None:
-    used = {word for words in commands() if tool in words for word in words if word.startswith('--')}
-    text = '\n'.join(page.read_text() for page in PAGES)
-    used |= set(re.findall(rf'`{tool} (--[\w-]+)', text))
-    assert used
-    done = subprocess.run([sys.executable, tool, '--help'], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert used <= set(re.findall(r'--[\w-]+', done.stdout))
+def status(words: list[str]) -> int:
+    """Read the words of a command line with the options that the command has; returns 0, or 2 where they are wrong."""
+    if words[0] in ('python', 'torchrun') and '-m' in words:
+        words = ['amp-wrapper', *words[words.index('-m') + 2 :]]
+    name, words = (
+        (words[1], words[2:]) if words[0] == 'amp-wrapper' else (start.SCRIPTS[Path(words[1]).name], words[2:])
+    )
+    if name.startswith('--'):
+        return 0 if name in ('--help', '--version') else 2
+    try:
+        cli.parser_of(name)[1].parse_args(words)
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+def is_ours(words: list[str]) -> bool:
+    script = words[0] == 'python' and words[1].startswith('tools/')
+    module = '-m' in words and words[words.index('-m') + 1] == 'amp_wrapper'
+    return words[0] == 'amp-wrapper' or script or module
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """What a page says to type that is ours, in blocks and within sentences; assignments before it are left out."""
+    text = page.read_text()
+    lines = [line for _, code in snippets(text, 'bash') for line in code.splitlines()]
+    lines += [line[2:] for _, code in snippets(text, 'console') for line in code.splitlines() if line.startswith('$ ')]
+    # "amp-wrapper train" alone is the name of a command
+    lines += re.findall(r'`((?:amp-wrapper|python tools/)[^`\n]* --?[^`\n]+)`', FENCE.sub('', text))
+    found = [re.split(r' [|>]', line)[0] for line in lines]
+    words = [shlex.split(re.sub(r'^(?:\w+=\S+ )+', '', line), comments=True) for line in found]
+    return [each for each in words if each and is_ours(each)]
+
+
+@pytest.mark.parametrize('name', [name for name in names_of(PAGES) if command_lines(ROOT / name)])
+def test_command_lines_can_be_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [f'{shlex.join(words)}: {capsys.readouterr().err}' for words in command_lines(ROOT / name) if status(words)]
+    assert wrong == []
+
+
+def test_a_wrong_command_line_is_found(tmp_path: Path) -> None:
+    page = tmp_path / 'page.md'
+    page.write_text(
+        '```bash\nX=1 amp-wrapper train a.py --opt-level O9\nls\n```\n```console\n$ python tools/test.py a.py\nsaid\n```\n'
+        'Type `amp-wrapper convert a.pth --too fp16`, or `amp-wrapper train`.\n'
+    )
+    lines = command_lines(page)
+    assert [line[1] for line in lines] == ['train', 'tools/test.py', 'convert']
+    for words in lines:
+        assert status(words) == 2
+
+
+def test_the_page_on_commands_has_all_of_them() -> None:
+    """Each has its section with a table of its options, an example that can be typed, and what it prints."""
+    text = (ROOT / 'docs/commands.md').read_text()
+    sections = dict(
+        zip(re.findall(r'^## (.+)$', text, re.MULTILINE), re.split(r'^## .+$', text, flags=re.MULTILINE)[1:])
+    )
+    assert [title for title in sections if title in cli.COMMANDS] == list(cli.COMMANDS)
+    for name in cli.COMMANDS:
+        section = sections[name]
+        listed = {row[0].split()[0].strip('`') for row in table(section, 'option')[1:]}
+        actions = cli.parser_of(name)[1]._actions
+        known = [action for action in actions if action.help != argparse.SUPPRESS and action.dest != 'help']
+        assert {(action.option_strings or [action.metavar or action.dest])[0] for action in known} == listed, name
+        assert f'amp-wrapper {name}' in section and '```console' in section, name
 
 
 # -- docstrings -------------------------------------------------------------------------------------------------------
