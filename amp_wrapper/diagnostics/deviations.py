@@ -121,11 +121,12 @@ class Pass:
 
 
 def _floating_in(value: Any) -> list[Tensor]:
-    return [tensor for tensor in outputs_of(value) if tensor.layout is torch.strided]
+    # a recomputed segment must not find what is done with them
+    return [tensor.detach() for tensor in outputs_of(value) if tensor.layout is torch.strided]
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLES)].float().clone()
 
 

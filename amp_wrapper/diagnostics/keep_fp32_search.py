@@ -14,6 +14,8 @@ from ..casting.modules import class_name
 LEAST_GAIN = 0.3
 #: A part stands for the whole where keeping it alone brings this share of what keeping the whole brings.
 SAME_GAIN = 0.8
+#: A search ends when it has brought this share of what keeping all modules brings.
+ENOUGH_GAIN = 0.9
 #: What all kept modules together have to take away, where the error was finite before.
 WHOLE_GAIN = 0.5
 #: More modules, or classes of modules, than this are not few.
@@ -180,18 +182,20 @@ class KeepFp32Search:
         return ''
 
     def _make_accurate(self, keep: list[str], limit: float) -> str:
-        now = self._try(keep)
+        before = now = self._try(keep)
         while now.error > limit and len(keep) < MOST_KEPT:
+            if now is not before and gain(before, now) >= ENOUGH_GAIN * gain(before, self._try(self._children[''])):
+                return 'more modules would bring little more'
             found = self._bisect('', keep, now, LEAST_GAIN)
             if found is None:
                 return f'no module takes {LEAST_GAIN:.0%} of the error that is left away'
-            keep.append(found)
+            keep[:] = [*(name for name in keep if not _is_in(name, found)), found]
             now = self._try(keep)
         return 'the error is below the limit' if now.error <= limit else f'{MOST_KEPT} modules are kept'
 
     def _bisect(self, node: str, keep: list[str], now: Outcome, least: float) -> str | None:
         """One module below ``node`` that takes at least the share ``least`` of the error away; None without one."""
-        group = [name for name in self._children[node] if name not in keep]
+        group = [name for name in self._children[node] if not any(_is_in(name, other) for other in keep)]
         group.sort(key=lambda name: -self._score(name))
         if not group:
             return None

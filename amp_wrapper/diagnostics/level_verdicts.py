@@ -11,7 +11,7 @@ import torch
 
 from ..policy import Policy, dtype_name
 from .deviations import Deviation, ModuleDeviation
-from .side_by_side import LevelRun
+from .side_by_side import WARM_UP, LevelRun
 
 #: An error of gradients that never matters, and the share of the difference between the gradients of two batches that does not:
 #: rounding that is a tenth of it makes the variance of a gradient one per cent larger.
@@ -116,8 +116,9 @@ class LevelFacts:
 
     @property
     def tried(self) -> bool:
-        """Whether enough is known to judge."""
-        return bool(self.problem) or (self.run is not None and (self.run.done or bool(self.run.problem)))
+        """Whether enough is known to judge: it cannot be had, it failed, or at least one of its steps was timed."""
+        run = self.run
+        return bool(self.problem) or (run is not None and (run.done or bool(run.problem) or bool(run.seconds)))
 
     @property
     def suits(self) -> bool:
@@ -144,6 +145,10 @@ def compare_runs(facts: LevelFacts, reference: LevelRun) -> None:
     if run.bytes and reference.bytes and not run.problem:
         facts.memory_ratio = run.bytes / reference.bytes
     facts.loss_after = difference(run.checked, reference.checked)
+    if facts.loss_after is None and not run.problem:
+        # interrupted: the steps that both have taken, but for the first ones, in which weights are still the same
+        common = slice(WARM_UP, min(len(run.losses), len(reference.losses)))
+        facts.loss_after = difference(run.losses[common], reference.losses[common])
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float | None:
@@ -185,6 +190,8 @@ def judge(facts: LevelFacts, limits: Limits, lost: Mapping[str, float], prefer: 
         facts.reasons.append(Reason('cannot', facts.problem))
         return
     if not facts.in_16_bit:
+        if facts.run is not None and facts.run.problem:
+            facts.reasons.append(Reason('cannot', f'in FP32 itself {facts.run.problem}'))
         return
     _judge_hardware(facts, device)
     _judge_overflow(facts)

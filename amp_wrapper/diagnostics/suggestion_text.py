@@ -67,7 +67,9 @@ def reason(study: Study) -> str:
     if study.interrupted and not early:
         early = 'Interrupted, after all levels were tried. '
     if chosen is None or limits is None:
-        return f'{early}No level can be recommended: FP32, which all levels are compared with, did not come to its end.'
+        fp32 = study.facts['O0'].reasons
+        why = fp32[0].text if fp32 else 'FP32, which all levels are compared with, was not tried'
+        return f'{early}No level can be recommended: {why}.'
     if chosen.level == 'O0':
         return early + _why_fp32(study)
     text = f'{chosen.level} ({MEANINGS[chosen.level]})'
@@ -76,7 +78,8 @@ def reason(study: Study) -> str:
     if chosen.time_ratio is not None and chosen.time_ratio > 1 + TIE and study.prefer == MEMORY:
         text += f" If you train on this device, ask for the fastest: prefer='{SPEED}'."
     if chosen.loss_after is not None:
-        text += f' After {study.steps} steps its loss is {chosen.loss_after:.2g} off that of FP32'
+        done = study.steps if chosen.run is None else len(chosen.run.losses)
+        text += f' After {done} steps its loss is {chosen.loss_after:.2g} off that of FP32'
         text += (
             '' if limits.loss_noise is None else f', and FP32 with the batches in another order {limits.loss_noise:.2g}'
         )
@@ -130,14 +133,14 @@ def notes(study: Study) -> list[str]:
     )
     if study.side_by_side is not None:
         found.append(
-            f'time and memory are ratios to FP32 (O0); the levels ran {compared}, {study.steps} steps each, of which the first '
+            f'Time and memory are ratios to FP32 (O0); the levels ran {compared}, {study.steps} steps each, of which the first '
             f'{WARM_UP} were not timed, on {device_name(study.device)}. Optimizer: {study.optimizer}.'
         )
     if study.limits is not None:
         noise = study.limits.gradient_noise
         between = 'there was one batch alone' if noise is None else f'those of another batch are {percent(noise)} off'
         found.append(
-            f'loss: the largest relative difference in the first {FIRST_STEPS} steps. gradients: their relative error at the '
+            f'Loss: the largest relative difference in the first {FIRST_STEPS} steps. Gradients: their relative error at the '
             f'first weights, over the modules; {between}, and less than {percent(study.limits.gradient)} would not matter.'
         )
     if study.lost:
