@@ -39,6 +39,7 @@ COMMANDS = {
     'convert': True,
     'report': True,
     'suggest-level': True,
+    'plot': False,
     'build-ops': False,
 }
 #: Packages that not everybody has installed, and the words for pip.

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,8 @@ def what_is_missing() -> str:
         return 'they are not built on Windows'
     if shutil.which(shlex.split(cxx_compiler())[0]) is None:
         return f'there is no C++ compiler ({cxx_compiler()})'
+    import sysconfig
+
     headers = Path(sysconfig.get_path('include'), 'Python.h')
     if not headers.exists():
         return f'the headers of Python are missing ({headers.name}; python3-dev on Debian and Ubuntu)'
