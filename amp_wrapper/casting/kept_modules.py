@@ -21,6 +21,8 @@ Roots = Sequence[tuple[str, nn.Module]]
 
 #: Why BatchNorm stays in FP32.
 BATCHNORM = 'keep_batchnorm_fp32: weights and statistics in FP32; its kernels take 16-bit input beside them'
+#: Why losses do.
+LOSS = 'the module is a loss, by its class or the name of its class'
 
 
 def named_modules(roots: Roots, policy: Policy, without_prefix: bool = False) -> set[int]:
@@ -125,7 +127,7 @@ def why_kept(module: nn.Module, name: str, policy: Policy) -> Kept:
             if is_module_class(cls) and isinstance(module, cls):
                 return Kept(rule, op.name, op.reason)
     if is_loss(module):
-        return Kept('loss', '', 'a loss, by its class or the name of its class')
+        return Kept('loss', '', LOSS)
     if isinstance(module, AveragedModel):
         return Kept('average', '', 'an average of weights')
     return Kept('shared', '', 'shares a tensor with a module that stays in FP32')

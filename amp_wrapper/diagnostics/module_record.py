@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..autocast import listening
 from ..autocast.call import CallRule
 from ..casting.cast_hooks import CastInputs, Fp32Inputs
-from ..casting.kept_modules import BATCHNORM, Kept, why_kept
+from ..casting.kept_modules import BATCHNORM, LOSS, Kept, why_kept
 from ..casting.modules import is_batchnorm
 from ..casting.region_hooks import FP32, region_on
 from ..policy import Policy, dtype_name
@@ -70,7 +70,7 @@ class OpRun:
 RULES = {
     'keep_fp32': 'the module is named by keep_fp32',
     'batchnorm': BATCHNORM,
-    'loss': 'the module is a loss',
+    'loss': LOSS,
     'registry': 'the function or module is in the FP32 registry',
     'fp32_ops': 'the function or module is named by fp32_ops',
     'method': 'a method of a head, which turns outputs into losses or predictions',

@@ -154,7 +154,13 @@ def _fresh(example: Any) -> Any:
     return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), example)
 
 
-def make(subject: Subject, policy: Policy, overrides: Mapping[str, Any], title: str) -> PrecisionReport:
+def make(
+    subject: Subject,
+    policy: Policy,
+    overrides: Mapping[str, Any],
+    title: str,
+    begins: Callable[[str], object] | None = None,
+) -> PrecisionReport:
     """Run the steps, and put the report together.
 
     Args:
@@ -162,11 +168,15 @@ def make(subject: Subject, policy: Policy, overrides: Mapping[str, Any], title: 
         policy: The level to report on.
         overrides: Its options, which the other levels get too, as far as they go with them.
         title: What the report is about.
+        begins: Called with the name of each level before its step.
 
     Raises:
         AmpError: As of :func:`report`.
     """
+    begins = begins or (lambda level: None)
+    begins('O0')
     exact = run_trial(subject, _fp32(policy), records=True, rounds=True)
+    begins(policy.opt_level)
     here = run_trial(subject, policy, records=True)
     memory: dict[str, Any] = {}
     for level in LEVELS:
@@ -175,6 +185,7 @@ def make(subject: Subject, policy: Policy, overrides: Mapping[str, Any], title: 
         elif level == 'O0':
             memory[level] = _memory(subject, exact.policy, exact)
         else:
+            begins(level)
             memory[level] = _memory_at(subject, level, overrides)
     inner = unwrap(subject.model)
     optimizer = None if subject.make_optimizer is None else type(subject.make_optimizer(inner)).__name__

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -22,28 +25,41 @@ def report(args: argparse.Namespace) -> None:
     Raises:
         AmpError: Config, options, checkpoint or data cannot be used; a file cannot be written.
     """
-    import rich
+    from rich.console import Console
 
+    files = [(Path(path), kind) for path, kind in ((args.html, 'html'), (args.json, 'json')) if path is not None]
+    for path, _ in files:
+        _check_writable(path)
     built = from_config(args.config, args.cfg_options, args.checkpoint, input_shape=args.input_shape)
-    found = report_of(built, args.config, args.opt_level)
-    rich.print(found.table(args.depth))
-    for path, make in ((args.html, found.html), (args.json, found.json)):
-        if path is None:
-            continue
+    with Console(stderr=True).status('reading data') as status:
+        found = report_of(built, args.config, args.opt_level, lambda level: status.update(f'a step at {level}'))
+    Console().print(found.table(args.depth))
+    for path, kind in files:
         try:
-            pages.write_text(path, make())
+            pages.write_text(path, found.html() if kind == 'html' else found.json())
         except OSError as error:
             raise AmpUsageError(f'{path} cannot be written: {error.strerror or error}.') from error
         print(f'Written: {path}')
 
 
-def report_of(built: FromConfig, title: str, opt_level: str | None = None) -> precision_report.PrecisionReport:
+def _check_writable(path: Path) -> None:
+    """Before the work begins."""
+    place = next(above for above in path.absolute().parents if above.exists())
+    if path.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+        problem = f'{path} is a folder' if path.is_dir() else f'{place} is no folder that can be written to'
+        raise AmpUsageError(f'{path} cannot be written: {problem}.')
+
+
+def report_of(
+    built: FromConfig, title: str, opt_level: str | None = None, begins: Callable[[str], object] | None = None
+) -> precision_report.PrecisionReport:
     """The report on a model, with the first batch of its training data.
 
     Args:
         built: From a config.
         title: What the report is about.
         opt_level: The level; that of the config by default.
+        begins: Called with the name of each level before its step.
 
     Raises:
         AmpError: The data cannot be read; the level cannot be had.
@@ -55,4 +71,4 @@ def report_of(built: FromConfig, title: str, opt_level: str | None = None) -> pr
         return built.loss_fn(model, batch)
 
     subject = Subject(built.model, run, True, built.make_optimizer, built.attach, surrounds=True)
-    return precision_report.make(subject, policy, built.settings.overrides, title)
+    return precision_report.make(subject, policy, built.settings.overrides, title, begins)
