@@ -176,6 +176,16 @@ def _cases_of(
     def largest() -> Tensor:
         return torch.stack(torch._foreach_norm(tensors, math.inf)).max()
 
+    counts = torch.zeros(len(tensors), ops.EXPONENTS, dtype=torch.int64, device=found.device)
+    most = torch.zeros(len(tensors), device=found.device)
+
+    # zeros and what is not finite fall together with others here
+    def exponents() -> None:
+        for row, peak, tensor in zip(counts, most, tensors):
+            powers = torch.frexp(tensor.reshape(-1).float()).exponent
+            row += torch.bincount(powers.clamp_(-126, 129) + 126, minlength=ops.EXPONENTS)
+            torch.maximum(peak, tensor.abs().max(), out=peak)
+
     adds = {
         '_foreach_mul, _foreach_add_': mul_add,
         '_foreach_add_(alpha=)': lambda: torch._foreach_add_(sums, tensors, alpha=1 / 3),
@@ -237,6 +247,14 @@ def _cases_of(
             },
             size * count,
             [found],
+        ),
+        Case(
+            'multi_tensor_exponents',
+            name,
+            lambda: ops.multi_tensor_exponents(tensors, counts, most),
+            {'frexp, bincount, abs, max': exponents},
+            size * count,
+            [counts, most],
         ),
     ]
     if dtype is not torch.float32:

@@ -38,6 +38,7 @@ struct Square {
 // finite in the last of them, and then zeros.
 constexpr int kExponents = 257;
 constexpr int kZeros = kExponents - 1;
+constexpr int kNonfinite = kExponents - 2;
 constexpr int kMantissaBits = 23;
 
 // The column of a magnitude. By its bits, since arithmetic may take subnormal numbers for zeros.

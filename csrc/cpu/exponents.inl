@@ -92,8 +92,9 @@ std::int32_t exponents(Type type, const void* data, std::int64_t count, std::uin
         columns[kZeros] += kPiece;
         continue;
       }
+      // without what is not finite, which lies far from all others
       const int first = static_cast<int>(span.least >> kMantissaBits);
-      const int last = static_cast<int>(span.most >> kMantissaBits);
+      const int last = static_cast<int>(finite >> kMantissaBits);
       // zeros and subnormal numbers have one exponent
       if (first == 0 || last - first >= kFewExponents) {
         if (!has_tables) std::memset(tables, 0, sizeof(tables));
@@ -102,6 +103,8 @@ std::int32_t exponents(Type type, const void* data, std::int64_t count, std::uin
         continue;
       }
       std::uint32_t others = 0;
+      if (span.most >= kExponent) others = count_bytes(bytes, kPiece, kNonfinite);
+      columns[kNonfinite] += others;
       for (int exponent = first; exponent <= last; ++exponent) {
         const std::uint32_t found = count_bytes(bytes, kPiece, static_cast<std::uint8_t>(exponent));
         columns[exponent] += found;
