@@ -158,7 +158,8 @@ class OverflowDiagnosis:
             self._quiet = 0
             self._skips += 1
             # the first ones, and then ever fewer
-            if record.calls and self._left > 0 and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
+            # without a loss, nothing was recorded yet; without a call, torch.compile hides it
+            if record.losses and self._left > 0 and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
                 self._report(parts, record)
         else:
             self._quiet += 1

@@ -302,3 +302,18 @@ def test_repr_of_a_session() -> None:
     _, optimizer = start(loss_scale=128.0)
     assert 'O2 (float16 weights' in repr(amp.session.session_of(optimizer))  # type: ignore[attr-defined]
     assert 'loss scale 128' in repr(amp.session.session_of(optimizer))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_a_compiled_model_keeps_its_one_graph(level: str) -> None:
+    """What runs in graphs is not recorded, and the report says so."""
+    model, optimizer = start(level)
+    with amp.monitor(optimizer, 2, diagnose_overflow=True) as watch:
+        compiled = torch.compile(model, backend='eager', fullgraph=True)
+        for index, x in enumerate(batches(4)):
+            step(compiled, optimizer, nan_input(x) if index == 2 else x)
+        numbers = watch.read()
+    (found,) = watch.diagnoses
+    assert found.cause == 'not_replayed'
+    assert 'torch.compile' in found.text
+    assert numbers['amp_skipped'] == 1
