@@ -65,7 +65,7 @@ def reason(study: Study) -> str:
     chosen, limits, not_tried = study.chosen, study.limits, study.not_tried
     early = f'Interrupted; not tried: {", ".join(not_tried)}. ' if study.interrupted and not_tried else ''
     if study.interrupted and not early:
-        early = 'Interrupted, after all levels were tried. '
+        early = 'Interrupted, after every level had taken some steps. '
     if chosen is None or limits is None:
         fp32 = study.facts['O0'].reasons
         why = fp32[0].text if fp32 else 'FP32, which all levels are compared with, was not tried'
@@ -128,13 +128,15 @@ def _why_fp32(study: Study) -> str:
 def notes(study: Study) -> list[str]:
     """What there is to say beside the table."""
     found = []
-    compared = (
-        'side by side' if study.side_by_side else 'one after the other, since the memory does not suffice for all'
-    )
-    if study.side_by_side is not None:
+    if study.runs:
+        ways = {
+            True: ', side by side',
+            False: ', one after the other, since the memory does not suffice for all',
+            None: '',
+        }
         found.append(
-            f'Time and memory are ratios to FP32 (O0); the levels ran {compared}, {study.steps} steps each, of which the first '
-            f'{WARM_UP} were not timed, on {device_name(study.device)}. Optimizer: {study.optimizer}.'
+            f'Time and memory are ratios to FP32 (O0). Each level took {study.steps} steps{ways[study.side_by_side]}, of which '
+            f'the first {WARM_UP} were not timed, on {device_name(study.device)}. Optimizer: {study.optimizer}.'
         )
     if study.limits is not None:
         noise = study.limits.gradient_noise

@@ -266,7 +266,7 @@ def test_an_interruption_in_training_uses_what_was_measured() -> None:
     assert found.data['interrupted']
     assert found.level == 'O5'
     assert found.data['not_tried'] == []
-    assert found.reason.startswith('Interrupted, after all levels were tried.')
+    assert found.reason.startswith('Interrupted, after every level had taken some steps.')
     assert entry(found, 'O4')['time']['ratio'] > 0
 
 
