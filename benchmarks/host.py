@@ -106,6 +106,9 @@ class Tree:
         yield '`import amp_wrapper`', ['-c', 'import amp_wrapper']
         yield '`python -m amp_wrapper.info`', ['-m', 'amp_wrapper.info']
         yield '`python -m amp_wrapper.info --help`', ['-m', 'amp_wrapper.info', '--help']
+        if (self.path / 'amp_wrapper' / '__main__.py').is_file():
+            yield '`amp-wrapper --help`', ['-m', 'amp_wrapper', '--help']
+            yield '`amp-wrapper train --help`', ['-m', 'amp_wrapper', 'train', '--help']
         for path in sorted((self.path / 'tools').glob('*.py')):
             if "__name__ == '__main__'" not in path.read_text(encoding='utf-8'):
                 continue

@@ -396,6 +396,7 @@ def test_sdist_is_complete_and_holds_nothing_built(built: Tree, tmp_path: Path) 
     names = names_in(pack(built, tmp_path))
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'csrc').rglob('*') if path.suffix in SUFFIXES}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / 'amp_wrapper').rglob('*.py')}
+    modules |= {path.relative_to(ROOT).as_posix() for path in (ROOT / 'amp_wrapper').rglob('*.j2')}
     assert sources | modules | {'setup.py', 'Makefile', 'requirements/build.txt', 'amp_wrapper/py.typed'} <= names
     assert not [name for name in names if name.endswith(('.so', '.o', '.pyc')) or 'build.ninja' in name]
     assert RECORD.as_posix() not in names
