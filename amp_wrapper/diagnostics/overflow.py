@@ -190,7 +190,10 @@ class OverflowDiagnosis:
         if self._live is not None:
             return judge_watched(self._live.take(), record, parts, several)
         found = diagnose(record, self._model, parts, self._attach, several)
-        if found.cause == 'not_replayed':
+        if not record.calls:
+            # it would be the same each time
+            self._left = 0
+        elif found.cause == 'not_replayed':
             self._live = LiveWatch(self._model)
             found.notes.append(
                 'From now on its modules are watched while it trains: see the report of the next skipped step.'

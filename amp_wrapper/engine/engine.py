@@ -257,11 +257,10 @@ class AmpEngine:
             AmpUsageError: No such loss.
         """
         scaler = self.parts.scales.of(loss_id)
-        for observer in self.parts.observers:
+        all_parts = [self.parts, *(engine.parts for engine in together)]
+        for observer in [observer for parts in all_parts for observer in parts.observers]:
             observer.see_loss(self.parts, loss, loss_id)
-        if not self.parts.gradients.unscaled:
-            return scaler.scale(loss)
-        return scaler.scale(loss, scale_of([self.parts, *(engine.parts for engine in together)], loss_id))
+        return scaler.scale(loss, scale_of(all_parts, loss_id) if self.parts.gradients.unscaled else None)
 
     @untraced
     def backward(self, loss: Tensor, loss_id: int = 0, **kwargs: Any) -> None:

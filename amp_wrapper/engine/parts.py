@@ -45,7 +45,7 @@ class StepObserver(Protocol):
     """Is told of losses and steps, as they come. It changes nothing; an engine without one calls nothing."""
 
     def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
-        """A loss is about to be scaled, for a backward pass."""
+        """A loss is about to be scaled by the scale of ``parts``, for a backward pass."""
 
     def before_step(self, parts: EngineParts) -> None:
         """A step is about to be taken, or skipped; ``gradients_at_hand`` finds the gradients."""
