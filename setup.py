@@ -83,8 +83,7 @@ def pure(reason: str, demanded_by: str) -> dict[str, Any]:
     if reason:
         print(
             f'warning: amp_wrapper is built without its compiled ops, since {reason}. It computes the same, slower. '
-            'To build them: install g++ (Debian and Ubuntu: apt-get install g++), then '
-            'pip install --no-build-isolation --force-reinstall --no-deps . in the source folder (or "make ops").',
+            'To build them: install g++ (Debian and Ubuntu: apt-get install g++), then run amp-wrapper build-ops.',
             file=sys.stderr,
         )
     facts = {'built': False, 'reason': reason or 'it was installed with AMP_WRAPPER_WITH_OPS=0', 'chosen': not reason}
