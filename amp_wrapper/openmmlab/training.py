@@ -77,6 +77,7 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg.load_from = None if args.resume == 'auto' else args.resume
     _choose_seed(cfg, args)
     _add_hook(cfg, 'ExactResumeHook')
+    _add_hook(cfg, 'AmpMonitorHook')
     if args.save_on_sigterm:
         _add_hook(cfg, 'PreemptionHook')
     return cfg
