@@ -249,7 +249,8 @@ class ModuleRecorder:
 
     def op_ran(self, op: Any, args: Any, kwargs: Any, output: Any) -> None:
         """An op of torch has run."""
-        if self._is_busy:
+        # the engine copies buffers in the hooks of the model, by ops of this package
+        if self._is_busy or op.namespace == 'amp_wrapper':
             return
         inputs, outputs = _floating((args, kwargs)), _floating(output)
         name = op.overloadpacket.__name__
@@ -313,6 +314,8 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder, before = self._recorder, self._recorder._call
+        if recorder._is_busy:
+            return function(*args, **(kwargs or {}))
         is_on = any(torch.is_autocast_enabled(device) for device in ('cpu', 'cuda') if device == 'cpu' or _has_gpu())
         recorder._call = _Call(getattr(function, '__name__', ''), is_on)
         try:

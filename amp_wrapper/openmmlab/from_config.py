@@ -122,7 +122,7 @@ class FromConfig:
         Raises:
             AmpUsageError: The data cannot be read, or none can be generated for this model; says which option to give.
         """
-        with _scope(self.config), _seeded(self.config), _quiet():
+        with _scope(self.config), seeded(self.config), _quiet():
             if self.input_shape is not None:
                 size = (self.config.get('train_dataloader') or {}).get('batch_size') or 2
                 shape = self.input_shape if len(self.input_shape) == 4 else (int(size), *self.input_shape)
@@ -217,7 +217,7 @@ def from_config(
     place = checkpoint or cfg.get('load_from')
     if checkpoint is not None:
         _check_there(Path(checkpoint))
-    with _scope(cfg), _seeded(cfg), _quiet():
+    with _scope(cfg), seeded(cfg), _quiet():
         settings = _settings(cfg)
         model = _build_model(cfg, is_loaded=place is not None)
         if place is not None:
@@ -313,7 +313,7 @@ def _scope(cfg: Config) -> Iterator[None]:
 
 
 @contextmanager
-def _seeded(cfg: Config) -> Iterator[None]:
+def seeded(cfg: Config) -> Iterator[None]:
     """Inside, random numbers begin with the seed of the config; outside, they are as before."""
     before = random_state.capture()
     seed = (cfg.get('randomness') or {}).get('seed') or 0

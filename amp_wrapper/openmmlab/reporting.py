@@ -13,7 +13,7 @@ from torch import nn
 from ..diagnostics import pages, precision_report
 from ..diagnostics.level_trial import Subject
 from ..errors import AmpUsageError
-from .from_config import FromConfig, from_config
+from .from_config import FromConfig, from_config, seeded
 
 
 def report(args: argparse.Namespace) -> None:
@@ -71,4 +71,6 @@ def report_of(
         return built.loss_fn(model, batch)
 
     subject = Subject(built.model, run, True, built.make_optimizer, built.attach, surrounds=True)
-    return precision_report.make(subject, policy, built.settings.overrides, title, begins)
+    # dropout is the same in two reports
+    with seeded(built.config):
+        return precision_report.make(subject, policy, built.settings.overrides, title, begins)

@@ -123,6 +123,25 @@ def test_nothing_is_left_behind(config: Any, tmp_path: Path, monkeypatch: pytest
     assert differences(kept, batch) == []
 
 
+@MODELS.register_module()
+class WritingPreprocessor(toy.ToyPreprocessor):
+    """Writes into what it is given, as those of some projects do."""
+
+    def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
+        data['inputs'] += 1
+        return super().forward(data, training)
+
+
+def test_a_batch_serves_several_times(config: Any) -> None:
+    built = from_config(config)
+    built.model.data_preprocessor = WritingPreprocessor()
+    batch = built.batches(1)[0]
+    kept = copy.deepcopy(batch)
+    first = built.loss_fn(built.model, batch).detach()
+    assert differences(first, built.loss_fn(built.model, batch).detach()) == []
+    assert differences(kept, batch) == []
+
+
 def test_batches_are_the_first_ones_and_the_data_begins_anew(config: Any) -> None:
     config.train_dataloader = toy.loader(shuffle=False, length=6, num_workers=2)
     found = from_config(config).batches(3)
@@ -241,3 +260,11 @@ def test_the_report_of_a_config(config: Any) -> None:
     assert modules['data_preprocessor']['outputs']['computed'] == ['float32']
     assert [level for level, counted in found.data['memory'].items() if 'error' in counted] == []
     assert reporting.report_of(from_config(config), 'toy.py', 'O4').data['policy'].startswith('O4')
+
+
+def test_two_reports_are_the_same(config: Any) -> None:
+    config.model = dict(type='ToyModel', dropout=0.5)
+    torch.manual_seed(1)
+    first = reporting.report_of(from_config(config), 'toy.py')
+    torch.manual_seed(2)
+    assert reporting.report_of(from_config(config), 'toy.py').json() == first.json()
