@@ -180,7 +180,7 @@ def ranges_files(path: str | os.PathLike[str], member: str = '') -> list[Path]:
     if not found:
         others = sorted({each.name for folder in folders for each in _ranges_in(folder, '*amp_ranges.jsonl')})
         remedy = (
-            f'There is {", ".join(others)}: give that file.'
+            f'There is {", ".join(others)}: give the member (generator of generator_amp_ranges.jsonl), or that file.'
             if others
             else 'AmpMonitorHook and amp.monitor write it, with a ranges_interval.'
         )

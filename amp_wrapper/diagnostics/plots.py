@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 #: A log axis from here on: the largest number over the smallest.
 _WIDE = 50.0
+#: More points than this of a number that goes up and down are drawn light, with their mean.
+_BAND = 1000
+_NOISY = ('grad_norm', 'amp_grad_underflow', 'amp_grad_tiny', 'amp_grad_peak', 'amp_update_lost')
+#: More skipped steps than this get small marks.
+_MANY_SKIPS = 60
 
 
 def plot_runs(
@@ -89,15 +94,23 @@ def _draw(runs: Sequence[Run], wanted: Sequence[str], title: str) -> Figure:
 def _head(figure: Figure, lines: Sequence[Line], title: str) -> None:
     from matplotlib.lines import Line2D
 
-    title = title or (lines[0].run.name if len({line.run.name for line in lines}) == 1 else '')
-    if title:
-        figure.suptitle(title, x=0.012, ha='left', fontsize=12, fontweight='bold')
-    if len(lines) > 1:
-        handles = [Line2D([], [], linewidth=1.8, **line_look(number)) for number in range(len(lines))]
-        longest = max(len(line.label) for line in lines)
-        columns = max(1, min(len(lines), int(100 / (longest + 9))))
-        labels = [line.label for line in lines]
-        figure.legend(handles, labels, loc='outside upper left', ncols=columns, handlelength=3.2)
+    single = len({line.run.name for line in lines}) == 1
+    title = title or (lines[0].run.name if single else '')
+    bold: Any = {'size': 12, 'weight': 'bold'}
+    if len(lines) == 1:
+        figure.suptitle(title, x=0.012, ha='left', fontproperties=bold)
+        return
+    labels = [line.part if single and line.part else line.label for line in lines]
+    figure.legend(
+        [Line2D([], [], linewidth=1.8, **line_look(number)) for number in range(len(lines))],
+        labels,
+        loc='outside upper left',
+        ncols=max(1, min(len(lines), int(100 / (max(map(len, labels)) + 9)))),
+        handlelength=3.2,
+        title=title or None,
+        title_fontproperties=bold,
+        alignment='left',
+    )
 
 
 def _fill(axes: Axes, lines: Sequence[Line], numbers: Sequence[str], words: Mapping[str, str]) -> None:
@@ -128,30 +141,28 @@ def _draw_series(axes: Axes, number: str, series: Series, look: dict[str, Any], 
         # a log axis has no place for zero
         finite &= series.values > 0
     points = Series(series.iterations, np.where(finite, series.values, np.nan))
-    few = len(series.values) <= 12
-    dots: dict[str, Any] = {'marker': 'o', 'markersize': 3.5} if few else {}
-    if number.startswith('amp_'):
+    dots: dict[str, Any] = {'marker': 'o', 'markersize': 3.5} if len(series.values) <= 12 else {}
+    # many points would be a band that hides the others
+    smooth = smoothed(points) if number == 'loss' or (number in _NOISY and len(series.values) > _BAND) else None
+    if smooth:
+        drawn = thinned(points)
+        light = {**look, 'linestyle': '-', 'alpha': 0.3, 'linewidth': 0.8}
+        axes.plot(drawn.iterations, drawn.values, label='_raw', gid=number, **light)
+        drawn = thinned(smooth)
+        axes.plot(drawn.iterations, drawn.values, linewidth=1.8, label=label, gid=f'{number}_smoothed', **look)
+    elif number.startswith('amp_'):
         # holds until the next one; logs repeat what was measured last
         drawn = thinned(corners(points))
-        wide = 1.6 if number == 'amp_scale' else 1.4
         axes.plot(
             drawn.iterations,
             drawn.values,
+            linewidth=1.5,
             drawstyle='steps-post',
-            linewidth=wide,
             label=label,
             gid=number,
             **look,
             **dots,
         )
-    elif number == 'loss':
-        smooth = smoothed(points)
-        drawn = thinned(points)
-        light = {**look, 'linestyle': '-', 'alpha': 0.3, 'linewidth': 0.8} if smooth else {**look, 'linewidth': 1.6}
-        axes.plot(drawn.iterations, drawn.values, label='_raw' if smooth else label, gid='loss', **light, **dots)
-        if smooth:
-            drawn = thinned(smooth)
-            axes.plot(drawn.iterations, drawn.values, linewidth=1.8, label=label, gid='loss_smoothed', **look)
     else:
         drawn = thinned(points)
         axes.plot(drawn.iterations, drawn.values, linewidth=1.3, label=label, gid=number, **look, **dots)
@@ -193,10 +204,7 @@ def _mark_skips(axes: Axes, lines: Sequence[Line]) -> None:
                 skips.iterations,
                 np.full(len(skips.values), 0.06) if heights is None or shown is None else heights,
                 linestyle='none',
-                marker='X',
-                markersize=6.5,
-                markeredgewidth=0.6,
-                markeredgecolor='white',
+                **_skip_look(len(skips.values)),
                 color=ALARM if len(lines) == 1 else line_look(at)['color'],
                 zorder=4,
                 gid='skips',
@@ -215,6 +223,12 @@ def _mark_skips(axes: Axes, lines: Sequence[Line]) -> None:
     if not any(line.get_gid() == 'amp_scale' for line in axes.lines):
         axes.set_yticks([])
         axes.set_title(axes.get_title('left').replace('Loss scale  (', 'Skipped steps  ('))
+
+
+def _skip_look(count: int) -> dict[str, Any]:
+    if count > _MANY_SKIPS:
+        return {'marker': 'x', 'markersize': 3.5, 'markeredgewidth': 0.8}
+    return {'marker': 'X', 'markersize': 6.5, 'markeredgewidth': 0.6, 'markeredgecolor': 'white'}
 
 
 def _at(series: Series, places: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
@@ -242,7 +256,7 @@ def _mark_resumes(axes: Axes, runs: Sequence[Run], first: bool, several: bool) -
 
 
 def _scale_axis(axes: Axes, numbers: Sequence[str], values: npt.NDArray[np.float64]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator, PercentFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     positive = values[values > 0]
     if numbers[0] in ('amp_scale', 'amp_skipped'):
@@ -271,7 +285,7 @@ def _scale_axis(axes: Axes, numbers: Sequence[str], values: npt.NDArray[np.float
         top = values.max() if len(values) else 0.0
         axes.set_ylim(-0.04 * (top or 0.01), 1.1 * (top or 0.01))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, symbol=' %'))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f'{100 * share:.3g} %'))
     elif numbers[0] in ('amp_grad_peak', 'amp_weight_peak'):
         axes.axhline(0, color=ALARM, linewidth=0.9, gid='end of the range')
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))

@@ -254,7 +254,15 @@ def _mark_cells(axes: Axes, table: Sequence[Sequence[Counts]], columns: Sequence
     if places:
         xs, ys = zip(*places)
         axes.plot(
-            xs, ys, linestyle='none', marker='x', markersize=3.6, markeredgewidth=1.1, color=ALARM, gid='nonfinite'
+            xs,
+            ys,
+            linestyle='none',
+            marker='x',
+            markersize=3.6,
+            markeredgewidth=1.1,
+            color=ALARM,
+            gid='nonfinite',
+            clip_on=False,
         )
         words.append('\N{MULTIPLICATION SIGN} NaN or infinite')
     if any(cell.median() is None and not cell.nonfinite for row in table for cell in row):
@@ -339,7 +347,7 @@ def _draw_layer(steps: Sequence[StepRanges], names: Sequence[str], title: str) -
 
 
 def _shares(cells: Sequence[Counts], low: int, high: int) -> npt.NDArray[np.float64]:
-    """Shares of elements: rows for zero, for each power of two, and for infinities and NaN, with an empty one between these. NaN
+    """Shares of elements: rows for zero, for each power of two, and for infinities and NaN, with empty ones between. NaN
     where there are no elements."""
     table = np.full((high - low + 4, len(cells)), np.nan)
     for column, cell in enumerate(cells):

@@ -65,6 +65,8 @@ def summary(run: Run) -> str:
     Args:
         run: Its numbers.
     """
+    if not run.numbers:
+        return f'{run.name}: nothing in these iterations'
     places = np.concatenate([series.iterations for series in run.numbers.values()])
     words = [f'iterations {places.min()} to {places.max()}']
     for member, skips in run.skips.items():
