@@ -25,7 +25,6 @@ from toy_levels import (
 
 from amp_wrapper import AmpConfigError, AmpOptimWrapper, AmpUsageError, amp
 from amp_wrapper.diagnostics import pages, side_by_side
-from amp_wrapper.diagnostics.sandbox import attach_whole
 from amp_wrapper.diagnostics.suggestion import LevelSuggestion
 from amp_wrapper.optim import FusedAdamW, FusedSGD
 from amp_wrapper.policy import resolve
@@ -153,7 +152,7 @@ def test_losses_of_a_level_that_casts_per_op_follow_the_weights() -> None:
         batches(STEPS, 1, 8, 8),
         lambda m: FusedSGD(m.parameters(), lr=0.5),
         0,
-        attach_whole,
+        lambda engine, copied: engine.attach(copied),
         surrounds=True,
     )
     plans = [side_by_side.Plan(level, resolve(level)) for level in ('O0', 'O4')]
