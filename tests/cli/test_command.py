@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from command_line import ROOT
+from grid import grid
 from mmengine.config import Config
 from toy import checkpoint
 
@@ -152,6 +154,35 @@ def test_train_in_a_folder_of_the_users(project: Path) -> None:
     args = cli.parser_of('train')[1].parse_args(words[1:])
     assert (project / args.resume).is_file()
     assert args.cfg_options == {'optim_wrapper.loss_scale': 8, 'train_cfg.max_epochs': 2}
+
+
+@grid
+def test_train_in_two_processes(project: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        port = listener.getsockname()[1]
+    launch = [
+        '-m',
+        'torch.distributed.run',
+        '--nproc-per-node=2',
+        f'--master-port={port}',
+        '-m',
+        'amp_wrapper',
+        'train',
+    ]
+    options = ['train_dataloader.num_workers=0', 'train_dataloader.multiprocessing_context=None']
+    done = subprocess.run(
+        [sys.executable, *launch, 'config.py', '--launcher', 'pytorch', '--cfg-options', *options],
+        cwd=project,
+        env={**os.environ, 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': '', 'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'Finished: epoch 1, iteration 1\n' in done.stdout
+    words = shlex.split(done.stdout.splitlines()[-1])
+    assert words[:7] == ['torchrun', '--nproc-per-node=2', '-m', 'amp_wrapper', 'train', 'config.py', '--launcher']
 
 
 def test_errors_of_train_and_test(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
