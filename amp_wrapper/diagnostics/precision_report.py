@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from .. import __version__
 from ..casting.modules import class_name, module_device
 from ..casting.roots import unwrap
 from ..errors import AmpConfigError, AmpError, AmpUsageError, nearest
 from ..policy import LEVELS, OPTIONS, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
+from ..version import __version__
 from . import pages, report_table
 from .level_trial import Subject, Trial, measured_peak, run_trial
 from .module_record import OUTSIDE, ModuleRecord, OpRun
@@ -173,7 +173,13 @@ def make(
     Raises:
         AmpError: As of :func:`report`.
     """
-    begins = begins or (lambda level: None)
+    with torch.inference_mode(False):
+        return _make(subject, policy, overrides, title, begins or (lambda level: None))
+
+
+def _make(
+    subject: Subject, policy: Policy, overrides: Mapping[str, Any], title: str, begins: Callable[[str], object]
+) -> PrecisionReport:
     begins('O0')
     exact = run_trial(subject, _fp32(policy), records=True, rounds=True)
     begins(policy.opt_level)
@@ -236,14 +242,17 @@ def _modules(model: nn.Module, exact: Trial, here: Trial) -> list[dict[str, Any]
     assert here.recorder is not None
     found = []
     for name, module in model.named_modules():
-        container = type(module).forward is nn.Module.forward
-        found.append(_module(name, class_name(module), exact, here, container=container))
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        container = not scripted and type(module).forward is nn.Module.forward
+        # a scripted one takes no hooks: what it computes belongs to the module that calls it
+        uncalled = 'scripted' if scripted else 'container' if container else 'not called'
+        found.append(_module(name, class_name(module), exact, here, uncalled))
     if here.recorder.records[OUTSIDE].ops:
-        found.append(_module(OUTSIDE, '', exact, here))
+        found.append(_module(OUTSIDE, '', exact, here, 'outside'))
     return found
 
 
-def _module(name: str, kind: str, exact: Trial, here: Trial, container: bool = False) -> dict[str, Any]:
+def _module(name: str, kind: str, exact: Trial, here: Trial, uncalled: str) -> dict[str, Any]:
     assert exact.recorder is not None
     assert here.recorder is not None
     before, record = exact.recorder.records[name], here.recorder.records[name]
@@ -254,13 +263,7 @@ def _module(name: str, kind: str, exact: Trial, here: Trial, container: bool = F
         'class': kind,
         'depth': depth,
         'calls': record.calls,
-        'state': 'outside'
-        if name == OUTSIDE
-        else 'called'
-        if record.calls
-        else 'container'
-        if container
-        else 'not called',
+        'state': 'called' if record.calls else uncalled,
         'weights': None
         if weights is None
         else {

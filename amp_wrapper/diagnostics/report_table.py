@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SHORT = {'float16': 'fp16', 'bfloat16': 'bf16', 'float32': 'fp32', 'float64': 'fp64'}
 #: From this width on, there is room for more columns.
 WIDE = 120
-_LEFT_OUT = 'not called', 'container'
+_LEFT_OUT = {'not called': 'not called', 'container': '', 'scripted': 'scripted: takes no hooks'}
 _MEMORY = ('weights', 'masters', 'optimizer_state', 'gradients', 'activations', 'buffers', 'total', 'measured_peak')
 _KINDS = {
     'weights': 'weights',
@@ -82,6 +82,9 @@ class _Tables:
             yield Text(gradient_line(data['gradients']))
         yield Text()
         yield self._memory(wide)
+        for level, counted in data['memory'].items():
+            if 'error' in counted:
+                yield Text(f'{level}: {counted["error"]}', style='red')
         yield Text(memory_line(data), style='dim')
 
     def _types(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Table:
@@ -98,8 +101,7 @@ class _Tables:
             if wide:
                 cells.append(short(module['gradients']))
             if module['state'] in _LEFT_OUT:
-                note = '' if module['state'] == 'container' else '[dim]not called[/dim]'
-                table.add_row(*cells, '', note)
+                table.add_row(*cells, '', _LEFT_OUT[module['state']])
                 continue
             lines, count = fp32_lines(module), fp32_count(module)
             table.add_row(
@@ -158,7 +160,7 @@ class _Tables:
         for level, counted in self._data['memory'].items():
             mark = f'[bold]{level}[/bold]' if level == self._data['level'] else level
             if 'error' in counted:
-                table.add_row(mark, f'[red]{_escaped(counted["error"])}[/red]')
+                table.add_row(mark, *['[red]error[/red]'] * len(keys))
                 continue
             table.add_row(mark, *('' if counted[key] is None else bytes_text(counted[key]) for key in keys))
         return table

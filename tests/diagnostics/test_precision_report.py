@@ -201,6 +201,16 @@ def test_examples_in_containers(example: Any) -> None:
     assert found['outputs'] == {'computed': ['float16'], 'given': ['float32']}
 
 
+def test_scripted_parts_and_inference_mode() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
+    with torch.inference_mode():
+        found = by_name(amp.report(model, torch.randn(2, 4), 'O4'))
+    assert found['0']['state'] == 'scripted'
+    assert found['1']['state'] == 'called'
+    # the ops of the first are those of what calls it
+    assert found['']['ops'] == found['1']['ops'] == {'bfloat16': {'addmm': 1}}
+
+
 @pytest.mark.parametrize('training', [True, False])
 @pytest.mark.parametrize('attached', [False, True])
 def test_everything_is_as_before(training: bool, attached: bool) -> None:
@@ -258,6 +268,10 @@ def test_a_level_that_the_model_cannot_have_is_told_and_the_others_are_counted()
         def forward(self, x: Tensor) -> Tensor:
             return F.binary_cross_entropy(super().forward(x).sigmoid(), torch.zeros(2, 3))
 
-    memory = amp.report(Refused(4, 3), torch.ones(2, 4), 'O2', lambda model, x: model(x)).data['memory']
+    found = amp.report(Refused(4, 3), torch.ones(2, 4), 'O2', lambda model, x: model(x))
+    memory = found.data['memory']
+    assert f'O1: {memory["O1"]["error"]}' in found.text(width=400)
+    assert max(map(len, found.text(width=80).splitlines())) <= 80
+    assert memory['O1']['error'] in found.html().replace('&#39;', "'")
     assert memory['O1']['error'].startswith('BannedOpError: binary_cross_entropy is refused')
     assert {level for level, counted in memory.items() if 'error' in counted} == {'O1', 'O4'}
