@@ -146,6 +146,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.outputs: list[ModuleOutput] = []
         self._stack: list[str] = ['']
         self._memory: dict[int, _Known] = {}
+        # what was wrong with the inputs of the last call of each module
+        self._given: dict[str, list[BadOp]] = {}
         self._origins = {_key(tensor): f'input {index}' for index, tensor in enumerate(inputs)}
         self._origins |= {_key(tensor): name for name, tensor in _named_tensors(model)}
         self._weights = {_key(tensor) for _, tensor in _named_tensors(model)}
@@ -173,6 +175,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor in tensors_of((args, kwargs)):
                 # made in the module around this one
                 _label(tensor.grad_fn, self._stack[-1])
+            self._given[name] = [
+                bad for tensor in tensors_of((args, kwargs)) if (bad := self.bad_of(tensor)) is not None
+            ]
             self._stack.append(name)
 
         return enter
@@ -269,6 +274,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if known is not None:
                 found.module, found.source = known.module, known.source
                 found.op = f'code outside of torch, which wrote into the result of {known.op}'
+                # nobody tells what it has read: what its module was given
+                found.came_in = list(self._given.get(known.module, ()))
         self.bad.append(found)
         self._memory[key] = _Known(found, found.module, found.op, found.source)
         return found

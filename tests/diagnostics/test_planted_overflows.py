@@ -58,6 +58,10 @@ def written_outside_in_16bit(x: Tensor) -> Tensor:
     return WriteOutside.apply(x, True)
 
 
+def written_if_bad(x: Tensor) -> Tensor:
+    return written_outside(x) if not x.isfinite().all() else x
+
+
 def all_masked(x: Tensor) -> Tensor:
     return x * x.masked_fill(torch.ones_like(x, dtype=torch.bool), -torch.inf).softmax(-1)
 
@@ -97,6 +101,7 @@ TABLE = [
     Planted('forward nan', ALL, 'forward_nan', DEEP, root_below_zero, phase='forward'),
     Planted('an op outside of torch', ('O1', 'O2', 'O5'), 'forward_nan', DEEP, written_outside, phase='forward'),
     Planted('one in 16-bit alone', ('O2', 'O5'), 'forward_range', DEEP, written_outside_in_16bit, phase='forward'),
+    Planted('before an op outside of torch', ('O1', 'O2'), 'forward_range', f'{DEEP}.0', in_range_of_fp32, phase='forward'),
     Planted('everything masked', ('O1', 'O2', 'O5'), 'forward_nan', DEEP, all_masked, phase='forward'),
     Planted('a mask beside it', ('O1', 'O2'), 'forward_range', DEEP, partly_masked_and_huge, phase='forward'),
     Planted('by chance', ('O2',), 'forward_range', DEEP, by_chance, phase='forward'),
@@ -135,7 +140,8 @@ def plant(each: Planted) -> Deep:
     torch.manual_seed(0)
     model = Deep(each.checkpointed, loss=None if each.loss is None else each.loss())
     if each.act is not None:
-        model.blocks[2].place = Fault(each.act)
+        fault = Fault(each.act)
+        model.blocks[2].place = fault if not each.module.endswith('.0') else nn.Sequential(fault, Fault(written_if_bad))
     return model
 
 
