@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,4 +143,5 @@ def save(figure: Figure, files: Sequence[str | os.PathLike[str]]) -> None:
         except OSError as error:
             raise AmpUsageError(f'the picture {str(file)!r} cannot be written: {error.strerror or error}.') from error
         finally:
-            half.unlink(missing_ok=True)
+            with suppress(OSError):
+                half.unlink(missing_ok=True)
