@@ -27,8 +27,7 @@ from .errors import (
     NonfiniteError,
     OverflowStreakError,
 )
-
-__version__ = '0.1.0'
+from .version import __version__ as __version__
 
 # a command of the package leaves out what takes seconds, until it asks for a name below; then _complete() runs this file again
 _incomplete = bool(_start.COMMAND) and '_incomplete' not in globals()

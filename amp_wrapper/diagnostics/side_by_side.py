@@ -8,7 +8,6 @@ import gc
 import math
 import os
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -141,6 +140,9 @@ class LevelRun:
     @property
     def median(self) -> float:
         """Seconds of a step, the median; NaN without any that counts."""
+        # here, since it takes long to import
+        import statistics
+
         return statistics.median(self.seconds) if self.seconds else math.nan
 
     @property

@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -100,11 +99,18 @@ def cxx_compiler() -> str:
     return os.environ.get('CXX') or 'c++'
 
 
+def _words(command: str) -> list[str]:
+    # here, since the loader imports this file in every program
+    import shlex
+
+    return shlex.split(command)
+
+
 def what_is_missing() -> str:
     """Why nothing can be compiled here, whatever torch there is; empty where it can."""
     if sys.platform == 'win32':
         return 'they are not built on Windows'
-    if shutil.which(shlex.split(cxx_compiler())[0]) is None:
+    if shutil.which(_words(cxx_compiler())[0]) is None:
         return f'there is no C++ compiler ({cxx_compiler()})'
     import sysconfig
 
@@ -198,7 +204,7 @@ def plan(root: Path, cuda: bool | None = None, asked_by: str = '') -> Plan:
         'cuda': version if with_cuda else None,
         'architectures': os.environ['TORCH_CUDA_ARCH_LIST'] if with_cuda else None,
         'without_cuda': without_cuda,
-        'compiler': first_line(*shlex.split(compiler)),
+        'compiler': first_line(*_words(compiler)),
         'nvcc': first_line(str(Path(str(CUDA_HOME), 'bin', 'nvcc'))) if with_cuda else None,
         'python': sys.implementation.cache_tag,
         'sources': digest(root, with_cuda),

@@ -13,7 +13,9 @@ import amp_wrapper
 PACKAGE = 'amp_wrapper'
 #: What a folder, or a file beside the folders, may import: whatever stands in a lower line.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({'errors', 'start', 'torch_internals', 'compiler_internals', 'graph_internals', 'fsdp_internals'}),
+    frozenset(
+        {'errors', 'start', 'version', 'torch_internals', 'compiler_internals', 'graph_internals', 'fsdp_internals'}
+    ),
     frozenset({'policy', 'shards'}),
     frozenset({'ops', 'autocast', 'checkpoint'}),
     frozenset({'casting', 'optim'}),
