@@ -244,7 +244,9 @@ def _settings(cfg: Config) -> WrapperSettings:
     if is_built_here(words):
         known = inspect.signature(kind.__init__).parameters
         defaults = {
-            name: known[name].default for name in OPTIONS if name in known and known[name].default is not inspect._empty
+            name: known[name].default
+            for name in OPTIONS
+            if name in known and known[name].default is not inspect.Parameter.empty
         }
         given = {name: words[name] for name in OPTIONS if name in words}
         level = words.get('opt_level', known['opt_level'].default if 'opt_level' in known else 'O1')

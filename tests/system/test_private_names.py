@@ -52,7 +52,7 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     """
     _decide_current_val_interval _epoch _get_checkpoint_loader _has_loaded _indices_of_rank _infinite_indices _iter
     _load_from _maybe_compile _publish_model _resume _save_best_checkpoint _save_checkpoint_with_step _swap_ema_parameters
-    _train_loop _global_step _last_value
+    _train_loop _global_step _last_value _run_forward
     numpy._core.multiarray ._reconstruct
     _params_refs
     _getframe _fields _DummyThread
