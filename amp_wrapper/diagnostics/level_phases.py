@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ..errors import AmpAttachError, AmpConfigError, AmpUsageError
-from ..policy import Policy
+from ..policy import Policy, dtype_name
 from .deviations import Deviation, Pass, compare, run_pass
 from .keep_fp32_search import KeepFp32Search, KeepSearch, Outcome
 from .level_study import Study
-from .level_verdicts import LevelFacts, Limits, choose, compare_runs, difference, judge
+from .level_verdicts import LevelFacts, Limits, choose, compare_runs, difference, judge, type_of
 from .progress import Progress
 from .sandbox import sandbox
 from .side_by_side import LevelRun, Plan, Task, ensure_training, first_line, train_side_by_side
@@ -60,7 +60,8 @@ class LevelPhases:
 
     def _probe(self, bar: Progress) -> None:
         levels = list(self.policies)
-        bar.phase('comparing with FP32', len(levels) + 1)
+        types = {found for level in levels if (found := type_of(self.study.facts[level])) is not None}
+        bar.phase('comparing with FP32', len(levels) + len(types) + 1)
         with _left_alone(self.task.model):
             self._reference = self._pass(self.policies[REFERENCE])[0]
             if not self._reference.gradients:
@@ -77,6 +78,11 @@ class LevelPhases:
         if len(self.task.batches) > 1:
             self.study.other_batch = self._pass(self.policies[REFERENCE], batch=1)[1]
         bar.advance()
+        for dtype in types:
+            rounded = self._pass(self.policies[REFERENCE], rounded_to=dtype)[1]
+            if rounded is not None and rounded.finite:
+                self.study.sensitivity[dtype_name(dtype)] = rounded.error
+            bar.advance()
         for level in levels[1:]:
             self._probe_level(self.study.facts[level], self.policies[level])
             bar.advance()
@@ -94,11 +100,17 @@ class LevelPhases:
             # an op that a type does not have, say
             facts.problem = first_line(error)
 
-    def _pass(self, policy: Policy, batch: int = 0) -> tuple[Pass, Deviation | None]:
-        """A pass of a copy, and how far it is from FP32."""
+    def _pass(
+        self, policy: Policy, batch: int = 0, rounded_to: torch.dtype | None = None
+    ) -> tuple[Pass, Deviation | None]:
+        """A pass of a copy, and how far it is from FP32; with its weights rounded to a type where one is given."""
         task = self.task
         with sandbox(task.model, policy, task.make_optimizer, task.attach) as box:
             ensure_training(box.model)
+            if rounded_to is not None:
+                with torch.no_grad():
+                    for parameter in box.model.parameters():
+                        parameter.copy_(parameter.to(rounded_to))
             found = run_pass(
                 box,
                 lambda model: task.loss_fn(model, task.batch(batch)),
@@ -128,7 +140,7 @@ class LevelPhases:
             noise = difference(reordered.checked, reference.checked)
         gradient_noise = None if study.other_batch is None else study.other_batch.error
         first = abs(self._reference.loss) if self._reference is not None else 0.0
-        study.limits = Limits(gradient_noise, noise, first)
+        study.limits = Limits(gradient_noise, noise, first, study.sensitivity)
         if reference is not None:
             study.lost = dict(reference.lost)
         for level, facts in study.facts.items():
@@ -161,11 +173,8 @@ class LevelPhases:
         chosen = self.study.chosen
         if facts.problem or facts.deviation is None:
             return False
-        off = not facts.reasons and facts.deviation.error > (
-            self.study.limits.gradient if self.study.limits else math.inf
-        )
         if facts is chosen:
-            return off
+            return not facts.accurate
         if not facts.reasons or not all(reason.mendable for reason in facts.reasons):
             return False
         if chosen is None or not chosen.in_16_bit:
@@ -185,7 +194,7 @@ class LevelPhases:
         search = KeepFp32Search(self.task.model, attempt, scores, left)
         limits = self.study.limits
         assert limits is not None
-        result = search.run(_outcome(deviation), limits.gradient)
+        result = search.run(_outcome(deviation), limits.of(type_of(facts))[0])
         self.study.searches[facts.level] = result
         return result
 

@@ -32,6 +32,7 @@ class Study:
         runs: Name to training.
         side_by_side: Whether all were trained at the same time; None before.
         other_batch: How far FP32's gradients of another batch are from those of the first.
+        sensitivity: Type to the error of the gradients in FP32 after the weights were rounded to it.
         limits: What deviations mean nothing.
         lost: Type to the share of updates that are lost without masters.
         searches: Level to its search for ``keep_fp32``.
@@ -54,6 +55,7 @@ class Study:
     runs: dict[str, LevelRun] = dataclasses.field(default_factory=dict)
     side_by_side: bool | None = None
     other_batch: Deviation | None = None
+    sensitivity: dict[str, float] = dataclasses.field(default_factory=dict)
     limits: Limits | None = None
     lost: dict[str, float] = dataclasses.field(default_factory=dict)
     searches: dict[str, KeepSearch] = dataclasses.field(default_factory=dict)

@@ -16,8 +16,9 @@ from .side_by_side import WARM_UP, LevelRun
 #: An error of gradients that never matters, and the share of the difference between the gradients of two batches that does not:
 #: rounding that is a tenth of it makes the variance of a gradient one per cent larger.
 LEAST_ERROR, SHARE_OF_NOISE = 0.05, 0.1
-#: Gradients that are as wrong as this rule a level out.
-MOST_ERROR = 0.5
+#: Gradients that are as wrong as this rule a level out, unless the model is so sensitive that rounding its weights, in FP32,
+#: does nearly as much: a level rounds activations and gradients, too.
+MOST_ERROR, TIMES_SENSITIVITY = 0.5, 5.0
 #: A loss that differs by less than this share of the first loss in FP32, or by less than this multiple of what another order of
 #: the batches changes, is the same loss.
 LEAST_LOSS, TIMES_NOISE = 0.05, 2.0
@@ -61,11 +62,13 @@ class Limits:
         gradient_noise: The error of the gradients of one batch, taken for those of another, in FP32; None with one batch.
         loss_noise: By how much the losses after training differ between two orders of the batches, in FP32; None if unknown.
         first_loss: The first loss in FP32.
+        sensitivity: Type to the error of the gradients in FP32 after the weights were rounded to that type.
     """
 
     gradient_noise: float | None
     loss_noise: float | None
     first_loss: float
+    sensitivity: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def gradient(self) -> float:
@@ -76,6 +79,11 @@ class Limits:
     def loss(self) -> float:
         """The deviation of the loss after training that is allowed."""
         return max(LEAST_LOSS * abs(self.first_loss), TIMES_NOISE * (self.loss_noise or 0.0))
+
+    def of(self, dtype: torch.dtype | None) -> tuple[float, float]:
+        """For a level in a type: the error of gradients that is allowed, and what rounding the weights alone does."""
+        sensitivity = 0.0 if dtype is None else self.sensitivity.get(dtype_name(dtype), 0.0)
+        return max(self.gradient, sensitivity), sensitivity
 
     def plain(self) -> dict[str, Any]:
         """For JSON."""
@@ -207,9 +215,10 @@ def judge(facts: LevelFacts, limits: Limits, lost: Mapping[str, float], prefer: 
             facts.remarks.append(text)
 
 
-def _type_of(facts: LevelFacts) -> torch.dtype | None:
+def type_of(facts: LevelFacts) -> torch.dtype | None:
+    """The 16-bit type of a level; None without one."""
     policy = facts.policy
-    if policy is None:
+    if policy is None or not policy.runs_16_bit:
         return None
     return policy.cast_model_type if policy.casts_model else policy.autocast_dtype
 
@@ -218,7 +227,7 @@ def _judge_hardware(facts: LevelFacts, device: torch.device) -> None:
     if device.type != 'cuda':
         return
     major, minor = torch.cuda.get_device_capability(device)
-    dtype = _type_of(facts)
+    dtype = type_of(facts)
     needed = {torch.bfloat16: (8, 0), torch.float16: (5, 3)}.get(dtype) if dtype is not None else None
     if dtype is not None and needed is not None and (major, minor) < needed:
         facts.reasons.append(
@@ -270,8 +279,9 @@ def _judge_gradients(facts: LevelFacts, limits: Limits) -> None:
     if deviation is None or not deviation.finite:
         return
     # bfloat16 reaches as far down as FP32: what is zero there was lost to rounding before
-    worst = deviation.worst_vanished if _type_of(facts) is torch.float16 else None
-    facts.accurate = deviation.error <= limits.gradient
+    worst = deviation.worst_vanished if type_of(facts) is torch.float16 else None
+    allowed, sensitivity = limits.of(type_of(facts))
+    facts.accurate = deviation.error <= allowed
     if worst is not None and worst.gradient is not None and worst.gradient.vanished > MOST_VANISHED:
         share = percent(worst.gradient.vanished)
         facts.reasons.append(
@@ -280,21 +290,16 @@ def _judge_gradients(facts: LevelFacts, limits: Limits) -> None:
                 f'{share} of the gradient of {named(worst)} becomes zero at a loss scale of {deviation.scale:g}',
             )
         )
-    elif deviation.error > MOST_ERROR:
-        facts.reasons.append(
-            Reason(
-                'gradients',
-                f'gradients are {percent(deviation.error)} off FP32; {percent(limits.gradient)} would not matter',
-            )
-        )
-    elif deviation.error > limits.gradient:
-        facts.remarks.append(
-            f'gradients are {percent(deviation.error)} off FP32, where less than {percent(limits.gradient)} would not matter'
-        )
+    elif not facts.accurate:
+        text = f'gradients are {percent(deviation.error)} off FP32, where up to {percent(allowed)} would not matter'
+        if deviation.error > max(MOST_ERROR, TIMES_SENSITIVITY * sensitivity):
+            facts.reasons.append(Reason('gradients', text))
+        else:
+            facts.remarks.append(text)
 
 
 def _judge_masters(facts: LevelFacts, lost: Mapping[str, float]) -> None:
-    policy, dtype = facts.policy, _type_of(facts)
+    policy, dtype = facts.policy, type_of(facts)
     if policy is None or dtype is None or not policy.casts_model or policy.master_weights:
         return
     share = lost.get(dtype_name(dtype))
@@ -335,7 +340,10 @@ def choose(facts: Sequence[LevelFacts], prefer: str, allowed: Sequence[str]) -> 
     """
     suited = [each for each in facts if each.suits]
     wanted = [each for each in suited if each.level in allowed]
-    candidates = [each for each in wanted if each.in_16_bit]
+    mended = {each.level for each in wanted if each.keep_fp32}
+    candidates = [
+        each for each in wanted if each.in_16_bit and (each.accurate or each.keep_fp32 or each.level not in mended)
+    ]
     if any(each.level != 'O3' for each in candidates):
         # a few steps say nothing of the end of a training, when updates become small
         candidates = [each for each in candidates if each.level != 'O3']

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from ..casting.modules import module_device
+from ..casting.roots import unwrap
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
 from ..optim import FusedAdamW
@@ -139,6 +140,8 @@ def suggest(
     chosen = _check_levels(levels)
     policies, problems = _resolve(chosen, given)
     _check(model, loss_fn, steps, prefer, max_trials, given)
+    # modules are named as they are for amp.initialize
+    model = unwrap(model)
     device = module_device(model)
     with isolated():
         taken = _take(batches, steps)

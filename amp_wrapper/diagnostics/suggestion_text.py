@@ -141,9 +141,11 @@ def notes(study: Study) -> list[str]:
     if study.limits is not None:
         noise = study.limits.gradient_noise
         between = 'there was one batch alone' if noise is None else f'those of another batch are {percent(noise)} off'
+        rounded = [f'{percent(error)} with {name}' for name, error in study.sensitivity.items()]
+        alone = f', and in FP32 with rounded weights {" and ".join(rounded)}' if rounded else ''
         found.append(
             f'Loss: the largest relative difference in the first {FIRST_STEPS} steps. Gradients: their relative error at the '
-            f'first weights, over the modules; {between}, and less than {percent(study.limits.gradient)} would not matter.'
+            f'first weights, over the modules; {between}{alone}.'
         )
     if study.lost:
         shares = ', '.join(f'{percent(share)} with {name} weights' for name, share in study.lost.items())

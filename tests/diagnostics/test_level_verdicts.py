@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
+from amp_wrapper.diagnostics.deviations import Deviation, Distance, ModuleDeviation
 from amp_wrapper.diagnostics.level_verdicts import (
     LevelFacts,
     Limits,
@@ -68,6 +70,33 @@ def test_of_equals_the_accurate_one_and_then_the_one_without_kept_modules() -> N
     assert choose([facts('O0'), kept, plain], 'memory', LEVELS) is plain
     plain.accurate = False
     assert choose([facts('O0'), kept, plain], 'memory', LEVELS) is kept
+    # what keeping modules could not make accurate is still better than without
+    kept.accurate = False
+    assert choose([facts('O0'), kept, plain], 'memory', LEVELS) is kept
+    other = facts('O2', size=62)
+    assert choose([facts('O0'), kept, plain, other], 'memory', LEVELS) is other
+
+
+def with_error(level: str, error: float) -> LevelFacts:
+    own = Distance(error**2, 1.0, 1.0, 1.0)
+    module = ModuleDeviation('fc', 'Linear', gradient=own)
+    found = LevelFacts(level, resolve(level), run=run())
+    found.deviation = Deviation(0.0, {'fc': module}, None, 1.0, True, {'fc': module})
+    compare_runs(found, run())
+    judge(found, dataclasses.replace(LIMITS, sensitivity={'bfloat16': 0.15}), {}, 'memory', CPU)
+    return found
+
+
+def test_gradients_are_compared_with_another_batch_and_with_rounded_weights() -> None:
+    assert with_error('O2', 0.09).accurate
+    assert not with_error('O2', 0.12).accurate
+    assert with_error('O2', 0.12).suits
+    assert 'gradients are 12 % off FP32, where up to 10 % would not matter' in with_error('O2', 0.12).remarks
+    assert [reason.kind for reason in with_error('O2', 0.6).reasons] == ['gradients']
+    # a model that is as sensitive in FP32
+    assert with_error('O5', 0.14).accurate
+    assert with_error('O5', 0.6).suits
+    assert [reason.kind for reason in with_error('O5', 0.8).reasons] == ['gradients']
 
 
 def test_o3_is_the_last_resort() -> None:

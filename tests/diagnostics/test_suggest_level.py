@@ -219,6 +219,12 @@ def test_a_model_that_is_attached_stays_so() -> None:
     assert all(same_bits(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
 
 
+@pytest.mark.parametrize('wrap', [torch.compile, nn.DataParallel])
+def test_names_are_those_without_wrappers(wrap: Any) -> None:
+    found = suggest(wrap(OffsetInside()), levels=['O5'])
+    assert found.keep_fp32 == ('stem.1',)
+
+
 def test_the_same_call_gives_the_same_numbers() -> None:
     torch.manual_seed(3)
     model = PlainCNN(dropout=0.3)
