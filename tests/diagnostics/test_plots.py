@@ -23,7 +23,7 @@ from amp_wrapper.diagnostics import plot_style
 from amp_wrapper.diagnostics.log_files import Run
 from amp_wrapper.diagnostics.panels import PANELS
 from amp_wrapper.diagnostics.plots import plot_runs
-from amp_wrapper.diagnostics.range_files import read_ranges
+from amp_wrapper.diagnostics.range_files import Counts, read_ranges
 from amp_wrapper.diagnostics.range_plots import MOST_COLUMNS, grouped, plot_layer, plot_ranges
 from amp_wrapper.diagnostics.run_choice import missing
 from amp_wrapper.diagnostics.series import Series, smoothed, thinned
@@ -276,6 +276,13 @@ def test_the_heat_map_has_the_medians(ranges: Path) -> None:
     bar = figure.axes[2]
     assert [line.get_ydata()[0] for line in bar.lines if line.get_gid() == 'limit'] == [-14]  # type: ignore[index]
     assert any('fewer digits' in label.get_text() for label in bar.get_yticklabels())
+
+
+def test_the_median_of_counts() -> None:
+    """Between two powers of two it is the lower one; zeros and infinities do not count."""
+    assert Counts(9, 3, 2, {-3: 2, -5: 2}).median() == -5
+    assert Counts(9, 0, 0, {-3: 3, -5: 2}).median() == -3
+    assert Counts(5, 3, 2, {}).median() is None
 
 
 def test_gradients_that_have_the_scale_are_taken_as_they_are(ranges: Path) -> None:
