@@ -148,8 +148,7 @@ def compare_runs(facts: LevelFacts, reference: LevelRun) -> None:
     run = facts.run
     if run is None:
         return
-    if run.seconds and reference.seconds:
-        facts.time_ratio = run.median / reference.median
+    facts.time_ratio = run.times(reference)
     if run.bytes and reference.bytes and not run.problem:
         facts.memory_ratio = run.bytes / reference.bytes
     facts.loss_after = difference(run.checked, reference.checked)

@@ -108,7 +108,7 @@ class LevelRun:
 
     Attributes:
         name: Of the plan.
-        seconds: Of each step that counts.
+        seconds: Step to its seconds, of those that count.
         losses: Of each step that was run.
         checked: Losses after the last step, of the first few batches.
         skips: Skipped steps, those included that were repeated at the beginning.
@@ -124,7 +124,7 @@ class LevelRun:
     """
 
     name: str
-    seconds: list[float] = dataclasses.field(default_factory=list)
+    seconds: dict[int, float] = dataclasses.field(default_factory=dict)
     losses: list[float] = dataclasses.field(default_factory=list)
     checked: list[float] = dataclasses.field(default_factory=list)
     skips: int = 0
@@ -140,10 +140,13 @@ class LevelRun:
     @property
     def median(self) -> float:
         """Seconds of a step, the median; NaN without any that counts."""
-        # here, since it takes long to import
-        import statistics
+        return float(np.median(list(self.seconds.values()))) if self.seconds else math.nan
 
-        return statistics.median(self.seconds) if self.seconds else math.nan
+    def times(self, other: LevelRun) -> float | None:
+        """How many times as long a step takes as one of another run: the median over the steps that both have taken, which were
+        taken one right after the other where they ran side by side. None without any."""
+        ratios = [self.seconds[step] / other.seconds[step] for step in self.seconds.keys() & other.seconds.keys()]
+        return float(np.median(ratios)) if ratios else None
 
     @property
     def bytes(self) -> int | None:
@@ -188,7 +191,7 @@ class _Lane:
                 break
         run.skipped_at_end = run.skipped_at_end + 1 if skipped else 0
         if step >= WARM_UP and not skipped:
-            run.seconds.append(seconds)
+            run.seconds[step] = seconds
         if skipped and step == 0:
             times = f'the first step was skipped {attempt + 1} times, down to a loss scale of {run.scale or 1.0:g}'
             static = f'the first step was skipped, at a loss scale of {run.scale or 1.0:g}, which does not move'

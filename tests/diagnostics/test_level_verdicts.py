@@ -29,7 +29,7 @@ CPU = torch.device('cpu')
 
 def run(seconds: float = 1.0, size: int = 100, losses: tuple[float, ...] = (2.0, 1.5), **more: Any) -> LevelRun:
     memory = MemoryCount(size, 0, 0, 0, 0, 0)
-    return LevelRun('', [seconds] * 3, list(losses), list(losses), memory=memory, done=True, **more)
+    return LevelRun('', dict.fromkeys(range(3), seconds), list(losses), list(losses), memory=memory, done=True, **more)
 
 
 def facts(level: str, prefer: str = 'memory', lost: float = 0.0, **words: Any) -> LevelFacts:
@@ -173,12 +173,19 @@ def test_reasons_that_modules_in_fp32_may_mend() -> None:
 
 
 def test_an_interrupted_run_is_compared_as_far_as_it_went() -> None:
-    half = LevelRun('', [1.0], [2.0, 1.9, 1.5, 1.2])
+    half = LevelRun('', {2: 1.0}, [2.0, 1.9, 1.5, 1.2])
     found = LevelFacts('O5', resolve('O5'), run=half)
-    compare_runs(found, LevelRun('', [1.0], [2.0, 1.9, 1.4, 1.2, 1.0]))
+    compare_runs(found, LevelRun('', {2: 1.0}, [2.0, 1.9, 1.4, 1.2, 1.0]))
     assert found.tried
     assert found.loss_after == pytest.approx((0.01 / 2) ** 0.5)
     assert found.memory_ratio is None
+
+
+def test_times_are_compared_step_by_step() -> None:
+    """A moment in which everything is slow changes nothing."""
+    one, other = LevelRun('', {2: 2.0, 3: 20.0, 4: 2.0, 5: 9.0}), LevelRun('', {2: 1.0, 3: 10.0, 4: 1.0, 6: 1.0})
+    assert one.times(other) == 2.0
+    assert one.times(LevelRun('', {7: 1.0})) is None
 
 
 def test_numbers_in_words() -> None:
