@@ -28,9 +28,13 @@ class Masks:
     def __init__(self, masks: np.ndarray, height: int, width: int) -> None:
         self.masks, self.height, self.width = masks, height, width
 
+    def __len__(self) -> int:
+        return len(self.masks)
+
 
 @pytest.fixture
 def projects(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     for name, members in {
         'mmpretrain.structures': dict(DataSample=ClassSample),
         'mmseg.structures': dict(SegDataSample=BaseDataElement),
