@@ -147,9 +147,9 @@ def _draw_series(axes: Axes, number: str, series: Series, look: dict[str, Any], 
     if smooth:
         drawn = thinned(points)
         light = {**look, 'linestyle': '-', 'alpha': 0.3, 'linewidth': 0.8}
-        axes.plot(drawn.iterations, drawn.values, label='_raw', gid=number, **light)
+        axes.plot(drawn.iterations, drawn.values, label='', gid=number, **light)
         drawn = thinned(smooth)
-        axes.plot(drawn.iterations, drawn.values, linewidth=1.8, label=label, gid=f'{number}_smoothed', **look)
+        axes.plot(drawn.iterations, drawn.values, linewidth=1.8, label=label, gid=f'smoothed {number}', **look)
     elif number.startswith('amp_'):
         # holds until the next one; logs repeat what was measured last
         drawn = thinned(corners(points))
@@ -183,7 +183,7 @@ def _mark_nonfinite(axes: Axes, places: npt.NDArray[np.int64]) -> None:
         color=ALARM,
         transform=axes.get_xaxis_transform(),
         gid='nonfinite',
-        label='_nonfinite',
+        label='',
     )
     if is_first:
         axes.set_title(f'{axes.get_title("left")}  (\N{MULTIPLICATION SIGN} NaN or infinite)')
@@ -208,7 +208,7 @@ def _mark_skips(axes: Axes, lines: Sequence[Line]) -> None:
                 color=ALARM if len(lines) == 1 else line_look(at)['color'],
                 zorder=4,
                 gid='skips',
-                label='_skips',
+                label='',
                 clip_on=False,
                 **options,
             )
