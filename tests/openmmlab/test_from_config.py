@@ -166,6 +166,7 @@ def test_a_checkpoint_is_loaded(config: Any, tmp_path: Path) -> None:
         from_config(config)
 
 
+@pytest.mark.filterwarnings('ignore:torch.utils.checkpoint')
 def test_activation_checkpointing_is_turned_on_for_copies_alone(config: Any) -> None:
     config.activation_checkpointing = ['norm']
     built = from_config(config)
