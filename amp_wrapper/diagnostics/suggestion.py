@@ -80,7 +80,9 @@ class LevelSuggestion:
     def html(self) -> str:
         """A page of its own, which needs no network and no other file."""
         head, *rows = self.rows()
-        return pages.render('suggest_level.html.j2', found=self, head=head, rows=rows, data=self.data)
+        return pages.render(
+            'suggest_level.html.j2', found=self, head=head, rows=rows, data=self.data, infinite=math.inf
+        )
 
     def __str__(self) -> str:
         lines = [self.reason, '']

@@ -73,6 +73,7 @@ def test_an_attention_that_overflows_stays_in_fp32_where_bfloat16_is_not_wanted(
 def test_all_of_a_class_are_named_by_their_class() -> None:
     found = suggest(OverflowingFormer(large=(0, 1, 2)), shape=(6, 8), levels=['O2'])
     assert (found.level, found.keep_fp32) == ('O2', ('Attention',))
+    assert 'Without any\nsomething was not finite.' in found.html()
 
 
 def test_gradients_that_vanish_without_a_loss_scale(device: torch.device) -> None:
