@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -108,6 +109,7 @@ def fp32_copy(model: nn.Module) -> nn.Module:
         raise
     except Exception as error:
         raise CannotCopyError(f'copy.deepcopy(model) failed ({type(error).__name__}: {error}).') from error
+    _rebind_functions(inner, copied, memo)
     strip_hooks(copied)
     for module in copied.modules():
         for hooks in hooks_of(module):
@@ -115,6 +117,35 @@ def fp32_copy(model: nn.Module) -> nn.Module:
                 del hooks[key]
         drop_hook_flags(module)
     return copied
+
+
+def _rebind_functions(original: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Functions that stand in for methods of single modules, as mmengine's ``activation_checkpointing`` has them.
+
+    Python copies no function, so they would still run the module that they were made for.
+    """
+    for module, other in zip(original.modules(), copied.modules()):
+        for name, value in vars(module).items():
+            if isinstance(value, FunctionType):
+                vars(other)[name] = _rebound(value, memo)
+
+
+def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    """A function whose closure holds the copies of what it held."""
+    cells = []
+    for cell in function.__closure__ or ():
+        held = cell.cell_contents
+        if isinstance(held, FunctionType):
+            held = _rebound(held, memo)
+        else:
+            held = copy.deepcopy(held, memo)
+        cells.append(CellType(held))
+    defaults = copy.deepcopy(function.__defaults__, memo)
+    made = FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, tuple(cells) if cells else None
+    )
+    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+    return made
 
 
 def _tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:

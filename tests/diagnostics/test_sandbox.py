@@ -122,6 +122,28 @@ def test_a_model_that_cannot_be_copied() -> None:
         fp32_copy(model)
 
 
+def test_methods_that_were_replaced_on_one_module() -> None:
+    """mmengine's activation checkpointing does so; Python copies no function."""
+    from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+
+    model = Deep()
+    turn_on_activation_checkpointing(model, ['blocks.1'])
+    scale = [1.0]
+
+    def doubled(x: Tensor, original: Any = model.heads[0].forward) -> Tensor:
+        return original(x) * 2 * scale[0] + model.heads[0].bias
+
+    model.heads[0].forward = doubled
+    x = batches(1)[0]
+    wanted = model(x).detach()
+    model.zero_grad()
+    with sandbox(model, resolve('O0')) as box:
+        assert torch.equal(box.model(x).detach(), wanted)
+        square(box.model(x)).backward()
+        assert all(p.grad is not None for p in box.model.blocks[1].parameters())
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_a_wrapper_of_compile() -> None:
     model = Deep()
     copied = fp32_copy(torch.compile(model))

@@ -11,10 +11,10 @@ from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
-from projects import inherited, problems
 from zoo import CASES, register
 
 from amp_wrapper import AmpOptimWrapper
+from amp_wrapper.openmmlab.projects import inherited, problems
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / 'configs').glob('mm*/*.py'))

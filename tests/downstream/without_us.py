@@ -13,9 +13,9 @@ from typing import Any
 os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'
 # importing the package fails from here on
 sys.modules['amp_wrapper'] = None  # type: ignore[assignment]
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / 'tools')]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / 'support')]
 
-from projects import declare_torchvision_ops
+from torchvision_schemas import declare_torchvision_ops
 
 declare_torchvision_ops()
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / 'tools')]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / 'support')]
 
-from projects import declare_torchvision_ops
+from torchvision_schemas import declare_torchvision_ops
 
 declare_torchvision_ops()
 

@@ -12,7 +12,7 @@ import torch
 from command_line import tool
 from grid import but
 
-from amp_wrapper.openmmlab import projects
+from amp_wrapper.openmmlab import projects, torchvision_ops
 
 ROOT = Path(__file__).resolve().parents[2]
 MMDET = ('mmdet', 'pycocotools', 'scipy', 'shapely', 'terminaltables')
@@ -58,7 +58,8 @@ def pretend(
     """An environment with some packages in it."""
     (tmp_path / 'version.py').write_text(f"__version__ = '{mmcv}'\n")
     spec = SimpleNamespace(origin=str(tmp_path / '__init__.py'))
-    monkeypatch.setattr(projects, 'find_spec', lambda name: spec if name in present else None)
+    for module in (projects, torchvision_ops):
+        monkeypatch.setattr(module, 'find_spec', lambda name: spec if name in present else None)
 
     def installed(name: str) -> str:
         if not version:
@@ -125,9 +126,9 @@ def test_torchvision_of_another_build(
     made: list[str] = []
     library = SimpleNamespace(define=made.append)
     pretend(monkeypatch, tmp_path, ('torchvision',), mmcv=version)
-    monkeypatch.setattr(projects, '_torchvision', None)
+    monkeypatch.setattr(torchvision_ops, '_torchvision', None)
     monkeypatch.setattr(torch.version, 'cuda', cuda)
     monkeypatch.setattr(torch.library, 'Library', lambda *names: library)
-    projects.declare_torchvision_ops()
-    projects.declare_torchvision_ops()
+    torchvision_ops.declare_torchvision_ops()
+    torchvision_ops.declare_torchvision_ops()
     assert len(made) == (2 if declared else 0)

@@ -7,10 +7,10 @@ import gc
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[3] / 'tools'))
+sys.path.append(str(Path(__file__).parents[2] / 'support'))
 
 import torch
-from projects import declare_torchvision_ops
+from torchvision_schemas import declare_torchvision_ops
 
 
 def end_processes() -> None:
