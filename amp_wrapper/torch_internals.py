@@ -35,6 +35,9 @@ internal_overlap: Callable[[Tensor], int] = torch._debug_has_internal_overlap
 #: Whether a tensor is of a subclass that holds other tensors (DTensor and its like), and so no memory of its own. The public
 #: name is newer than the oldest version that was tried. Since 2.1.
 is_traceable_wrapper_subclass = _python_dispatch.is_traceable_wrapper_subclass
+#: Sees every op on a thread, in forward and backward passes. "Extending PyTorch" of torch's notes explains it, and it has no
+#: public module. Since 1.12.
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 
 def graph_task_id() -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..autocast import listening
 from ..autocast.call import CallRule
@@ -24,7 +23,7 @@ from ..policy import Policy, dtype_name
 from ..policy.autocast_lists import HALF, OP_RULES, OpRule
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES
-from ..torch_internals import first_pre_hook, forward_pre_hooks
+from ..torch_internals import TorchDispatchMode, first_pre_hook, forward_pre_hooks
 from .recorder import tensors_of
 from .rounding import Gathering
 

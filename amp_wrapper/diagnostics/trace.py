@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..casting.modules import class_name
-from ..torch_internals import current_node, first_pre_hook, graph_task_id, writes_in_place
+from ..torch_internals import TorchDispatchMode, current_node, first_pre_hook, graph_task_id, writes_in_place
 from .ranges import Ranges, added, measure_one
 from .recorder import outputs_of, tensors_of
 

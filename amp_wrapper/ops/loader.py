@@ -94,7 +94,7 @@ def _find(folder: Path) -> Library:
 
 def _module(folder: Path) -> ModuleType:
     """The library of another folder, under its own name."""
-    path = folder / f'_C{importlib.machinery.EXTENSION_SUFFIXES[0]}'
+    path = folder / f'{building.MODULE.rpartition(".")[2]}{importlib.machinery.EXTENSION_SUFFIXES[0]}'
     spec = importlib.util.spec_from_file_location(building.MODULE, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ImportError(f'there is none in {folder}')

@@ -46,8 +46,13 @@ ALLOWED: dict[str, str] = {
     '_orig': 'the end of the name of what spectral_norm divides: ``weight_orig``, as its page says',
 }
 #: Tables of the functions and ops that users and torch call, under whatever name.
-TABLES = ('policy/fp32_registry.py', 'policy/autocast_lists.py')
-#: Private names of mmengine, numpy, torch_ema and Python; and strings of our own that are no names.
+TABLES = (
+    'policy/fp32_registry.py',
+    'policy/autocast_lists.py',
+    'diagnostics/trace.py',
+    'diagnostics/module_record.py',
+)
+#: Private names of mmengine, mmcv, apex, numpy, torch_ema and Python; and strings of our own that are no names.
 NOT_OF_TORCH: frozenset[str] = frozenset(
     """
     _decide_current_val_interval _epoch _get_checkpoint_loader _has_loaded _indices_of_rank _infinite_indices _iter
@@ -56,6 +61,7 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     numpy._core.multiarray ._reconstruct
     _params_refs
     _getframe _fields _DummyThread
+    _base_ _delete_ _dataloader _evaluator mmcv._ext _unskipped _rank
     _build.json _loss_ _P
     """.split()
 )
@@ -117,7 +123,7 @@ def private_names(sources: Mapping[str, str]) -> list[str]:
     for path, node in ((path, node) for path, found in nodes.items() for node in found):
         for name in filter(is_private, names_in(node)):
             is_table = path in TABLES and isinstance(node, ast.Constant)
-            is_foreign = name in NOT_OF_TORCH or name.startswith(('mmengine.', 'amp_wrapper.', '_amp_'))
+            is_foreign = name in NOT_OF_TORCH or name.startswith(('mmengine.', 'amp_wrapper.', 'apex.', '_amp_'))
             is_allowed = name in ALLOWED or name.startswith('_foreach_')
             if not (is_table or is_foreign or is_allowed or name in (own if is_of_self(node) else others)):
                 found.append(f'{path}:{node.lineno} {name}')

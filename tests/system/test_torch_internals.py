@@ -60,7 +60,7 @@ def test_current_node() -> None:
     assert torch_internals.current_node() is None
     seen: list[str] = []
 
-    class Noting(torch.utils._python_dispatch.TorchDispatchMode):
+    class Noting(torch_internals.TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             node = torch_internals.current_node()
             if node is not None:
