@@ -215,6 +215,7 @@ bench: $(VENV)/.ops
 	$(BIN)/python -m benchmarks.hooks
 	$(BIN)/python -m benchmarks.host
 	$(BIN)/python -m benchmarks.buffers
+	$(BIN)/python -m benchmarks.monitoring
 	$(BIN)/python -m benchmarks.compiled
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.distributed

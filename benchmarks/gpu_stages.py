@@ -170,7 +170,8 @@ def steps(stage: str, arch: str = '') -> list[Step]:
     if stage == 'step':
         few = _bench('step', '--device', 'cuda', '--threads', '1', '--rounds', '5', '--write')
         buffers = _bench('buffers', '--device', 'cuda', '--write', needs=('gpu', 'mmengine'))
-        return [_tests(stage), Step('bench', (few,), 3.0), Step('buffers', (buffers,), 1.0)]
+        watched = _bench('monitoring', '--device', 'cuda', '--write', needs=('gpu', 'mmengine'))
+        return [_tests(stage), Step('bench', (few,), 3.0), Step('buffers and monitoring', (buffers, watched), 1.0)]
     if stage == 'engine':
         host = _bench('hooks', '--write', beside_a_gpu('hooks'), needs=())
         files = _bench('checkpoints', '--write', beside_a_gpu('checkpoints'), needs=('mmengine',))

@@ -24,7 +24,7 @@ from amp_wrapper.openmmlab.monitor_hook import AmpMonitorHook, attach_members
 from amp_wrapper.optim import FusedSGD
 from examples.classification import ConvNet
 
-from .pages import add_write
+from .pages import RESULTS
 from .step_training import resnet
 
 INTERVAL = 50
@@ -156,12 +156,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--rounds', type=int, default=200)
-    add_write(parser, 'monitoring_cpu.md')
+    parser.add_argument('--write', action='store_true', help='keep the page under benchmarks/results')
     args = parser.parse_args(arguments)
     text = report(torch.device(args.device), args.rounds)
     print(text)
     if args.write:
-        args.write.write_text(text)
+        (RESULTS / f'monitoring_{torch.device(args.device).type}.md').write_text(text)
 
 
 if __name__ == '__main__':

@@ -33,6 +33,21 @@ def test_cost_of_giving_buffers_back() -> None:
     assert '27 buffers of ' in text
 
 
+def test_cost_of_the_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page comes whole, and each way does what it is called."""
+    from benchmarks import monitoring
+
+    monkeypatch.setattr(monitoring, 'MODELS', {'digits CNN': monitoring.digits})
+    text = monitoring.report(torch.device('cpu'), 2, ('O5',))
+    assert all(text.count(f'| digits CNN | O5 | {way} |') == 1 for way in monitoring.WAYS)
+    loops = {way: monitoring.Loop(monitoring.digits, 'O5', way, torch.device('cpu')) for way in monitoring.WAYS}
+    for loop in loops.values():
+        loop.step()
+    off, measured, armed = (len(loop.parts.observers) for loop in loops.values())
+    assert (off, measured, armed) == (0, 1, 1)
+    assert [len(loop.rows) for loop in loops.values()] == [0, 1, 0]
+
+
 def test_calls_and_changes_of_file_are_counted_as_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is called from outside of the package, through it, and what is no function of Python."""
     from benchmarks.host_probe import Counts
