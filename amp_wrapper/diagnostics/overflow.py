@@ -75,6 +75,8 @@ class OverflowDiagnosis:
         self._mode = mode
         self._publish = publish
         self._left = most
+        # examinations, those without a report among them
+        self._tries = 3 * most
         self._recorder: Recorder | None = None
         self._pending: tuple[StepRecord, LateRead] | None = None
         self._seen: int | None = None
@@ -82,6 +84,8 @@ class OverflowDiagnosis:
         self._skips = 0
         # of the row of skips that goes on
         self._last = ''
+        # whether there is a report on a loss scale that was too large
+        self._tries_scales = False
         # where no copy of the model can be run
         self._live: LiveWatch | None = None
         if mode is True:
@@ -157,12 +161,17 @@ class OverflowDiagnosis:
         if skipped:
             self._quiet = 0
             self._skips += 1
-            # the first ones, and then ever fewer
+            # the first ones of a row, and then ever fewer
             # without a loss, nothing was recorded yet; without a call, torch.compile hides it
-            if record.losses and self._left > 0 and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
+            if (
+                record.losses
+                and min(self._left, self._tries) > 0
+                and (self._skips <= 3 or self._skips & (self._skips - 1) == 0)
+            ):
                 self._report(parts, record)
         else:
             self._quiet += 1
+            self._skips = 0
             self._last = ''
             if self._live is not None:
                 self._live.take()
@@ -172,10 +181,16 @@ class OverflowDiagnosis:
 
     def _report(self, parts: EngineParts, record: StepRecord) -> None:
         self._left -= 1
+        self._tries -= 1
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = several and torch.distributed.get_world_size() > 1
         try:
             found = self._find(parts, record, several)
+            if found.cause == 'gradient_scale' and parts.scales.is_dynamic and self._tries_scales:
+                # a dynamic scale goes too far now and then, and one report on that is enough
+                self._left += 1
+                return
+            self._tries_scales = self._tries_scales or found.cause == 'gradient_scale'
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on

@@ -174,6 +174,15 @@ def test_at_most_so_many_reports() -> None:
     assert len(watch.diagnoses) == 2
 
 
+def test_a_dynamic_scale_that_is_too_large_is_reported_once() -> None:
+    model, optimizer = start(loss_scale={'init_scale': 2.0**21})
+    with amp.monitor(optimizer, diagnose_overflow=True, max_reports=2) as watch:
+        for index, x in enumerate(batches(6)):
+            step(model, optimizer, nan_input(x) if index == 5 else x)
+    assert amp.skipped_steps(optimizer) >= 3
+    assert [each.cause for each in watch.diagnoses] == ['gradient_scale', 'input']
+
+
 def test_the_batch_is_named() -> None:
     """Whatever names its samples: dicts, and objects with ``metainfo``."""
 
