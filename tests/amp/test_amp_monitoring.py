@@ -177,8 +177,8 @@ def test_at_most_so_many_reports() -> None:
 def test_a_dynamic_scale_that_is_too_large_is_reported_once() -> None:
     model, optimizer = start(loss_scale={'init_scale': 2.0**21})
     with amp.monitor(optimizer, diagnose_overflow=True, max_reports=2) as watch:
-        for index, x in enumerate(batches(6)):
-            step(model, optimizer, nan_input(x) if index == 5 else x)
+        for index, x in enumerate(batches(12)):
+            step(model, optimizer, nan_input(x) if index == 11 else x)
     assert amp.skipped_steps(optimizer) >= 3
     assert [each.cause for each in watch.diagnoses] == ['gradient_scale', 'input']
 
