@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -126,26 +127,39 @@ def _rebind_functions(original: nn.Module, copied: nn.Module, memo: dict[int, An
     """
     for module, other in zip(original.modules(), copied.modules()):
         for name, value in vars(module).items():
-            if isinstance(value, FunctionType):
+            if isinstance(value, (FunctionType, functools.partial)):
                 vars(other)[name] = _rebound(value, memo)
 
 
-def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """A function whose closure holds the copies of what it held."""
-    cells = []
-    for cell in function.__closure__ or ():
-        held = cell.cell_contents
-        if isinstance(held, FunctionType):
-            held = _rebound(held, memo)
-        else:
-            held = copy.deepcopy(held, memo)
-        cells.append(CellType(held))
-    defaults = copy.deepcopy(function.__defaults__, memo)
-    made = FunctionType(
-        function.__code__, function.__globals__, function.__name__, defaults, tuple(cells) if cells else None
-    )
-    made.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+def _rebound(held: Any, memo: dict[int, Any]) -> Any:
+    """What takes the place of something that a function holds: copies of modules, parameters and their methods, inside of
+    functions and containers too; all else is held by both, as the state of a random generator has to be."""
+    if id(held) in memo and isinstance(held, (nn.Module, Tensor)):
+        return memo[id(held)]
+    if isinstance(held, MethodType) and id(held.__self__) in memo:
+        return MethodType(held.__func__, memo[id(held.__self__)])
+    if isinstance(held, functools.partial):
+        words = {name: _rebound(value, memo) for name, value in held.keywords.items()}
+        return functools.partial(_rebound(held.func, memo), *_rebound(held.args, memo), **words)
+    if type(held) in (list, tuple):
+        return type(held)(_rebound(value, memo) for value in held)
+    if type(held) is dict:
+        return {key: _rebound(value, memo) for key, value in held.items()}
+    if not isinstance(held, FunctionType):
+        return held
+    # cells that nothing was put into yet have no contents
+    cells = tuple(CellType(*(_rebound(value, memo) for value in _contents(cell))) for cell in held.__closure__ or ())
+    defaults = _rebound(held.__defaults__, memo)
+    made = FunctionType(held.__code__, held.__globals__, held.__name__, defaults, cells or None)
+    made.__kwdefaults__ = _rebound(held.__kwdefaults__, memo)
     return made
+
+
+def _contents(cell: CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
 def _tensors_in(values: Any, depth: int = 3) -> Iterator[Tensor]:

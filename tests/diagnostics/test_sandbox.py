@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from typing import Any
@@ -133,7 +134,7 @@ def test_methods_that_were_replaced_on_one_module() -> None:
     def doubled(x: Tensor, original: Any = model.heads[0].forward) -> Tensor:
         return original(x) * 2 * scale[0] + model.heads[0].bias
 
-    model.heads[0].forward = doubled
+    model.heads[0].forward = functools.partial(doubled, original=model.heads[0].forward)
     x = batches(1)[0]
     wanted = model(x).detach()
     model.zero_grad()
