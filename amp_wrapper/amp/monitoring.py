@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
-from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode
+from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import attach_whole
 from ..engine import AmpEngine, attach_together
 from ..engine.host_read import LateRead
 from ..engine.overflow import StepResult
 from ..engine.parts import EngineParts
+from ..errors import AmpConfigError
 from . import session as amp_session
 
 #: What :meth:`TrainingMonitor.read` gives, and the files hold, beside the numbers of a measurement.
@@ -180,7 +181,7 @@ def monitor(
         log: Called with the step, counted from 1, and the numbers by name.
         ranges_interval: Steps from one measurement per layer to the next, for ``amp_ranges.jsonl``; None for none.
         diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
-            are examined from the first one on, which costs some microseconds each. False: none is.
+            are examined from the first one on, which costs a tenth of a millisecond or so each. False: none is.
         max_reports: Reports of this training.
 
     Returns:
@@ -188,12 +189,16 @@ def monitor(
 
     Raises:
         AmpUsageError: An optimizer that was not initialised.
-        AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``.
+        AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``; a ``max_reports`` that is no
+            whole number; a ``log`` that cannot be called.
     """
     check_interval('interval', interval)
     if ranges_interval is not None:
         check_interval('ranges_interval', ranges_interval)
     check_mode(diagnose_overflow)
+    check_reports(max_reports)
+    if log is not None and not callable(log):
+        raise AmpConfigError([f'log={log!r} must be a function of a step and a dict of numbers.'])
     engines = amp_session.engines_of(optimizer)
     if not engines:
         return _Off()

@@ -135,4 +135,5 @@ def why_kept(module: nn.Module, name: str, policy: Policy) -> Kept:
 
 def _is_named(module: nn.Module, name: str, pattern: str) -> bool:
     key = name_without_wrappers(name)
-    return (key != '' and fnmatch.fnmatchcase(key, pattern)) or class_name(module) == pattern
+    # 'models[0].fc' is a name, and as a pattern it means something else
+    return (key != '' and (key == pattern or fnmatch.fnmatchcase(key, pattern))) or class_name(module) == pattern

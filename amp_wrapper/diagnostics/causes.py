@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -39,7 +40,20 @@ def diagnose(
         attach: Attaches a copy of the model.
         several_ranks: Whether gradients are averaged over several ranks.
     """
-    return _Examination(step, model, parts, attach, several_ranks).run()
+    found = _Examination(step, model, parts, attach, several_ranks).run()
+    if isinstance(model, nn.ModuleList):
+        # several models that were initialised together, under the names that they have elsewhere
+        found.module = named_in_list(found.module)
+        found.parameters = [named_in_list(name) for name in found.parameters]
+    return found
+
+
+def named_in_list(name: str) -> str:
+    """``'models[0].fc'`` for ``'0.fc'``: the name of a module in one of several models."""
+    place, _, rest = name.partition('.')
+    if not place.isdigit():
+        return name
+    return f'models[{place}].{rest}' if rest else f'models[{place}]'
 
 
 class _Examination:
@@ -64,7 +78,10 @@ class _Examination:
 
     def _of_state(self) -> Diagnosis | None:
         """Weights, buffers and optimizer state that are not finite, or out of range."""
-        named: dict[str, Tensor] = dict(self._model.named_parameters())
+        stepped = set(map(id, self._parts.weights()))
+        named: dict[str, Tensor] = {
+            name: p for name, p in self._model.named_parameters() if p.requires_grad and id(p) in stepped
+        }
         exact = {name: _fp32(tensor) for name, tensor in named.items()}
         weights = [name for name, tensor in exact.items() if is_bad(tensor)]
         state = self._bad_state()
@@ -73,8 +90,8 @@ class _Examination:
             text = f"The optimizer's state is not finite ({places}), and the weights that it stepped are not either."
             return self._of_names('optimizer_state', text, weights, exact)
         if weights:
-            text = f'Weights are not finite: {some(weights)}. The optimizer steps no non-finite gradient, so other code wrote '
-            text += 'them, or a step with a very large learning rate did.'
+            text = f'Weights are not finite: {some(weights)}. Steps with non-finite gradients are skipped: other code wrote to '
+            text += 'them, gradients were changed after the check, or a step with a very large learning rate was taken.'
             return self._of_names('weight', text, weights, exact)
         lost = [name for name, tensor in named.items() if is_bad(tensor)]
         if lost and self._dtype is not None:
@@ -110,8 +127,12 @@ class _Examination:
     def _of_replay(self) -> Diagnosis:
         if not self._step.calls:
             return Diagnosis('not_replayed', self._nothing_recorded())
+        used = [call for call in self._step.calls if call.gradients]
+        if used:
+            # the others were for no loss of this step
+            self._step = self._examined = dataclasses.replace(self._step, calls=used)
         if not all(call.is_unchanged for call in self._step.calls):
-            text = 'The step could not be run again: its inputs were written to after the forward pass.'
+            text = 'The step could not be run again: its inputs were written to, by the model itself or after its forward pass.'
             return Diagnosis('not_replayed', text)
         again = everything = replay(self._step, self._model, self._policy, self._attach)
         if any(everything.calls):
@@ -133,9 +154,10 @@ class _Examination:
         return found
 
     def _nothing_recorded(self) -> str:
-        return (
-            'The step could not be run again, for no forward call of it was recorded. torch.compile hides them: train without '
-            'it until the place is found.'
+        return 'The step could not be run again, for no forward call of it was recorded. ' + (
+            'No tensor with a gradient was found in what the model returns.'
+            if self._step.unseen
+            else 'torch.compile hides them: train without it until the place is found.'
         )
 
     def _judge(self, again: Replay) -> Diagnosis:
@@ -143,7 +165,7 @@ class _Examination:
             return self._of_forward(again)
         if again.parameters:
             return self._of_backward(again)
-        if not again.losses_finite or any(is_bad(loss.value) for loss in self._step.losses):
+        if not again.losses_finite or (any(is_bad(loss.value) for loss in self._step.losses) and not self._is_output()):
             return self._of_loss()
         if again.sums:
             text = f'Gradients of several backward passes are finite in {self._type_name}, and their sum is not: '
@@ -159,9 +181,16 @@ class _Examination:
             )
         return Diagnosis(
             'not_reproduced',
-            'The step was finite when it was run again: something that is not recorded has changed, such as a random generator '
-            'of its own, a buffer, or an op whose results differ from run to run.',
+            'The step was finite when it was run again. Either something that is not recorded has changed, such as a random '
+            'generator of its own, a count of calls, or an op whose results differ from run to run. Or the gradients that are '
+            'not finite do not come through the outputs of the model: a term of the loss on weights, a penalty on gradients, a '
+            'hook that changes them.',
         )
+
+    def _is_output(self) -> bool:
+        """Whether the losses seem to be outputs of the model: what came back to it are single finite numbers."""
+        gradients = [each for call in self._step.calls for kept in call.gradients.values() for each in kept.values()]
+        return bool(gradients) and all(each.numel() == 1 and not is_bad(each) for each in gradients)
 
     def _of_forward(self, again: Replay) -> Diagnosis:
         place = again.forward
@@ -269,7 +298,8 @@ class _Examination:
         return f'{kind} in the {phase} of {where}: {place.op} made {numbers} {what}{came}.{line}'
 
     def _called(self, module: str) -> str:
-        return f'{module} ({self._kind_of(module)})' if module else 'the model itself'
+        shown = named_in_list(module) if isinstance(self._model, nn.ModuleList) else module
+        return f'{shown} ({self._kind_of(module)})' if module else 'the model itself'
 
     def _kind_of(self, module: str) -> str:
         try:

@@ -81,8 +81,14 @@ class Diagnosis:
     @property
     def advice(self) -> str:
         """The settings that made the step finite, in words; '' where none was found."""
-        good = [remedy.setting for remedy in self.remedies if remedy.finite]
-        return f'With {" or ".join(good)}, this step is finite.' if good else ''
+        good = [each.setting for each in self.remedies if each.finite and not each.forward_only]
+        half = [each.setting for each in self.remedies if each.finite and each.forward_only]
+        texts = [f'With {" or ".join(good)}, this step is finite.'] if good else []
+        if half:
+            texts.append(
+                f'With {" or ".join(half)}, its forward pass is finite; the loss, outside of the model, was not tried.'
+            )
+        return ' '.join(texts)
 
     def plain(self) -> dict[str, Any]:
         """All of it as numbers, strings, lists and dicts, for JSON."""

@@ -82,7 +82,7 @@ class LiveWatch:
         for tensor in outputs_of(output):
             if _counts(tensor):
                 self._outputs.append((name, kind, _largest(tensor)))
-                if tensor.requires_grad:
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(_AtGradient(self._gradients, name, kind))  # type: ignore[no-untyped-call]
 
 
@@ -109,7 +109,7 @@ class _AtInput(_WatchHook):
         self._watch = watch
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._watch.see_inputs((args, kwargs))
 
 
@@ -118,7 +118,7 @@ class _AtOutput(_WatchHook):
         self._watch, self._name, self._kind = watch, name, kind
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
             self._watch.see_output(self._name, self._kind, output)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -45,6 +46,17 @@ def check_mode(value: Any) -> Mode:
     )
 
 
+def check_reports(value: Any) -> int:
+    """A value of ``max_reports``.
+
+    Raises:
+        AmpConfigError: No whole number, or a negative one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise AmpConfigError([f'max_reports={value!r} must be a whole number of reports, 0 for none.'])
+    return value
+
+
 class OverflowDiagnosis:
     """Records the steps of one engine, runs a skipped one again, and says why it was not finite.
 
@@ -58,6 +70,7 @@ class OverflowDiagnosis:
         mode: True arms it now, 'after_skip' with the first skipped step that the host learns of.
         publish: Is given each diagnosis; returns where it was written, or ''.
         most: Reports of this training.
+        around: Around each examination: keeps what a copy of the model writes to other places from them.
     """
 
     def __init__(
@@ -67,6 +80,7 @@ class OverflowDiagnosis:
         mode: Mode,
         publish: Callable[[Diagnosis], str],
         most: int = MOST_REPORTS,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._models = list(models)
         # holds them all under the names that the recorder gives
@@ -75,6 +89,7 @@ class OverflowDiagnosis:
         self._mode = mode
         self._publish = publish
         self._left = most
+        self._around = around
         # examinations, those without a report among them
         self._tries = 3 * most
         self._recorder: Recorder | None = None
@@ -185,7 +200,8 @@ class OverflowDiagnosis:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = several and torch.distributed.get_world_size() > 1
         try:
-            found = self._find(parts, record, several)
+            with self._around():
+                found = self._find(parts, record, several)
             if found.cause == 'gradient_scale' and parts.scales.is_dynamic and self._tries_scales:
                 # a dynamic scale goes too far now and then, and one report on that is enough
                 self._left += 1
@@ -205,7 +221,7 @@ class OverflowDiagnosis:
         if self._live is not None:
             return judge_watched(self._live.take(), record, parts, several)
         found = diagnose(record, self._model, parts, self._attach, several)
-        if not record.calls:
+        if not record.calls and not record.unseen:
             # it would be the same each time
             self._left = 0
         elif found.cause == 'not_replayed':

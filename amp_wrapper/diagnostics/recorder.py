@@ -21,10 +21,14 @@ from ..torch_internals import first_pre_hook
 
 #: Forward calls of one step that are kept, the last ones.
 MOST_CALLS = 32
+#: Samples of a batch that are named at most.
+MOST_SAMPLES = 256
 #: What tells one sample from another, by the names that data sets give it.
 IDENTIFIERS = (
     'img_path',
     'img_id',
+    'image_id',
+    'image_ids',
     'sample_idx',
     'sample_id',
     'filename',
@@ -146,11 +150,13 @@ class StepRecord:
         calls: In their order.
         losses: In the order of their backward passes.
         dropped: Forward calls that are not kept, since there were too many.
+        unseen: Forward calls without an output in which a tensor with a gradient was found.
     """
 
     calls: list[CallRecord] = dataclasses.field(default_factory=list)
     losses: list[LossRecord] = dataclasses.field(default_factory=list)
     dropped: int = 0
+    unseen: int = 0
 
     def clear(self) -> None:
         """Let go of all tensors. Hooks in the graph of a loss that somebody keeps still hold the calls."""
@@ -212,7 +218,10 @@ class Recorder:
         if len(step.calls) == MOST_CALLS:
             del step.calls[0]
             step.dropped += 1
-        step.calls.append(CallRecord(name, args, dict(kwargs), RandomStates(), versions_of((args, kwargs))))
+        versions = versions_of((args, kwargs))
+        # models change the dicts and lists that they are given
+        args, kwargs = _same_tensors((args, kwargs))
+        step.calls.append(CallRecord(name, args, kwargs, RandomStates(), versions))
 
     def leave(self, output: Any) -> None:
         """The call ends."""
@@ -225,8 +234,10 @@ class Recorder:
         if not any(tensor.requires_grad for tensor in outputs):
             # such as a preprocessor: no gradient comes from it
             step.calls.pop()
+            step.unseen += 1
         for place, tensor in enumerate(outputs):
-            if tensor.requires_grad:
+            # hooks of leaves would stay
+            if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(_Keep(step, call, place))  # type: ignore[no-untyped-call]
 
 
@@ -237,7 +248,11 @@ class _Keep:
         self._step, self._call, self._place = step, call, place
 
     def __call__(self, gradient: Tensor) -> None:
-        kept = self._call.gradients.setdefault(max(len(self._step.losses) - 1, 0), {})
+        place = len(self._step.losses) - 1
+        if place < 0:
+            # of a loss of other optimizers alone
+            return
+        kept = self._call.gradients.setdefault(place, {})
         before = kept.get(self._place)
         kept[self._place] = gradient if before is None else before + gradient
 
@@ -281,6 +296,15 @@ def _entrances(model: nn.Module, front: str) -> Iterator[tuple[str, nn.Module]]:
         elif id(child) not in seen and not isinstance(child, torch.jit.ScriptModule):
             seen.add(id(child))
             yield f'{front}.{name}' if front else name, child
+
+
+def _same_tensors(value: Any) -> Any:
+    """New lists, tuples and dicts, with the same things in them."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_same_tensors, value))
+    if type(value) is dict:
+        return {key: _same_tensors(item) for key, item in value.items()}
+    return value
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -344,5 +368,6 @@ def identifiers(value: Any) -> dict[str, list[str]]:
 
 def _texts(value: Any) -> list[str]:
     if isinstance(value, Tensor):
-        value = value.tolist()
-    return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]
+        value = [] if value.is_floating_point() or value.is_complex() else value.flatten()[:MOST_SAMPLES].tolist()
+    listed = value if isinstance(value, (list, tuple)) else [value]
+    return [str(item) for item in listed[:MOST_SAMPLES] if isinstance(item, (str, int))]

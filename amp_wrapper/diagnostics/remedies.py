@@ -29,12 +29,14 @@ class Remedy:
         setting: As it is written in a configuration.
         finite: Whether the step was finite with it; None where it could not be tried.
         note: What else there is to say.
+        forward_only: Whether the forward pass alone could be tried.
     """
 
     kind: str
     setting: str
     finite: bool | None
     note: str = ''
+    forward_only: bool = False
 
 
 class Trials:
@@ -45,14 +47,22 @@ class Trials:
         run: Runs it: :func:`~amp_wrapper.diagnostics.replay.replay`, with all but policy, factor and the switches filled in.
         policy: The level of the training.
         scale: The largest loss scale of the step.
+        several: Whether the model stands for several that were initialised together.
     """
 
     def __init__(
-        self, step: StepRecord, run: Callable[..., Replay], policy: Policy, scale: float, judges_losses: bool = True
+        self,
+        step: StepRecord,
+        run: Callable[..., Replay],
+        policy: Policy,
+        scale: float,
+        judges_losses: bool = True,
+        several: bool = False,
     ) -> None:
         self._run = functools.partial(run, judges_losses=judges_losses)
         self._policy = policy
         self._scale = scale
+        self._several = several
         self.step = step
 
     def fp32(self) -> Replay:
@@ -65,7 +75,7 @@ class Trials:
         found = Replay()
         while module and module not in names and len(names) < MOST_KEPT:
             names.append(module)
-            policy = dataclasses.replace(self._policy, keep_fp32=(*self._policy.keep_fp32, *names))
+            policy = dataclasses.replace(self._policy, keep_fp32=(*self._policy.keep_fp32, *map(self._within, names)))
             found = self._run(policy, traced=True)
             if found.is_finite or found.refused:
                 break
@@ -76,8 +86,13 @@ class Trials:
                 module = module.rpartition('.')[0]
         if not names:
             return None
-        setting = f'keep_fp32={[*map(_named, self._policy.keep_fp32), *names]}'
-        return Remedy('keep_fp32', setting, None if found.refused else found.is_finite, _note(found))
+        setting = f'keep_fp32={[*map(_named, self._policy.keep_fp32), *map(self._within, names)]}'
+        return _remedy('keep_fp32', setting, found)
+
+    def _within(self, module: str) -> str:
+        """The name that ``keep_fp32`` knows a module by."""
+        place, _, rest = module.partition('.')
+        return f'models[{place}].{rest}' if self._several and rest else module
 
     def bfloat16(self) -> Remedy | None:
         """The step in bfloat16, without a loss scale; None where it is at such a level already."""
@@ -86,7 +101,7 @@ class Trials:
             return None
         found = self._run(policy, factor=1 / self._scale)
         setting = "dtype='bfloat16'" if self._policy.opt_level == 'O3' else f"opt_level='{policy.opt_level}'"
-        return Remedy('bfloat16', setting, None if found.refused else found.is_finite, _note(found))
+        return _remedy('bfloat16', setting, found)
 
     def lower_scale(self) -> Remedy:
         """The largest loss scale, a power of two below that of the step, with which the step is finite."""
@@ -105,6 +120,11 @@ class Trials:
 
 def _named(item: str | type) -> str:
     return item if isinstance(item, str) else item.__name__
+
+
+def _remedy(kind: str, setting: str, found: Replay) -> Remedy:
+    finite = None if found.refused else found.is_finite
+    return Remedy(kind, setting, finite, _note(found), bool(finite) and not found.gradients_known)
 
 
 def _note(found: Replay) -> str:
@@ -144,4 +164,5 @@ def trials_of(step: StepRecord, model: torch.nn.Module, policy: Policy, attach: 
         return replay(step, model, policy, attach, **options)  # type: ignore[arg-type]
 
     scales = [float(loss.scale) for loss in step.losses if loss.scale is not None]
-    return Trials(step, run, policy, max(scales, default=1.0), judges_losses)
+    several = isinstance(model, torch.nn.ModuleList)
+    return Trials(step, run, policy, max(scales, default=1.0), judges_losses, several)

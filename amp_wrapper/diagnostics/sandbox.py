@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import CellType, FunctionType, MethodType
+from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -113,6 +113,10 @@ def fp32_copy(model: nn.Module) -> nn.Module:
     _rebind_functions(inner, copied, memo)
     strip_hooks(copied)
     for module in copied.modules():
+        for hooks in hooks_of(module)[:2]:
+            for key, hook in list(hooks.items()):
+                hooks[key] = _rebound(hook, memo, is_deep=True)
+    for module in copied.modules():
         for hooks in hooks_of(module):
             for key in [key for key, hook in hooks.items() if isinstance(hook, BufferHook)]:
                 del hooks[key]
@@ -131,28 +135,54 @@ def _rebind_functions(original: nn.Module, copied: nn.Module, memo: dict[int, An
                 vars(other)[name] = _rebound(value, memo)
 
 
-def _rebound(held: Any, memo: dict[int, Any]) -> Any:
+def _rebound(held: Any, memo: dict[int, Any], is_deep: bool = False) -> Any:
     """What takes the place of something that a function holds: copies of modules, parameters and their methods, inside of
-    functions and containers too; all else is held by both, as the state of a random generator has to be."""
-    if id(held) in memo and isinstance(held, (nn.Module, Tensor)):
+    functions and containers too; all else is held by both, as the state of a random generator has to be. Of hooks
+    (``is_deep``), other objects are copied as well: they collect what they see."""
+    known = (nn.Module, Tensor, FunctionType) if not is_deep else object
+    if id(held) in memo and isinstance(held, known):
         return memo[id(held)]
     if isinstance(held, MethodType) and id(held.__self__) in memo:
         return MethodType(held.__func__, memo[id(held.__self__)])
+    if isinstance(held, BuiltinMethodType) and type(held.__self__) in (list, dict):
+        return getattr(_rebound(held.__self__, memo, is_deep), held.__name__)
     if isinstance(held, functools.partial):
-        words = {name: _rebound(value, memo) for name, value in held.keywords.items()}
-        return functools.partial(_rebound(held.func, memo), *_rebound(held.args, memo), **words)
-    if type(held) in (list, tuple):
-        return type(held)(_rebound(value, memo) for value in held)
-    if type(held) is dict:
-        return {key: _rebound(value, memo) for key, value in held.items()}
-    if not isinstance(held, FunctionType):
-        return held
-    # cells that nothing was put into yet have no contents
-    cells = tuple(CellType(*(_rebound(value, memo) for value in _contents(cell))) for cell in held.__closure__ or ())
-    defaults = _rebound(held.__defaults__, memo)
-    made = FunctionType(held.__code__, held.__globals__, held.__name__, defaults, cells or None)
-    made.__kwdefaults__ = _rebound(held.__kwdefaults__, memo)
+        words = {name: _rebound(value, memo, is_deep) for name, value in held.keywords.items()}
+        return functools.partial(_rebound(held.func, memo, is_deep), *_rebound(held.args, memo, is_deep), **words)
+    if isinstance(held, FunctionType):
+        return _rebound_function(held, memo, is_deep)
+    if type(held) in (list, tuple, dict):
+        if type(held) is dict:
+            made: Any = {key: _rebound(value, memo, is_deep) for key, value in held.items()}
+        else:
+            made = type(held)(_rebound(value, memo, is_deep) for value in held)
+        # the next function that holds it gets the same copy
+        memo[id(held)] = made
+        return made
+    return _copied(held, memo) if is_deep else held
+
+
+def _rebound_function(held: FunctionType, memo: dict[int, Any], is_deep: bool) -> FunctionType:
+    cells = tuple(CellType() for _ in held.__closure__ or ())
+    made = FunctionType(held.__code__, held.__globals__, held.__name__, None, cells or None)
+    # functions that call themselves hold themselves
+    memo[id(held)] = made
+    for cell, old in zip(cells, held.__closure__ or ()):
+        for value in _contents(old):
+            cell.cell_contents = _rebound(value, memo, is_deep)
+    made.__defaults__ = _rebound(held.__defaults__, memo, is_deep)
+    made.__kwdefaults__ = _rebound(held.__kwdefaults__, memo, is_deep)
     return made
+
+
+def _copied(held: Any, memo: dict[int, Any]) -> Any:
+    kind = type(getattr(held, '__self__', held))
+    if kind.__module__.partition('.')[0] in ('numpy', 'random', 'torch', 'builtins') or isinstance(held, type):
+        return held
+    try:
+        return copy.deepcopy(held, memo)
+    except Exception:
+        return held
 
 
 def _contents(cell: CellType) -> tuple[Any, ...]:

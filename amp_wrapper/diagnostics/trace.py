@@ -34,6 +34,7 @@ _FILLS = (
 )
 #: Ops that hand on what they are given, so that theirs is never the place where a number went out of range.
 _MOVES = ('_to_copy', 'copy_', 'clone', 'detach', 'view', 'reshape', 'cat', 'stack', 'expand')
+_LOGS = ('log', 'log2', 'log10', 'log1p')
 _KEY = 'amp_wrapper.module'
 #: What is written without values first.
 _EMPTY = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'new_empty_strided')
@@ -87,19 +88,30 @@ class BadOp:
         """The largest finite number that came in; 0.0 where that is not known."""
         return max((each.largest for each in self.inputs), default=0.0)
 
-    def begins(self, _seen: frozenset[int] = frozenset()) -> BadOp:
+    def begins(self) -> BadOp:
         """The op in which what is wrong with this one's result begins.
 
         NaN is followed to NaN, and where none came in, to infinities that nobody asked for. A mask of infinities is followed to
         the op that made NaN of it.
         """
-        bad = [each for each in self.came_in if id(each) not in _seen]
-        if self.has_nan and any(each.has_nan for each in bad):
-            bad = [each for each in bad if each.has_nan]
-        else:
-            bad = [each for each in bad if not each.is_mask]
-        first = min(bad, key=lambda each: each.order, default=None)
-        return self if first is None else first.begins(_seen | {id(self)})
+        here, seen = self, {id(self)}
+        while True:
+            bad = [each for each in here.came_in if id(each) not in seen]
+            if here.has_nan and any(each.has_nan for each in bad):
+                bad = [each for each in bad if each.has_nan]
+            else:
+                bad = [each for each in bad if not each.is_mask]
+                # the logarithm of zero is a mask as often as not
+                bad = [each for each in bad if not each.is_log] or bad
+            if not bad:
+                return here
+            here = min(bad, key=lambda each: each.order)
+            seen.add(id(here))
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is the logarithm of finite numbers."""
+        return _bare(self.op) in _LOGS and not self.came_in and not self.has_nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +220,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        written = [tensor for tensor in outputs_of(output) if tensor.layout is torch.strided and tensor.numel()]
+        written = [tensor for tensor in _numbers(output) if tensor.layout is torch.strided and tensor.numel()]
         if not written:
             return output
         given = {_key(tensor) for tensor in tensors_of((args, kwargs))}
@@ -219,11 +231,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             key = _key(tensor)
             if _bare(name) in _EMPTY or not _is_bad(tensor):
-                if not (key in given and not in_place):
+                if not (key in given and (not in_place or _is_part(tensor))):
                     self._memory[key] = _Known(None, module, name, _source())
                 continue
             found = self._describe(name, phase, module, node, tensor)
-            before = [each for each in tensors_of((args, kwargs)) if each.is_floating_point()]
+            before = _numbers((args, kwargs))
             if in_place and before and _key(before[0]) == key:
                 # what it held before is gone, or is part of the result: its record is all that is left of it
                 known = self._memory.get(key)
@@ -236,7 +248,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if before and _key(before[0]) not in self._weights:
                 found.reads = self._origins.get(_key(before[0]), '')
             if not found.came_in:
-                found.inputs = [measure_one(each) for each in rest if each.layout is torch.strided and each.numel()]
+                found.inputs = [measure_one(each) for each in rest if _is_measured(each)]
             found.is_mask = _is_mask(name, found, tensor)
             self.bad.append(found)
             self._memory[key] = _Known(found, module, name, found.source)
@@ -266,10 +278,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if where is not None and (known is None or known.bad is None):
             found = self._describe(where, phase, '', '', tensor)
             found.origin = 'weight' if key in self._weights else 'input'
-            # infinities in what the model is given may be a mask
-            found.is_mask = found.origin == 'input' and not found.has_nan
+            # infinities in what the model is given, or holds, are masks
+            found.is_mask = not found.has_nan
         else:
             found = self._describe('code outside of torch', phase, '', '', tensor)
+            # what was there before the model was called
+            found.is_mask = known is None and not found.has_nan
             if known is not None:
                 found.module, found.source = known.module, known.source
                 found.op = f'code outside of torch, which wrote into the result of {known.op}'
@@ -315,7 +329,22 @@ def moves_only(name: str) -> bool:
 
 
 def _is_bad(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided and not bool(tensor.isfinite().all())
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return is_number and tensor.layout is torch.strided and not bool(tensor.isfinite().all())
+
+
+def _is_measured(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _is_part(tensor: Tensor) -> bool:
+    """Whether its memory is larger than it: what stands beside it stays."""
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _numbers(value: Any) -> list[Tensor]:
+    """The floating and complex tensors in nested containers."""
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _key(tensor: Tensor) -> int:

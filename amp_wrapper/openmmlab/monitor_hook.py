@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import os.path as osp
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
+from mmengine.logging import MessageHub
 from torch import Tensor, nn
 
 from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
-from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode
+from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import Attach
 from ..engine import AmpEngine
@@ -40,7 +43,7 @@ class AmpMonitorHook(Hook):
         ranges_interval: Iterations from one measurement per layer to the next, each a line of ``vis_data/amp_ranges.jsonl``;
             None for none.
         diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
-            are examined from the first one on, which costs some microseconds each. False: none is.
+            are examined from the first one on, which costs a tenth of a millisecond or so each. False: none is.
         max_reports: Reports of one training, in the folder ``amp_diagnosis`` of the work dir.
 
     Raises:
@@ -60,7 +63,7 @@ class AmpMonitorHook(Hook):
         self._interval = check_interval('interval', interval)
         self._ranges_interval = None if ranges_interval is None else check_interval('ranges_interval', ranges_interval)
         self._mode = check_mode(diagnose_overflow)
-        self._max_reports = max_reports
+        self._max_reports = check_reports(max_reports)
         self._watched: list[tuple[EngineParts, Any]] = []
         self._files: dict[str, JsonLines] = {}
         self._layers: list[tuple[str, int, LayerRanges]] = []
@@ -68,6 +71,8 @@ class AmpMonitorHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Begin to watch."""
+        # of a training that an exception has ended
+        self._release()
         wrappers = wrappers_of(runner)
         model = inner_model(runner.model)
         for name, wrapper in wrappers.items():
@@ -109,7 +114,7 @@ class AmpMonitorHook(Hook):
                 facts['optimizer'] = name
             return publish(found, osp.join(runner.work_dir, FOLDER), stem, facts, low_precision(wrapper.policy))
 
-        return OverflowDiagnosis([model], attach, self._mode, write, self._max_reports)
+        return OverflowDiagnosis([model], attach, self._mode, write, self._max_reports, around=_own_message_hub)
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Say whether the next step is measured. By the iteration, so that a resumed run measures the same ones."""
@@ -125,6 +130,9 @@ class AmpMonitorHook(Hook):
     def after_train(self, runner: Any) -> None:
         """Take the hooks off the model."""
         self._write_layers(runner, wait=True)
+        self._release()
+
+    def _release(self) -> None:
         for parts, observer in self._watched:
             if isinstance(observer, OverflowDiagnosis):
                 observer.disarm()
@@ -139,6 +147,18 @@ class AmpMonitorHook(Hook):
                 file = f'{name}_amp_ranges.jsonl' if name else 'amp_ranges.jsonl'
                 self._files[name] = JsonLines(osp.join(runner.log_dir, 'vis_data', file))
             self._files[name].append({'iteration': iteration, **ranges.plain()})
+
+
+@contextmanager
+def _own_message_hub() -> Iterator[None]:
+    """What a copy of a model writes to mmengine's message hub is forgotten."""
+    hub = MessageHub.get_current_instance()
+    kept = hub._runtime_info, hub._log_scalars
+    hub._runtime_info, hub._log_scalars = copy.deepcopy(kept)
+    try:
+        yield
+    finally:
+        hub._runtime_info, hub._log_scalars = kept
 
 
 def attach_members(members: Mapping[str, EngineParts], chosen: str) -> Attach:

@@ -226,7 +226,10 @@ def test_several_models() -> None:
         for optimizer in optimizers:
             optimizer.step()
     (found,) = watch.diagnoses
-    assert (found.cause, found.module) == ('forward_range', '1.blocks.1.place')
+    assert (found.cause, found.module) == ('forward_range', 'models[1].blocks.1.place')
+    # the name that keep_fp32 takes
+    assert found.remedies[0].setting == "keep_fp32=['models[1].blocks.1.place']"
+    assert found.remedies[0].finite
 
 
 @pytest.mark.parametrize('fault', ['forward', 'backward'])
@@ -249,7 +252,9 @@ def test_a_generator_through_a_discriminator(fault: str) -> None:
             scaled.backward()
         optimizers[0].step()
     (found,) = watch.diagnoses
-    expected = ('forward_range', '0.blocks.1.place') if fault == 'forward' else ('gradient_range', '1.1.blocks.1.place')
+    expected = ('forward_range', 'models[0].blocks.1.place')
+    if fault == 'backward':
+        expected = ('gradient_range', 'models[1].1.blocks.1.place')
     assert (found.cause, found.module) == expected, found.text
 
 

@@ -59,7 +59,7 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     _load_from _maybe_compile _publish_model _resume _save_best_checkpoint _save_checkpoint_with_step _swap_ema_parameters
     _train_loop _global_step _last_value _run_forward
     numpy._core.multiarray ._reconstruct
-    _params_refs
+    _params_refs _runtime_info _log_scalars
     _getframe _fields _DummyThread
     _base_ _delete_ _dataloader _evaluator mmcv._ext _unskipped _rank
     _build.json _loss_ _P
