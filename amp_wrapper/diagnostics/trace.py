@@ -62,6 +62,7 @@ class BadOp:
         dtypes_in: Types of its floating inputs.
         origin: 'op'; or 'input', 'weight' for what came in with a NaN.
         is_mask: Whether its infinities were asked for.
+        log: The logarithm of zero that its infinities come from, where they may be a mask.
         reads: Which input of the model its first argument is; '' for none.
         order: How many others came before it.
     """
@@ -80,6 +81,7 @@ class BadOp:
     dtypes_in: list[torch.dtype] = dataclasses.field(default_factory=list)
     origin: str = 'op'
     is_mask: bool = False
+    log: BadOp | None = None
     reads: str = ''
     order: int = 0
 
@@ -94,24 +96,21 @@ class BadOp:
         NaN is followed to NaN, and where none came in, to infinities that nobody asked for. A mask of infinities is followed to
         the op that made NaN of it.
         """
+        if self.is_mask and self.log is not None:
+            return self.log
         here, seen = self, {id(self)}
         while True:
             bad = [each for each in here.came_in if id(each) not in seen]
             if here.has_nan and any(each.has_nan for each in bad):
                 bad = [each for each in bad if each.has_nan]
             else:
-                bad = [each for each in bad if not each.is_mask]
-                # the logarithm of zero is a mask as often as not
-                bad = [each for each in bad if not each.is_log] or bad
+                # of another shape, it is no mask that was added: a sum of logarithms of zero, say
+                logs = [each.log for each in bad if each.log is not None and each.shape != here.shape]
+                bad = [each for each in bad if not each.is_mask] or [each for each in logs if each is not None]
             if not bad:
                 return here
             here = min(bad, key=lambda each: each.order)
             seen.add(id(here))
-
-    @property
-    def is_log(self) -> bool:
-        """Whether it is the logarithm of finite numbers."""
-        return _bare(self.op) in _LOGS and not self.came_in and not self.has_nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,6 +249,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not found.came_in:
                 found.inputs = [measure_one(each) for each in rest if _is_measured(each)]
             found.is_mask = _is_mask(name, found, tensor)
+            if found.is_mask:
+                found.log = found if not found.came_in and _bare(name) in _LOGS else _log_of(found.came_in)
             self.bad.append(found)
             self._memory[key] = _Known(found, module, name, found.source)
         return output
@@ -299,13 +300,17 @@ def _is_mask(name: str, found: BadOp, tensor: Tensor) -> bool:
     if found.has_nan:
         return False
     if not found.came_in:
-        return _fills(name) and not found.largest_in > torch.finfo(tensor.dtype).max
+        return (_fills(name) and not found.largest_in > torch.finfo(tensor.dtype).max) or _bare(name) in _LOGS
     if not all(each.is_mask for each in found.came_in):
         return False
     # as many as a mask, stretched to the shape of the result, brings along
     return any(
         found.nonfinite * _elements(each.shape) <= each.nonfinite * _elements(found.shape) for each in found.came_in
     ) or _fills(name)
+
+
+def _log_of(came_in: Sequence[BadOp]) -> BadOp | None:
+    return next((each.log for each in came_in if each.log is not None), None)
 
 
 def _elements(shape: Sequence[int]) -> int:
