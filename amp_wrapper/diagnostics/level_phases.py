@@ -96,7 +96,8 @@ class LevelPhases:
             facts.problem = str(error)
         except AmpUsageError:
             raise
-        except (RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:
+            # whatever the model does at this level
             # an op that a type does not have, say
             facts.problem = first_line(error)
 
@@ -110,7 +111,8 @@ class LevelPhases:
             if rounded_to is not None:
                 with torch.no_grad():
                     for parameter in box.model.parameters():
-                        parameter.copy_(parameter.to(rounded_to))
+                        if parameter.is_floating_point():
+                            parameter.copy_(parameter.to(rounded_to))
             found = run_pass(
                 box,
                 lambda model: task.loss_fn(model, task.batch(batch)),

@@ -76,7 +76,7 @@ class LayerRanges:
         return self._read.is_there
 
     def plain(self) -> dict[str, Any]:
-        """``dtype``, ``loss_scale``, ``unscaled`` (whether gradients are without the loss scale), and the ranges of
+        """``dtype``, ``loss_scale``, ``without_scale`` (whether gradients are without the loss scale), and the ranges of
         ``gradients`` and ``weights`` by the name of the weight, as :meth:`Ranges.plain` gives them. Syncs, where not
         :attr:`is_there`."""
         scale, *numbers = self._read.wait()
@@ -88,7 +88,7 @@ class LayerRanges:
         return {
             'dtype': dtype_name(self.dtype),
             'loss_scale': scale,
-            'unscaled': self._unscaled,
+            'without_scale': self._unscaled,
             'gradients': dict(zip(self.names, found[:half])),
             'weights': dict(zip(self.names, found[half:])),
         }

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from typing_extensions import Unpack
 
 from ..casting.modules import class_name, module_device
 from ..casting.roots import unwrap
-from ..errors import AmpConfigError, AmpError, AmpUsageError, nearest
+from ..errors import AmpConfigError, AmpUsageError, nearest
 from ..policy import LEVELS, OPTIONS, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
 from ..version import __version__
@@ -26,7 +27,9 @@ from . import pages, report_table
 from .level_trial import Subject, Trial, measured_peak, run_trial
 from .module_record import OUTSIDE, ModuleRecord, OpRun
 from .ranges import Ranges, added, exponent_of, range_of
+from .recorder import tensors_of
 from .rounding import TYPES
+from .sandbox import fp32_copy, isolated
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -125,8 +128,8 @@ def report(
         >>> import torch
         >>> from amp_wrapper import amp
         >>> found = amp.report(torch.nn.Linear(4, 2), torch.ones(1, 4), opt_level='O5')
-        >>> found.data['modules'][0]['weights']['types']
-        {'bfloat16': 10}
+        >>> sorted(found.data)[:3]
+        ['amp_wrapper', 'device', 'format']
     """
     if not isinstance(model, nn.Module):
         raise AmpUsageError(f'model={type(model).__name__} must be a torch.nn.Module.')
@@ -151,7 +154,12 @@ def _call(model: nn.Module, example: Any) -> Any:
 
 def _fresh(example: Any) -> Any:
     """The example with copies of its tensors: models may write to their inputs."""
-    return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), example)
+    memo = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_of(example)}
+    try:
+        return copy.deepcopy(example, dict(memo))
+    except Exception:
+        # what holds things that Python cannot copy is handed over as it is, with other tensors
+        return map_tensors(lambda tensor: memo.get(id(tensor), tensor), example)
 
 
 def make(
@@ -177,6 +185,14 @@ def make(
         return _make(subject, policy, overrides, title, begins or (lambda level: None))
 
 
+def _optimizer_name(subject: Subject) -> str | None:
+    """The class of the optimizer, which is made for a copy."""
+    if subject.make_optimizer is None:
+        return None
+    with isolated():
+        return type(subject.make_optimizer(fp32_copy(subject.model))).__name__
+
+
 def _make(
     subject: Subject, policy: Policy, overrides: Mapping[str, Any], title: str, begins: Callable[[str], object]
 ) -> PrecisionReport:
@@ -194,7 +210,7 @@ def _make(
             begins(level)
             memory[level] = _memory_at(subject, level, overrides)
     inner = unwrap(subject.model)
-    optimizer = None if subject.make_optimizer is None else type(subject.make_optimizer(inner)).__name__
+    optimizer = _optimizer_name(subject)
     data = {
         'format': FORMAT,
         'amp_wrapper': __version__,
@@ -227,7 +243,8 @@ def _memory_at(subject: Subject, level: str, overrides: Mapping[str, Any]) -> di
         policy = resolve(level, **{key: overrides[key] for key in ('keep_fp32', 'fp32_ops') if key in overrides})
     try:
         return _memory(subject, policy, run_trial(subject, policy))
-    except (AmpError, RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except Exception as error:
+        # whatever the model does at another level
         # a level that the model, or the device, cannot have: the others can still be told
         return {'error': f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'}
 
@@ -339,7 +356,7 @@ def _gradients(exact: Trial, policy: Policy) -> dict[str, Any] | None:
     found['first_scale'] = policy.loss_scale.init_scale
     for dtype in TYPES:
         found[dtype_name(dtype)] = {
-            'unscaled': _lost(both, dtype, 1.0),
+            'without_scale': _lost(both, dtype, 1.0),
             'first_scale': _lost(both, dtype, policy.loss_scale.init_scale),
             'best_scale': None if scale is None else _lost(both, dtype, scale),
         }

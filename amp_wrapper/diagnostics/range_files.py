@@ -123,7 +123,7 @@ def _step(line: str) -> StepRanges | None:
         row = json.loads(line)
         scale = float(row.get('loss_scale') or 1.0)
         # a product with a power of two moves each element by as many places
-        shift = round(math.log2(scale)) if row.get('unscaled') and scale > 0 else 0
+        shift = round(math.log2(scale)) if row.get('without_scale') and scale > 0 else 0
         return StepRanges(
             int(row['iteration']),
             str(row.get('dtype', 'float16')).removeprefix('torch.'),

@@ -252,9 +252,10 @@ def gradient_line(gradients: Mapping[str, Any]) -> str:
     found, best, first = gradients['float16'], gradients['best_scale'], gradients['first_scale']
     if best is None:
         return 'All gradients are zero.'
+    plain = found['without_scale']
     line = (
-        f'Gradients in float16: without a loss scale, {share_text(found["unscaled"]["underflow"])} of them become zero and '
-        f'{share_text(found["unscaled"]["overflow"])} overflow. A scale of {best:g} puts the largest two powers of two below '
+        f'Gradients in float16: without a loss scale, {share_text(plain["underflow"])} of them become zero and '
+        f'{share_text(plain["overflow"])} overflow. A scale of {best:g} puts the largest two powers of two below '
         f'the largest float16; {share_text(found["best_scale"]["underflow"])} become zero then.'
     )
     if first != 1.0:

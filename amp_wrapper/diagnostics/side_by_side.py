@@ -173,14 +173,14 @@ class _Lane:
         for attempt in range(MOST_SETTLING if step == 0 else 1):
             batch = task.batch(which)
             task.set_seed(which)
-            with SavedBytes(self._box.model) if step == 0 else ExitStack() as saved:
-                loss, seconds, skipped, peak = self._timed(batch)
+            saved = SavedBytes(self._box.model) if step == 0 else None
+            loss, seconds, skipped, peak = self._timed(batch, saved)
             if not attempt:
                 run.losses.append(loss)
             run.skips += skipped
             scaler = self._box.engine.scalers[0]
             run.scale = None if scaler.is_one else scaler.get_scale()
-            if isinstance(saved, SavedBytes):
+            if saved is not None:
                 run.memory = count_memory(self._box.model, self._box.engine, saved.total)
             if peak is not None:
                 run.peak = max(run.peak or 0, peak)
@@ -209,7 +209,7 @@ class _Lane:
                 self.run.checked.append(float(task.loss(self._box, batch)))
         self.run.done = True
 
-    def _timed(self, batch: Any) -> tuple[float, float, bool, int | None]:
+    def _timed(self, batch: Any, saved: SavedBytes | None) -> tuple[float, float, bool, int | None]:
         """Loss, seconds, whether the step was skipped, and the peak."""
         box, cuda = self._box, self._device.type == 'cuda'
         resident = torch.cuda.memory_allocated(self._device) if cuda else 0
@@ -217,7 +217,9 @@ class _Lane:
             torch.cuda.reset_peak_memory_stats(self._device)
             torch.cuda.synchronize(self._device)
         began = time.perf_counter()
-        loss = self._task.loss(box, batch)
+        # segments that the backward pass computes again are not kept
+        with saved or nullcontext():
+            loss = self._task.loss(box, batch)
         box.engine.backward(loss)
         result = box.engine.step(self._task.clip)
         box.engine.parts.zero_grad()
@@ -384,7 +386,8 @@ def _guarded(lane: _Lane, work: Callable[[], None]) -> None:
         work()
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
+        # whatever the model does at this level
         if not lane.runs_16_bit:
             raise
         lane.run.problem = first_line(error)

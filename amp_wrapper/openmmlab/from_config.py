@@ -186,6 +186,20 @@ class FromConfig:
 _EXAMPLE = '--input-shape 3 224 224'
 
 
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise AmpConfigError(
+            [f"device={device!r} is none that torch knows, such as 'cpu', 'cuda' or 'cuda:1'."]
+        ) from error
+    if chosen.type == 'cuda' and (chosen.index or 0) >= torch.cuda.device_count():
+        raise AmpConfigError([f'device={device!r}: torch sees {torch.cuda.device_count()} GPUs here.'])
+    return chosen
+
+
 def from_config(
     config: str | Path | Config,
     cfg_options: dict[str, Any] | None = None,
@@ -222,7 +236,7 @@ def from_config(
         model = _build_model(cfg, is_loaded=place is not None)
         if place is not None:
             _load(model, str(place))
-    chosen = device or ('cuda' if torch.cuda.is_available() else 'cpu')
+    chosen = _device(device)
     return FromConfig(cfg, model.to(chosen).train(), settings, shape)
 
 

@@ -247,7 +247,7 @@ def ranges(tmp_path: Path) -> Path:
                 'iteration': at,
                 'dtype': 'float16',
                 'loss_scale': 1024.0,
-                'unscaled': True,
+                'without_scale': True,
                 'gradients': step,
                 'weights': weights,
             }
@@ -286,7 +286,7 @@ def test_the_median_of_counts() -> None:
 
 
 def test_gradients_that_have_the_scale_are_taken_as_they_are(ranges: Path) -> None:
-    ranges.write_text(ranges.read_text().replace('"unscaled": true', '"unscaled": false'))
+    ranges.write_text(ranges.read_text().replace('"without_scale": true', '"without_scale": false'))
     assert cells(plot_ranges(ranges, last=1), 'gradients').tolist() == [[-18], [-16]]
     (step,) = read_ranges(ranges)[:1]
     assert (step.iteration, step.loss_scale, step.gradients['body.weight'].zeros) == (1, 1024.0, 2)

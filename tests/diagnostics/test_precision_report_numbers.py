@@ -105,10 +105,10 @@ def test_gradients_and_the_loss_scale_that_suits_them() -> None:
     assert found['outputs']['powers'] == {'-30': 1}
     assert found['best_scale'] == 2.0 ** (13 + 28)
     assert found['first_scale'] == 65536.0
-    assert found['float16']['unscaled'] == {'overflow': 0, 'underflow': 1.0, 'subnormal': 0}
+    assert found['float16']['without_scale'] == {'overflow': 0, 'underflow': 1.0, 'subnormal': 0}
     # 2 ** -12 and 2 ** -14: normal numbers
     assert found['float16']['first_scale'] == {'overflow': 0, 'underflow': 0, 'subnormal': 0}
-    assert found['bfloat16']['unscaled'] == {'overflow': 0, 'underflow': 0, 'subnormal': 0}
+    assert found['bfloat16']['without_scale'] == {'overflow': 0, 'underflow': 0, 'subnormal': 0}
 
 
 def test_a_loss_scale_that_is_too_high_overflows() -> None:

@@ -225,7 +225,7 @@ def test_weights_alone_may_be_of_another_model(tmp_path: Path) -> None:
 
 def test_scripts_without_mmengine_are_sent_to_the_converter(tmp_path: Path) -> None:
     torch.save({'model': {}, 'optimizer': {}, 'amp': {}}, tmp_path / 'file.pth')
-    with pytest.raises(AmpCheckpointError, match=r'convert_checkpoint\.py --to stock'):
+    with pytest.raises(AmpCheckpointError, match='amp-wrapper convert --to stock'):
         toy.run(tmp_path / 'work', OURS, load_from=str(tmp_path / 'file.pth'), resume=True)
 
 

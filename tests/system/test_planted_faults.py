@@ -12,7 +12,20 @@ import pytest
 from grid import grid
 from planted_faults import FAULTS, ROOT, Fault, Stale
 
-ROOMS = {'policy', 'ops', 'autocast', 'casting', 'checkpoint', 'optim', 'engine', 'amp', 'openmmlab', 'csrc'}
+ROOMS = {
+    'policy',
+    'ops',
+    'autocast',
+    'casting',
+    'checkpoint',
+    'optim',
+    'engine',
+    'diagnostics',
+    'amp',
+    'openmmlab',
+    'cli',
+    'csrc',
+}
 ONE = Fault('one', 'policy', '', 'a = 1', 'a = 2', 'test_a.py')
 
 
