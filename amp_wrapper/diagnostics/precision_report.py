@@ -128,8 +128,8 @@ def report(
         >>> import torch
         >>> from amp_wrapper import amp
         >>> found = amp.report(torch.nn.Linear(4, 2), torch.ones(1, 4), opt_level='O5')
-        >>> sorted(found.data)[:3]
-        ['amp_wrapper', 'device', 'format']
+        >>> len(found.json()) > 1000
+        True
     """
     if not isinstance(model, nn.Module):
         raise AmpUsageError(f'model={type(model).__name__} must be a torch.nn.Module.')

@@ -300,10 +300,10 @@ def test_one_after_the_other_where_the_memory_does_not_suffice(monkeypatch: pyte
 def test_memory_that_runs_out_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     original = side_by_side._Lane._timed
 
-    def timed(self: Any, batch: Any) -> Any:
+    def timed(self: Any, batch: Any, saved: Any) -> Any:
         if self.run.name == 'O2':
             raise torch.OutOfMemoryError('out of memory')
-        return original(self, batch)
+        return original(self, batch, saved)
 
     monkeypatch.setattr(side_by_side._Lane, '_timed', timed)
     found = suggest(PlainCNN(), shape=(1, 8, 8), levels=['O2', 'O5'])
