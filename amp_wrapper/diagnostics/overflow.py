@@ -224,6 +224,8 @@ class OverflowDiagnosis:
         if not record.calls and not record.unseen:
             # it would be the same each time
             self._left = 0
+        elif found.cause == 'not_reproduced' and self._recorder is not None:
+            self._recorder.watch_children()
         elif found.cause == 'not_replayed':
             self._live = LiveWatch(self._model)
             found.notes.append(

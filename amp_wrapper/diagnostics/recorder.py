@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..casting.cast_hooks import AmpHook, StayedBehind
 from ..engine.parts import EngineParts
@@ -176,20 +177,31 @@ class Recorder:
     Under ``torch.compile`` nothing is recorded of calls that are part of a graph.
 
     Args:
-        models: Not wrapped. Their calls are recorded, and direct calls of their children. Of several, names begin with the
-            place of the model in the list.
+        models: Not wrapped. Their calls are recorded, and once a step had none, direct calls of their children: hooks below a
+            model cost more than those of the model. Of several, names begin with the place of the model in the list.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.step = StepRecord()
         self._depth = _Depth()
-        self._handles = []
-        for index, model in enumerate(models):
-            front = str(index) if len(models) > 1 else ''
-            for name, module in _entrances(model, front):
-                enter, leave = _Enter(self, name), _Leave(self)
-                self._handles.append(first_pre_hook(module, enter, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._handles: list[RemovableHandle] = []
+        self._models = {str(index) if len(models) > 1 else '': model for index, model in enumerate(models)}
+        self._has_children = False
+        for front, model in self._models.items():
+            self._watch(front, model)
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        self._handles.append(first_pre_hook(module, _Enter(self, name), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Leave(self), always_call=True))
+
+    def watch_children(self) -> bool:
+        """Record direct calls of the models' children, too, from now on. Whether that is new."""
+        is_new, self._has_children = not self._has_children, True
+        if is_new:
+            for front, model in self._models.items():
+                for name, module in _children(model, front):
+                    self._watch(name, module)
+        return is_new
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -201,6 +213,9 @@ class Recorder:
     def next_step(self) -> StepRecord:
         """What was recorded since the last step; a new one begins."""
         done, self.step = self.step, StepRecord()
+        if done.losses and not done.calls and not done.unseen and self.watch_children():
+            # nobody has called a model as a whole; of the next step, more is known
+            done.losses.clear()
         return done
 
     def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
@@ -284,9 +299,8 @@ class _Leave(_RecorderHook):
             self._recorder.leave(output)
 
 
-def _entrances(model: nn.Module, front: str) -> Iterator[tuple[str, nn.Module]]:
-    """The model, and its children, those of lists and dicts of modules among them: what scripts call."""
-    yield front, model
+def _children(model: nn.Module, front: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a model, those in its lists and dicts of modules among them: what scripts call."""
     seen = {id(model)}
     waiting = list(model.named_children())
     while waiting:

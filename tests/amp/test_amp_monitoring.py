@@ -183,6 +183,29 @@ def test_a_dynamic_scale_that_is_too_large_is_reported_once() -> None:
     assert [each.cause for each in watch.diagnoses] == ['gradient_scale', 'input']
 
 
+def test_a_model_whose_parts_are_called() -> None:
+    """Nobody calls the model as a whole, as in a training of two networks: its children are recorded from step two on."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.networks = nn.ModuleDict({'first': Deep(), 'second': nn.Linear(2, 2)})
+
+    torch.manual_seed(0)
+    model = Two()
+    model.networks['first'].blocks[1].place = Fault(in_range_of_fp32)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.01), opt_level='O2', verbosity=0)
+    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
+        for x in batches(3):
+            with amp.scale_loss(square(model.networks['second'](model.networks['first'](x))), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [(each.cause, each.module) for each in watch.diagnoses] == [
+        ('forward_range', 'networks.first.blocks.1.place')
+    ] * 2
+
+
 def test_the_batch_is_named() -> None:
     """Whatever names its samples: dicts, and objects with ``metainfo``."""
 
@@ -325,9 +348,10 @@ def test_a_compiled_model_keeps_its_one_graph(level: str) -> None:
     with amp.monitor(optimizer, 2, diagnose_overflow=True) as watch:
         compiled = torch.compile(model, backend='eager', fullgraph=True)
         for index, x in enumerate(batches(4)):
-            step(compiled, optimizer, nan_input(x) if index == 2 else x)
+            step(compiled, optimizer, nan_input(x) if index in (2, 3) else x)
         numbers = watch.read()
     (found,) = watch.diagnoses
     assert found.cause == 'not_replayed'
     assert 'torch.compile' in found.text
     assert numbers['amp_skipped'] == 1
+    assert amp.skipped_steps(optimizer) == 2
