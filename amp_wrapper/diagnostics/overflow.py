@@ -154,8 +154,11 @@ class OverflowDiagnosis:
         if result.skipped is not None or result.info is None:
             self._take(parts, record, bool(result.skipped))
         elif record.calls or record.losses:
+            if not result.info.is_cuda:
+                self._take(parts, record, bool(result.info[SKIP]))
+                return
             self._pending = (record, LateRead(result.info[SKIP : SKIP + 1].clone()))
-            self._resolve(parts, wait=not result.info.is_cuda)
+            self._resolve(parts, wait=False)
 
     def explain_streak(self, parts: EngineParts) -> str:
         """Too many steps in a row were skipped: the cause, found now where it is not known yet."""

@@ -324,19 +324,28 @@ def _same_tensors(value: Any) -> Any:
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors inside nested containers and in the fields of objects that tell them by ``all_items()`` (mmengine's)."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    def enter(function: Any, held: Any) -> Any:
-        if callable(getattr(held, 'all_items', None)):
-            for _, item in held.all_items():
-                map_tensors(function, item, enter)
-        return held
-
-    map_tensors(note, value, enter)
+    _collect(value, found)
     return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
+    # in the order of map_tensors, with which recorded gradients find their outputs again
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect(item, found)
+    elif value is None or isinstance(value, (str, int, float)):
+        return
+    elif callable(getattr(value, 'all_items', None)):
+        for _, item in value.all_items():
+            _collect(item, found)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            _collect(getattr(value, field.name, None), found)
 
 
 def outputs_of(value: Any) -> list[Tensor]:
