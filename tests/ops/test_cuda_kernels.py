@@ -157,7 +157,7 @@ def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
     """Without this, a check that never says anything would look like a check that finds nothing."""
     sanitizer, planted, message = FAULTS[fault]
     skip_without(sanitizer, tmp_path)
-    done = run(build(tmp_path, sanitizer, planted), 0, 4)
+    done = run(build(tmp_path, sanitizer, planted), 0, 16)
     assert done.returncode != 0
     assert message in done.stdout + done.stderr, done.stdout[-500:] + done.stderr[-1000:]
 
