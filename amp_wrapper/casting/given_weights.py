@@ -75,11 +75,11 @@ def warn(rounded: Collection[str], infinite: Collection[str], policy: Policy) ->
             now = 'they are stepped without masters'
         logger.warning(f'amp: {len(rounded)} trainable weights were 16-bit before ({some(rounded)}): {now}.')
     if infinite:
-        first, *_ = infinite
+        keep = _keep_fp32_of(infinite)
+        remedy = f' Where they are more than a mask, keep their modules in FP32: {keep}.' if keep else ''
         logger.warning(
             f'amp: {len(infinite)} buffers have numbers beyond the range of float16, which become infinite: '
-            f'{some(infinite)}. Where they are more than a mask, keep their modules in FP32: '
-            f'keep_fp32=[{_module_of(first)!r}].'
+            f'{some(infinite)}.{remedy}'
         )
 
 
@@ -114,10 +114,14 @@ def check_range(weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor], dt
     beyond = {name: value for (name, _), value in zip(chosen, found) if value >= _FLOAT16_LIMIT}
     refused = [name for name in beyond if name in weights]
     if refused:
+        keep = _keep_fp32_of(refused)
+        # keep_fp32 names modules, and the model itself would be all of it
+        remedy = 'The model itself holds them, in no submodule that keep_fp32 could name: use'
+        if keep:
+            remedy = f'Keep their modules in FP32 ({keep}), or use'
         raise AmpAttachError(
             f'weights beyond the range of float16, which ends at 65504, would become infinite: {some(refused)}, up to '
-            f'{max(beyond[name] for name in refused):g}. Keep their modules in FP32 (keep_fp32=[{_module_of(refused[0])!r}]), '
-            f"or use bfloat16 (opt_level='O5')."
+            f"{max(beyond[name] for name in refused):g}. {remedy} bfloat16 (opt_level='O5')."
         )
     return list(beyond)
 
@@ -129,6 +133,7 @@ def _largest(tensor: Tensor) -> Tensor:
     return tensor.detach().abs().nan_to_num(0, 0, 0).max().double()
 
 
-def _module_of(name: str) -> str:
-    """A pattern of ``keep_fp32`` for the module that has a tensor of this name."""
-    return name.rpartition('.')[0] or name
+def _keep_fp32_of(names: Collection[str]) -> str:
+    """The setting that keeps the modules of tensors in FP32; '' where one of them belongs to the model itself."""
+    modules = list(dict.fromkeys(name.rpartition('.')[0] for name in names))
+    return '' if '' in modules else f'keep_fp32={modules}'

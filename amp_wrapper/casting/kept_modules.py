@@ -92,6 +92,21 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
     return tuple(value for value in found if is_module_class(value))
 
 
+def check_names(model: nn.Module, policy: Policy) -> None:
+    """Check ``keep_fp32`` and ``fp32_ops`` against a model, without touching it.
+
+    Args:
+        model: Without wrappers such as DDP.
+        policy: The configuration; nothing is checked at O0, which keeps everything in FP32.
+
+    Raises:
+        AmpConfigError: A name that the model does not have.
+    """
+    if policy.runs_16_bit:
+        named_modules([('', model)], policy, without_prefix=True)
+        registered_classes([('', model)], policy)
+
+
 @dataclasses.dataclass(frozen=True)
 class Kept:
     """Why a module stays in FP32.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import AmpUsageError
+from . import options
 
 if TYPE_CHECKING:
     from ..ops.building import Plan
@@ -47,19 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='build the CUDA ops although no GPU is seen; an error where they cannot be built',
     )
     kinds.add_argument('--no-cuda', dest='cuda', action='store_false', help='leave the CUDA ops out')
-    parser.add_argument('--jobs', type=_positive, metavar='N', help='compilers at a time')
+    parser.add_argument('--jobs', type=options.positive, metavar='N', help='compilers at a time')
     parser.add_argument(
         '--out',
         type=Path,
         metavar='FOLDER',
         help='put the library there, and not into the package; AMP_WRAPPER_OPS=FOLDER in the environment loads it',
     )
-
-
-def _positive(word: str) -> int:
-    if not word.isdecimal() or not int(word):
-        raise argparse.ArgumentTypeError(f'{word!r} is no number of compilers: at least 1')
-    return int(word)
 
 
 def run(args: argparse.Namespace) -> int:

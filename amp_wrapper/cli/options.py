@@ -30,6 +30,26 @@ class _ConfigOptions(argparse.Action):
         setattr(namespace, self.dest, {**(getattr(namespace, self.dest) or {}), **options})
 
 
+def count(text: str) -> int:
+    """Type of an option: a whole number that is not negative."""
+    return _whole(text, 0)
+
+
+def positive(text: str) -> int:
+    """Type of an option: a whole number of at least 1."""
+    return _whole(text, 1)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f'{text!r} must be a whole number of at least {least}')
+    return number
+
+
 def add_config(parser: argparse.ArgumentParser, help: str = 'override entries of the config') -> None:
     """The config file and ``--cfg-options``.
 

@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='N',
         help='generate data of this shape, C H W or N C H W, and read none',
     )
-    parser.add_argument('--depth', type=int, metavar='N', help='show modules down to this depth in the terminal')
+    parser.add_argument(
+        '--depth',
+        type=options.count,
+        metavar='N',
+        help='show modules down to this depth in the terminal; 0: the model alone',
+    )
     parser.add_argument('--html', metavar='FILE', help='write a page with a search box')
     parser.add_argument('--json', metavar='FILE', help='write all of it as JSON')
 

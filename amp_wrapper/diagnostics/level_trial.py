@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..casting.modules import module_device
-from ..errors import AmpUsageError
+from ..errors import AmpConfigError, AmpUsageError
 from ..policy import Policy, dtype_name
 from ..policy.loss_scale import LossScaleConfig
 from .memory import MemoryCount, SavedBytes, count_memory
@@ -47,6 +47,27 @@ class Subject:
         if not trainable([self.model]):
             return None
         return self.make_optimizer or (lambda copied: SGD(trainable([copied]), lr=0.0))
+
+
+def check_functions(**given: object) -> None:
+    """Refuse arguments that are neither functions nor None.
+
+    Raises:
+        AmpConfigError: Names them.
+    """
+    problems = [
+        f'{name}={type(value).__name__} must be a function{_FUNCTIONS[name]}, or None.'
+        for name, value in given.items()
+        if value is not None and not callable(value)
+    ]
+    if problems:
+        raise AmpConfigError(problems)
+
+
+_FUNCTIONS = {
+    'loss_fn': ' from (model, example) to the loss',
+    'make_optimizer': ' from a model to its optimizer, such as lambda model: torch.optim.AdamW(model.parameters())',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +113,9 @@ def always_steps(policy: Policy) -> Policy:
     return dataclasses.replace(policy, loss_scale=LossScaleConfig(dynamic=False, init_scale=1.0), skip_nonfinite=False)
 
 
-def run_trial(subject: Subject, policy: Policy, records: bool = False, rounds: bool = False) -> Trial:
+def run_trial(
+    subject: Subject, policy: Policy, records: bool = False, rounds: bool = False, scale: float | None = None
+) -> Trial:
     """Run one step of a copy. Syncs.
 
     Args:
@@ -100,13 +123,14 @@ def run_trial(subject: Subject, policy: Policy, records: bool = False, rounds: b
         policy: The level; its loss scale is 1 here.
         records: Whether to record what each module does.
         rounds: Whether to measure weights and gradients too, and what rounding does to all of them.
+        scale: Of :class:`~amp_wrapper.diagnostics.rounding.Gathering`, for gradients.
 
     Raises:
         AmpError: The level cannot be had for the model, or refuses an op of it; a loss that is no scalar.
         Exception: What the model raises at this level, such as an op without a 16-bit kernel.
     """
     with sandbox(subject.model, always_steps(policy), subject.optimizer_maker(), subject.attach) as box:
-        recorder = ModuleRecorder(box.model, policy, rounds) if records else None
+        recorder = ModuleRecorder(box.model, policy, rounds, scale=scale) if records else None
         saved = SavedBytes(box.model)
         with ExitStack() as stack:
             if recorder is not None:
@@ -123,7 +147,7 @@ def run_trial(subject: Subject, policy: Policy, records: bool = False, rounds: b
         if target is not None and target.requires_grad and box.engine.optimizer is not None:
             box.engine.backward(target)
             if rounds and loss is not None:
-                gradient_ranges = _by_module(box.model, lambda parameter: parameter.grad)
+                gradient_ranges = _by_module(box.model, lambda parameter: parameter.grad, scale)
             box.engine.step()
         memory = count_memory(box.model, box.engine, saved.total)
         value = None if loss is None else float(loss.detach())
@@ -174,12 +198,14 @@ def _stand_in(result: Any) -> Tensor | None:
     return torch.stack(outputs).sum() if outputs else None
 
 
-def _by_module(model: nn.Module, choose: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Measured]:
+def _by_module(
+    model: nn.Module, choose: Callable[[nn.Parameter], Tensor | None], scale: float | None = None
+) -> dict[str, Measured]:
     """What the own parameters of modules lead to, measured."""
     found: dict[str, Measured] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
-        gathered = Gathering()
+        gathered = Gathering(scale=scale)
         for parameter in module.parameters(recurse=False):
             tensor = choose(parameter)
             if tensor is not None and id(parameter) not in seen:

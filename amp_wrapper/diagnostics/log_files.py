@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import AmpUsageError, nearest
+from ..errors import AmpUsageError, nearest, some
 from .log_rows import NUMBERS, Row, base, is_wanted, resumed_at, rows_of
 from .series import Series
 
@@ -96,6 +96,12 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     rows, resumed = _joined(pieces)
     numbers = _numbers(rows)
     if not numbers:
+        below = _logs_below(path)
+        if below:
+            raise AmpUsageError(
+                f'{str(path)!r} is no log by itself, and has those of {len(below)} trainings below it: give '
+                f'{some([str(each) for each in below])}.'
+            )
         raise AmpUsageError(
             f'{str(path)!r} has none of the numbers {", ".join(NUMBERS)} beside an iteration. What can be read: a work dir of '
             f'mmengine, its scalars.json, its text log, and JSON lines or CSV with an "iteration".'
@@ -158,6 +164,18 @@ def _of_folder(folder: Path) -> _Piece | None:
         if any(is_wanted(name) for _, values in rows for name in values):
             return _Piece(file, rows, resumed_at(texts[0]) if texts else None)
     return None
+
+
+def _logs_below(folder: Path) -> list[Path]:
+    """The folders directly below a folder that are logs."""
+    if not folder.is_dir():
+        return []
+    try:
+        return [
+            each for each in sorted(folder.iterdir()) if each.is_dir() and any(piece.rows for piece in _pieces(each))
+        ]
+    except OSError:
+        return []
 
 
 def ranges_files(path: str | os.PathLike[str], member: str = '') -> list[Path]:
@@ -273,13 +291,20 @@ def _candidate_names(path: Path) -> list[str]:
 def distinct_names(candidates: Sequence[Sequence[str]]) -> list[str]:
     """One name of each list, all different: the first ones where they differ, longer ones where they do not.
 
+    Equal lists, those of one log, are numbered.
+
     Args:
         candidates: Names from short to long, at least one in each list.
     """
     chosen = [0] * len(candidates)
     while True:
         names = [each[at] for each, at in zip(candidates, chosen)]
-        again = [at for at, name in enumerate(names) if names.count(name) > 1 and chosen[at] + 1 < len(candidates[at])]
+        again = [
+            at
+            for at, name in enumerate(names)
+            if chosen[at] + 1 < len(candidates[at])
+            and any(other == name and list(candidates[at]) != list(candidates[i]) for i, other in enumerate(names))
+        ]
         if not again:
             break
         for at in again:

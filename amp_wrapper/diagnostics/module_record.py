@@ -44,12 +44,12 @@ _OWN_CASTS = frozenset({'to', 'float', 'half', 'bfloat16', 'double', 'type', 'ty
 
 @dataclasses.dataclass(frozen=True)
 class OpRun:
-    """An op of torch with floating input, as it ran.
+    """An op of torch with floating or complex input, as it ran.
 
     Attributes:
         op: Its name in the dispatcher, such as 'mm' or 'native_layer_norm'.
-        inputs: Types of its floating inputs, each once, in order.
-        output: Type of its first floating output; '' where it has none.
+        inputs: Types of its floating and complex inputs, each once, in order.
+        output: Type of its first such output; '' where it has none.
         type: The widest of the types of the inputs: what it computes in.
         rule: For FP32 at a 16-bit level: one of :data:`RULES`; '' otherwise.
         name: The entry of the registry or of ``keep_fp32``, the module or the function that the rule is about; or ''.
@@ -77,7 +77,9 @@ RULES = {
     'autocast': 'the op is in the FP32 list of autocast',
     'average': 'the module is an average of weights',
     'shared': 'the module shares a tensor with one that stays FP32',
-    'FP32 weights': "the module's weights are FP32 at this level, and the op takes them beside its 16-bit input",
+    'FP32 weights': 'weights of the model are FP32 at this level, and the op takes them as they are',
+    'float64': 'a float64 tensor is among its inputs, and no level casts such tensors',
+    'complex': 'a complex tensor is among its inputs, and no level casts such tensors',
     'outside': 'the op runs outside of the model, whose outputs are FP32',
     'mixed types': 'a 16-bit tensor meets an FP32 one, and torch computes in the wider type',
     'FP32 input': 'nothing casts the op, and its input is FP32 already',
@@ -100,7 +102,7 @@ class ModuleRecord:
         ranges: 'inputs', 'outputs' and 'output_gradients', where they are measured.
     """
 
-    def __init__(self, rounds: bool) -> None:
+    def __init__(self, rounds: bool, scale: float | None = None) -> None:
         self.calls = 0
         self.given: dict[str, None] = {}
         self.inputs: dict[str, None] = {}
@@ -110,7 +112,8 @@ class ModuleRecord:
         self.ops: Counter[OpRun] = Counter()
         self.casts: Counter[tuple[str, str]] = Counter()
         self.kept: Kept | None = None
-        self.ranges = {key: Gathering(rounds) for key in ('inputs', 'outputs', 'output_gradients')}
+        self.ranges = {key: Gathering(rounds) for key in ('inputs', 'outputs')}
+        self.ranges['output_gradients'] = Gathering(rounds, scale)
 
 
 @dataclasses.dataclass
@@ -130,9 +133,17 @@ class ModuleRecorder:
         policy: The level.
         rounds: Whether rounding is measured, beside ranges.
         measures: Whether ranges are measured.
+        scale: Of :class:`~amp_wrapper.diagnostics.rounding.Gathering`, for gradients.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, rounds: bool = False, measures: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        rounds: bool = False,
+        measures: bool = True,
+        scale: float | None = None,
+    ) -> None:
         self.policy = policy
         self.records: dict[str, ModuleRecord] = {}
         self._measures = measures
@@ -145,11 +156,11 @@ class ModuleRecorder:
         self._call: _Call | None = None
         self._weights = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
         for name, module in model.named_modules():
-            self.records[name] = ModuleRecord(rounds)
+            self.records[name] = ModuleRecord(rounds, scale)
             if not isinstance(module, torch.jit.ScriptModule):
                 self.records[name].kept = self._kept(module, name)
                 self._watch(module, name)
-        self.records[OUTSIDE] = ModuleRecord(rounds)
+        self.records[OUTSIDE] = ModuleRecord(rounds, scale)
 
     def _kept(self, module: nn.Module, name: str) -> Kept | None:
         """What the cast has left in FP32 there: seen at its hooks, and at its place below one that has them."""
@@ -296,11 +307,17 @@ class ModuleRecorder:
         call = self._call
         if call is not None and call.autocast and call.raised and call.name not in _OWN_CASTS:
             return 'autocast', call.name, _autocast_reason(call.name)
-        types = [tensor.dtype for tensor in inputs]
-        found = 'outside' if record is self.records[OUTSIDE] else 'FP32 input'
-        if any(dtype in HALF_TYPES for dtype in types):
-            wide = [tensor for tensor in inputs if tensor.dtype not in HALF_TYPES]
-            found = 'FP32 weights' if all(_memory(tensor) in self._weights for tensor in wide) else 'mixed types'
+        wide = [tensor for tensor in inputs if tensor.dtype not in HALF_TYPES]
+        if any(tensor.is_complex() for tensor in wide):
+            found = 'complex'
+        elif any(tensor.dtype is torch.float64 for tensor in wide):
+            found = 'float64'
+        elif all(_memory(tensor) in self._weights for tensor in wide):
+            found = 'FP32 weights'
+        elif len(wide) < len(inputs):
+            found = 'mixed types'
+        else:
+            found = 'outside' if record is self.records[OUTSIDE] else 'FP32 input'
         return found, '', RULES[found]
 
 
@@ -364,7 +381,8 @@ def _memory(tensor: Tensor) -> int | None:
 
 
 def _floating(value: Any) -> list[Tensor]:
-    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point()]
+    """Those of floating and of complex types."""
+    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _note(types: dict[str, None], tensors: Sequence[Tensor]) -> None:

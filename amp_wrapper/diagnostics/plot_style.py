@@ -88,7 +88,7 @@ def mark_iterations(axes: Axes) -> None:
     """Write whole iterations under an axis, with thousands set apart."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f'{place:,.0f}'.replace(',', '\N{THIN SPACE}')))
     axes.set_xlabel('iteration')
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from ..casting.kept_modules import check_names
 from ..casting.modules import class_name, module_device
 from ..casting.roots import unwrap
 from ..errors import AmpConfigError, AmpUsageError, nearest
@@ -24,11 +25,11 @@ from ..policy import LEVELS, OPTIONS, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
 from ..version import __version__
 from . import pages, report_table
-from .level_trial import Subject, Trial, measured_peak, run_trial
+from .level_trial import Subject, Trial, check_functions, measured_peak, run_trial
 from .module_record import OUTSIDE, ModuleRecord, OpRun
-from .ranges import Ranges, added, exponent_of, range_of
+from .ranges import Ranges, exponent_of, range_of
 from .recorder import tensors_of
-from .rounding import TYPES
+from .rounding import TYPES, Measured, Rounding
 from .sandbox import fp32_copy, isolated
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ def report(
 
     Raises:
         AmpConfigError: An option that does not exist, or a configuration that cannot mean anything.
-        AmpUsageError: A model that is none, or cannot be copied; a loss that is no scalar.
+        AmpUsageError: A model that is none, or cannot be copied; an example that can be read only once; a loss that is no
+            scalar.
         AmpAttachError: The level cannot be had for this model.
         Exception: What the model raises in FP32 or at the level.
 
@@ -133,6 +135,12 @@ def report(
     """
     if not isinstance(model, nn.Module):
         raise AmpUsageError(f'model={type(model).__name__} must be a torch.nn.Module.')
+    if isinstance(example, Iterator):
+        raise AmpUsageError(
+            f'example={type(example).__name__} can be read once, and is used for several steps: hand over what the model is '
+            f'called with, a tuple of arguments, a dict or one tensor. next(iter(loader)) takes a batch from a data loader.'
+        )
+    check_functions(loss_fn=loss_fn, make_optimizer=make_optimizer)
     unknown = [name for name in overrides if name not in OPTIONS]
     if unknown:
         raise AmpConfigError([f'{name}=... is no option{nearest(name, OPTIONS)}.' for name in unknown])
@@ -196,8 +204,10 @@ def _optimizer_name(subject: Subject) -> str | None:
 def _make(
     subject: Subject, policy: Policy, overrides: Mapping[str, Any], title: str, begins: Callable[[str], object]
 ) -> PrecisionReport:
+    inner = unwrap(subject.model)
+    check_names(inner, policy)
     begins('O0')
-    exact = run_trial(subject, _fp32(policy), records=True, rounds=True)
+    exact = run_trial(subject, _fp32(policy), records=True, rounds=True, scale=policy.loss_scale.init_scale)
     begins(policy.opt_level)
     here = run_trial(subject, policy, records=True)
     memory: dict[str, Any] = {}
@@ -209,7 +219,6 @@ def _make(
         else:
             begins(level)
             memory[level] = _memory_at(subject, level, overrides)
-    inner = unwrap(subject.model)
     optimizer = _optimizer_name(subject)
     data = {
         'format': FORMAT,
@@ -346,31 +355,30 @@ def _gradients(exact: Trial, policy: Policy) -> dict[str, Any] | None:
         return None
     outputs = [record.ranges['output_gradients'].read() for record in exact.recorder.records.values()]
     parts = {
-        'weights': added(measured.ranges for measured in exact.gradient_ranges.values()),
-        'outputs': added(measured.ranges for measured in outputs if measured is not None),
+        'weights': Measured.added(exact.gradient_ranges.values()),
+        'outputs': Measured.added(measured for measured in outputs if measured is not None),
     }
-    both = added(parts.values())
-    scale = best_scale(both, torch.float16)
-    found: dict[str, Any] = {key: ranges.plain() for key, ranges in parts.items()}
+    both = Measured.added(part for part in parts.values() if part.rounding)
+    scale = best_scale(both.ranges, torch.float16)
+    found: dict[str, Any] = {key: measured.ranges.plain() for key, measured in parts.items()}
     found['best_scale'] = scale
     found['first_scale'] = policy.loss_scale.init_scale
     for dtype in TYPES:
         found[dtype_name(dtype)] = {
-            'without_scale': _lost(both, dtype, 1.0),
-            'first_scale': _lost(both, dtype, policy.loss_scale.init_scale),
-            'best_scale': None if scale is None else _lost(both, dtype, scale),
+            'without_scale': both.shares(both.rounding.get(dtype, Rounding())),
+            'first_scale': both.shares(both.scaled.get(dtype, Rounding())),
         }
+    found['float16']['best_scale'] = None if scale is None else _lost_at_best(both, scale)
     return found
 
 
-def _lost(ranges: Ranges, dtype: torch.dtype, scale: float) -> dict[str, float]:
-    """Shares of gradients that a type loses under a loss scale."""
-    known, up = range_of(dtype), exponent_of(scale)
-    return {
-        'overflow': ranges.share(ranges.between(known.top - up, None)),
-        'underflow': ranges.share(ranges.between(None, known.bottom - 1 - up)),
-        'subnormal': ranges.share(ranges.between(known.bottom - 1 - up, known.normal - up)),
-    }
+def _lost_at_best(measured: Measured, scale: float) -> dict[str, float]:
+    """Shares of gradients that float16 loses under :func:`best_scale`, a power of two under which nothing overflows."""
+    known, up = range_of(torch.float16), exponent_of(scale)
+    # half of the smallest number becomes zero: ties are rounded to even
+    zero = measured.at_most(known.bottom - 1 - up)
+    below = measured.ranges.between(None, known.normal - up)
+    return measured.shares(Rounding(underflow=zero, subnormal=below - zero))
 
 
 def best_scale(ranges: Ranges, dtype: torch.dtype) -> float | None:

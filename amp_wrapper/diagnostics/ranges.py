@@ -99,23 +99,6 @@ class Ranges:
         total = self.total
         return count / total if total else 0.0
 
-    def overflow(self, dtype: torch.dtype) -> float:
-        """The share of elements that are finite, and too large for a type.
-
-        Args:
-            dtype: float16 or bfloat16.
-        """
-        return self.share(self.between(range_of(dtype).top, None))
-
-    def underflow(self, dtype: torch.dtype) -> float:
-        """The share of elements that are not zero, and become zero in a type."""
-        return self.share(self.between(None, range_of(dtype).bottom - 1))
-
-    def subnormal(self, dtype: torch.dtype) -> float:
-        """The share of elements that lose digits in a type, for they are below its normal numbers, without becoming zero."""
-        known = range_of(dtype)
-        return self.share(self.between(known.bottom - 1, known.normal))
-
     def powers(self) -> dict[int, int]:
         """Power of two to the number of elements from it up to the next one, where there are any."""
         return {index - _BIAS: count for index, count in enumerate(self.counts[:NONFINITE]) if count}

@@ -19,6 +19,8 @@ SHORT = {'float16': 'fp16', 'bfloat16': 'bf16', 'float32': 'fp32', 'float64': 'f
 WIDE = 120
 _LEFT_OUT = {'not called': 'not called', 'container': '', 'scripted': 'scripted: takes no hooks'}
 _MEMORY = ('weights', 'masters', 'optimizer_state', 'gradients', 'activations', 'buffers', 'total', 'measured_peak')
+#: The ranges that the terminal has room for.
+_SHOWN = ('weights', 'outputs', 'output_gradients')
 _KINDS = {
     'weights': 'weights',
     'inputs': 'inputs',
@@ -129,18 +131,25 @@ class _Tables:
             table.add_column(f'{SHORT[kind]} over', justify='right')
             table.add_column('under', justify='right')
             table.add_column('rms error', justify='right')
+        measured = [module for module in modules if any(key in module['ranges'] for key in _SHOWN)]
+        names = {module['name'] for module in measured}
+        # those around them, for their place in the tree: lists of modules, say
+        around = {name[:place] for name in names for place, sign in enumerate(name) if sign == '.'}
         for module in modules:
-            ranges = module['ranges']
-            if module['state'] != 'called' or not ranges:
+            if module['name'] not in names | around:
                 continue
+            ranges = module['ranges']
             cells = [_escaped(tree_name(module))]
-            for key in ('weights', 'outputs', 'output_gradients'):
+            for key in _SHOWN:
                 cells.append(number_text(ranges[key]['largest']) if key in ranges else '')
             for kind in kinds:
                 found = [ranges[key][kind] for key in ('weights', 'outputs') if key in ranges]
-                over = max((each['overflow'] for each in found), default=0.0)
-                under = max((each['underflow'] for each in found), default=0.0)
-                error = max((each['rms_error'] for each in found), default=0.0)
+                if not found:
+                    cells += ['', '', '']
+                    continue
+                over = max(each['overflow'] for each in found)
+                under = max(each['underflow'] for each in found)
+                error = max(each['rms_error'] for each in found)
                 cells += [
                     f'[bold red]{share_text(over)}[/bold red]' if over else '0',
                     share_text(under),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
+from ..casting.kept_modules import check_names
 from ..casting.modules import module_device
 from ..casting.roots import unwrap
 from ..engine.clipping import GradientClip
@@ -20,6 +22,7 @@ from ..policy import LEVELS, Policy, resolve
 from ..policy.resolve import PolicyOptions
 from .level_phases import REFERENCE, LevelPhases
 from .level_study import Study
+from .level_trial import check_functions
 from .level_verdicts import MEMORY, SPEED
 from .progress import Progress
 from .sandbox import Attach, attach_whole, isolated, trainable
@@ -138,10 +141,13 @@ def suggest(
     """
     given = overrides or {}
     chosen = _check_levels(levels)
+    _check(model, loss_fn, steps, prefer, max_trials, seed)
+    check_functions(make_optimizer=make_optimizer)
     policies, problems = _resolve(chosen, given)
-    _check(model, loss_fn, steps, prefer, max_trials, given)
     # modules are named as they are for amp.initialize
     model = unwrap(model)
+    for policy in policies.values():
+        check_names(model, policy)
     device = module_device(model)
     with isolated():
         taken = _take(batches, steps)
@@ -173,10 +179,10 @@ def _default_optimizer(model: nn.Module) -> Optimizer:
     return FusedAdamW(trainable([model]), lr=DEFAULT_LR)
 
 
-def _check_levels(levels: Sequence[str] | None) -> tuple[str, ...]:
+def _check_levels(levels: Any) -> tuple[str, ...]:
     if levels is None:
         return LEVELS
-    listed = [levels] if isinstance(levels, str) else list(levels)
+    listed = [levels] if isinstance(levels, str) else list(levels) if isinstance(levels, Iterable) else []
     unknown = [level for level in listed if level not in LEVELS]
     if unknown or not listed:
         raise AmpConfigError([f'levels={levels!r} must be a list of {", ".join(LEVELS)}, such as ["O0", "O2", "O5"].'])
@@ -211,31 +217,41 @@ def _resolve(levels: Sequence[str], overrides: dict[str, Any]) -> tuple[dict[str
     return policies, problems
 
 
-def _check(model: Any, loss_fn: Any, steps: Any, prefer: Any, max_trials: Any, overrides: dict[str, Any]) -> None:
+def _check(model: Any, loss_fn: Any, steps: Any, prefer: Any, max_trials: Any, seed: Any) -> None:
     problems = []
     if not isinstance(model, nn.Module):
         raise AmpConfigError([f'model={type(model).__name__} must be a torch.nn.Module.'])
     if not callable(loss_fn):
         problems.append(f'loss_fn={loss_fn!r} must be a function from (model, batch) to the loss.')
-    if not isinstance(steps, int) or steps < _LEAST_STEPS:
+    if not _is_whole(steps) or steps < _LEAST_STEPS:
         problems.append(f'steps={steps!r} must be a whole number of at least {_LEAST_STEPS}.')
     if prefer not in (None, SPEED, MEMORY):
         problems.append(f"prefer={prefer!r} must be 'speed', 'memory' or None.")
-    if not isinstance(max_trials, int) or max_trials < 0:
+    if not _is_whole(max_trials) or max_trials < 0:
         problems.append(f'max_trials={max_trials!r} must be a whole number, 0 for no search.')
+    if not _is_whole(seed):
+        problems.append(f'seed={seed!r} must be a whole number.')
     if not trainable([model]):
         problems.append('model has no parameter that requires a gradient: there is nothing to train.')
     if problems:
         raise AmpConfigError(problems)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _take(batches: Iterable[Any], count: int) -> list[Any]:
     try:
-        found = list(islice(batches, count))
+        # the keys of a dict are no batches
+        each = None if isinstance(batches, (str, Mapping)) else iter(batches)
     except TypeError:
+        each = None
+    if each is None:
         raise AmpConfigError(
-            [f'batches={type(batches).__name__} must be a list or another iterable of batches.']
-        ) from None
+            [f'batches={type(batches).__name__} must be a list or another iterable of batches: one batch is [batch].']
+        )
+    found = list(islice(each, count))
     if not found:
         raise AmpUsageError('batches is empty: at least one batch is needed, and two are better.')
     return found

@@ -56,7 +56,7 @@ def _ruled_out(levels: Sequence[LevelFacts]) -> str:
     """Levels by the first reason against each."""
     by_reason: dict[str, list[str]] = {}
     for each in levels:
-        by_reason.setdefault(each.reasons[0].text, []).append(each.level)
+        by_reason.setdefault(each.reasons[0].text.rstrip('.'), []).append(each.level)
     return '; '.join(f'{", ".join(names)}: {text}' for text, names in by_reason.items())
 
 
@@ -101,7 +101,7 @@ def reason(study: Study) -> str:
 
 
 def _why_fp32(study: Study) -> str:
-    tried = [each for each in study.facts.values() if each.in_16_bit and each.tried]
+    tried = [each for each in (*study.facts.values(), *study.mended) if each.in_16_bit and each.tried]
     if not tried:
         return 'O0 (FP32 training): no other level was tried.'
     suiting = [each for each in tried if each.suits and each.measure(study.prefer) is not None]
@@ -112,7 +112,8 @@ def _why_fp32(study: Study) -> str:
         best = min(suiting, key=lambda each: each.measure(study.prefer) or math.inf)
         ratio = percent(best.measure(study.prefer) or 0.0)
         text += f'no level that suits the model saves a tenth of the {what} on this device ({study.device.type}); '
-        text += f"{best.level} takes {ratio} of that of FP32. prefer='{other}' asks for the other of the two."
+        kept = f' with {", ".join(best.keep_fp32)} in FP32' if best.keep_fp32 else ''
+        text += f"{best.level}{kept} takes {ratio} of that of FP32. prefer='{other}' asks for the other of the two."
         return text
     slow = [each for each in tried if [why.kind for why in each.reasons] == ['slow']]
     if slow:

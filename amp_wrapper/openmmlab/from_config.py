@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
-from mmengine.registry import MODELS, OPTIM_WRAPPERS, DefaultScope
+from mmengine.registry import MODELS, OPTIM_WRAPPERS, OPTIMIZERS, DefaultScope
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import _load_checkpoint, _load_checkpoint_to_model
 from torch import Tensor, nn
@@ -29,38 +28,11 @@ from torch.optim import Optimizer
 from ..checkpoint import convert, random_state, sharded
 from ..checkpoint import file as checkpoint_file
 from ..engine import AmpEngine
-from ..errors import AmpConfigError, AmpUsageError, nearest
-from ..policy import OPTIONS, Policy, resolve
+from ..errors import AmpConfigError, AmpError, AmpUsageError, nearest
 from . import attaching, generated_data
 from .config_options import read_config
+from .wrapper_settings import SCRIPT, WrapperSettings, wrapper_settings
 from .wrappers import is_built_here
-
-_SCRIPT = 'use amp.report(...) and the like in a script that has the model and the loss'
-
-
-@dataclasses.dataclass(frozen=True)
-class WrapperSettings:
-    """What a config's ``optim_wrapper`` says beside the optimizer.
-
-    Attributes:
-        opt_level: 'O0' for mmengine's plain ``OptimWrapper``.
-        overrides: Options of :func:`amp_wrapper.policy.resolve` that are not the defaults.
-        clip_grad: As mmengine's ``OptimWrapper`` takes it; None for none.
-        accumulative_counts: Iterations to a step.
-    """
-
-    opt_level: str
-    overrides: Mapping[str, Any]
-    clip_grad: Mapping[str, Any] | None
-    accumulative_counts: int
-
-    def policy(self, opt_level: str | None = None) -> Policy:
-        """The configuration at its own level, or at another one with the same overrides.
-
-        Raises:
-            AmpConfigError: Overrides that do not go with the level.
-        """
-        return resolve(opt_level or self.opt_level, **self.overrides)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +58,19 @@ class FromConfig:
             model: :attr:`model` or a copy of it.
 
         Raises:
-            AmpConfigError: The config builds several optimizers.
+            AmpConfigError: The config builds several optimizers, or none: the message of its mistake.
         """
         words = {key: self.config.optim_wrapper.get(key) for key in ('optimizer', 'paramwise_cfg', 'constructor')}
         words = {key: copy.deepcopy(value) for key, value in words.items() if value is not None}
-        with _scope(self.config), _quiet():
+        kind = words['optimizer'].get('type')
+        with _scope(self.config), _quiet(), _config_errors('optim_wrapper cannot be built'):
+            if isinstance(kind, str) and 'constructor' not in words and OPTIMIZERS.get(kind) is None:
+                # mmengine says that None is not callable
+                near = nearest(kind, OPTIMIZERS.module_dict)
+                raise AmpConfigError([f'optim_wrapper.optimizer.type={kind!r} is not registered{near}.'])
             built = build_optim_wrapper(model, dict(type='OptimWrapper', **words))
         if isinstance(built, OptimWrapperDict):
-            raise AmpConfigError([f'optim_wrapper builds {len(built)} optimizers: {_SCRIPT}.'])
+            raise AmpConfigError([f'optim_wrapper builds {len(built)} optimizers: {SCRIPT}.'])
         return built.optimizer
 
     def attach(self, engine: AmpEngine, model: nn.Module) -> nn.Module:
@@ -103,13 +80,35 @@ class FromConfig:
             engine: Not attached yet; with the optimizer of the copy.
             model: A copy of :attr:`model`.
         """
-        segments = self.config.get('activation_checkpointing')
-        if segments is not None:
-            mm_checkpointing.turn_on_activation_checkpointing(model, segments)
-        folded = self.config.get('efficient_conv_bn_eval')
-        if folded is not None:
-            turn_on_efficient_conv_bn_eval(model, folded)
+        for key, turn_on in (
+            ('activation_checkpointing', mm_checkpointing.turn_on_activation_checkpointing),
+            ('efficient_conv_bn_eval', turn_on_efficient_conv_bn_eval),
+        ):
+            value = self.config.get(key)
+            if value is not None:
+                with _config_errors(f'{key}={value!r} does not fit the model'):
+                    turn_on(model, value)
         return attaching.attach(engine, model)
+
+    @contextmanager
+    def model_errors(self, level: Callable[[], str]) -> Iterator[None]:
+        """Inside, errors of the model are errors of one line, which say at which level it was run.
+
+        Args:
+            level: That which is being tried.
+
+        Raises:
+            AmpUsageError: In place of any error that is not of this package.
+        """
+        try:
+            yield
+        except (AmpError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            # models are programs of others
+            what = f'a training step of the model fails at {level()} ({_in_a_line(error)})'
+            shape = '' if self.input_shape is None else f' with --input-shape {" ".join(map(str, self.input_shape))}'
+            raise AmpUsageError(f'{what}{shape}. AMP_WRAPPER_DEBUG=1 in the environment shows where.') from error
 
     def batches(self, count: int) -> list[Any]:
         """The first batches of the training data, collated; or generated ones, where there is an :attr:`input_shape`.
@@ -154,9 +153,8 @@ class FromConfig:
             raise
         except Exception as error:
             # data sets are programs of others
-            text = str(error).strip().replace('\n', ' ')
             raise AmpUsageError(
-                f'the training data cannot be read ({type(error).__name__}: {text}): give --cfg-options data_root=PATH, or '
+                f'the training data cannot be read ({_in_a_line(error)}): give --cfg-options data_root=PATH, or '
                 f'--input-shape, such as {_EXAMPLE}, to generate data.'
             ) from error
         return found
@@ -184,6 +182,27 @@ class FromConfig:
 
 
 _EXAMPLE = '--input-shape 3 224 224'
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The class of an error and what it says."""
+    return f'{type(error).__name__}: {" ".join(str(error).split())}'
+
+
+@contextmanager
+def _config_errors(what: str) -> Iterator[None]:
+    """Inside, mistakes of a config are told in a line, after ``what``.
+
+    Raises:
+        AmpConfigError: In place of any error that is not of this package.
+    """
+    try:
+        yield
+    except AmpError:
+        raise
+    except Exception as error:
+        # what is built may raise anything
+        raise AmpConfigError([f'{what}: {_in_a_line(error)}']) from error
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -232,49 +251,27 @@ def from_config(
     if checkpoint is not None:
         _check_there(Path(checkpoint))
     with _scope(cfg), seeded(cfg), _quiet():
-        settings = _settings(cfg)
+        settings = wrapper_settings(cfg.get('optim_wrapper'))
         model = _build_model(cfg, is_loaded=place is not None)
         if place is not None:
             _load(model, str(place))
     chosen = _device(device)
-    return FromConfig(cfg, model.to(chosen).train(), settings, shape)
+    built = FromConfig(cfg, model.to(chosen).train(), settings, shape)
+    _check_wrapper(built)
+    return built
 
 
-def _settings(cfg: Config) -> WrapperSettings:
-    words = cfg.get('optim_wrapper')
-    if not words:
-        raise AmpConfigError(['the config has no optim_wrapper: it trains nothing.'])
-    if 'optimizer' not in words:
-        members = [str(key) for key, value in words.items() if isinstance(value, Mapping) and 'optimizer' in value]
-        named = f' ({", ".join(members)})' if members else ''
-        raise AmpConfigError(
-            [f'optim_wrapper trains with several optimizers{named}, one after the other in a train_step: {_SCRIPT}.']
-        )
-    kind = words.get('type', 'OptimWrapper')
-    kind = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    if kind is None:
-        raise AmpConfigError([f'optim_wrapper.type={words.get("type")!r} is not registered.'])
-    clip, counts = words.get('clip_grad'), int(words.get('accumulative_counts', 1))
-    if is_built_here(words):
-        known = inspect.signature(kind.__init__).parameters
-        defaults = {
-            name: known[name].default
-            for name in OPTIONS
-            if name in known and known[name].default is not inspect.Parameter.empty
-        }
-        given = {name: words[name] for name in OPTIONS if name in words}
-        level = words.get('opt_level', known['opt_level'].default if 'opt_level' in known else 'O1')
-        chosen = {**defaults, **given}
-        differing = {name: value for name, value in chosen.items() if value != OPTIONS[name].default}
-        settings = WrapperSettings(level, differing, clip, counts)
-    elif 'Amp' in kind.__name__ or 'Apex' in kind.__name__:
-        # mmengine's own, under the name that this package gave it
-        given = {name: words[name] for name in ('loss_scale', 'dtype') if name in words}
-        settings = WrapperSettings('O1', given, clip, counts)
-    else:
-        settings = WrapperSettings('O0', {}, clip, counts)
-    settings.policy()
-    return settings
+def _check_wrapper(built: FromConfig) -> None:
+    """Build the optimizer and its wrapper, which are thrown away: mistakes are found before anything runs."""
+    words = copy.deepcopy(dict(built.config.optim_wrapper))
+    for key in ('paramwise_cfg', 'constructor'):
+        words.pop(key, None)
+    words['optimizer'] = built.make_optimizer(built.model)
+    # mmengine's own classes for mixed precision ask for a GPU
+    if is_built_here(words) or words.get('type', 'OptimWrapper') == 'OptimWrapper':
+        words.setdefault('type', 'OptimWrapper')
+        with _scope(built.config), _quiet(), _config_errors('optim_wrapper cannot be built'):
+            OPTIM_WRAPPERS.build(words)
 
 
 def _build_model(cfg: Config, is_loaded: bool) -> nn.Module:
@@ -283,14 +280,12 @@ def _build_model(cfg: Config, is_loaded: bool) -> nn.Module:
         raise AmpConfigError(['the config has no model.'])
     if cfg.get('data_preprocessor') is not None:
         words.setdefault('data_preprocessor', cfg.data_preprocessor)
-    try:
+    with _config_errors('the model cannot be built'):
         model = MODELS.build(words)
-    except Exception as error:
-        raise AmpConfigError([f'the model cannot be built: {type(error).__name__}: {error}']) from error
     if not isinstance(model, BaseModel):
-        raise AmpConfigError([f'model.type={type(model).__name__} is no mmengine BaseModel: {_SCRIPT}.'])
+        raise AmpConfigError([f'model.type={type(model).__name__} is no mmengine BaseModel: {SCRIPT}.'])
     if type(model).train_step is not BaseModel.train_step:
-        raise AmpConfigError([f'{type(model).__name__} has a train_step of its own, which may do anything: {_SCRIPT}.'])
+        raise AmpConfigError([f'{type(model).__name__} has a train_step of its own, which may do anything: {SCRIPT}.'])
     try:
         # of what the checkpoint does not have
         model.init_weights()
@@ -298,7 +293,7 @@ def _build_model(cfg: Config, is_loaded: bool) -> nn.Module:
         if not is_loaded:
             raise AmpConfigError(
                 [
-                    f'the weights cannot be initialised ({type(error).__name__}: {error}): give --checkpoint, or turn '
+                    f'the weights cannot be initialised ({_in_a_line(error)}): give --checkpoint, or turn '
                     f'pretrained parts off (--cfg-options model.backbone.init_cfg=None).'
                 ]
             ) from error

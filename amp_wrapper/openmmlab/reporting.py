@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..diagnostics import pages, precision_report
+from ..diagnostics import precision_report
 from ..diagnostics.level_trial import Subject
-from ..errors import AmpUsageError
+from ..diagnostics.output_files import OutputFiles
 from .from_config import FromConfig, from_config, seeded
 
 
@@ -27,27 +25,17 @@ def report(args: argparse.Namespace) -> None:
     """
     from rich.console import Console
 
-    files = [(Path(path), kind) for path, kind in ((args.html, 'html'), (args.json, 'json')) if path is not None]
-    for path, _ in files:
-        _check_writable(path)
+    files = OutputFiles(args.html, args.json)
     built = from_config(args.config, args.cfg_options, args.checkpoint, input_shape=args.input_shape)
     with Console(stderr=True).status('reading data') as status:
         found = report_of(built, args.config, args.opt_level, lambda level: status.update(f'a step at {level}'))
-    Console().print(found.table(args.depth))
-    for path, kind in files:
-        try:
-            pages.write_text(path, found.html() if kind == 'html' else found.json())
-        except OSError as error:
-            raise AmpUsageError(f'{path} cannot be written: {error.strerror or error}.') from error
+    try:
+        # first: whoever reads the tables may go
+        written = files.write(found.html, found.data)
+    finally:
+        Console().print(found.table(args.depth))
+    for path in written:
         print(f'Written: {path}')
-
-
-def _check_writable(path: Path) -> None:
-    """Before the work begins."""
-    place = next(above for above in path.absolute().parents if above.exists())
-    if path.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
-        problem = f'{path} is a folder' if path.is_dir() else f'{place} is no folder that can be written to'
-        raise AmpUsageError(f'{path} cannot be written: {problem}.')
 
 
 def report_of(
@@ -62,7 +50,7 @@ def report_of(
         begins: Called with the name of each level before its step.
 
     Raises:
-        AmpError: The data cannot be read; the level cannot be had.
+        AmpError: The data cannot be read; the level cannot be had; the model fails on the data.
     """
     policy = built.settings.policy(opt_level)
     batch = built.batches(1)[0]
@@ -71,6 +59,13 @@ def report_of(
         return built.loss_fn(model, batch)
 
     subject = Subject(built.model, run, True, built.make_optimizer, built.attach, surrounds=True)
+    tried = ['O0']
+
+    def begin(level: str) -> None:
+        tried.append(level)
+        if begins is not None:
+            begins(level)
+
     # dropout is the same in two reports
-    with seeded(built.config):
-        return precision_report.make(subject, policy, built.settings.overrides, title, begins)
+    with seeded(built.config), built.model_errors(lambda: tried[-1]):
+        return precision_report.make(subject, policy, built.settings.overrides, title, begin)

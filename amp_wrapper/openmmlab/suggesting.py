@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..diagnostics import pages
+from ..diagnostics.output_files import OutputFiles
 from ..diagnostics.suggest_level import suggest
 from ..diagnostics.suggestion import LevelSuggestion
 from ..engine.clipping import GradientClip
-from ..errors import AmpConfigError, AmpUsageError
+from ..errors import AmpConfigError
 from ..policy import LEVELS, resolve
 from .from_config import FromConfig, from_config
 
@@ -26,6 +26,7 @@ def suggest_from_config(args: argparse.Namespace) -> int:
     Raises:
         AmpError: Config, data or options cannot be used; a file cannot be written.
     """
+    files = OutputFiles(args.html, args.json)
     built = from_config(args.config, args.cfg_options, args.checkpoint, args.device, args.input_shape)
     found = suggest_for(
         built,
@@ -35,14 +36,13 @@ def suggest_from_config(args: argparse.Namespace) -> int:
         prefer=args.prefer,
         max_trials=args.max_trials,
     )
-    _show(found)
     try:
-        if args.html:
-            pages.write_text(args.html, found.html())
-        if args.json:
-            pages.write_text(args.json, pages.to_json(found.data))
-    except OSError as error:
-        raise AmpUsageError(f'{error.filename}: cannot be written: {error.strerror}.') from error
+        # first: whoever reads the table may go
+        written = files.write(found.html, found.data)
+    finally:
+        _show(found)
+    for path in written:
+        print(f'Written: {path}')
     return 130 if found.data['interrupted'] else 0
 
 
@@ -68,23 +68,26 @@ def suggest_for(
     """
     settings = built.settings
     optimizer = built.config.optim_wrapper.optimizer
-    return suggest(
-        built.model,
-        built.loss_fn,
-        built.batches(max(steps, 1)),
-        make_optimizer=built.make_optimizer,
-        levels=levels,
-        steps=steps,
-        seed=seed,
-        progress=progress,
-        prefer=prefer,
-        max_trials=max_trials,
-        overrides=_shared(dict(settings.overrides)),
-        attach=built.attach,
-        clip=GradientClip.parse(settings.clip_grad),
-        surrounds=True,
-        optimizer_name=f'{optimizer.get("type", "that")} of the config, with a learning rate of {optimizer.get("lr", "?")}',
-    )
+    name = f'{optimizer.get("type", "that")} of the config, with a learning rate of {optimizer.get("lr", "?")}'
+    # what the model raises at other levels rules these out
+    with built.model_errors(lambda: 'O0'):
+        return suggest(
+            built.model,
+            built.loss_fn,
+            built.batches(max(steps, 1)),
+            make_optimizer=built.make_optimizer,
+            levels=levels,
+            steps=steps,
+            seed=seed,
+            progress=progress,
+            prefer=prefer,
+            max_trials=max_trials,
+            overrides=_shared(dict(settings.overrides)),
+            attach=built.attach,
+            clip=GradientClip.parse(settings.clip_grad),
+            surrounds=True,
+            optimizer_name=name,
+        )
 
 
 def _shared(overrides: dict[str, object]) -> dict[str, object]:

@@ -79,7 +79,7 @@ def test_an_installation_without_sources(monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_number_of_compilers(jobs: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(['build-ops', f'--jobs={jobs}'])
-    assert caught.value.code == 2 and f"'{jobs}' is no number of compilers" in capsys.readouterr().err
+    assert caught.value.code == 2 and f"'{jobs}' must be a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_the_headers_of_cuda_are_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

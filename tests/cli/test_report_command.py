@@ -40,6 +40,41 @@ def test_tables_page_and_json(config: str, tmp_path: Path, capsys: pytest.Captur
     assert sorted(path.name for path in tmp_path.iterdir()) == ['a.json', 'new', 'toy_o2.py']
 
 
+@pytest.mark.parametrize('depth', ['-1', 'all'])
+def test_a_depth_is_a_number(config: str, depth: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match='2'):
+        cli.main(['report', config, f'--depth={depth}'])
+    assert f"argument --depth: '{depth}' must be a whole number of at least 0" in capsys.readouterr().err
+
+
+def test_files_are_written_before_the_tables_are_shown(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader of the tables, such as head, may go at any moment."""
+
+    def gone(*args: object, **words: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr('rich.console.Console.print', gone)
+    monkeypatch.setattr('amp_wrapper.cli._quietly', lambda work: work())
+    with pytest.raises(BrokenPipeError):
+        cli.main(['report', config, '--json', 'a.json'])
+    assert json.loads((tmp_path / 'a.json').read_text())['level'] == 'O2'
+
+
+def test_tables_are_shown_where_a_file_cannot_be_written_after_all(
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr('amp_wrapper.diagnostics.pages.write_text', full)
+    assert cli.main(['report', config, '--html', 'a.html']) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith('Precision of toy_o2.py at O2')
+    assert shown.err == 'amp-wrapper report: error: a.html cannot be written: No space left on device.\n'
+
+
 def test_generated_data_options_and_depth(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ['--input-shape', '1', '6', '6', '--depth', '0', '--cfg-options', 'optim_wrapper.keep_fp32=[fc]']
     assert cli.main(['report', config, *words]) == 0
@@ -56,6 +91,8 @@ def test_generated_data_options_and_depth(config: str, capsys: pytest.CaptureFix
         (['toy_o2.py', '--input-shape', '3'], '--input-shape 3: must be C H W or N C H W'),
         (['toy_o2.py', '--html', 'toy_o2.py/a.html'], 'toy_o2.py/a.html cannot be written'),
         (['toy_o2.py', '--cfg-options', 'train_dataloader.dataset.length=a'], 'the training data cannot be read'),
+        (['toy_o2.py', '--input-shape', '7', '6', '6'], 'a training step of the model fails at O0 (RuntimeError'),
+        (['toy_o2.py', '--cfg-options', 'optim_wrapper.optimizer.type=SGDD'], 'optim_wrapper cannot be built: '),
     ],
 )
 def test_errors_are_one_line(config: str, words: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,7 @@ def test_a_config_gets_a_level(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "optim_wrapper = dict(type='amp_wrapper.AmpOptimWrapper', opt_level='O5')" in shown.out
     assert 'SGD of the config, with a learning rate of 0.1' in shown.out
     assert shown.err == ''
+    assert shown.out.endswith(f'Written: {page}\nWritten: {data}\n')
     assert 'Recommended level: O5' in page.read_text()
     found = json.loads(data.read_text())
     assert [each['level'] for each in found['levels']] == ['O0', 'O2', 'O5']
@@ -76,6 +77,17 @@ def test_generated_data_and_options_of_the_wrapper(tmp_path: Path) -> None:
     )
 
 
+def test_files_that_cannot_be_written_are_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*args: object, **words: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr('amp_wrapper.openmmlab.suggesting.from_config', never)
+    assert main(['suggest-level', CONFIG, '--html', str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith(f'{tmp_path} is a folder.\n')
+
+
 def test_an_interruption_shows_what_is_known(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,7 +106,9 @@ def test_an_interruption_shows_what_is_known(
     [
         (['--levels', 'O7'], 2, "argument --levels: 'O7' must be levels with commas between them"),
         (['--steps', '2'], 1, 'steps=2 must be a whole number of at least 4'),
-        (['--levels', 'O5', '--steps', '4', '--json', '{file}/x.json'], 1, 'cannot be written'),
+        (['--json', '{file}/x.json'], 1, 'cannot be written'),
+        (['--html', '{file}/..'], 1, 'cannot be written: '),
+        (['--levels', 'O5', '--steps', '4', '--input-shape', '5', '8', '8'], 1, 'with --input-shape 5 8 8'),
     ],
 )
 def test_errors_are_one_line(

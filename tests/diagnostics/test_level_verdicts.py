@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from amp_wrapper.diagnostics.deviations import Deviation, Distance, ModuleDeviation
+from amp_wrapper.diagnostics.level_study import Study
 from amp_wrapper.diagnostics.level_verdicts import (
     LevelFacts,
     Limits,
@@ -21,6 +22,7 @@ from amp_wrapper.diagnostics.level_verdicts import (
 )
 from amp_wrapper.diagnostics.memory import MemoryCount
 from amp_wrapper.diagnostics.side_by_side import LevelRun
+from amp_wrapper.diagnostics.suggestion_text import reason
 from amp_wrapper.policy import LEVELS, resolve
 
 LIMITS = Limits(gradient_noise=1.0, loss_noise=0.01, first_loss=2.0)
@@ -193,3 +195,17 @@ def test_numbers_in_words() -> None:
     assert difference([], []) is None
     assert difference([float('nan')], [1.0]) == float('inf')
     assert [percent(share) for share in (0.0, 0.00123, 0.5, 0.996, 1.0)] == ['0 %', '0.12 %', '50 %', '100 %', '100 %']
+
+
+def test_a_mended_level_that_saves_little_suits_all_the_same() -> None:
+    kept = LevelFacts('O5', resolve('O5', keep_fp32=['stem']), keep_fp32=('stem',), run=run(size=95))
+    study = Study(CPU, ('O0', 'O5'), 'memory', 4, 0, 2, 'SGD', 32, {})
+    study.facts = {'O0': facts('O0'), 'O5': facts('O5')}
+    study.facts['O5'].reasons = [Reason('gradients', 'gradients are 90 % off FP32')]
+    compare_runs(kept, run())
+    study.mended, study.limits, study.chosen = [kept], LIMITS, study.facts['O0']
+    first, saves = reason(study).split('; ')
+    assert first == 'O0 (FP32 training): no level that suits the model saves a tenth of the memory on this device (cpu)'
+    assert saves.startswith('O5 with stem in FP32 takes 95 % of that of FP32.')
+    study.mended = []
+    assert reason(study) == 'O0 (FP32 training): no other level suits. O5: gradients are 90 % off FP32.'

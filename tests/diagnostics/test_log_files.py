@@ -46,6 +46,15 @@ def run_folder(work_dir: Path, time: str, places: Sequence[int], resumed: int | 
     return folder
 
 
+def test_a_folder_of_several_trainings_names_them(tmp_path: Path) -> None:
+    run_folder(tmp_path / 'runs/a', '20261124_101854', [1, 2])
+    run_folder(tmp_path / 'runs/b', '20261124_101854', [1, 2])
+    (tmp_path / 'runs/c').mkdir()
+    with pytest.raises(AmpUsageError, match=r'those of 2 trainings below it: give .*runs/a, .*runs/b\.') as caught:
+        read_run(tmp_path / 'runs')
+    assert 'runs/c' not in str(caught.value)
+
+
 # -- kinds of files --------------------------------------------------------------------------------------------------------
 
 
@@ -248,6 +257,9 @@ def test_names_differ(tmp_path: Path) -> None:
     assert [run.name for run in read_runs([paths[0], tmp_path / 'b/cnn'])] == ['cnn/20260101_000000', 'b/cnn']
     assert len({run.name for run in read_runs([paths[0], paths[0]])}) == 2
     assert distinct_names([['x'], ['y'], ['x']]) == ['x (1)', 'y', 'x (2)']
+    # one log twice: longer names would not tell them apart
+    assert distinct_names([['x', 'a/x', 'b/a/x'], ['x', 'a/x', 'b/a/x']]) == ['x (1)', 'x (2)']
+    assert distinct_names([['x', 'a/x'], ['x', 'a/x'], ['x', 'b/x']]) == ['a/x (1)', 'a/x (2)', 'b/x']
 
 
 @pytest.mark.parametrize(

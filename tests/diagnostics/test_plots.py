@@ -264,6 +264,13 @@ def cells(figure: Figure, kind: str) -> np.ndarray[Any, Any]:
     return np.ma.filled(mesh.get_array().astype(float), NAN)  # type: ignore[union-attr]
 
 
+def test_one_measurement_has_one_iteration_on_its_axis(ranges: Path) -> None:
+    axis = plot_ranges(ranges, last=1).axes[1].xaxis
+    axis.figure.draw_without_rendering()
+    low, high = axis.get_view_interval()
+    assert [label.get_text() for label in axis.get_ticklabels() if low <= label.get_position()[0] <= high] == ['1']
+
+
 def test_the_heat_map_has_the_medians(ranges: Path) -> None:
     figure = plot_ranges(ranges)
     expected = [[-8, NAN, -9], [-6, -2, NAN]]

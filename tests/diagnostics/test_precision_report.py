@@ -256,11 +256,99 @@ def test_everything_is_as_before(training: bool, attached: bool) -> None:
             'a tensor of shape \\(2, 3\\)',
         ),
         (lambda model, x: amp.report(model, x, loss_fn=lambda m, x: {}), AmpUsageError, 'gave dict'),
+        (lambda model, x: amp.report(model, iter([x])), AmpUsageError, 'example=list_iterator can be read once'),
+        (lambda model, x: amp.report(model, (y for y in [x])), AmpUsageError, 'example=generator can be read once'),
+        (lambda model, x: amp.report(model, x, loss_fn='mse'), AmpConfigError, 'loss_fn=str must be a function'),
+        (
+            lambda model, x: amp.report(model, x, make_optimizer=torch.optim.SGD(model.parameters(), 0.1)),
+            AmpConfigError,
+            'make_optimizer=SGD must be a function',
+        ),
     ],
 )
 def test_errors(call: Callable[..., Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call(nn.Linear(4, 3), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize('words', [dict(keep_fp32=['nothing']), dict(fp32_ops=['torch.nn.GRU'])])
+def test_names_that_the_model_does_not_have_are_refused_before_anything_runs(words: Any) -> None:
+    class Never(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError
+
+    with pytest.raises(AmpConfigError, match='matches no module'):
+        amp.report(Never(4, 3), torch.ones(2, 4), 'O2', **words)
+
+
+def test_why_ops_of_embeddings_float64_and_complex_numbers_run_as_they_do() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 4)
+            self.phase = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.embed(x)
+            z = torch.view_as_real(y * self.phase).sum(-1)
+            return z.double() * 2 + y
+
+    found = by_name(amp.report(Model(), torch.arange(3), 'O1'))
+    assert causes(found['embed']) == [('embedding', 'FP32 weights', '')]
+    rules = {(op['op'], op['rule'], *op['inputs']) for op in found['']['fp32_ops']}
+    assert ('mul', 'complex', 'float32', 'complex64') in rules
+    assert ('mul', 'float64', 'float64') in rules
+    assert ('add', 'float64', 'float64', 'float32') in rules
+    assert found['']['weights']['types'] == {'complex64': 4}
+
+
+def test_an_optimizer_is_made_for_a_copy_alone() -> None:
+    """Whatever a function that makes an optimizer does to a model, such as freezing some of it."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+    def make(copied: nn.Module) -> torch.optim.Optimizer:
+        copied[0].requires_grad_(False)  # type: ignore[index]
+        copied.touched = True  # type: ignore[assignment]
+        return torch.optim.AdamW(copied[1].parameters())  # type: ignore[index]
+
+    before = torch.get_rng_state()
+    found = amp.report(model, torch.ones(2, 4), 'O2', lambda m, x: m(x).sum(), make_optimizer=make)
+    assert found.data['optimizer'] == 'AdamW'
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not hasattr(model, 'touched')
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_any_error_of_another_level_is_told_and_the_others_are_counted() -> None:
+    class Table(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * {torch.float32: 1.0, torch.bfloat16: 2.0}[y.dtype]
+
+    memory = amp.report(Table(4, 3), torch.ones(2, 4), 'O5').data['memory']
+    errors = {level: counted['error'] for level, counted in memory.items() if 'error' in counted}
+    assert errors == dict.fromkeys(('O1', 'O2', 'O3'), 'KeyError: torch.float16')
+
+
+def test_an_example_of_objects_is_copied_for_each_level() -> None:
+    """Models write into samples: each level has to get them as they were."""
+
+    class Sample:
+        def __init__(self, x: Tensor) -> None:
+            self.x, self.reads = x, 0
+
+    class Reads(nn.Sequential):
+        def forward(self, samples: list[Sample]) -> Tensor:  # type: ignore[override]
+            assert samples[0].reads == 0
+            samples[0].reads += 1
+            samples[0].x = samples[0].x * 2
+            return super().forward(samples[0].x)
+
+    sample = Sample(torch.ones(2, 4))
+    found = amp.report(Reads(nn.Linear(4, 3)), ([sample],), 'O2')
+    assert 'error' not in str(found.data['memory'])
+    assert sample.reads == 0
+    assert torch.equal(sample.x, torch.ones(2, 4))
 
 
 def test_a_level_that_the_model_cannot_have_is_told_and_the_others_are_counted() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
 
 from amp_wrapper import amp
 from amp_wrapper.diagnostics.level_trial import Subject, measured_peak
-from amp_wrapper.diagnostics.precision_report import PrecisionReport, best_scale
+from amp_wrapper.diagnostics.precision_report import PrecisionReport, _lost_at_best, best_scale
 from amp_wrapper.diagnostics.ranges import measure_one
 from amp_wrapper.diagnostics.rounding import Gathering, Rounding
 from amp_wrapper.policy import resolve
@@ -150,9 +152,105 @@ def test_rounding_against_float64(dtype: torch.dtype, device: torch.device) -> N
     assert 0 < lost.taken <= 996
 
 
+#: Numbers at the edges: where float16 overflows (65520), where it and bfloat16 round to zero, least normal numbers, the largest
+#: bfloat16, subnormal float32 numbers.
+EDGES = [
+    65519.99,
+    65520.0,
+    65535.0,
+    65536.0,
+    2.0**-24,
+    2.0**-25,
+    2.0**-25 * (1 + 2.0**-23),
+    2.0**-14,
+    2.0**-14 - 2.0**-26,
+]
+EDGES += [3.3895313892515355e38, 3.3961776e38, 2.0**-126, 2.0**-133, 2.0**-134, 1.5 * 2.0**-134, 2.0**-149, 1e-40]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from(EDGES) | st.floats(width=32, allow_subnormal=True), max_size=30),
+    st.sampled_from([torch.float16, torch.bfloat16]),
+    st.sampled_from([1.0, 65536.0, 1000.0, 3.0, 0.5, 1e-3]),
+)
+def test_what_is_lost_is_what_the_cast_loses(numbers: list[float], dtype: torch.dtype, scale: float) -> None:
+    """At any loss scale, and at each limit of the types."""
+    values = torch.tensor(numbers, dtype=torch.float32)
+    gathered = Gathering(scale=scale)
+    for part in values.split(7):
+        gathered.add([part])
+    found = gathered.read()
+    if not numbers:
+        assert found is None
+        return
+    assert found is not None
+    for lost, factor in ((found.rounding[dtype], 1.0), (found.scaled[dtype], scale)):
+        scaled = values * factor
+        cast = scaled.to(dtype)
+        counts = values.isfinite() & (values != 0)
+        assert lost.overflow == int((counts & ~cast.isfinite()).sum())
+        assert lost.underflow == int((counts & (cast == 0)).sum())
+        small = scaled.abs() < torch.finfo(dtype).tiny
+        assert lost.subnormal == int((counts & (cast != 0) & small).sum())
+    for power in (-126, -60, -25, -24, 0, 15, 127):
+        assert found.at_most(power) == int(((values != 0) & (values.abs() <= 2.0**power)).sum())
+    best = best_scale(found.ranges, torch.float16)
+    if best is not None and 2.0**-30 < best < 2.0**100:
+        cast, counts = (values * best).half(), values.isfinite() & (values != 0)
+        assert not (counts & ~cast.isfinite()).any()
+        lost_at_best = _lost_at_best(found, best)
+        assert lost_at_best['underflow'] * len(numbers) == pytest.approx(int((counts & (cast == 0)).sum()))
+
+
+@pytest.mark.parametrize('scale', [1000.0, 128.0, 3.0])
+def test_a_static_scale_is_taken_as_it_is(scale: float) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    # gradients 100 and 65, and 1 of the output: 100 * 1000 overflows, 65 * 1000 = 65000 does not
+    found = amp.report(linear([1.0, 1.0]), torch.tensor([[100.0, 65.0]]), 'O2', loss, loss_scale=scale).data[
+        'gradients'
+    ]
+    assert found['first_scale'] == scale
+    assert found['float16']['first_scale']['overflow'] == (1 / 3 if scale == 1000.0 else 0)
+
+
+def test_half_of_the_smallest_number_becomes_zero_at_the_best_scale() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    # the largest, 2 ** 13, stays where it is; 2 ** -25 is a tie, which goes to zero, and what is above it does not
+    batch = torch.tensor([[2.0**13, 2.0**-25, 2.0**-25 * 1.25]])
+    found = amp.report(linear([1.0, 1.0, 1.0]), batch, 'O2', loss).data['gradients']
+    assert found['best_scale'] == 1.0
+    assert found['float16']['best_scale'] == {'overflow': 0, 'underflow': 1 / 4, 'subnormal': 1 / 4}
+    assert found['float16']['without_scale'] == found['float16']['best_scale']
+    assert 'best_scale' not in found['bfloat16']
+
+
 def test_nothing_was_rounded() -> None:
     assert Gathering().read() is None
     assert Rounding().rms == 0.0
+
+
+def test_lists_of_modules_have_their_place_among_the_largest_numbers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.ModuleDict({'fc': nn.Linear(4, 4)})])
+            self.empty = nn.ModuleList()
+            self.idle = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[0]['fc'](x)  # type: ignore[index, operator]
+
+    shown = amp.report(Model(), torch.ones(2, 4), 'O2').text(width=130)
+    largest = shown.partition('Largest numbers')[2].partition('Memory of one')[0]
+    names = [
+        line.split('  ')[0].strip() or line.strip().split('  ')[0] for line in largest.splitlines()[4:] if line.strip()
+    ]
+    assert names == ['Model', 'blocks ModuleList', '0 ModuleDict', 'fc Linear', 'idle Linear']
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from bits import differences, same_bits
 from mmengine.optim import build_optim_wrapper
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from toy_levels import (
     OffsetInside,
     OverflowingFormer,
@@ -325,6 +327,69 @@ def test_an_op_that_a_type_does_not_have_rules_a_level_out() -> None:
     assert "not implemented for 'BFloat16'" in found.reason
 
 
+def test_any_error_at_a_level_rules_it_out() -> None:
+    class Table(PlainCNN):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.net(x)
+            return self.head(out * {torch.float32: 1.0, torch.float16: 1.0}[out.dtype])
+
+    found = suggest(Table(), shape=(1, 8, 8), levels=['O2', 'O5'])
+    assert found.level == 'O2'
+    assert entry(found, 'O5')['reasons'] == [{'kind': 'cannot', 'text': 'KeyError: torch.bfloat16'}]
+
+
+def test_weights_of_the_model_itself_that_float16_cannot_hold() -> None:
+    class Positions(PlainCNN):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.full((1, 1, 8, 8), 1e5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward((x + self.positions) / 1e5)
+
+    found = suggest(Positions(), shape=(1, 8, 8), levels=['O2', 'O5'])
+    assert found.level == 'O5'
+    # no submodule has them, so keep_fp32 is no remedy
+    assert 'in no submodule that keep_fp32 could name: use bfloat16' in found.reason
+    assert 'keep_fp32=' not in found.reason
+    assert '..' not in found.reason
+
+
+def test_complex_weights_are_left_as_they_are() -> None:
+    class Phases(PlainCNN):
+        def __init__(self) -> None:
+            super().__init__()
+            self.phases = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.phases.abs()
+
+    found = suggest(
+        Phases(), shape=(1, 8, 8), levels=['O5'], make_optimizer=lambda m: torch.optim.AdamW(m.parameters())
+    )
+    assert found.level == 'O5'
+    assert entry(found, 'O5')['gradients']['error'] < 0.1
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_segments_that_are_computed_again_are_not_counted(reentrant: bool) -> None:
+    class Segments(PlainCNN):
+        def __init__(self, again: bool) -> None:
+            super().__init__()
+            self.again = again
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            out = checkpoint(self.net, x, use_reentrant=reentrant) if self.again else self.net(x)
+            return self.head(out)
+
+    def activations(again: bool) -> int:
+        found = suggest(Segments(again), shape=(1, 8, 8), levels=['O5'])
+        return entry(found, 'O5')['memory']['counted']['activations']
+
+    assert activations(again=True) < activations(again=False) / 4
+
+
 def test_overrides_hold_for_every_level_that_can_have_them() -> None:
     found = suggest(PlainCNN(), shape=(1, 8, 8), levels=['O4', 'O5'], master_weights='split', keep_fp32=['head'])
     assert found.level == 'O5'
@@ -379,6 +444,14 @@ def test_the_lines_of_the_result_work() -> None:
         ({'steps': 3}, 'steps=3 must be a whole number of at least 4'),
         ({'prefer': 'beauty'}, "prefer='beauty'"),
         ({'max_trials': -1}, 'max_trials=-1'),
+        ({'levels': 5}, 'levels=5'),
+        ({'steps': 4.5}, 'steps=4.5'),
+        ({'steps': True}, 'steps=True'),
+        ({'max_trials': None}, 'max_trials=None'),
+        ({'seed': 'zero'}, "seed='zero' must be a whole number"),
+        ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, 'make_optimizer=SGD must be a function'),
+        ({'keep_fp32': ['hed']}, "keep_fp32='hed' matches no module (did you mean 'head'?)"),
+        ({'fp32_ops': ['torch.nn.GRU']}, "fp32_ops='torch.nn.GRU' matches no module"),
         ({'num_losses': 2}, 'num_losses=2 cannot be tried'),
         ({'loss_scale': -1}, 'loss_scale=-1'),
         ({'levels': ['O1'], 'master_weights': True}, 'master_weights=True conflicts'),
@@ -388,7 +461,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(words: dict[str, Any],
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         raise AssertionError
 
-    with pytest.raises(AmpConfigError, match=text.replace('(', r'\(')):
+    with pytest.raises(AmpConfigError, match=re.escape(text)):
         suggest(PlainCNN(), loss_fn, (1, 8, 8), **words)
 
 
@@ -402,6 +475,9 @@ def test_wrong_models_batches_and_losses_are_refused() -> None:
         amp.suggest_level(PlainCNN(), None, data)  # type: ignore[arg-type]
     with pytest.raises(AmpConfigError, match='batches=int'):
         amp.suggest_level(PlainCNN(), cross_entropy, 3)  # type: ignore[arg-type]
+    for one in ({'x': data[0]}, 'batches', None):
+        with pytest.raises(AmpConfigError, match=f'batches={type(one).__name__}'):
+            amp.suggest_level(PlainCNN(), cross_entropy, one)  # type: ignore[arg-type]
     with pytest.raises(AmpUsageError, match='batches is empty'):
         amp.suggest_level(PlainCNN(), cross_entropy, [])
     with pytest.raises(AmpUsageError, match=r'returned a tensor of shape \(32, 4\)'):

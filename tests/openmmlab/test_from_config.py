@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_wrapper.checkpoint import random_state
 from amp_wrapper.diagnostics.sandbox import sandbox
 from amp_wrapper.errors import AmpCheckpointError, AmpConfigError, AmpUsageError
-from amp_wrapper.openmmlab import reporting
+from amp_wrapper.openmmlab import reporting, suggesting
 from amp_wrapper.openmmlab.from_config import from_config
 
 WRAPPER = dict(
@@ -241,9 +241,48 @@ def test_data_that_cannot_be_read(config: Any) -> None:
 
 def test_a_constructor_that_makes_several_optimizers(config: Any) -> None:
     config.optim_wrapper = dict(constructor='TwoOptimizers', optimizer=dict(type='SGD', lr=0.1))
-    built = from_config(config)
     with pytest.raises(AmpConfigError, match='builds 2 optimizers'):
-        built.make_optimizer(built.model)
+        from_config(config)
+
+
+@pytest.mark.parametrize(
+    'words, text',
+    [
+        (dict(optimizer=dict(type='SGDD', lr=0.1)), "type='SGDD' is not registered (did you mean 'SGD'?)"),
+        (dict(optimizer=dict(type='SGD', lr=-1.0)), 'Invalid learning rate: -1.0'),
+        (dict(optimizer=dict(type='SGD', lr=0.1, betas=1)), "'betas'"),
+        (dict(paramwise_cfg=dict(custom_keys=3)), 'custom_keys'),
+        (dict(constructor='Nobody'), 'Nobody'),
+        (dict(opt_levl='O5'), 'opt_levl'),
+        (dict(clip_grad=dict(max_nrm=1.0)), 'max_nrm'),
+        (dict(accumulative_counts='two'), "accumulative_counts='two'"),
+        (dict(type='OptimWrapper', opt_level='O2'), 'opt_level'),
+    ],
+)
+def test_mistakes_in_the_optimizer_wrapper_come_first_and_in_a_line(config: Any, words: Any, text: str) -> None:
+    config.optim_wrapper.update(words)
+    if words.get('type') == 'OptimWrapper':
+        config.optim_wrapper.pop('keep_fp32')
+    with pytest.raises(AmpConfigError) as caught:
+        from_config(config)
+    assert text in str(caught.value)
+    assert '\n' not in str(caught.value)
+
+
+def test_mistakes_in_activation_checkpointing(config: Any) -> None:
+    config.activation_checkpointing = ['convolution']
+    with pytest.raises(AmpConfigError, match=r'activation_checkpointing=.*convolution.* does not fit the model'):
+        reporting.report_of(from_config(config), 'toy.py')
+
+
+def test_a_model_that_fails_on_the_data(config: Any) -> None:
+    built = from_config(config, input_shape=(7, 6, 6))
+    with pytest.raises(AmpUsageError, match=r'fails at O0 \(RuntimeError: .*with --input-shape 7 6 6') as caught:
+        reporting.report_of(built, 'toy.py')
+    assert '\n' not in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(AmpUsageError, match=r'fails at O0 .*with --input-shape 7 6 6'):
+        suggesting.suggest_for(built, levels=['O5'], steps=4, progress=False)
 
 
 def test_the_report_of_a_config(config: Any) -> None:
