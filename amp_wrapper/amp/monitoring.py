@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
-from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
+from ..diagnostics.measured_numbers import NUMBERS
+from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, low_precision
 from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import attach_whole
@@ -165,8 +166,8 @@ def monitor(
 ) -> TrainingMonitor:
     """Watch how well the types of a training fit, and why steps are skipped.
 
-    The numbers are those of :data:`amp_wrapper.diagnostics.monitor.MEANINGS`, ``amp_scale`` and ``amp_skipped``. They are
-    computed on the device, and handed on when they have reached the host, without waiting for it.
+    The numbers are those of :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS`, ``amp_scale`` and ``amp_skipped``.
+    They are computed on the device, and handed on when they have reached the host, without waiting for it.
 
     .. code-block:: python
 
@@ -261,8 +262,7 @@ def skipped_steps(optimizer: Optimizer) -> int:
     Raises:
         AmpUsageError: An optimizer that was not initialised.
     """
-    engine = _engine_of(optimizer)
-    return 0 if engine is None else int(engine.parts.scales.steps.counts[1])
+    return _count(optimizer, 1)
 
 
 def last_step_skipped(optimizer: Optimizer) -> bool:
@@ -274,9 +274,14 @@ def last_step_skipped(optimizer: Optimizer) -> bool:
     Raises:
         AmpUsageError: An optimizer that was not initialised.
     """
-    engine = _engine_of(optimizer)
     # skips in a row up to now
-    return False if engine is None else int(engine.parts.scales.steps.counts[2]) > 0
+    return _count(optimizer, 2) > 0
+
+
+def _count(optimizer: Optimizer, place: int) -> int:
+    """One of the counters of steps; 0 with ``enabled=False``."""
+    engine = _engine_of(optimizer)
+    return 0 if engine is None else int(engine.parts.scales.steps.counts[place])
 
 
 def _engine_of(optimizer: Optimizer) -> AmpEngine | None:

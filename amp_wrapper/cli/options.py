@@ -61,6 +61,25 @@ def add_config(parser: argparse.ArgumentParser, help: str = 'override entries of
     parser.add_argument('--cfg-options', nargs='+', action=_ConfigOptions, metavar='KEY=VALUE', help=help)
 
 
+def add_trial(parser: argparse.ArgumentParser, checkpoint: str) -> None:
+    """What a trial of a model runs with, and the files that it writes.
+
+    Args:
+        parser: Gets ``checkpoint``, ``input_shape``, ``html`` and ``json``; each may be None.
+        checkpoint: What ``--checkpoint`` is for.
+    """
+    parser.add_argument('--checkpoint', metavar='FILE', help=checkpoint)
+    parser.add_argument(
+        '--input-shape',
+        nargs='+',
+        type=int,
+        metavar='N',
+        help='generate data of this shape, C H W or N C H W, and read none',
+    )
+    parser.add_argument('--html', metavar='FILE', help='write a page that needs no network')
+    parser.add_argument('--json', metavar='FILE', help='write everything as JSON')
+
+
 def add_launcher(parser: argparse.ArgumentParser) -> None:
     """How several processes were started.
 

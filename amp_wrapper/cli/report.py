@@ -21,18 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = f'example: {parser.prog} configs/digits/cnn_o2.py --opt-level O5 --html report.html'
     options.add_config(parser)
-    parser.add_argument(
-        '--checkpoint', metavar='FILE', help='weights to report on; default: those that training begins with'
-    )
+    options.add_trial(parser, 'weights to report on; default: load_from of the config, or its first ones')
     parser.add_argument(
         '--opt-level', choices=options.LEVELS, help='the level to report on (default: that of the config)'
-    )
-    parser.add_argument(
-        '--input-shape',
-        nargs='+',
-        type=int,
-        metavar='N',
-        help='generate data of this shape, C H W or N C H W, and read none',
     )
     parser.add_argument(
         '--depth',
@@ -40,8 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='N',
         help='show modules down to this depth in the terminal; 0: the model alone',
     )
-    parser.add_argument('--html', metavar='FILE', help='write a page with a search box')
-    parser.add_argument('--json', metavar='FILE', help='write all of it as JSON')
 
 
 def run(args: argparse.Namespace) -> int:

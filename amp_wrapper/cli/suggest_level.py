@@ -37,23 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=('speed', 'memory'),
         help='what to save; default: speed on a GPU, memory on a CPU, whose times say nothing about a GPU',
     )
-    parser.add_argument(
-        '--checkpoint', metavar='F', help='weights to begin with; default: load_from of the config, or its first ones'
-    )
-    parser.add_argument(
-        '--input-shape',
-        nargs='+',
-        type=int,
-        metavar='N',
-        help='generate inputs of this shape (C H W) in place of the training data',
-    )
+    options.add_trial(parser, 'weights to begin with; default: load_from of the config, or its first ones')
     parser.add_argument(
         '--max-trials', type=int, default=32, metavar='N', help='of the search for keep_fp32, in all; default: 32'
     )
     parser.add_argument('--seed', type=int, default=0, metavar='N', help='of the random generators; default: 0')
     parser.add_argument('--device', metavar='DEVICE', help='default: the first GPU, or the CPU')
-    parser.add_argument('--html', metavar='F', help='write a page with every module')
-    parser.add_argument('--json', metavar='F', help='write everything that was measured')
 
 
 def _levels(text: str) -> Sequence[str]:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .measured_numbers import NUMBERS as MEASURED
+
 #: The numbers that are looked for. A member of an ``OptimWrapperDict`` has its name in front: ``generator_amp_scale``.
 NUMBERS: tuple[str, ...] = (
     'loss',
@@ -16,13 +18,7 @@ NUMBERS: tuple[str, ...] = (
     'lr',
     'amp_scale',
     'amp_skipped',
-    'amp_skip_rate',
-    'amp_grad_underflow',
-    'amp_grad_tiny',
-    'amp_grad_peak',
-    'amp_weight_peak',
-    'amp_update_lost',
-    'amp_update_spacing',
+    *MEASURED,
 )
 #: What a row says about its place in the training, the best first. The last counts only where no row has another one:
 #: mmengine counts epochs in it where it logs a validation.

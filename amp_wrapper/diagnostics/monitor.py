@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,27 +21,6 @@ from ..policy.nested import HALF_TYPES
 from ..shards import is_sharded, local
 from .ranges import BINS, NONFINITE, ZERO, Ranges, count_on_device, range_of
 
-#: The numbers of a measured step, in the order of its row.
-NUMBERS: tuple[str, ...] = (
-    'amp_skip_rate',
-    'amp_grad_underflow',
-    'amp_grad_tiny',
-    'amp_grad_peak',
-    'amp_weight_peak',
-    'amp_update_lost',
-    'amp_update_spacing',
-)
-#: What each of them is.
-MEANINGS: Mapping[str, str] = {
-    'amp_skip_rate': 'share of the steps since the last measurement that were skipped',
-    'amp_grad_underflow': 'share of gradient elements that are zero in the 16-bit type, whatever made them zero',
-    'amp_grad_tiny': 'share of gradient elements in the last two powers of two above zero of the 16-bit type',
-    'amp_grad_peak': 'largest finite gradient, times the loss scale, in powers of two from the largest number of the 16-bit '
-    'type: 0 is the end of the range, -10 a thousandth of it',
-    'amp_weight_peak': 'largest finite weight, in powers of two from the largest number of the 16-bit type',
-    'amp_update_lost': 'share of updates that 16-bit weights without masters would have lost',
-    'amp_update_spacing': 'mean size of an update in units of the spacing of 16-bit numbers at its weight',
-}
 #: How many elements of masters are copied at most, to see what a step does to them.
 SAMPLE = 2**22
 #: Rows are as long as the infos of steps, so that both are copied to the host together.

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
-from ..diagnostics.monitor import NUMBERS, LayerRanges, Monitor, check_interval, low_precision
+from ..diagnostics.measured_numbers import NUMBERS
+from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, low_precision
 from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import Attach
@@ -36,7 +37,8 @@ class AmpMonitorHook(Hook):
 
     ``custom_hooks=[dict(type='amp_wrapper.AmpMonitorHook')]``; ``tools/train.py`` adds it. Beside ``train/amp_scale`` and
     ``train/amp_skipped`` the log, and with it every visualizer, gets the numbers of
-    :data:`amp_wrapper.diagnostics.monitor.MEANINGS`. They are computed on the device and read with the log. O0 has none.
+    :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS`. They are computed on the device and read with the log. O0 has
+    none.
 
     Args:
         interval: Iterations from one measurement to the next.

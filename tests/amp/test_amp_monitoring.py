@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from toy_overflow import Deep, Fault, ScaleGradient, batches, in_range_of_fp32, nan_input, square
 
 from amp_wrapper import AmpConfigError, AmpUsageError, FusedSGD, OverflowStreakError, amp
-from amp_wrapper.diagnostics.monitor import NUMBERS
+from amp_wrapper.diagnostics.measured_numbers import NUMBERS
 
 ALL = {*NUMBERS, 'amp_scale', 'amp_skipped'}
 

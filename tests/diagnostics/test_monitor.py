@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from amp_wrapper import AmpConfigError, AmpOptimWrapper, FusedAdamW, amp
 from amp_wrapper.diagnostics import monitor as monitor_module
-from amp_wrapper.diagnostics.monitor import MEANINGS, NUMBERS, LayerRanges, Monitor, check_interval
+from amp_wrapper.diagnostics.measured_numbers import MEANINGS, NUMBERS
+from amp_wrapper.diagnostics.monitor import LayerRanges, Monitor, check_interval
 from amp_wrapper.engine.parts import EngineParts
 
 HALF = {'O1': torch.float16, 'O2': torch.float16, 'O3': torch.float16, 'O4': torch.bfloat16, 'O5': torch.bfloat16}

@@ -14,7 +14,7 @@ from mmengine.runner import Runner
 from torch import nn
 
 from amp_wrapper import AmpConfigError, OverflowStreakError
-from amp_wrapper.diagnostics.monitor import NUMBERS
+from amp_wrapper.diagnostics.measured_numbers import NUMBERS
 from amp_wrapper.openmmlab.monitor_hook import AmpMonitorHook
 
 SGD = dict(type='SGD', lr=0.01)

@@ -15,7 +15,7 @@ from toy_overflow import Deep, Fault, in_range_of_fp32, nan_input, square
 
 from amp_wrapper import amp
 from amp_wrapper.diagnostics.diagnosis import Diagnosis
-from amp_wrapper.diagnostics.monitor import NUMBERS
+from amp_wrapper.diagnostics.measured_numbers import NUMBERS
 from scenarios.common import HALF, Here, same_on_all_ranks, scenario
 
 
