@@ -49,8 +49,8 @@ def main() -> int:
     right = sum(each[1] for each in rows)
     page = (
         '# Planted against named\n\n'
-        f'{datetime.date.today()}, `python tests/diagnostics/planted_page.py`: the diagnosis of skipped steps names the cause and '
-        f'the place of {right} of {len(rows)} faults. {platform.machine()}, Python {platform.python_version()}, torch '
+        f'{datetime.date.today()}, `python tests/diagnostics/planted_page.py`: the diagnosis of skipped steps names cause '
+        f'and place of {right} of {len(rows)} faults. {platform.machine()}, Python {platform.python_version()}, torch '
         f'{torch.__version__}, CPU. *Planted* is the cause and the module that has it, none where it is in the input or in the '
         'loss. The settings are those that made this very step finite. Faults in weights, optimizer state, accumulations, '
         'several losses, mmcv ops and on one rank of DDP are in tests of their own.\n\n'
