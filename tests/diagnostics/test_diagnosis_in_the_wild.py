@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,3 +246,22 @@ def test_evaluations_are_not_watched() -> None:
             with torch.no_grad():
                 model(nan_input(x))
     assert [each.cause for each in watch.diagnoses] == ['not_replayed', 'gradient']
+
+
+def test_the_page_says_where_the_forward_pass_alone_was_tried(tmp_path: Path) -> None:
+    """The loss is outside of the model, and its gradient at outputs that were infinite is none of finite ones."""
+    model = nn.Sequential(nn.Linear(4, 4), Fault(lambda x: x * 1e5 * 1e5), nn.Linear(4, 2))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level='O2', verbosity=0)
+    with amp.monitor(optimizer, folder=tmp_path, diagnose_overflow=True) as watch:
+        with amp.scale_loss(model(torch.randn(8, 4)).square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    (found,) = watch.diagnoses
+    page = (tmp_path / 'amp_diagnosis/iter_1.html').read_text()
+    assert [remedy.setting for remedy in found.remedies if remedy.forward_only]
+    table = page.partition('What was tried on this step')[2].partition('</table>')[0]
+    for remedy in found.remedies:
+        setting = html.escape(remedy.setting).replace('&#x27;', '&#39;')
+        row = table.partition(f'{setting}</td>')[2].partition('</tr>')[0]
+        assert ('>finite in its forward pass<' in row) == remedy.forward_only
+        assert '>finite<' not in row
