@@ -14,6 +14,7 @@ from ..casting.modules import class_name, is_loss
 from ..engine.parts import EngineParts
 from ..errors import some
 from ..policy import Policy, dtype_name
+from ..policy.nested import HALF_TYPES
 from .diagnosis import Diagnosis, complete
 from .monitor import low_precision
 from .ranges import measure
@@ -92,6 +93,7 @@ class _Examination:
         if weights:
             text = f'Weights are not finite: {some(weights)}. Steps with non-finite gradients are skipped: other code wrote to '
             text += 'them, gradients were changed after the check, or a step with a very large learning rate was taken.'
+            text = self._eps_is_zero(weights) or text
             return self._of_names('weight', text, weights, exact)
         lost = [name for name, tensor in named.items() if is_bad(tensor)]
         if lost and self._dtype is not None:
@@ -104,6 +106,21 @@ class _Examination:
             found.remedies = self._try(found.module, scales=False, judges_losses=False)
             return found
         return None
+
+    def _eps_is_zero(self, weights: Sequence[str]) -> str:
+        """What there is to say where 16-bit weights are stepped by themselves, and ``eps`` is zero in their type; or ''."""
+        optimizer, types = self._parts.optimizer, {tensor.dtype for tensor in self._parts.weights()}
+        eps = None if optimizer is None else optimizer.defaults.get('eps')
+        dtype = next((each for each in types if each in HALF_TYPES), None)
+        if self._policy.master_weights or dtype is None or not isinstance(eps, float) or not eps:
+            return ''
+        if float(torch.tensor(eps).to(dtype)) > 0:
+            return ''
+        return (
+            f'Weights are not finite: {some(weights)}. The optimizer steps them in {dtype_name(dtype)}, where its '
+            f'eps={eps:g} is zero, and so is a small second moment: 0 is divided by 0. A larger eps, such as 1e-4, mends that, '
+            f'or a level with FP32 masters.'
+        )
 
     def _bad_state(self) -> dict[str, str]:
         """What of the optimizer's state is not finite: 'weight: exp_avg'."""

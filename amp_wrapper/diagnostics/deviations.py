@@ -87,15 +87,17 @@ class Call:
         module: Its qualified name.
         inputs: Samples of its floating inputs, before any cast.
         outputs: Samples of its floating outputs.
-        finite_inputs: Whether every input was finite, all elements.
-        finite_outputs: Whether every output was.
+        usual_inputs: Whether all elements of every input were finite or minus infinity, as in masks.
+        finite_outputs: Whether all elements of every output were finite.
+        usual_outputs: Whether they were finite or minus infinity.
     """
 
     module: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    finite_inputs: bool
+    usual_inputs: bool
     finite_outputs: bool
+    usual_outputs: bool
 
 
 @dataclasses.dataclass
@@ -136,6 +138,11 @@ def _finite(tensors: list[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
+def _usual(tensors: list[Tensor]) -> bool:
+    """Whether all numbers are finite or minus infinity, as in a mask and in what it was added to."""
+    return not any(bool((tensor.isnan() | tensor.isposinf()).any()) for tensor in tensors)
+
+
 @contextmanager
 def _recorded(model: nn.Module) -> Iterator[list[Call]]:
     """The calls of all modules inside, but for those that a recomputed segment makes in the backward pass."""
@@ -145,16 +152,17 @@ def _recorded(model: nn.Module) -> Iterator[list[Call]]:
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         inputs = _floating_in((args, kwargs))
-        open_calls.append((module, tuple(map(_sample, inputs)), _finite(inputs)))
+        open_calls.append((module, tuple(map(_sample, inputs)), _usual(inputs)))
 
     def after(name: str) -> Callable[..., None]:
         def see(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             # those above it ended with an error that somebody caught
             while open_calls:
-                opened, inputs, finite = open_calls.pop()
+                opened, inputs, usual = open_calls.pop()
                 if opened is module:
                     outputs = _floating_in(output)
-                    calls.append(Call(name, inputs, tuple(map(_sample, outputs)), finite, _finite(outputs)))
+                    samples = tuple(map(_sample, outputs))
+                    calls.append(Call(name, inputs, samples, usual, _finite(outputs), _usual(outputs)))
                     return
 
         return see
@@ -258,7 +266,8 @@ class Deviation:
         loss: ``abs(loss - loss in FP32) / abs(loss in FP32)``.
         modules: By name, in the order of ``named_modules``.
         first_nonfinite: The innermost module whose inputs were finite and whose outputs were not, the first to end; None
-            without one.
+            without one, or where loss and gradients are finite all the same. Minus infinity in inputs counts as finite, since
+            masks bring it, and a module that gives nothing worse is named only where there is no other.
         scale: As :attr:`Pass.scale`.
         finite: Whether loss and gradients are.
         owners: The modules that own trained parameters, by name; their gradients are those of these parameters alone.
@@ -310,15 +319,20 @@ def compare(model: nn.Module, reference: Pass, own: Pass) -> Deviation:
         by_call[key] = call
     sums: dict[str, list[Distance]] = {}
     first: str | None = None
+    first_masked: str | None = None
     for key, call in _numbered(own.calls):
         known = by_call.get(key)
         if known is None or key[0] not in modules:
             continue
         into, out = sums.setdefault(key[0], [Distance(), Distance()])
         sums[key[0]] = [into + _distance(known.inputs, call.inputs), out + _distance(known.outputs, call.outputs)]
-        if known.finite_outputs and not call.finite_outputs:
+        worse = known.usual_outputs and not call.usual_outputs
+        if worse or (known.finite_outputs and not call.finite_outputs):
             modules[key[0]].finite = False
-            if first is None and (call.finite_inputs or not known.finite_inputs):
+            begins = call.usual_inputs or not known.usual_inputs
+            if begins and call.usual_outputs:
+                first_masked = first_masked or key[0]
+            elif begins and first is None:
                 first = key[0]
     for name, (into, out) in sums.items():
         modules[name].inputs = into.error if into.reference else None
@@ -326,7 +340,8 @@ def compare(model: nn.Module, reference: Pass, own: Pass) -> Deviation:
     owners = _add_gradients(modules, reference.gradients, own.gradients)
     off = abs(own.loss - reference.loss) / max(abs(reference.loss), 1e-12) if math.isfinite(own.loss) else math.inf
     finite = math.isfinite(own.loss) and own.finite_gradients
-    return Deviation(off, modules, first, own.scale, finite, owners)
+    named = None if finite else first if first is not None else first_masked
+    return Deviation(off, modules, named, own.scale, finite, owners)
 
 
 def _numbered(calls: list[Call]) -> Iterator[tuple[tuple[str, int], Call]]:

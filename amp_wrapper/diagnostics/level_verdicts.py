@@ -200,6 +200,7 @@ def judge(facts: LevelFacts, limits: Limits, lost: Mapping[str, float], prefer: 
         if facts.run is not None and facts.run.problem:
             facts.reasons.append(Reason('cannot', f'in FP32 itself {facts.run.problem}'))
         return
+    _remark_on_masks(facts)
     _judge_hardware(facts, device)
     _judge_overflow(facts)
     _judge_gradients(facts, limits)
@@ -234,6 +235,17 @@ def _judge_hardware(facts: LevelFacts, device: torch.device) -> None:
                 'hardware',
                 f'{torch.cuda.get_device_name(device)} (sm_{major}{minor}) has no {dtype_name(dtype)} arithmetic',
             )
+        )
+
+
+def _remark_on_masks(facts: LevelFacts) -> None:
+    deviation = facts.deviation
+    if deviation is None or not deviation.finite:
+        return
+    infinite = [module for module in deviation.modules.values() if not module.finite]
+    if infinite:
+        facts.remarks.append(
+            f'numbers of {named(infinite[0])} become infinite, and loss and gradients stay finite: a mask does so'
         )
 
 

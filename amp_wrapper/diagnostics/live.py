@@ -14,7 +14,9 @@ from ..casting.cast_hooks import AmpHook, StayedBehind
 from ..casting.modules import class_name
 from ..engine.parts import EngineParts
 from ..shards import local
+from ..torch_internals import first_pre_hook
 from .diagnosis import Diagnosis, complete
+from .monitor import low_precision
 from .recorder import StepRecord, outputs_of, tensors_of
 
 
@@ -26,11 +28,13 @@ class Seen:
         name: Of the module; '' for the model itself.
         kind: Its class.
         largest: Absolute.
+        is_input: Whether it is what a script gave the module; otherwise it is what the module gave.
     """
 
     name: str
     kind: str
     largest: float
+    is_input: bool = False
 
     @property
     def title(self) -> str:
@@ -38,50 +42,72 @@ class Seen:
         return f'{self.name or "the model itself"} ({self.kind})'
 
     @property
+    def is_nan(self) -> bool:
+        """Whether one of the numbers was NaN."""
+        return math.isnan(self.largest)
+
+    @property
     def is_finite(self) -> bool:
         """Whether all numbers were."""
         return math.isfinite(self.largest)
 
 
-class LiveWatch:
-    """Notes the largest number in each output of each module, and in the gradient of each, until it is removed.
+#: Name and class of a module, the largest number on its device, and whether the module was given it.
+_Entry = tuple[str, str, Tensor, bool]
 
-    That is one reduction for each, and the device is read by :meth:`take` alone.
+
+class LiveWatch:
+    """Notes the largest number in what scripts give, in each output of each module, and in the gradient of each, until removed.
+
+    That is one reduction for each, and the device is read by :meth:`take` alone. A script gives something where it calls the
+    model, or a part of it outside of any other call: ``model.forward_features(x)`` calls the parts one by one.
 
     Args:
         model: Not wrapped.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._inputs: list[tuple[str, str, Tensor]] = []
-        self._outputs: list[tuple[str, str, Tensor]] = []
-        self._gradients: list[tuple[str, str, Tensor]] = []
-        self._handles = [model.register_forward_pre_hook(_AtInput(self), with_kwargs=True)]
+        self._forward: list[_Entry] = []
+        self._gradients: list[_Entry] = []
+        self._depth = 0
+        self._weights = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._handles = []
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._handles.append(module.register_forward_hook(_AtOutput(self, name, class_name(module))))
+                kind = class_name(module)
+                # before the casts of this package: what the script gave
+                self._handles.append(first_pre_hook(module, _AtInput(self, name, kind), with_kwargs=True))
+                self._handles.append(module.register_forward_hook(_AtOutput(self, name, kind)))
+                self._handles.append(module.register_forward_hook(_AtEnd(self), always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
 
-    def take(self) -> tuple[list[Seen], list[Seen], list[Seen]]:
-        """What was seen since the last call: inputs of the model, outputs in the order of the forward pass, gradients of
-        outputs in the order of the backward pass. Syncs."""
-        found = tuple(_read(entries) for entries in (self._inputs, self._outputs, self._gradients))
-        self._inputs, self._outputs, self._gradients = [], [], []
-        return found  # type: ignore[return-value]
+    def take(self) -> tuple[list[Seen], list[Seen]]:
+        """What was seen since the last call, in the order in which it came: of the forward pass, what scripts gave and the
+        outputs of modules; of the backward pass, gradients of outputs. Syncs."""
+        found = _read(self._forward), _read(self._gradients)
+        self._forward, self._gradients, self._depth = [], [], 0
+        return found
 
-    def see_inputs(self, value: Any) -> None:
-        """The model is called."""
-        self._inputs += [('', '', _largest(tensor)) for tensor in tensors_of(value) if _counts(tensor)]
+    def begin(self, name: str, kind: str, value: Any) -> None:
+        """A module is called."""
+        if not self._depth:
+            given = [tensor for tensor in tensors_of(value) if _counts(tensor) and id(tensor) not in self._weights]
+            self._forward += [(name, kind, _largest(tensor), True) for tensor in given]
+        self._depth += 1
+
+    def end(self) -> None:
+        """A call of a module has ended, by an error or not."""
+        self._depth = max(self._depth - 1, 0)
 
     def see_output(self, name: str, kind: str, output: Any) -> None:
         """A module has given something."""
         for tensor in outputs_of(output):
             if _counts(tensor):
-                self._outputs.append((name, kind, _largest(tensor)))
+                self._forward.append((name, kind, _largest(tensor), False))
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(_AtGradient(self._gradients, name, kind))  # type: ignore[no-untyped-call]
 
@@ -89,12 +115,12 @@ class LiveWatch:
 class _AtGradient:
     """Tensor hook; it holds a list alone, since scripts keep their losses."""
 
-    def __init__(self, entries: list[tuple[str, str, Tensor]], name: str, kind: str) -> None:
+    def __init__(self, entries: list[_Entry], name: str, kind: str) -> None:
         self._entries, self._name, self._kind = entries, name, kind
 
     def __call__(self, gradient: Tensor) -> None:
         if _counts(gradient):
-            self._entries.append((self._name, self._kind, _largest(gradient)))
+            self._entries.append((self._name, self._kind, _largest(gradient), False))
 
 
 class _WatchHook(AmpHook):
@@ -105,12 +131,21 @@ class _WatchHook(AmpHook):
 
 
 class _AtInput(_WatchHook):
-    def __init__(self, watch: LiveWatch) -> None:
-        self._watch = watch
+    def __init__(self, watch: LiveWatch, name: str, kind: str) -> None:
+        self._watch, self._name, self._kind = watch, name, kind
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self._watch.see_inputs((args, kwargs))
+            self._watch.begin(self._name, self._kind, (args, kwargs))
+
+
+class _AtEnd(_WatchHook):
+    def __init__(self, watch: LiveWatch) -> None:
+        self._watch = watch
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self._watch.end()
 
 
 class _AtOutput(_WatchHook):
@@ -131,16 +166,22 @@ def _largest(tensor: Tensor) -> Tensor:
     return local([tensor.detach()])[0].abs().amax().float()
 
 
-def _read(entries: list[tuple[str, str, Tensor]]) -> list[Seen]:
+def _read(entries: list[_Entry]) -> list[Seen]:
     if not entries:
         return []
     device = entries[0][2].device
-    numbers = torch.stack([largest.to(device) for _, _, largest in entries]).tolist()
-    return [Seen(name, kind, number) for (name, kind, _), number in zip(entries, numbers)]
+    numbers = torch.stack([largest.to(device) for _, _, largest, _ in entries]).tolist()
+    return [Seen(name, kind, number, given) for (name, kind, _, given), number in zip(entries, numbers)]
+
+
+def _limit(parts: EngineParts) -> float:
+    """The largest number of the type that the level computes in."""
+    dtype = low_precision(parts.policy)
+    return math.inf if dtype is None else torch.finfo(dtype).max
 
 
 def judge_watched(
-    seen: tuple[Sequence[Seen], Sequence[Seen], Sequence[Seen]],
+    seen: tuple[Sequence[Seen], Sequence[Seen]],
     step: StepRecord,
     parts: EngineParts,
     several_ranks: bool,
@@ -153,16 +194,27 @@ def judge_watched(
         parts: Of the engine.
         several_ranks: Whether gradients are averaged over several ranks.
     """
-    inputs, outputs, gradients = seen
-    first = next((place for place, each in enumerate(outputs) if not each.is_finite), None)
+    forward, gradients = seen
+    # infinities that a script gives are masks, NaN is not
+    first = next(
+        (place for place, each in enumerate(forward) if not each.is_finite and (not each.is_input or each.is_nan)), None
+    )
     last = next((place for place, each in enumerate(gradients) if not each.is_finite), None)
-    if any(math.isnan(each.largest) for each in inputs):
+    if first is not None and forward[first].is_input:
         found = Diagnosis('input', 'What the model was given holds NaN.')
     elif first is not None:
-        place = outputs[first]
-        before = max((each.largest for each in outputs[:first]), default=0.0)
-        text = f'The first output that is not finite is that of {place.title}, after numbers up to {before:.3g}.'
-        found = Diagnosis('forward', text, place.name, place.kind, 'forward')
+        place = forward[first]
+        finite = [each for each in forward[:first] if each.is_finite]
+        largest = max(finite, key=lambda each: each.largest, default=None)
+        limit = _limit(parts)
+        if largest is not None and largest.is_input and largest.largest > limit:
+            numbers = f'numbers up to {largest.largest:.3g}, and the type of the level ends at {limit:.5g}'
+            text = f'What the model was given is too large: {numbers}.'
+            found = Diagnosis('input_range', text, place.name, place.kind, 'forward')
+        else:
+            before = 0.0 if largest is None else largest.largest
+            text = f'The first output that is not finite is that of {place.title}, after numbers up to {before:.3g}.'
+            found = Diagnosis('forward', text, place.name, place.kind, 'forward')
     elif last is not None:
         place = gradients[last]
         before = max((each.largest for each in gradients[:last]), default=0.0)

@@ -35,6 +35,20 @@ _FILLS = (
 #: Ops that hand on what they are given, so that theirs is never the place where a number went out of range.
 _MOVES = ('_to_copy', 'copy_', 'clone', 'detach', 'view', 'reshape', 'cat', 'stack', 'expand')
 _LOGS = ('log', 'log2', 'log10', 'log1p')
+#: Ops in which each number of the result comes from many of the input, so that what they are given is no mask.
+_MIXES = frozenset(
+    {
+        *('mm', 'addmm', 'bmm', 'baddbmm', 'addbmm', 'mv', 'addmv', 'dot', 'linear', 'matmul', 'convolution', 'cumsum'),
+        *(
+            'native_layer_norm',
+            'native_group_norm',
+            'native_batch_norm',
+            '_native_batch_norm_legit',
+            'cudnn_batch_norm',
+        ),
+        *('sum', 'mean', 'var', 'std', 'var_mean', 'linalg_vector_norm'),
+    }
+)
 _KEY = 'amp_wrapper.module'
 #: What is written without values first.
 _EMPTY = ('empty', 'empty_like', 'empty_strided', 'new_empty', 'new_empty_strided')
@@ -104,8 +118,12 @@ class BadOp:
             if here.has_nan and any(each.has_nan for each in bad):
                 bad = [each for each in bad if each.has_nan]
             else:
-                # of another shape, it is no mask that was added: a sum of logarithms of zero, say
-                logs = [each.log for each in bad if each.log is not None and each.shape != here.shape]
+                # a sum of logarithms of zero, say: they are no mask that was added, which has the shape of the result
+                logs = [
+                    each.log
+                    for each in bad
+                    if each.log is not None and (each.shape != here.shape or _bare(here.op) in _MIXES)
+                ]
                 bad = [each for each in bad if not each.is_mask] or [each for each in logs if each is not None]
             if not bad:
                 return here
@@ -233,6 +251,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if not (key in given and (not in_place or _is_part(tensor))):
                     self._memory[key] = _Known(None, module, name, _source())
                 continue
+            if key in given and not in_place:
+                # a view: what is bad in it is bad in what it shows
+                continue
             found = self._describe(name, phase, module, node, tensor)
             before = _numbers((args, kwargs))
             if in_place and before and _key(before[0]) == key:
@@ -242,13 +263,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found.came_in = [known.bad] if known is not None and known.bad is not None and not _fills(name) else []
             else:
                 rest = before
-            found.came_in += [bad for each in rest if _is_bad(each) for bad in [self._source_of(each, phase)]]
+            shares = [each.nonfinite / _elements(each.shape) for each in found.came_in]
+            bad = [each for each in rest if _is_bad(each)]
+            # of what came in itself: a part of a mask may have more of them than the whole of it
+            shares += [_nonfinite(each) / each.numel() for each in bad]
+            found.came_in += [self._source_of(each, phase) for each in bad]
             found.dtypes_in = [each.dtype for each in before]
             if before and _key(before[0]) not in self._weights:
                 found.reads = self._origins.get(_key(before[0]), '')
             if not found.came_in:
                 found.inputs = [measure_one(each) for each in rest if _is_measured(each)]
-            found.is_mask = _is_mask(name, found, tensor)
+            found.is_mask = _is_mask(name, found, tensor, shares)
             if found.is_mask:
                 found.log = found if not found.came_in and _bare(name) in _LOGS else _log_of(found.came_in)
             self.bad.append(found)
@@ -263,7 +288,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node,
             _source() if phase == FORWARD else '',
             bool(tensor.isnan().any()),
-            int((~tensor.isfinite()).sum()),
+            _nonfinite(tensor),
             tuple(tensor.shape),
             tensor.dtype,
             order=len(self.bad),
@@ -295,8 +320,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
-def _is_mask(name: str, found: BadOp, tensor: Tensor) -> bool:
-    """Whether the infinities of a result were asked for: filled in, or those of a mask that was filled in."""
+def _is_mask(name: str, found: BadOp, tensor: Tensor, shares: Sequence[float]) -> bool:
+    """Whether the infinities of a result were asked for: filled in, or those of a mask that was filled in.
+
+    ``shares`` are those of infinities in what came in.
+    """
     if found.has_nan:
         return False
     if not found.came_in:
@@ -304,9 +332,7 @@ def _is_mask(name: str, found: BadOp, tensor: Tensor) -> bool:
     if not all(each.is_mask for each in found.came_in):
         return False
     # as many as a mask, stretched to the shape of the result, brings along
-    return any(
-        found.nonfinite * _elements(each.shape) <= each.nonfinite * _elements(found.shape) for each in found.came_in
-    ) or _fills(name)
+    return found.nonfinite / _elements(found.shape) <= max(shares) * (1 + 1e-12) or _fills(name)
 
 
 def _log_of(came_in: Sequence[BadOp]) -> BadOp | None:
@@ -336,6 +362,10 @@ def moves_only(name: str) -> bool:
 def _is_bad(tensor: Tensor) -> bool:
     is_number = tensor.is_floating_point() or tensor.is_complex()
     return is_number and tensor.layout is torch.strided and not bool(tensor.isfinite().all())
+
+
+def _nonfinite(tensor: Tensor) -> int:
+    return int((~tensor.isfinite()).sum())
 
 
 def _is_measured(tensor: Tensor) -> bool:

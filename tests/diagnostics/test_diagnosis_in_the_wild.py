@@ -265,3 +265,109 @@ def test_the_page_says_where_the_forward_pass_alone_was_tried(tmp_path: Path) ->
         row = table.partition(f'{setting}</td>')[2].partition('</tr>')[0]
         assert ('>finite in its forward pass<' in row) == remedy.forward_only
         assert '>finite<' not in row
+
+
+class SlicedMask(nn.Module):
+    """As models of language write it: a causal mask of the longest text, of which the model hands a part to its blocks."""
+
+    def __init__(self, filled: float) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.gain = 1e6
+        self.register_buffer('mask', torch.full((16, 16), filled).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        # wider than long: more of it is masked than of the whole
+        mask = self.mask[:3, :8]
+        for place, block in enumerate(self.blocks):
+            y = block(x)
+            x = (y.mT @ y * (self.gain if place == 1 else 1.0))[:, :3] + mask
+            x = (x.softmax(-1) @ y.mT).mT[..., :3].mT.repeat(1, 2, 3)[:, :6, :8] if x.shape[-1] != 8 else x.softmax(-1)
+        return x
+
+
+@pytest.mark.parametrize('filled', [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_a_part_of_a_mask_is_a_mask(filled: float, level: str) -> None:
+    (found,) = examine(SlicedMask(filled), level, [torch.randn(2, 3, 4)])
+    assert (found.cause, found.module) == ('forward_range', ''), found.text
+    assert 'aten.mul made' in found.text
+    assert 'self.gain' in found.source
+
+
+@pytest.mark.parametrize('width', [8, 16])
+def test_a_layer_mixes_what_it_is_given_however_wide_it_is(width: int) -> None:
+    class Logarithm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 8), nn.Linear(8, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).relu().log())
+
+    (found,) = examine(Logarithm(), 'O2', [torch.randn(8, 4)])
+    assert (found.cause, found.module) == ('forward_nan', '')
+    assert 'aten.log made' in found.text
+
+
+class Parts(nn.Module):
+    """Called part by part, with an activation that writes to its input, so that no call can be run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.act(self.stem(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forward_features(x))
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'cause', 'text'),
+    [
+        (nan_input, 'input', 'What the model was given holds NaN'),
+        (lambda x: x * 0 + 3e6, 'input_range', 'numbers up to 3e+06, and the type of the level ends at 65504'),
+        (lambda x: x * 0 + 6e4, 'forward', 'is that of stem (ParametrizedLinear), after numbers up to 6e+04'),
+    ],
+)
+def test_watched_parts_are_told_from_what_they_are_given(
+    spoil: Callable[[Tensor], Tensor], cause: str, text: str
+) -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    with torch.no_grad():
+        model.stem.parametrizations.weight.original0.fill_(9.0)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.01), opt_level='O2', loss_scale=1.0, verbosity=0
+    )
+    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
+        for step in range(3):
+            x = torch.randn(8, 4)
+            loss = square(model.head(model.forward_features(spoil(x) if step else x)))
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [each.cause for each in watch.diagnoses] == ['not_replayed', cause]
+    assert text in watch.diagnoses[1].text
+
+
+@pytest.mark.parametrize(('eps', 'told'), [(1e-8, True), (1e-4, False)])
+def test_an_eps_that_is_zero_in_the_type_of_the_weights(eps: float, told: bool) -> None:
+    def spoil(index: int, model: nn.Module, wrapper: Any) -> None:
+        with torch.no_grad():
+            model.blocks[1].fc2.weight[0, 0] = torch.nan
+
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
+    (found,) = examine(model, 'O3', batches(1), optimizer=optimizer, before=spoil)
+    assert found.cause == 'weight'
+    assert ('its eps=1e-08 is zero' in found.text) == told
+    (found,) = examine(Deep(), 'O2', batches(1), before=spoil)
+    assert 'eps=' not in found.text

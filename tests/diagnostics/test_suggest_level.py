@@ -327,6 +327,44 @@ def test_an_op_that_a_type_does_not_have_rules_a_level_out() -> None:
     assert "not implemented for 'BFloat16'" in found.reason
 
 
+class MaskMaker(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[-2]
+        return torch.full((size, size), torch.finfo(torch.float32).min).triu(1).to(x.dtype)
+
+
+class MaskedAttention(nn.Module):
+    """A mask from a module of its own, and scores that float16 cannot hold for a large ``gain``."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.embed, self.mask, self.attn, self.head = nn.Linear(8, 8), MaskMaker(), AddMask(gain), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.attn(x, self.mask(x)).mean(1))
+
+
+class AddMask(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.out, self.gain = nn.Linear(8, 8), gain
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = (x * self.gain) @ (x * self.gain).mT / self.gain**2
+        return self.out((scores + mask).softmax(-1) @ x)
+
+
+def test_infinities_of_masks_rule_nothing_out() -> None:
+    found = suggest(MaskedAttention(1.0), shape=(6, 8), levels=['O2', 'O5'])
+    assert kinds(found, 'O2') == kinds(found, 'O5') == []
+    assert "numbers of 'mask' (MaskMaker) become infinite" in entry(found, 'O2')['remarks'][0]
+    found = suggest(MaskedAttention(3e3), shape=(6, 8), levels=['O2'])
+    # and beside a mask, what does is named
+    assert kinds(found, 'O2') == ['forward']
+    assert "'attn' (AddMask)" in entry(found, 'O2')['reasons'][0]['text']
+
+
 def test_any_error_at_a_level_rules_it_out() -> None:
     class Table(PlainCNN):
         def forward(self, x: Tensor) -> Tensor:
