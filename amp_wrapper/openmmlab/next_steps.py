@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -51,7 +52,9 @@ def lines(runner: Any, args: argparse.Namespace, checkpoint: Path) -> list[str]:
         for (name, schedule), (end, total) in zip(schedules, ends):
             if end == total:
                 options |= {f'{name}.{entry}': value for entry, value in _doubled(schedule, total).items()}
-        words = [*_train(args), *_flags(args, f'{start.short(runner.work_dir)}_{length}_{unit}')]
+        # the folder of a training that was such a longer one already
+        stem = re.sub(r'_\d+_(epochs|iters)$', '', start.short(runner.work_dir))
+        words = [*_train(args), *_flags(args, f'{stem}_{length}_{unit}')]
         title = 'Its schedules are over, and stay so in a resumed run. A new training, twice as long:'
     else:
         options = {**_typed_options(args), f'train_cfg.{key}': length}

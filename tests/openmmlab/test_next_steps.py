@@ -24,9 +24,11 @@ def config(schedules: Any, **words: Any) -> Config:
     return Config(dict(train_cfg=dict(by_epoch=True, max_epochs=EPOCHS), param_scheduler=schedules, **words))
 
 
-def lines(cfg: Config, *typed: str, epochs: int = EPOCHS, iters: int = EPOCHS * LENGTH) -> list[str]:
+def lines(
+    cfg: Config, *typed: str, epochs: int = EPOCHS, iters: int = EPOCHS * LENGTH, folder: str = 'work'
+) -> list[str]:
     args = cli.parser_of('train')[1].parse_args(['config.py', *typed])
-    runner = SimpleNamespace(cfg=cfg, max_epochs=epochs, max_iters=iters, work_dir=str(Path('work').resolve()))
+    runner = SimpleNamespace(cfg=cfg, max_epochs=epochs, max_iters=iters, work_dir=str(Path(folder).resolve()))
     return next_steps.lines(runner, args, Path('work/epoch_6.pth').resolve())
 
 
@@ -78,6 +80,7 @@ def test_a_longer_training_has_the_same_schedule_stretched(schedule: dict[str, A
     longer = config(schedule)
     merge_options(longer, args.cfg_options)
     assert longer.train_cfg.max_epochs == 2 * EPOCHS
+    assert parsed(lines(cfg, folder=f'work_{EPOCHS}_epochs')[-1]).work_dir == args.work_dir
     before, after = rates(cfg, EPOCHS), rates(longer, 2 * EPOCHS)
     if not schedule.get('by_epoch', True):
         assert after[::2] == pytest.approx(before, abs=1e-6)
