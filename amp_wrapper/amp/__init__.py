@@ -29,7 +29,7 @@ from ..casting.sharding import shard
 from ..compiler_internals import eager_block
 from ..diagnostics.precision_report import report
 from ..diagnostics.suggest_level import suggest_level
-from ..policy import OPTIONS
+from ..policy import OPTIONS, OptLevel
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolve import Fp32Names
 from . import arguments as amp_arguments
@@ -72,7 +72,7 @@ def initialize(  # type: ignore[misc]
     models: Any,
     optimizers: Any = None,
     enabled: bool = True,
-    opt_level: str = 'O1',
+    opt_level: OptLevel = 'O1',
     cast_model_type: str | torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,

@@ -14,7 +14,7 @@ from .. import compiler_internals
 from ..casting.find_hooks import holds_casts
 from ..casting.sharding import Sharding
 from ..errors import AmpAttachError, AmpConfigError
-from ..policy import OPTIONS, Policy, SharedOptions, resolve
+from ..policy import OPTIONS, OptLevel, Policy, SharedOptions, resolve
 from . import known_models
 from .session import Session
 
@@ -40,13 +40,13 @@ _PRINTED = (*_OF_MODELS[:4], 'loss_scale', *_OF_MODELS[5:])
 class InitializeOptions(SharedOptions, total=False):
     """What :func:`amp_wrapper.amp.initialize` takes beside models and optimizers."""
 
-    opt_level: str
+    opt_level: OptLevel
     master_weights: bool | None
     mesh: DeviceMesh | None
     sharding: Mapping[str, Any] | None
 
 
-def policy_of(opt_level: str, given: Mapping[str, Any]) -> Policy:
+def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
     """The configuration.
 
     Args:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest
 from ..policy import PolicyOptions, resolve
-from ..policy.policy import Policy, parse_dtype
+from ..policy.policy import OptLevel, Policy, parse_dtype, spellings
 from ..shards import is_sharded
 from .modules import class_name
 from .new_groups import NewGroup, find_blocks, make_groups
@@ -91,10 +91,10 @@ class Sharding:
                 f"sharding['blocks']={blocks!r} must be module classes, class names or patterns over names."
             )
             blocks = None
-        reduce = words.get('reduce_dtype')
+        reduce, known_types = words.get('reduce_dtype'), (torch.float32, torch.float16, torch.bfloat16)
         dtype = parse_dtype(reduce)
-        if reduce is not None and dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            problems.append(f"sharding['reduce_dtype']={reduce!r} must be 'float32', 'float16', 'bfloat16' or None.")
+        if reduce is not None and dtype not in known_types:
+            problems.append(f"sharding['reduce_dtype']={reduce!r} must be {spellings(*known_types)}, or None.")
         if policy.accumulate_in_fp32 and policy.casts_model:
             if dtype not in (None, torch.float32):
                 problems.append(
@@ -184,7 +184,7 @@ _Model = TypeVar('_Model', bound=nn.Module)
 
 def fully_shard(
     model: _Model,
-    opt_level: str = 'O1',
+    opt_level: OptLevel = 'O1',
     *,
     mesh: DeviceMesh,
     blocks: str | type | Sequence[str | type] | None = None,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from ..errors import AmpCheckpointError, AmpConfigError
-from ..policy import resolve
+from ..policy import OptLevel, resolve
 from . import SavedAmp, convert
 
 #: What wrote a file of each kind, and what resumes from it as it is.
@@ -110,10 +111,19 @@ def _saved(file: Mapping[str, Any], meta: Mapping[str, Any]) -> str:
     if 'time' in meta:
         words.append(f'at {meta["time"]}')
     if 'mmengine_version' in meta:
-        words.append(f'by mmengine {meta["mmengine_version"]}')
+        words.append(_writer(str(meta['mmengine_version'])))
     if meta.get('seed') is not None:
         words.append(f'seed {meta["seed"]}')
     return ', '.join(words) or 'the file does not tell'
+
+
+def _writer(version: str) -> str:
+    """mmengine writes its version, and right behind it the commit of the repository that the training was started in."""
+    match = re.fullmatch(r'(.+?)(?:([0-9a-f]{40}|[0-9a-f]{64})|unknown)', version)
+    if match is None:
+        return f'by mmengine {version}'
+    place = f', in a repository at commit {match[2][:8]}' if match[2] else ''
+    return f'by mmengine {match[1]}{place}'
 
 
 def _count(number: int, word: str) -> str:
@@ -172,7 +182,7 @@ def _level(saved: SavedAmp) -> str:
     assert saved.opt_level is not None
     assert saved.properties is not None
     try:
-        usual = resolve(saved.opt_level).to_dict()
+        usual = resolve(cast(OptLevel, saved.opt_level)).to_dict()
     except AmpConfigError:
         return f'{saved.opt_level}, which this version does not know'
     changed = [f'{key}={value!r}' for key, value in saved.properties.items() if usual.get(key, value) != value]

@@ -280,10 +280,11 @@ def _reason(error: Exception) -> str:
 
 def _existing(path: str | os.PathLike[str]) -> Path:
     path = Path(path).expanduser()
-    old = path.with_name(path.name + OLD_SUFFIX)
-    if not path.exists() and old.is_file():
-        # somebody died while a folder of shards took its place
-        return old
-    if not path.is_file():
+    if path.is_file():
+        return path
+    # a folder may have no name to add to, as '.'
+    old = path if path.exists() else path.with_name(path.name + OLD_SUFFIX)
+    if not old.is_file():
         raise AmpCheckpointError(f'{path} is not there, or no file: check the path.')
-    return path
+    # somebody died while a folder of shards took its place
+    return old

@@ -35,8 +35,11 @@ def part_of(target: Path) -> Path:
 def standing(path: str | os.PathLike[str]) -> Path:
     """A folder, or the one before it, where somebody died between renaming the two."""
     folder = Path(path).expanduser()
+    if folder.exists():
+        # also '.', which has no name to add to
+        return folder
     old = folder.with_name(folder.name + OLD_SUFFIX)
-    return old if not folder.exists() and old.exists() else folder
+    return old if old.exists() else folder
 
 
 def look_at(path: Path) -> Seen:

@@ -21,7 +21,7 @@ from ..casting.kept_modules import check_names
 from ..casting.modules import class_name, module_device
 from ..casting.roots import unwrap
 from ..errors import AmpConfigError, AmpUsageError, nearest
-from ..policy import LEVELS, OPTIONS, Policy, PolicyOptions, dtype_name, resolve
+from ..policy import LEVELS, OPTIONS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
 from ..version import __version__
 from . import pages, report_table
@@ -98,7 +98,7 @@ class PrecisionReport:
 def report(
     model: nn.Module,
     example: Any,
-    opt_level: str = 'O2',
+    opt_level: OptLevel = 'O2',
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     *,
     make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
@@ -244,7 +244,7 @@ def _fp32(policy: Policy) -> Policy:
     return dataclasses.replace(resolve('O0'), num_losses=policy.num_losses)
 
 
-def _memory_at(subject: Subject, level: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _memory_at(subject: Subject, level: OptLevel, overrides: Mapping[str, Any]) -> dict[str, Any]:
     try:
         policy = resolve(level, **overrides)
     except AmpConfigError:

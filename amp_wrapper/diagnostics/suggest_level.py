@@ -18,7 +18,7 @@ from ..casting.roots import unwrap
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
 from ..optim import FusedAdamW
-from ..policy import LEVELS, Policy, resolve
+from ..policy import LEVELS, OptLevel, Policy, resolve
 from ..policy.resolve import PolicyOptions
 from .level_phases import REFERENCE, LevelPhases
 from .level_study import Study
@@ -39,7 +39,7 @@ def suggest_level(
     loss_fn: Callable[[nn.Module, Any], Tensor],
     batches: Iterable[Any],
     make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
-    levels: Sequence[str] | None = None,
+    levels: Sequence[OptLevel] | None = None,
     steps: int = 20,
     seed: int = 0,
     progress: bool = True,
@@ -179,7 +179,7 @@ def _default_optimizer(model: nn.Module) -> Optimizer:
     return FusedAdamW(trainable([model]), lr=DEFAULT_LR)
 
 
-def _check_levels(levels: Any) -> tuple[str, ...]:
+def _check_levels(levels: Any) -> tuple[OptLevel, ...]:
     if levels is None:
         return LEVELS
     listed = [levels] if isinstance(levels, str) else list(levels) if isinstance(levels, Iterable) else []
@@ -189,7 +189,7 @@ def _check_levels(levels: Any) -> tuple[str, ...]:
     return tuple(level for level in LEVELS if level in listed)
 
 
-def _resolve(levels: Sequence[str], overrides: dict[str, Any]) -> tuple[dict[str, Policy], dict[str, str]]:
+def _resolve(levels: Sequence[OptLevel], overrides: dict[str, Any]) -> tuple[dict[str, Policy], dict[str, str]]:
     """Level to configuration, and level to why it cannot be had."""
     policies = {REFERENCE: resolve('O0')}
     problems: dict[str, str] = {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from ..policy import dtype_name
+from ..policy import OptLevel, dtype_name
 from ..policy.policy import MEANINGS
 from . import pages
 from .deviations import ModuleDeviation
@@ -34,7 +34,7 @@ class LevelSuggestion:
         data: Everything that was measured, as plain dicts, lists, strings and numbers, for JSON.
     """
 
-    level: str | None
+    level: OptLevel | None
     keep_fp32: tuple[str, ...]
     reason: str
     data: Mapping[str, Any]
@@ -167,7 +167,7 @@ def describe(study: Study) -> LevelSuggestion:
         'levels': entries,
     }
     data['notes'] = notes(study)
-    return LevelSuggestion(level, keep, why, data)
+    return LevelSuggestion(cast('OptLevel | None', level), keep, why, data)
 
 
 def _plain(value: Any) -> Any:

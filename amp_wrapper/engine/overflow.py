@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..policy.policy import IN_BFLOAT16, Policy
+
 logger = logging.getLogger('amp_wrapper')
 
 #: Where the numbers of a step's info stand (:func:`amp_wrapper.ops.step_prologue`).
@@ -243,6 +245,27 @@ def info_of(skip: Tensor | None, norm: Tensor | None, scale: Tensor, counts: Ten
     skipped = torch.zeros_like(one) if skip is None else skip
     unlimited = torch.full_like(one, torch.inf)
     return torch.stack([skipped, one, one, unlimited, shown, scale, counts[1].float(), counts[2].float()])
+
+
+def what_to_try(policy: Policy) -> list[str]:
+    """What may end a row of skipped steps, for an error message: only what changes something at this level.
+
+    Args:
+        policy: Of the training.
+    """
+    found = ['look for NaN in the data and the loss', 'lower the learning rate or add clip_grad']
+    scale = policy.loss_scale
+    if scale.enabled and not scale.dynamic and scale.init_scale > 1:
+        found.append("lower loss_scale, or write loss_scale='dynamic'")
+    if policy.runs_16_bit:
+        found.append('keep the named modules in FP32 (keep_fp32=[...])')
+    if torch.float16 in (policy.cast_model_type, policy.autocast_dtype) and policy.enabled:
+        level = IN_BFLOAT16.get(policy.opt_level)
+        words = "cast_model_type='bfloat16'" if level is None else f'opt_level={level!r}'
+        found.append(f'use bfloat16, which has the range of FP32 ({words})')
+    elif policy.runs_16_bit:
+        found.append("compare with opt_level='O0': bfloat16 has the range of FP32, so FP32 may overflow as well")
+    return found
 
 
 class OverflowMonitor:

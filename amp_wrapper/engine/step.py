@@ -22,7 +22,7 @@ from .buffers import living
 from .clipping import GradientClip, ShardNorm
 from .gradients.unscale import nonfinite_names
 from .host_read import LateRead, before_post_hooks, flagged, has_pre_hooks, late_gradients, takes_flag
-from .overflow import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of
+from .overflow import GRAD_NORM, LOSS_SCALE, SKIP, SKIPS, STREAK, StepResult, info_of, what_to_try
 from .parts import EngineParts, Stage
 
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter('requires_grad')
@@ -380,7 +380,5 @@ def _raise_streak(parts: EngineParts, streak: int) -> NoReturn:
     raise OverflowStreakError(
         f'{streak} optimizer steps in a row had non-finite gradients (max_consecutive_skips='
         f'{parts.policy.max_consecutive_skips}); the loss scale is {scale}. Non-finite now: {shown}. Weights and '
-        f'optimizer state are those of the last clean step. What to try: look for NaN in the data and the loss; lower the '
-        f'learning rate or add clip_grad; keep the named modules in FP32 (keep_fp32=[...]); use bfloat16 '
-        f"(dtype='bfloat16').{found}"
+        f'optimizer state are those of the last clean step. What to try: {"; ".join(what_to_try(parts.policy))}.{found}'
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
 
-from ..policy import OPTIONS
+from ..policy import OPTIONS, OptLevel
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..registry import OPTIM_WRAPPERS
 from .optim_wrapper import AmpOptimWrapper
@@ -37,7 +37,7 @@ class ApexOptimWrapper(AmpOptimWrapper):
 
     def __init__(
         self,
-        opt_level: str = 'O1',
+        opt_level: OptLevel = 'O1',
         loss_scale: float | str | Mapping[str, Any] | None = 'dynamic',
         enabled: bool = True,
         cast_model_type: str | torch.dtype | bool | None = None,

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
+import functools
+import inspect
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, DictAction
+from mmengine.runner import FlexibleRunner, Runner
 
 from ..errors import AmpConfigError, AmpUsageError, nearest
 from . import projects
+
+#: What mmengine reads from a config beside the arguments of its runners: in methods of theirs, and where it reads the file.
+_READ_FROM_CFG = (
+    'activation_checkpointing',
+    'compile',
+    'custom_imports',
+    'data_root',
+    'efficient_conv_bn_eval',
+    'find_unused_parameters',
+    'init_weights_for_test_or_val',
+    'model_wrapper_cfg',
+    'runner_type',
+    'sync_bn',
+)
+#: How close a key must be to a known one to be taken for a misspelling of it: 'val_dataloder' is, 'val_pipeline' is not close
+#: to 'train_pipeline'.
+_NEAR = 0.8
 
 
 def read_config(path: str | Path, options: dict[str, Any] | None = None) -> Config:
@@ -94,10 +117,12 @@ def merge_options(cfg: Config, options: dict[str, Any] | None) -> None:
         options: From ``--cfg-options``, or None.
 
     Raises:
-        AmpConfigError: They do not fit the config.
+        AmpConfigError: They do not fit the config; a key that neither the config nor mmengine knows, and that is close to one
+            that they know.
     """
     if not options:
         return
+    _check_keys(cfg, options)
     new = options.get('data_root')
     if new is not None:
         _move_data(cfg, str(new))
@@ -105,6 +130,45 @@ def merge_options(cfg: Config, options: dict[str, Any] | None) -> None:
         cfg.merge_from_dict(options)
     except (KeyError, TypeError, IndexError) as error:
         raise AmpConfigError([f'--cfg-options do not fit the config: {type(error).__name__}: {error}']) from error
+
+
+def _check_keys(cfg: Config, options: dict[str, Any]) -> None:
+    """Refuse keys that are misspelt; of others that nobody is known to read, say so.
+
+    A new key at the top of a config is no error for mmengine, which never looks at it. It is legitimate where code of the
+    user's project reads ``runner.cfg``, so only a key that is close to a known one is refused.
+    """
+    known = [*cfg, *known_keys()]
+    for option in options:
+        key = option.partition('.')[0]
+        if key in known:
+            continue
+        near = difflib.get_close_matches(key, known, n=1, cutoff=_NEAR)
+        if near:
+            raise AmpConfigError(
+                [
+                    f"--cfg-options {option}: neither the config nor mmengine knows {key!r} (did you mean '{near[0]}'?). A key "
+                    'that your own code reads can be written into the config.'
+                ]
+            )
+        if os.environ.get('RANK', '0') == '0':
+            print(
+                f'warning: --cfg-options {option}: neither the config nor mmengine knows {key!r}; it has an effect only where '
+                'code of your own reads it.',
+                file=sys.stderr,
+            )
+
+
+@functools.cache
+def known_keys() -> tuple[str, ...]:
+    """What mmengine's runners, and the commands, read at the top of a config."""
+    arguments = {
+        name: None
+        for runner in (Runner, FlexibleRunner)
+        for name, parameter in inspect.signature(runner.__init__).parameters.items()
+        if name not in ('self', 'cfg')
+    }
+    return (*arguments, *_READ_FROM_CFG)
 
 
 def _move_data(cfg: Config, new: str) -> None:

@@ -11,7 +11,7 @@ from ..casting.nonfinite import NonfiniteWatch
 from ..casting.region_hooks import autocast_forward
 from ..engine import AmpEngine
 from ..errors import NonfiniteError
-from ..policy import resolve
+from ..policy import OptLevel, resolve
 from ..registry import HOOKS
 from . import attaching
 from .data_elements import cast_data_element
@@ -35,7 +35,7 @@ class AmpInferenceHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def __init__(self, opt_level: str = 'O2', **overrides: Any) -> None:
+    def __init__(self, opt_level: OptLevel = 'O2', **overrides: Any) -> None:
         self.policy = resolve(opt_level, **overrides)
         self._engine: AmpEngine | None = None
 

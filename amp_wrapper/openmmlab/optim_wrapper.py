@@ -22,7 +22,7 @@ from ..compiler_internals import eager_block
 from ..engine import AmpEngine, held_optimizers
 from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
-from ..policy import Policy
+from ..policy import OptLevel, Policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolve import Fp32Names
 from ..registry import OPTIM_WRAPPERS
@@ -95,7 +95,7 @@ class AmpOptimWrapper(OptimWrapper):
         loss_scale: float | str | Mapping[str, Any] | None = None,
         dtype: str | torch.dtype | None = None,
         use_fsdp: bool = False,
-        opt_level: str = 'O1',
+        opt_level: OptLevel = 'O1',
         enabled: bool = True,
         cast_model_type: str | torch.dtype | bool | None = None,
         patch_torch_functions: bool | None = None,
@@ -137,7 +137,7 @@ class AmpOptimWrapper(OptimWrapper):
         return self._engine.policy
 
     @property
-    def opt_level(self) -> str:
+    def opt_level(self) -> OptLevel:
         """'O0' to 'O5', after ``dtype`` was applied."""
         return self._engine.policy.opt_level
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from .. import start
 from ..checkpoint import file as checkpoint_file
 from ..checkpoint import newest
 from ..errors import AmpConfigError, AmpUsageError
+from . import config_checks, next_steps
 from .config_options import read_config
 
 
@@ -36,6 +36,7 @@ def train(args: argparse.Namespace) -> None:
     start_processes_on_cpu(cfg)
     try:
         runner = build_runner(cfg)
+        config_checks.say_where_data_are_missing(runner)
         runner.train()
     except SystemExit as ended:
         # saved on SIGTERM: a clean end as well
@@ -54,8 +55,9 @@ def load_config(args: argparse.Namespace) -> Config:
         args: The options of ``amp-wrapper train``.
 
     Raises:
-        AmpConfigError: The config cannot be read, or an option does not go with it.
+        AmpConfigError: The config cannot be read, an option does not go with it, or its wrapper or loops cannot be built.
         AmpUsageError: A file that the options name is not there.
+        AmpCheckpointError: The checkpoint is not there, or is none.
     """
     cfg = read_config(args.config, args.cfg_options)
     cfg.launcher = args.launcher
@@ -75,6 +77,10 @@ def load_config(args: argparse.Namespace) -> Config:
             )
         cfg.resume = True
         cfg.load_from = None if args.resume == 'auto' else args.resume
+    config_checks.check_wrappers(cfg)
+    config_checks.check_loops(cfg, 'train_cfg', 'val_cfg')
+    if not cfg.get('resume'):
+        config_checks.check_checkpoint(cfg.get('load_from'))
     _choose_seed(cfg, args)
     _add_hook(cfg, 'ExactResumeHook')
     _add_hook(cfg, 'AmpMonitorHook')
@@ -173,7 +179,7 @@ def build_runner(cfg: Config) -> Any:
 
 
 def report(runner: Any, args: argparse.Namespace) -> None:
-    """End with what was reached and how to go on."""
+    """End with what was reached and what to type next."""
     if runner.rank != 0:
         return
     scalars = runner.message_hub.log_scalars
@@ -187,35 +193,8 @@ def report(runner: Any, args: argparse.Namespace) -> None:
     if not last.is_file():
         return
     checkpoint = Path(last.read_text().strip())
-    command = [*_typed(args), '--resume', start.short(checkpoint)]
-    if args.save_on_sigterm:
-        command.append('--save-on-sigterm')
-    for flag, value in (('--work-dir', args.work_dir), ('--opt-level', args.opt_level), ('--seed', args.seed)):
-        if value is not None:
-            command += [flag, str(value)]
-    if args.amp:
-        command.append('--amp')
-    options = dict(args.cfg_options or {})
-    by_epoch = runner.cfg.train_cfg.get('by_epoch', 'max_epochs' in runner.cfg.train_cfg)
-    key = 'train_cfg.max_epochs' if by_epoch else 'train_cfg.max_iters'
-    options[key] = 2 * (runner.max_epochs if by_epoch else runner.max_iters)
-    command += ['--cfg-options', *(f'{name}={value}' for name, value in options.items())]
     print(f'Checkpoint: {start.short(checkpoint)}')
-    print(f'Go on from it, for as long again:\n  {shlex.join(command)}')
-
-
-def _typed(args: argparse.Namespace) -> list[str]:
-    """The beginning of the command that was typed, with the config, for as many processes: only then it is bit for bit."""
-    command = [*start.typed('train'), args.config]
-    if args.launcher != 'pytorch':
-        return command
-    if start.script():
-        folder = start.short(Path(start.script()).resolve().parent)
-        return [f'{folder}/dist_train.sh', args.config, str(torch.distributed.get_world_size())]
-    # torchrun tells its processes how many it started
-    here, machines = (int(os.environ.get(name, 1)) for name in ('LOCAL_WORLD_SIZE', 'GROUP_WORLD_SIZE'))
-    launch = ['torchrun', f'--nproc-per-node={here}', *([f'--nnodes={machines}'] if machines > 1 else [])]
-    return [*launch, '-m', 'amp_wrapper', 'train', args.config, '--launcher', 'pytorch']
+    print('\n'.join(next_steps.lines(runner, args, checkpoint)))
 
 
 def end_processes() -> None:

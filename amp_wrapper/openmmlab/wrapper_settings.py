@@ -39,7 +39,8 @@ class WrapperSettings:
         Raises:
             AmpConfigError: Overrides that do not go with the level.
         """
-        return resolve(opt_level or self.opt_level, **self.overrides)
+        level: Any = opt_level or self.opt_level
+        return resolve(level, **self.overrides)
 
 
 def wrapper_settings(words: Mapping[str, Any] | None) -> WrapperSettings:

@@ -22,7 +22,7 @@ from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
 from ..policy.nested import parameters_in
-from ..policy.policy import parse_dtype
+from ..policy.policy import parse_dtype, spellings
 from ..shards import whole
 from .algorithm import Algorithm, HyperParameters, hyper_parameters
 from .gather import Buffers, Gatherer, count_of, misfit, moment_dtype, uncountable
@@ -76,8 +76,8 @@ class FusedOptimizer(Optimizer):
         dtype = parse_dtype(state_dtype)
         if state_dtype is not None and dtype not in (torch.float32, torch.bfloat16):
             problems.append(
-                f"state_dtype={state_dtype!r} of {type(self).__name__} must be 'float32' (or None) or 'bfloat16'; float16 has "
-                'no room for squares of gradients.'
+                f'state_dtype={state_dtype!r} of {type(self).__name__} must be {spellings(torch.float32, torch.bfloat16)}, '
+                'or None; float16 has no room for squares of gradients.'
             )
         if fused is False:
             problems.append(

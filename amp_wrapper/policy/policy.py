@@ -20,13 +20,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from .fp32_registry import Fp32Op
 from .loss_scale import LossScaleConfig
 from .nested import HALF_TYPES
+
+OptLevel = Literal['O0', 'O1', 'O2', 'O3', 'O4', 'O5']
+"""The names of the levels, for type checkers."""
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -60,6 +63,19 @@ def parse_dtype(value: Any) -> torch.dtype | None:
     return None
 
 
+def spellings(*dtypes: torch.dtype) -> str:
+    """How types may be written, for error messages: ``"'float16' ('fp16', 'half') or 'bfloat16' ('bf16')"``.
+
+    Args:
+        *dtypes: float16, bfloat16, float32 or float64.
+    """
+    texts = []
+    for dtype in dtypes:
+        first, *others = (repr(name) for name, known in _DTYPES.items() if known is dtype)
+        texts.append(f'{first} ({", ".join(others)})')
+    return ' or '.join([', '.join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """One resolved configuration. Immutable; made by :func:`amp_wrapper.policy.resolve`.
@@ -86,7 +102,7 @@ class Policy:
         restore_buffers_on_skip: Whether a skipped step restores buffers that its forward passes have changed.
     """
 
-    opt_level: str
+    opt_level: OptLevel
     enabled: bool = True
     cast_model_type: torch.dtype | None = None
     autocast_dtype: torch.dtype | None = None
@@ -178,9 +194,9 @@ LEVEL_TABLE: Mapping[str, Policy] = MappingProxyType(
     }
 )
 #: Their names.
-LEVELS: tuple[str, ...] = tuple(LEVEL_TABLE)
+LEVELS: tuple[OptLevel, ...] = get_args(OptLevel)
 #: The bfloat16 level of a float16 level, where there is one.
-IN_BFLOAT16: Mapping[str, str] = MappingProxyType({'O1': 'O4', 'O2': 'O5'})
+IN_BFLOAT16: Mapping[OptLevel, OptLevel] = MappingProxyType({'O1': 'O4', 'O2': 'O5'})
 #: What each level is, for messages.
 MEANINGS: Mapping[str, str] = MappingProxyType(
     {

@@ -16,7 +16,7 @@ from .fp32_registry import CALLER, FLOAT32, Fp32Op
 from .loss_scale import BOUNDS, resolve_loss_scale
 from .nested import HALF_TYPES
 from .options import Option, is_count, is_flag, one_of, optional
-from .policy import IN_BFLOAT16, LEVEL_TABLE, MEANINGS, Policy, parse_dtype
+from .policy import IN_BFLOAT16, LEVEL_TABLE, MEANINGS, OptLevel, Policy, parse_dtype, spellings
 
 #: What ``fp32_ops`` may be: dotted names, objects, dicts with name and output; one or several.
 Fp32Names = str | Callable[..., Any] | Mapping[str, str] | Sequence[str | Callable[..., Any] | Mapping[str, str]]
@@ -114,13 +114,13 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         'dtype': Option(
             None,
             lambda value: value is None or parse_dtype(value) in (_F16, _BF16, _F32, _F64),
-            "must be 'float16', 'bfloat16', 'float32', 'float64' or None",
+            f'must be {spellings(_F16, _BF16, _F32, _F64)}, a torch.dtype of these, or None',
             parse_dtype,
         ),
         'cast_model_type': Option(
             None,
             lambda value: value is None or value is False or parse_dtype(value) in (_F16, _BF16, _F32),
-            "must be 'float16', 'bfloat16', 'float32', False (no cast) or None (the level's own)",
+            f"must be {spellings(_F16, _BF16, _F32)}, a torch.dtype of these, False (no cast) or None (the level's own)",
             lambda value: parse_dtype(value) if value else value,
             per_op='which leaves the model in FP32 and casts per operation',
         ),
@@ -142,7 +142,10 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
         'loss_scale': Option(None, lambda value: True, ''),
         **BOUNDS,
         'cast_model_outputs': Option(
-            None, optional(_is_floating), "is no floating dtype: write 'float32', say", parse_dtype
+            None,
+            optional(_is_floating),
+            f'must be {spellings(_F16, _BF16, _F32, _F64)}, any floating torch.dtype, or None',
+            parse_dtype,
         ),
         'keep_fp32': Option(
             None,
@@ -168,7 +171,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 )
 
 
-def resolve(opt_level: str = 'O1', **options: Unpack[PolicyOptions]) -> Policy:
+def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Policy:
     """Turn a level and its overrides into a :class:`Policy`.
 
     Args:
@@ -235,7 +238,8 @@ def _find_level(value: Any, problems: list[str]) -> Policy:
         hint = f" Write '{meant}' (capital letter O, no spaces)."
     known = '; '.join(f'{name}: {meaning}' for name, meaning in MEANINGS.items())
     problems.append(f'opt_level={value!r} is no opt level.{hint} Known are {known}.')
-    return LEVEL_TABLE[meant] if hint else dataclasses.replace(LEVEL_TABLE['O0'], opt_level='')
+    # the name of no level: the error is raised before anybody gets the record
+    return LEVEL_TABLE[meant] if hint else dataclasses.replace(LEVEL_TABLE['O0'], opt_level='')  # type: ignore[arg-type]
 
 
 def _with_dtype(level: Policy, dtype: torch.dtype | None, given: Any, problems: list[str]) -> Policy:

@@ -3,12 +3,16 @@ needed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from typing_extensions import assert_type
 
-from amp_wrapper import amp
+from amp_wrapper import AmpInferenceHook, AmpOptimWrapper, amp
+from amp_wrapper.policy import LEVELS, OptLevel, resolve
 
 
 class Net(nn.Module):
@@ -33,6 +37,26 @@ def wrong(net: Net, sgd: SGD, loss: Tensor) -> None:
     amp.initialize(3, sgd)  # type: ignore[call-overload]
     with amp.scale_loss(loss, net):  # type: ignore[arg-type]
         pass
+
+
+def levels(net: Net, sgd: SGD, word: str, loss_fn: Callable[[nn.Module, Any], Tensor]) -> None:
+    level: OptLevel = 'O4'
+    amp.initialize(net, sgd, opt_level=level)
+    amp.initialize(net, sgd, opt_level=resolve(level).opt_level)
+    amp.initialize(net, sgd, opt_level='o2')  # type: ignore[call-overload]
+    amp.initialize(net, sgd, opt_level=word)  # type: ignore[call-overload]
+    resolve('O7')  # type: ignore[arg-type]
+    AmpOptimWrapper(opt_level=level, optimizer=sgd)
+    AmpOptimWrapper(opt_level='02', optimizer=sgd)  # type: ignore[arg-type]
+    AmpInferenceHook(opt_level='O6')  # type: ignore[arg-type]
+    amp.report(net, loss_fn, opt_level='O5')
+    amp.report(net, loss_fn, opt_level='bf16')  # type: ignore[arg-type]
+    found = amp.suggest_level(net, loss_fn, [1, 2], levels=['O0', level])
+    if found.level is not None:
+        amp.initialize(net, sgd, opt_level=found.level)
+    amp.suggest_level(net, loss_fn, [1, 2], levels=['O0', 'O8'])  # type: ignore[list-item]
+    for each in LEVELS:
+        assert_type(each, OptLevel)
 
 
 def the_rest(sgd: SGD, loss: Tensor) -> None:

@@ -73,6 +73,23 @@ def test_inspect(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows[label] == text
 
 
+@pytest.mark.parametrize('version', ['0.10.7', '0.10.12', '1.0.0rc4'])
+def test_the_commit_of_the_users_repository_is_not_mmengines_version(
+    version: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit = '2d91ed43092e96ac9cfd59fb615ad8562771e9cf'
+    file = read('plain_sgd')
+    for ending, expected in (
+        ('', ''),
+        ('unknown', ''),
+        (commit, ', in a repository at commit 2d91ed43'),
+        ('7' * 64, ', in a repository at commit 77777777'),
+    ):
+        meta = {**file['meta'], 'mmengine_version': version + ending}
+        checkpoint_file.save({**file, 'meta': meta}, tmp_path / 'file.pth')
+        assert f'by mmengine {version}{expected}, seed 0' in inspected(capsys, tmp_path / 'file.pth')['saved']
+
+
 def test_inspect_our_own(own: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for level, path in own.items():
         rows = inspected(capsys, path)

@@ -227,8 +227,24 @@ def test_errors_are_one_line(
         ('train none.py', "the config 'none.py' is no file."),
         ('train config.py --resume none.pth', '--resume none.pth: there is no such checkpoint.'),
         ('train config.py --auto-scale-lr', '--auto-scale-lr: the config has no auto_scale_lr'),
+        ('train config.py --resume config.py', 'config.py is no checkpoint, or a damaged one ('),
+        ('train config.py --cfg-options load_from=none.pth', 'none.pth is not there, or no file: check the path.'),
+        ('train config.py --cfg-options load_from=config.py', 'config.py is no checkpoint, or a damaged one ('),
+        ('train config.py --cfg-options optim_wrapper.opt_level=O7', "opt_level='O7' is no opt level."),
+        (
+            'train config.py --cfg-options optim_wraper.opt_level=O2',
+            '--cfg-options optim_wraper.opt_level: neither the config',
+        ),
+        (
+            'train config.py --cfg-options train_cfg.max_epoch=2',
+            "train_cfg has an unknown key 'max_epoch' (did you mean ",
+        ),
         ('test config.py none.pth', "the checkpoint 'none.pth' does not exist."),
+        ('test config.py config.py', 'config.py is no checkpoint, or a damaged one ('),
+        ('test config.py .', "the checkpoint '.' is a folder, and no checkpoint."),
         ('convert none.pth --inspect', 'none.pth is not there, or no file: check the path.'),
+        ('convert config.py --inspect', 'config.py is no checkpoint, or a damaged one ('),
+        ('convert . --inspect', '. is no complete checkpoint: it has no files.json.'),
     ):
         assert cli.main(line.split()) == 1
         said = capsys.readouterr().err

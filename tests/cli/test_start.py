@@ -93,7 +93,7 @@ still = {'torch', 'mmengine'} & set(sys.modules)
 from amp_wrapper import errors, start
 from amp_wrapper import AmpOptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
-after = [sorted(name for name in amp_wrapper.__all__ if name not in vars(amp_wrapper)), amp_wrapper._incomplete]
+after = [[name for name in amp_wrapper.__all__ if not hasattr(amp_wrapper, name)], amp_wrapper._incomplete]
 print(json.dumps([sorted(before | still), missing, after, OPTIM_WRAPPERS.get('AmpOptimWrapper') is AmpOptimWrapper]))
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from toy_engine import Run, poisoned
 
 from amp_wrapper.engine import Stage
 from amp_wrapper.engine.clipping import GradientClip
+from amp_wrapper.engine.overflow import what_to_try
 from amp_wrapper.errors import OverflowStreakError
-from amp_wrapper.policy import LEVELS
+from amp_wrapper.policy import LEVELS, resolve
 
 # -- a skipped step -----------------------------------------------------------------------------------------------
 
@@ -106,6 +108,33 @@ def test_streak_of_skips_ends_in_an_error_that_names_parameters(level: str, devi
     assert differing(before, run.bits()) == [] and run.engine.stage is Stage.READY
     run.train(4)
     assert run.engine.scalers[0].counts.tolist() == [5, 3, 0]
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_the_error_advises_what_changes_something_at_this_level(level: str, device: torch.device) -> None:
+    run = Run(level, device, max_consecutive_skips=2, verbosity=0, skip_nonfinite=True)
+    with poisoned(run.parameter('fc.weight'), math.nan):
+        run.train(1)
+        run.backward(2)
+        with pytest.raises(OverflowStreakError) as caught:
+            run.engine.step()
+    text = str(caught.value)
+    policy = resolve(level)
+    is_float16 = torch.float16 in (policy.cast_model_type, policy.autocast_dtype)
+    assert ('use bfloat16' in text) == is_float16
+    assert ('bfloat16 has the range of FP32' in text) == (policy.runs_16_bit and not is_float16)
+    assert ('keep_fp32' in text) == policy.runs_16_bit
+    if is_float16:
+        # what it advises is a configuration in bfloat16
+        (setting,) = re.findall(r"\((\w+)='(\w+)'\)", text)
+        changed = resolve(**{'opt_level': level, setting[0]: setting[1]})
+        assert torch.bfloat16 in (changed.cast_model_type, changed.autocast_dtype)
+
+
+def test_advice_about_the_loss_scale_is_for_a_large_static_one() -> None:
+    for loss_scale, expected in ((1024.0, True), (1.0, False), ('dynamic', False)):
+        found = what_to_try(resolve('O2', loss_scale=loss_scale))
+        assert any('lower loss_scale' in text for text in found) == expected
 
 
 @pytest.mark.parametrize('limit', [None, 4])

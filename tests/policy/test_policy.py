@@ -302,6 +302,18 @@ def test_parse_dtype(dtype: torch.dtype, word: Any) -> None:
     assert parse_dtype(dtype_name(dtype)) is dtype
 
 
+@pytest.mark.parametrize('name', ['dtype', 'cast_model_type', 'cast_model_outputs'])
+def test_an_error_about_a_type_lists_its_spellings(name: str) -> None:
+    text = only_problem('O2', **{name: 'fp15'})
+    for dtype in (F16, BF16, F32):
+        first, *others = (
+            word for word in DTYPE_WORDS[dtype] if isinstance(word, str) and word.islower() and word.isalnum()
+        )
+        assert f"'{first}' ({', '.join(map(repr, others))})" in text
+        for word in (first, *others):
+            assert resolve('O2' if dtype is F16 else 'O5', cast_model_type=word).cast_model_type is dtype
+
+
 @pytest.mark.parametrize('value', ['', 'float15', 'torch.', None, True, 16, 'int8'])
 def test_parse_dtype_of_something_else(value: Any) -> None:
     assert parse_dtype(value) is None

@@ -77,6 +77,50 @@ def test_the_report_does_without_what_takes_long() -> None:
     assert 'mmengine' not in imported('-m', 'amp_wrapper.info', '--help')
 
 
+PUBLIC = """
+import sys
+import amp_wrapper
+late = [name for name in amp_wrapper.__all__ if name not in vars(amp_wrapper)]
+assert {'AmpMonitorHook', 'ExactResumeHook', 'PreemptionHook', 'NonfiniteHook', 'AmpInferenceHook', 'MMFullyShard'} <= set(late)
+assert set(amp_wrapper.__all__) <= set(dir(amp_wrapper))
+refused = []
+for name in late:
+    before = set(sys.modules)
+    try:
+        value = getattr(amp_wrapper, name)
+    except ImportError as error:
+        assert f'amp_wrapper.{name} needs mmengine, which is not installed: pip install' in str(error), error
+        assert '\\n' not in str(error) and set(sys.modules) == before
+        refused.append(name)
+    else:
+        assert getattr(value, '__name__', name) in (name, 'Literal')
+try:
+    amp_wrapper.AmpMonitorHok
+except AttributeError:
+    print(*refused)
+"""
+
+
+def test_every_public_name_is_imported_when_it_is_asked_for() -> None:
+    assert run('-c', PUBLIC).stdout == '\n'
+
+
+def test_without_mmengine_the_names_that_need_it_say_so() -> None:
+    refused = run('-c', WITHOUT_MMENGINE + PUBLIC).stdout.split()
+    assert {'AmpOptimWrapper', 'AmpMonitorHook', 'ExactResumeHook', 'PreemptionHook', 'MMFullyShard'} <= set(refused)
+    assert not {'Policy', 'resolve', 'plot_runs', 'PrecisionReport', 'LossScaler'} & set(refused)
+
+
+def test_a_command_finds_the_names_too() -> None:
+    """Commands leave most of the package out until a name is asked for."""
+    code = (
+        "import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'amp_wrapper'];"
+        'import amp_wrapper; assert amp_wrapper._incomplete; from amp_wrapper import ExactResumeHook, OptLevel;'
+        'from amp_wrapper.openmmlab.resume import exact_resume; assert ExactResumeHook is exact_resume.ExactResumeHook'
+    )
+    run('-c', code)
+
+
 @pytest.mark.parametrize('name', sorted(start.SCRIPTS))
 def test_help_does_without_what_takes_long(name: str) -> None:
     found = imported(f'tools/{name}', '--help')

@@ -55,6 +55,30 @@ def tool(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedPro
 # -- what becomes of a script -----------------------------------------------------------------------------------------
 
 
+def test_the_example_needs_changes_and_runs_after_them(tmp_path: Path) -> None:
+    """What the README shows."""
+    example = ROOT / 'examples' / 'apex_style.py'
+    shown = tool(example)
+    assert shown.returncode == 0 and 'would change: 1. Places left to do by hand: 0.' in shown.stderr
+    for line in ('-from apex import amp', '-from apex.optimizers import FusedAdam', '+from amp_wrapper import amp'):
+        assert line in shown.stdout.splitlines()
+    copied = shutil.copy(example, tmp_path / 'script.py')
+    assert tool(copied, '--write').returncode == 0
+    for level in ('O0', 'O2', 'O5'):
+        done = subprocess.run(
+            [sys.executable, copied, '--opt-level', level],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        first, last = map(float, re.findall(r'loss (\S+) to (\S+), loss scale', done.stdout)[0])
+        assert last < first / 5
+    again = tool(copied)
+    assert again.stdout == '' and 'would change: 0.' in again.stderr
+
+
 @pytest.mark.parametrize('name', NAMES)
 def test_a_script_becomes_what_lies_beside_it(name: str) -> None:
     result = migrate((SCRIPTS / f'{name}.py').read_bytes())

@@ -96,7 +96,11 @@ class ExactResumeHook(Hook):
                 go_on = functools.partial(self._go_on, runner)
                 loop.run_epoch = functools.partial(seen_data.rest_of_epoch, loop, self._batches, go_on)
         if self._is_validation_due(runner, loop):
-            log('the checkpoint was saved before its validation, which runs now')
+            unit, done = ('epoch', loop.epoch) if isinstance(loop, EpochBasedTrainLoop) else ('iteration', loop.iter)
+            log(
+                f'the checkpoint does not hold the result of the validation after {unit} {done}, before which it is saved: it '
+                f'runs now, whether or not it has run before'
+            )
             # FlexibleRunner casts the model at the first iteration, and this validation belongs to a cast one
             for wrapper in wrappers_of(runner).values():
                 attach_siblings(wrapper, runner.model)
