@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 _PATH = Path(__file__).resolve().parents[2] / 'amp_wrapper' / 'openmmlab' / 'torchvision_ops.py'
+# the schemas end with the object that has declared them
+_kept: list[ModuleType] = []
 
 
 def declare_torchvision_ops() -> None:
@@ -15,3 +18,4 @@ def declare_torchvision_ops() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.declare_torchvision_ops()
+    _kept.append(module)
