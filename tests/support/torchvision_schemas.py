@@ -13,6 +13,8 @@ _kept: list[ModuleType] = []
 
 def declare_torchvision_ops() -> None:
     """See the function of the same name in ``amp_wrapper/openmmlab/torchvision_ops.py``."""
+    if _kept:
+        return
     spec = importlib.util.spec_from_file_location('torchvision_ops_by_path', _PATH)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
