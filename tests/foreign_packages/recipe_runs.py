@@ -159,8 +159,12 @@ def with_lightning(level: str, folder: Path, mode: str) -> dict[str, Any]:
 
     data = pictures(128, 0)
     average = page.WeightAveraging(avg_fn=page.get_ema_avg_fn(0.9))
+    options = {}
+    if mode == 'ranks':
+        strategy = page.AmpDDPStrategy(process_group_backend='gloo')
+        options = {'strategy': strategy, 'devices': 2, 'accelerator': 'cpu'}
     trainer = page.make_trainer(
-        page.AmpPrecision(level, verbosity=0), folder / 'run', EPOCHS, callbacks=[average, Dies()]
+        page.AmpPrecision(level, verbosity=0), folder / 'run', EPOCHS, callbacks=[average, Dies()], **options
     )
     model = page.Classifier()
     trainer.fit(
@@ -196,14 +200,14 @@ def main(library: str, level: str, folder: str, mode: str) -> None:
         library: One of ``LIBRARIES``.
         level: 'O2', say.
         folder: Of the checkpoints.
-        mode: 'whole', 'killed' or 'resumed'.
+        mode: 'whole', 'killed', 'resumed', or 'ranks': whole, as one of several processes of torchrun.
     """
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     # a resumed process begins with other weights and random numbers, which the checkpoint has to replace
     seed(7 if mode == 'resumed' else 0)
     found = LIBRARIES[library](level, Path(folder), mode)
-    torch.save(found, Path(folder) / f'{mode}.pt')
+    torch.save(found, Path(folder) / f'{mode}{os.environ.get("RANK", "")}.pt')
 
 
 if __name__ == '__main__':

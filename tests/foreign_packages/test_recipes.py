@@ -1,4 +1,4 @@
-"""The pages ``docs/recipes_*.md``: their snippets run, learn as FP32 does, accumulate and clip as FP32 does, and skip whole steps."""
+"""The pages ``docs/recipes_*.md``: their snippets run; they learn, accumulate and clip as FP32 does; skips are whole."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def accuracy(model: Callable[[Tensor], Tensor], size: int) -> float:
     return float((model(images).argmax(1) == labels).float().mean())
 
 
-# -- the same training by each library, at a level, or in plain FP32 ------------------------------------------------------------
+# -- the same training by each library, at a level, or in plain FP32 ---------------------------------------------------
 
 
 def by_timm(level: str | None, epochs: int, clip: float = 1.0, count: int = 512, model: Any = None) -> Any:
@@ -83,7 +83,9 @@ def by_timm(level: str | None, epochs: int, clip: float = 1.0, count: int = 512,
     if level is None:
         page.train_epoch.__globals__['amp'] = PLAIN
     loader = DataLoader(pictures(count, 32), batch_size=16, shuffle=True)
-    run = page.build(model, level or 'O0', epochs=epochs, steps=count // 32, lr=1e-2, **({} if level is None else FIXED))
+    run = page.build(
+        model, level or 'O0', epochs=epochs, steps=count // 32, lr=1e-2, **({} if level is None else FIXED)
+    )
     watched = Watch(run.optimizer)
     mixup = page.timm.data.Mixup(mixup_alpha=0.1, num_classes=10)
     for _ in range(epochs):
@@ -166,7 +168,12 @@ PLAIN = SimpleNamespace(
 )
 BY = {'timm': by_timm, 'accelerate': by_accelerate, 'trainer': by_trainer, 'lightning': by_lightning}
 #: epochs; what FP32 reaches at least; how far a level may be below it
-GOALS = {'timm': (6, 0.6, 0.12), 'accelerate': (6, 0.85, 0.04), 'trainer': (6, 0.25, 0.03), 'lightning': (6, 0.85, 0.04)}
+GOALS = {
+    'timm': (6, 0.6, 0.12),
+    'accelerate': (6, 0.85, 0.04),
+    'trainer': (6, 0.25, 0.03),
+    'lightning': (6, 0.85, 0.04),
+}
 _reached: dict[str, float] = {}
 
 
@@ -206,7 +213,9 @@ def test_accumulates_and_clips_as_fp32_does(library: str, level: str) -> None:
     plain, _ = first(None, limit)
     found, optimizer = first(level, limit)
     assert math.isclose(float(plain.norm()), limit, rel_tol=1e-4)
-    assert math.isclose(float(found.norm()), limit, rel_tol=1e-4), 'clipped before it was unscaled, or what nobody steps'
+    assert math.isclose(float(found.norm()), limit, rel_tol=1e-4), (
+        'clipped before it was unscaled, or what nobody steps'
+    )
     assert float((found - plain).norm()) <= NEAR[level] * limit
     for parameter in amp.master_params(getattr(optimizer, 'optimizer', optimizer)):
         assert parameter.dtype is torch.float32
@@ -255,7 +264,9 @@ def skip_in_trainer(level: str) -> list[list[Any]]:
 
     trainer = Poisoned(
         model=page.make_model(),
-        args=page.arguments('run', num_train_epochs=1, eval_strategy='no', save_strategy='no', gradient_accumulation_steps=1),
+        args=page.arguments(
+            'run', num_train_epochs=1, eval_strategy='no', save_strategy='no', gradient_accumulation_steps=1
+        ),
         train_dataset=page.sequences(40),
         eval_dataset=page.sequences(8),
         opt_level=level,
