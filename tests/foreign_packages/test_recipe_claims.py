@@ -128,3 +128,21 @@ def test_masters_of_one_group_leave_the_classifier_out() -> None:
     kept = {id(parameter) for parameter in amp.master_params(optimizer)}
     assert {id(parameter) for parameter in optimizer.param_groups[0]['params']} < kept
     assert all(parameter.dtype is torch.float32 for parameter in optimizer.param_groups[0]['params'])
+
+
+@pytest.mark.parametrize('mode', ['norm', 'value', 'agc'])
+def test_timms_clipping_of_masters_is_that_of_parameters(mode: str) -> None:
+    page = recipe('timm')
+    run = page.build(page.make_model(), 'O2', epochs=2, steps=2, loss_scale=128.0)
+    images, labels = pictures(8, 32).tensors
+    with amp.scale_loss(torch.nn.functional.cross_entropy(run.model(images), labels), run.optimizer) as scaled_loss:
+        scaled_loss.backward()
+    masters = list(amp.master_params(run.optimizer))
+    plain = [torch.nn.Parameter(master.detach().clone()) for master in masters]
+    for parameter, master in zip(plain, masters):
+        parameter.grad = master.grad.clone()
+    timm.utils.dispatch_clip_grad(plain, 1e-3, mode=mode)
+    unclipped = [master.grad.clone() for master in masters]
+    timm.utils.dispatch_clip_grad(amp.master_params(run.optimizer), 1e-3, mode=mode)
+    found = [master.grad for master in masters]
+    assert same(found, [parameter.grad for parameter in plain]) and not same(found, unclipped)
