@@ -11,7 +11,6 @@ import pkgutil
 import re
 import shlex
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.optim import OptimWrapper, build_optim_wrapper
 from mmengine.registry import HOOKS
+from snippets import FENCE, foreign_packages, foreign_pages, imported, not_installed, run_code, snippets
 from torch import nn
 
 import amp_wrapper
@@ -32,24 +32,12 @@ from amp_wrapper.policy import LEVELS, OPTIONS, dtype_name, fp32_registry, resol
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 LINKED = [*PAGES, ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', ROOT / 'csrc/README.md']
-FENCE = re.compile(
-    r'^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```', re.MULTILINE | re.DOTALL
-)
 #: A snippet of nothing but assignments and imports, one of them to a name of these, is a config.
 CONFIG_NAMES = frozenset({'optim_wrapper', 'custom_hooks', 'custom_imports', 'load_from'})
 
 
 def names_of(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
-
-
-def snippets(text: str, language: str) -> list[tuple[int, str]]:
-    """(line of the first character, code) of every fenced block in ``language``."""
-    return [
-        (text.count('\n', 0, match.start('code')) + 1, textwrap.dedent(match['code']))
-        for match in FENCE.finditer(text)
-        if match['language'] == language
-    ]
 
 
 def is_config(code: str) -> bool:
@@ -99,21 +87,6 @@ def run_config(code: str) -> None:
         assert parameter.isfinite().all(), name
 
 
-def run_code(code: str, namespace: dict, where: str) -> None:
-    """Execute; ``print(x)  # text`` must print the text."""
-    printed: list[str] = []
-    namespace['print'] = lambda *values: printed.append(' '.join(map(str, values)))
-    expected = re.findall(r'^ *print\(.*\)  # (.+)$', code, re.MULTILINE)
-    calls = sum(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print'
-        for node in ast.walk(ast.parse(code))
-    )
-    assert len(expected) == calls, f'{where}: each print() needs a comment with what it prints'
-    # the page's line numbers in tracebacks
-    exec(compile('\n' * (int(where.rsplit(':', 1)[1]) - 1) + code, where.rsplit(':', 1)[0], 'exec'), namespace)
-    assert printed == expected, where
-
-
 def run_page(text: str, name: str) -> int:
     namespace: dict = {'__name__': 'page'}
     blocks = snippets(text, 'python')
@@ -131,11 +104,23 @@ def _logger_of_this_process() -> None:
     MMLogger.get_current_instance()
 
 
+def skip_what_is_foreign(text: str) -> None:
+    """Pages on packages that only ``make test-foreign`` installs are run there, by the same function."""
+    absent = not_installed(imported(text) & foreign_packages())
+    if absent:
+        pytest.skip(f'{", ".join(absent)} not installed: make test-foreign runs this page')
+
+
 @pytest.mark.parametrize('name', names_of(PAGES))
-def test_python_snippets_run(name: str) -> None:
+def test_python_snippets_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.endswith('sharding.md') and tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7):
         pytest.skip('fully_shard of torch 2.6 needs a GPU')
-    run_page((ROOT / name).read_text(), name)
+    text = (ROOT / name).read_text()
+    skip_what_is_foreign(text)
+    if ROOT / name in foreign_pages():
+        # they write checkpoints
+        monkeypatch.chdir(tmp_path)
+    run_page(text, name)
 
 
 def test_there_are_snippets_to_run() -> None:
@@ -148,6 +133,14 @@ def test_there_are_snippets_to_run() -> None:
     assert all(
         counts[stem] > 0 for stem in ('README', 'index', 'functional', 'opt_levels', 'migrating', 'checkpoints', 'nan')
     ), counts
+
+
+def test_pages_are_skipped_for_packages_of_make_test_foreign_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('snippets.find_spec', lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match='timm not installed: make test-foreign'):
+        skip_what_is_foreign('```python\nimport torch\nfrom timm.optim import create_optimizer_v2\n```\n')
+    skip_what_is_foreign('```python\nimport torch\nimport no_such_package\n```\n')
+    assert {page.name for page in foreign_pages()} == {page.name for page in (ROOT / 'docs').glob('recipes_*.md')}
 
 
 @pytest.mark.parametrize(
