@@ -55,7 +55,7 @@ help:
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
 	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in docs/versions.md (CELLS=, KEEP=1, DRY=1)'
-	@echo 'make canary  which private names of torch that the package uses have moved in the torch that is installed'
+	@echo 'make canary  which private names of torch that the package uses have moved in the torch that is installed, or in TORCH=newest (STRICT=1 fails then)'
 	@echo 'make wheels  a wheel in pure Python, and wheels with compiled ops (TORCHES=, PYTHONS=, DIST=dist, KEEP=1, DRY=1)'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
 	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
@@ -161,8 +161,15 @@ matrix:
 	$(PYTHON) tools/run_matrix.py $(foreach cell,$(CELLS),--cell '$(cell)') $(if $(KEEP),--keep) $(if $(DRY),--dry) \
 	--workers $(WORKERS) -- $(PYTEST_ARGS)
 
-canary: $(VENV)/.runtime
-	$(BIN)/python tests/system/canary.py
+# TORCH=2.15.0 tries another torch than that of $(VENV), TORCH=newest whatever pip has; STRICT=1 fails where a name has moved
+CANARY := $(if $(filter command environment,$(origin TORCH)),.venv-canary-$(TORCH))
+canary: $(if $(CANARY),$(CANARY)/.done,$(VENV)/.runtime)
+	$(or $(CANARY),$(VENV))/bin/python tests/system/canary.py $(if $(STRICT),--strict)
+
+.venv-canary-%/.done: requirements/build.txt
+	$(MAKE) --no-print-directory VENV=.venv-canary-$* .venv-canary-$*/pyvenv.cfg
+	.venv-canary-$*/bin/python -m pip --disable-pip-version-check install --quiet --upgrade numpy $(if $(filter newest,$*),torch,torch==$*)
+	@touch $@
 
 wheels: $(VENV)/pyvenv.cfg
 	$(PIP) install --quiet -r requirements/build.txt
@@ -248,4 +255,4 @@ gpu-check:
 
 clean:
 	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json
-	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix-* .venv-canary-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
