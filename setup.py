@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from setuptools import Command, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).resolve().parent
 OPS = Path('amp_wrapper', 'ops')
@@ -169,16 +170,23 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-def local_version() -> dict[str, Any]:
-    """The arguments of setup() that tell a wheel for one torch from the others."""
+def local_version() -> str:
+    """What the version of the wheel ends with, to tell one for one torch from the others."""
     word = os.environ.get('AMP_WRAPPER_LOCAL_VERSION', '')
-    if not word:
-        return {}
-    if not re.fullmatch(r'[a-z0-9]+(\.[a-z0-9]+)*', word):
+    if word and not re.fullmatch(r'[a-z0-9]+(\.[a-z0-9]+)*', word):
         raise SystemExit(
             f'AMP_WRAPPER_LOCAL_VERSION={word} is no local version: small letters, digits and dots, as in torch2.13cpu.'
         )
-    return {'options': {'egg_info': {'tag_build': f'+{word}'}}}
+    return f'+{word}' if word else ''
+
+
+class TaggedVersion(egg_info):
+    """Where setuptools puts a version together."""
+
+    def finalize_options(self) -> None:
+        # not as an option of setup(): a source distribution has a setup.cfg, which would win
+        self.tag_build = local_version()
+        super().finalize_options()
 
 
 arguments: dict[str, Any] = {}
@@ -187,4 +195,6 @@ if BUILDING & set(sys.argv):
 elif 'dist_info' in sys.argv and demanded_by() and importlib.util.find_spec('torch') is None:
     # pip asks for this first. It would fetch a torch of several GB before the build could say that it cannot see it
     refuse(NO_TORCH)
-setup(**arguments, **local_version())
+local_version()
+arguments['cmdclass'] = {'egg_info': TaggedVersion, **arguments.get('cmdclass', {})}
+setup(**arguments)

@@ -209,6 +209,8 @@ def build_one(sources: Path, out: Path, inside: Path, torch: str, cuda: str | No
     }
     pip(inside, 'wheel', '-q', '--no-deps', '--no-build-isolation', '--no-cache-dir', '-w', out, sources, **variables)
     wheel = new_wheel(before, out)
+    if f'+{word}-{tag}-' not in wheel.name:
+        raise BuildFailed(f'{wheel.name} does not say {word}')
     pip(inside, 'install', '-q', '--no-deps', '--force-reinstall', wheel)
     facts, reference = (
         json.loads(run(inside, '-W', 'ignore', '-c', TRY, cwd=out, AMP_WRAPPER_OPS=chosen))
