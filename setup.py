@@ -97,12 +97,12 @@ def demanded_by() -> str:
 
 def refuse(reason: str) -> NoReturn:
     """The ops are demanded, and cannot be built."""
-    remedy = (
-        '. Install torch, and build in that environment: pip install torch, then pip install --no-build-isolation .'
-        if reason == NO_TORCH
-        else '.'
-    )
-    raise SystemExit(f'{demanded_by()}=1, but {reason}{remedy}')
+    if reason == NO_TORCH:
+        reason = (
+            'this build sees no torch, as isolated builds of pip do not. Install torch, and build in that environment: '
+            'pip install torch, then pip install --no-build-isolation '
+        )
+    raise SystemExit(f'{demanded_by()}=1, but {reason}.')
 
 
 def pure(reason: str) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def test_ops_that_are_demanded_need_torch(tree: Tree, tmp_path: Path, command: s
     )
     assert done.returncode != 0 and 'Traceback' not in done.stderr
     assert done.stderr.strip().splitlines()[-1] == (
-        f'{name}=1, but {NO_TORCH}. Install torch, and build in that environment: pip install torch, then '
-        'pip install --no-build-isolation .'
+        f'{name}=1, but this build sees no torch, as isolated builds of pip do not. Install torch, and build in that '
+        'environment: pip install torch, then pip install --no-build-isolation .'
     )
     assert not (tree.root / RECORD).exists()
 
