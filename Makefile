@@ -1,6 +1,6 @@
 # make train   set up and train the digits CNN at O2
 # make test    set up and run the tests, but for the long grids
-# The first of them makes a virtual environment in .venv; PYTHON chooses its interpreter (3.10 to 3.12).
+# The first of them makes a virtual environment in .venv; PYTHON chooses its interpreter (3.10 to 3.13).
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -15,10 +15,19 @@ DOWNSTREAM ?= .venv-downstream
 MMCV ?= mmcv==2.1.0
 WHEELS ?= ../shared/wheels
 RESULTS ?= build/downstream
-# the torch of test-torch, and the environments of test-torch and test-onedl
+# the torch of test-torch, its mmengine (mmengine, or onedl: the fork, with its mmcv), and the environment
 TORCH ?= 2.15.0
-VENV_TORCH ?= .venv-torch-$(TORCH)
-ONEDL ?= .venv-onedl
+ENGINE ?= mmengine
+VENV_TORCH ?= .venv-torch-$(TORCH)$(if $(filter onedl,$(ENGINE)),-onedl)
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' requirements/runtime.txt)
+# of matrix: which cells (as in CELLS="3.11/2.15.0/mmengine 3.12/*/onedl"; all of them without it), KEEP=1 to keep environments,
+# DRY=1 to see the cells alone
+CELLS ?=
+KEEP ?=
+# of wheels: the interpreters, the versions of torch, and the folder
+PYTHONS ?= 3.10 3.11 3.12 3.13
+TORCHES ?= 2.11.0 $(PINNED_TORCH)
+DIST ?= dist
 # the environment of test-foreign, and where it puts its verdicts
 FOREIGN ?= .venv-foreign
 FOREIGN_RESULTS ?= build/foreign
@@ -37,14 +46,17 @@ DRY ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help gpu-check ops train test test-grids test-all test-torch test-onedl test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-grids test-all test-torch test-onedl matrix canary wheels test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
 	@echo 'make test    set up, try every behaviour once (PYTEST_ARGS="-k name" for some of the tests)'
 	@echo 'make test-grids  the long grids: the same behaviours on more levels, settings and examples; make test-all does both'
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0); several GB'
-	@echo 'make test-onedl  the tests on onedl-mmengine in place of mmengine, in an environment of its own'
+	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
+	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in docs/versions.md (CELLS=, KEEP=1, DRY=1)'
+	@echo 'make canary  which private names of torch that the package uses have moved in the torch that is installed, or in TORCH=newest (STRICT=1 fails then)'
+	@echo 'make wheels  a wheel in pure Python, and wheels with compiled ops (TORCHES=, PYTHONS=, DIST=dist, KEEP=1, DRY=1)'
 	@echo 'make test-downstream   an environment of its own, models of mmpretrain, mmsegmentation and mmdetection'
 	@echo 'make test-foreign  an environment of its own, optimizers, averages and models of other packages against plain FP32'
 	@echo 'make crash-test  kill 200 trainings with SIGKILL and compare what becomes of them (KILLS=, SEED=)'
@@ -58,8 +70,8 @@ help:
 	@echo 'make clean   remove the environments and everything built'
 
 $(VENV)/pyvenv.cfg:
-	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 12); \
-	sys.exit(0 if ok else "Python 3.10 to 3.12 is needed, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info[:2] <= (3, 13); \
+	sys.exit(0 if ok else "Python 3.10 to 3.13 is needed, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	{ echo 'The venv module is missing. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
 	@echo '== making the virtual environment $(VENV)'
@@ -81,7 +93,7 @@ $(VENV)/.runtime: $(VENV)/pyvenv.cfg requirements/build.txt requirements/runtime
 build_ops = @echo '== building the compiled ops'; \
 	$(BIN)/python setup.py build_ext --inplace > $(VENV)/ops.log || { cat $(VENV)/ops.log >&2; exit 1; }
 
-$(VENV)/.ops: $(VENV)/.runtime setup.py amp_wrapper/ops/building.py $(CXX_SOURCES)
+$(VENV)/.ops: $(VENV)/.runtime setup.py amp_wrapper/ops/building.py amp_wrapper/ops/cuda_toolkit.py $(CXX_SOURCES)
 	$(build_ops)
 	@touch $@
 
@@ -116,38 +128,52 @@ test-all: test
 	$(MAKE) --no-print-directory test-grids
 
 # everything is pinned but torch, and what that torch asks for in a version of its own
-$(VENV_TORCH)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/openmmlab.txt \
-		requirements/constraints.txt pyproject.toml setup.py
+PIP_TORCH = $(VENV_TORCH)/bin/python -m pip --disable-pip-version-check
+$(VENV_TORCH)/.done-$(ENGINE): requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/openmmlab.txt \
+		requirements/onedl.txt requirements/constraints.txt pyproject.toml setup.py
 	$(MAKE) --no-print-directory VENV=$(VENV_TORCH) $(VENV_TORCH)/pyvenv.cfg
 	@echo '== installing torch $(TORCH); off a GPU machine, too, PyPI has it with the libraries of CUDA'
-	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/build.txt
-	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet torch==$(TORCH)
+	$(PIP_TORCH) install --quiet -r requirements/build.txt
+	$(PIP_TORCH) install --quiet torch==$(TORCH)
 	sed -e '/^sympy==/d' -e '/^setuptools==/d' requirements/constraints.txt > $(VENV_TORCH)/constraints.txt
 	@# beside -c, so that what is listed is pinned, and torch stays
 	sed -e '/^torch==/d' -e '/^-/d' requirements/runtime.txt requirements/dev.txt > $(VENV_TORCH)/packages.txt
-	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet -c $(VENV_TORCH)/constraints.txt \
-		-r $(VENV_TORCH)/packages.txt
-	$(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/openmmlab.txt
-	AMP_WRAPPER_WITH_OPS=0 $(VENV_TORCH)/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps -e .
+	$(PIP_TORCH) install --quiet -c $(VENV_TORCH)/constraints.txt -r $(VENV_TORCH)/packages.txt
+	@echo '== installing $(ENGINE)'
+	$(PIP_TORCH) uninstall --quiet --yes mmengine mmcv-lite onedl-mmengine onedl-mmcv
+	$(PIP_TORCH) install --quiet --no-deps -r requirements/$(if $(filter onedl,$(ENGINE)),onedl,openmmlab).txt
+	AMP_WRAPPER_WITH_OPS=0 $(PIP_TORCH) install --quiet --no-build-isolation --no-deps -e .
+	@rm -f $(VENV_TORCH)/.done-*
 	@touch $@
 
 # the library in the source tree is that of one torch at a time: make ops brings back that of $(VENV)
-test-torch: $(VENV_TORCH)/.done
+test-torch: $(VENV_TORCH)/.done-$(ENGINE)
 	$(VENV_TORCH)/bin/python setup.py build_ext --inplace > $(VENV_TORCH)/ops.log || { cat $(VENV_TORCH)/ops.log >&2; exit 1; }
-	@rm -f $(VENV)/.ops $(ONEDL)/.ops $(DOWNSTREAM)/.ops $(FOREIGN)/.ops
+	@rm -f $(VENV)/.ops $(DOWNSTREAM)/.ops $(FOREIGN)/.ops
 	$(VENV_TORCH)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-$(ONEDL)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/onedl.txt \
-		requirements/constraints.txt pyproject.toml setup.py
-	$(MAKE) --no-print-directory VENV=$(ONEDL) $(ONEDL)/.dev
-	@echo '== installing onedl-mmengine in place of mmengine'
-	$(ONEDL)/bin/python -m pip uninstall --quiet --yes mmengine onedl-mmengine
-	$(ONEDL)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/onedl.txt
+# the torch of everything else, and the fork
+test-onedl:
+	$(MAKE) --no-print-directory test-torch TORCH=$(PINNED_TORCH) ENGINE=onedl
+
+# each cell is one test-torch, in an environment that is removed afterwards
+matrix:
+	$(PYTHON) tools/run_matrix.py $(foreach cell,$(CELLS),--cell '$(cell)') $(if $(KEEP),--keep) $(if $(DRY),--dry) \
+	--workers $(WORKERS) -- $(PYTEST_ARGS)
+
+# TORCH=2.15.0 tries another torch than that of $(VENV), TORCH=newest whatever pip has; STRICT=1 fails where a name has moved
+CANARY := $(if $(filter command environment,$(origin TORCH)),.venv-canary-$(TORCH))
+canary: $(if $(CANARY),$(CANARY)/.done,$(VENV)/.runtime)
+	$(or $(CANARY),$(VENV))/bin/python tests/system/canary.py $(if $(STRICT),--strict)
+
+.venv-canary-%/.done: requirements/build.txt
+	$(MAKE) --no-print-directory VENV=.venv-canary-$* .venv-canary-$*/pyvenv.cfg
+	.venv-canary-$*/bin/python -m pip --disable-pip-version-check install --quiet --upgrade numpy $(if $(filter newest,$*),torch,torch==$*)
 	@touch $@
 
-test-onedl: $(ONEDL)/.done
-	$(MAKE) --no-print-directory VENV=$(ONEDL) $(ONEDL)/.ops
-	$(ONEDL)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+wheels: $(VENV)/pyvenv.cfg
+	$(PIP) install --quiet -r requirements/build.txt
+	$(BIN)/python tools/build_wheels.py --python $(PYTHONS) --torch $(TORCHES) --out $(DIST) $(if $(KEEP),--keep) $(if $(DRY),--dry)
 
 crash-test: $(VENV)/.dev
 	$(BIN)/python tests/system/crash_harness.py --kills $(KILLS) --seed $(SEED) --report benchmarks/results/crash_test.md
@@ -229,4 +255,4 @@ gpu-check:
 
 clean:
 	rm -rf amp_wrapper/ops/*.so amp_wrapper/ops/_build.json
-	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) $(ONEDL) .venv-torch-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DOWNSTREAM) $(FOREIGN) .venv-onedl .venv-torch-* .venv-matrix-* .venv-canary-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> int:
         raise AmpUsageError('this installation has no csrc, the sources of the ops: install the package again, by pip.')
     folder = Path(args.out).absolute() if args.out else Path(building.__file__).parent
     _check_writable(folder, is_package=args.out is None)
-    cuda = True if args.cuda is None and os.environ.get('FORCE_CUDA') == '1' else args.cuda
+    # as in setup.py
+    cuda = {'0': False, '1': True}.get(os.environ.get('FORCE_CUDA', '')) if args.cuda is None else args.cuda
     try:
         what = building.plan(root, cuda, '--cuda' if args.cuda else 'FORCE_CUDA=1')
     except building.BuildError as error:
@@ -114,6 +115,7 @@ def _announce(what: Plan, folder: Path) -> None:
         ('torch', f'{facts["torch"]}, {facts["python"]}'),
         ('compiler', facts['compiler']),
         ('CUDA', cuda or f'not built: {facts["without_cuda"]}'),
+        *((('toolkit', what.toolkit.home),) if what.toolkit is not None else ()),
         ('sources', what.root / 'csrc'),
         ('library', folder),
     ):

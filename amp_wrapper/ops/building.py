@@ -17,7 +17,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cuda_toolkit import Toolkit
 
 #: The library, as a module.
 MODULE = 'amp_wrapper.ops._C'
@@ -72,6 +75,14 @@ def write_record(folder: Path, **facts: Any) -> None:
     (folder / RECORD).write_text(json.dumps(facts, indent=1) + '\n', encoding='utf-8')
 
 
+def has_library(folder: Path) -> bool:
+    """Whether a folder has the record of a finished build."""
+    try:
+        return bool(json.loads((folder / RECORD).read_text(encoding='utf-8'))['built'])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 # -- what is here -----------------------------------------------------------------------------------------------------
 
 
@@ -120,25 +131,28 @@ def what_is_missing() -> str:
     return ''
 
 
-def _without_cuda(wanted: bool | None, cuda_home: str | None) -> str:
-    """Why the CUDA ops are left out; empty where they are built."""
+def _cuda_toolkit() -> Any:
+    """The file beside this one; without an import of the package, which may not be there yet."""
+    name = 'amp_wrapper_cuda_toolkit'
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name('cuda_toolkit.py'))
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _without_cuda(wanted: bool | None) -> str:
+    """Why the CUDA ops are left out, whatever toolkit there is; empty where one is looked for."""
     import torch
 
     if wanted is False:
-        return 'they were left out with --no-cuda'
+        return 'they were left out with --no-cuda or FORCE_CUDA=0'
     if torch.version.cuda is None:
         return 'the torch that it was built with has no CUDA'
     if wanted is None and not torch.cuda.is_available():
         return 'no GPU was seen when it was built; FORCE_CUDA=1 builds the CUDA ops all the same'
-    if cuda_home is None or not Path(cuda_home, 'bin', 'nvcc').exists():
-        return 'nvcc was not found; CUDA_HOME names the folder of a CUDA toolkit'
-    folders = [Path(cuda_home, 'include'), *Path(cuda_home).glob('targets/*/include')]
-    # more places where torch and nvcc look
-    folders += [
-        Path(path) for name in ('CUDA_INC_PATH', 'CPATH') for path in os.environ.get(name, '').split(os.pathsep) if path
-    ]
-    if not any((folder / 'cuda_runtime_api.h').exists() for folder in folders):
-        return f'the headers of CUDA are missing (cuda_runtime_api.h below CUDA_HOME, which is {cuda_home})'
     return ''
 
 
@@ -152,19 +166,23 @@ class Plan:
     Attributes:
         root: The folder that ``csrc`` lies in.
         facts: For the record: versions of torch, Python, CUDA and the compilers, architectures, hash of the sources.
+        toolkit: Where nvcc, the headers and the libraries of CUDA lie; None where the CUDA ops are left out.
     """
 
     root: Path
     facts: Mapping[str, Any]
+    toolkit: Toolkit | None = None
 
     @property
     def with_cuda(self) -> bool:
         """Whether the CUDA ops are a part of it."""
-        return self.facts['cuda'] is not None
+        return self.toolkit is not None
 
 
 def plan(root: Path, cuda: bool | None = None, asked_by: str = '') -> Plan:
-    """Look at torch, the compilers and the GPUs. Sets ``CXX`` and ``TORCH_CUDA_ARCH_LIST``, which torch reads, and ``PATH``.
+    """Look at torch, the compilers and the GPUs.
+
+    Sets ``CXX``, ``TORCH_CUDA_ARCH_LIST`` and ``CUDA_HOME``, which torch reads, and ``PATH``.
 
     Args:
         root: The folder that ``csrc`` lies in.
@@ -187,12 +205,18 @@ def plan(root: Path, cuda: bool | None = None, asked_by: str = '') -> Plan:
 
         # a virtual environment that is not activated has its programs in no path; without ninja, torch says what it does
         os.environ['PATH'] = ninja.BIN_DIR + os.pathsep + os.environ.get('PATH', '')
-    from torch.utils.cpp_extension import CUDA_HOME
+    from torch.utils import cpp_extension
 
-    without_cuda = _without_cuda(cuda, CUDA_HOME)
+    without_cuda = _without_cuda(cuda)
+    toolkit: Toolkit | None = None
+    if not without_cuda:
+        toolkit, without_cuda = _cuda_toolkit().find_toolkit(cpp_extension.CUDA_HOME, str(torch.version.cuda))
     if without_cuda and cuda:
         raise BuildError(f'{asked_by}, but {without_cuda}')
-    with_cuda = not without_cuda
+    if toolkit is not None:
+        # torch has read the variable already
+        cpp_extension.CUDA_HOME = os.environ['CUDA_HOME'] = str(toolkit.home)
+    with_cuda = toolkit is not None
     version = torch.version.cuda
     if with_cuda and not os.environ.get('TORCH_CUDA_ARCH_LIST'):
         # named here and not by torch, so that the record can say them
@@ -205,11 +229,11 @@ def plan(root: Path, cuda: bool | None = None, asked_by: str = '') -> Plan:
         'architectures': os.environ['TORCH_CUDA_ARCH_LIST'] if with_cuda else None,
         'without_cuda': without_cuda,
         'compiler': first_line(*_words(compiler)),
-        'nvcc': first_line(str(Path(str(CUDA_HOME), 'bin', 'nvcc'))) if with_cuda else None,
+        'nvcc': first_line(str(toolkit.home / 'bin' / 'nvcc')) if toolkit is not None else None,
         'python': sys.implementation.cache_tag,
         'sources': digest(root, with_cuda),
     }
-    return Plan(root, facts)
+    return Plan(root, facts, toolkit)
 
 
 def setup_arguments(what: Plan, objects: Path) -> dict[str, Any]:
@@ -229,10 +253,18 @@ def setup_arguments(what: Plan, objects: Path) -> dict[str, Any]:
         # the functions of OpenMP come from the library that torch has loaded: its threads are ours
         cxx.append('-fopenmp')
     make: Any = cpp_extension.CUDAExtension if what.with_cuda else cpp_extension.CppExtension
+    folders: dict[str, Any] = {}
+    if what.toolkit is not None:
+        libraries = [str(folder) for folder in what.toolkit.libraries]
+        if what.toolkit.runtime is not None:
+            folder = _cuda_toolkit().link_runtime(what.toolkit.runtime, objects / 'libraries')
+            libraries.append(str(folder))
+        folders = {'include_dirs': [str(folder) for folder in what.toolkit.include], 'library_dirs': libraries}
     extension = make(
         name=MODULE,
         sources=[name for name in sources(what.root, '.cpp', '.cu') if what.with_cuda or '/cuda/' not in name],
         extra_compile_args={'cxx': cxx, 'nvcc': ['-O3', '--fmad=false']},
+        **folders,
     )
 
     class BuildOps(base):  # type: ignore[misc]

@@ -355,12 +355,13 @@ def test_ops_of_the_page_are_those_of_the_kernels() -> None:
 def test_reasons_of_a_missing_library_are_those_of_the_code() -> None:
     """Every reason that the build or the loader can give is in the table, and no other."""
     listed = [row[0].strip('`') for row in table((ROOT / 'docs/ops.md').read_text(), 'reason')[1:]]
-    files = ('setup.py', 'amp_wrapper/ops/building.py', 'amp_wrapper/ops/loader.py')
+    files = ('setup.py', *(f'amp_wrapper/ops/{name}.py' for name in ('building', 'cuda_toolkit', 'loader')))
     code = ''.join((ROOT / name).read_text() for name in files)
     code = code.replace('{record["python"]}', sys.implementation.name)
     assert [reason for reason in listed if reason not in code] == []
     given = re.findall(
-        r"(?:_missing\(|return |reason=|without_cuda = )f?'(th[^'{]+|no [^'{]+|a build[^'{]+|AMP[^'{]+|nvcc [^'{]+)",
+        r'(?:_missing\(|return |return None, |NO_TORCH = |reason=|without_cuda = )f?'
+        r"'(th[^'{]+|no [^'{]+|a build[^'{]+|AMP[^'{]+|nvcc [^'{]+)",
         code,
     )
     assert len(given) > 10

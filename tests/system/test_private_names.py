@@ -10,12 +10,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
+from canary import INTERNALS, given_by, is_of_self, is_private, names_in
 from torch import nn
 
 import amp_wrapper
@@ -24,7 +24,7 @@ FOLDER = Path(amp_wrapper.__file__).parent
 SOURCES = {
     path.relative_to(FOLDER).as_posix(): path.read_text(encoding='utf-8')
     for path in FOLDER.rglob('*.py')
-    if path.name not in ('torch_internals.py', 'compiler_internals.py', 'graph_internals.py', 'fsdp_internals.py')
+    if path.name not in INTERNALS
 }
 #: Private names of torch that any file may use: torch tells its users to, or every version has had them for years and
 #: countless packages rely on them. Besides, ``torch._foreach_*``: torch.html lists them under 'Foreach Operations'.
@@ -65,41 +65,6 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     _build.json _loss_ _P
     """.split()
 )
-
-
-def is_private(name: str) -> bool:
-    """Whether a name, or a part of a dotted one, begins with one underscore."""
-    return any(re.fullmatch(r'_(?!_)\w+', part) for part in name.split('.'))
-
-
-def names_in(node: ast.AST) -> Iterator[str]:
-    """The names that a node asks something else for: an attribute, an import, the words of a string.
-
-    A string counts where it is nothing but names, as for ``getattr``: documentation and messages are none.
-    """
-    if isinstance(node, ast.Attribute):
-        yield node.attr
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-        yield from (f'{node.module}.{alias.name}' for alias in node.names)
-    elif isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        words = node.value.split()
-        if all(re.fullmatch(r'[\w.]+', word) for word in words):
-            yield from words
-
-
-def given_by(node: ast.AST) -> str | None:
-    """The name that a node gives to something of the package's own: a function, a class, a variable, ``self.name``."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return node.name
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return node.id
-    return node.attr if is_of_self(node) and isinstance(node.ctx, ast.Store) else None
-
-
-def is_of_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ('self', 'cls')
 
 
 @functools.cache

@@ -29,8 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_versions_that_were_tried() -> None:
     assert torch_internals.TRIED == ('2.6.0', '2.13.0', '2.14.1', '2.15.0')
-    # what the package asks for is the oldest, and what its tests run on is one of them
-    assert '"torch>=2.6"' in (ROOT / 'pyproject.toml').read_text(encoding='utf-8')
+    # what the package asks for is the oldest to the newest, and what its tests run on is one of them
+    (_, oldest, _), (_, newest, _) = (torch_internals.TRIED[index].split('.') for index in (0, -1))
+    assert f'"torch>=2.{oldest},<2.{int(newest) + 1}"' in (ROOT / 'pyproject.toml').read_text(encoding='utf-8')
     pinned = re.search(r'^torch==(\S+)', (ROOT / 'requirements' / 'runtime.txt').read_text(encoding='utf-8'), re.M)
     assert pinned is not None
     assert pinned[1] in torch_internals.TRIED
