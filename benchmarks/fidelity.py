@@ -1,8 +1,8 @@
 """Trains four small models at each level and with torch's own autocast: ``python -m benchmarks.fidelity [--write]``.
 
-Five seeds each; at each level of a seed the first weights, the order of the data, and the recipe are the same. A run that is done
-is a line of a file, so a benchmark that was interrupted goes on where it ended. The page has the mean and the standard deviation
-of the last metric, the largest deviation of the loss from FP32 in the first steps, and the curves of the losses over one another.
+Five seeds each; at each level of a seed the first weights, the order of the data, and the recipe are the same. A run that is
+done is a line of a file, so a benchmark that was interrupted goes on where it ended. The page has the mean and the standard
+deviation of the last metric, and the largest deviation of the loss from FP32 in the first steps; the picture has the losses.
 """
 
 from __future__ import annotations

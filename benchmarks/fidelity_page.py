@@ -9,6 +9,7 @@ from typing import Any
 from .fidelity_findings import FINDINGS
 from .fidelity_statistics import LIMIT, Level, levels_of
 from .fidelity_tasks import FIRST, REFERENCE, TASKS, VARIANTS, Task
+from .pages import table
 
 NOT_FOUND = 'The cause was not found.'
 
@@ -113,11 +114,6 @@ def _share(numbers: Mapping[str, float], name: str) -> str:
     return f'{numbers[name] * 100:.3g}' if name in numbers else ''
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a Markdown table."""
-    return [f'| {" | ".join(heads)} |', '|' + ' --- |' * len(heads), *(f'| {" | ".join(row)} |' for row in rows)]
-
-
 def explanations(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each level that is far from O0, with what was found out about it."""
     lines = []
@@ -142,7 +138,8 @@ def conditions(records: Sequence[Mapping[str, Any]]) -> str:
     seeds = sorted({record['seed'] for record in records})
     return (
         f'{every("date")}, {every("machine")}, one thread; Python {every("python")}, torch {every("torch")}, '
-        f'mmengine {every("mmengine")}; seeds {", ".join(map(str, seeds))}; {len(records)} runs, {minutes:.0f} minutes of one core.'
+        f'mmengine {every("mmengine")}; seeds {", ".join(map(str, seeds))}; {len(records)} runs, '
+        f'{minutes:.0f} minutes of one core.'
     )
 
 
@@ -157,8 +154,8 @@ def page(records: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()) -> 
     lines = [
         '# Fidelity',
         '',
-        'Written by `python -m benchmarks.fidelity --write`, from the runs in `fidelity.jsonl`. How it is measured, and what was '
-        'not: `docs/fidelity.md`.',
+        'Written by `python -m benchmarks.fidelity --write`, from the runs in `fidelity.jsonl`. How it is measured, and what '
+        'was not: `docs/fidelity.md`.',
         '',
         f'Measured: {conditions(records)}'
         + (f' Digest of the text of the third task: {", ".join(texts)}.' if texts else ''),

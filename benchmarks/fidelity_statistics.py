@@ -1,4 +1,4 @@
-"""What the runs of the benchmark of fidelity say about a level: mean, spread, distance from FP32 by pairs of runs of one seed."""
+"""What the runs of the benchmark of fidelity say about a level: mean, spread, distance from FP32 by pairs of one seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of the benchmark of fidelity: data set, model and metric of a language model of characters, for mmengine's runner."""
+"""The text of the benchmark of fidelity: data set, model and metric of a language model of characters, for mmengine."""
 
 from __future__ import annotations
 
