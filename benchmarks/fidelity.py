@@ -21,17 +21,17 @@ from typing import Any
 
 import torch
 
-from .fidelity_page import page
+from .fidelity_page import page, parts
 from .fidelity_plot import draw
 from .fidelity_tasks import TASKS, VARIANTS, recipe_digest, run
 from .fidelity_text import digest
-from .pages import RESULTS, add_write
+from .pages import RESULTS, add_write, put
 from .step_page import processor
 from .wrapping import mmengine_version
 
 SEEDS = (0, 1, 2, 3, 4)
-#: Where runs are kept.
-RECORDS = RESULTS / 'fidelity.jsonl'
+#: Where runs are kept, and the page for readers.
+RECORDS, PAGE = RESULTS / 'fidelity.jsonl', Path(__file__).parents[1] / 'docs/fidelity.md'
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -133,6 +133,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], object] = prin
     parser.add_argument('--records', type=Path, default=RECORDS, metavar='FILE', help='where runs are kept, one a line')
     parser.add_argument('--quick', action='store_true', help='a few steps of each, to see whether everything runs')
     parser.add_argument('--no-train', action='store_true', help='only the page, from the runs that are recorded')
+    parser.add_argument('--docs', type=Path, default=PAGE, metavar='FILE', help='whose tables --write replaces')
     add_write(parser, 'fidelity.md')
     args = parser.parse_args(words)
     # the sums of several threads come in another order
@@ -152,12 +153,12 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], object] = prin
             args.quick,
             lambda line: print(line, file=sys.stderr, flush=True),
         )
-    pictures: list[str] = []
-    if args.write is not None:
-        pictures = [path.name for path in draw(records, args.write.with_suffix(''))]
-    text = page(records, pictures)
+    text = page(records)
     if args.write is not None:
         args.write.write_text(text, encoding='utf-8')
+        for name, lines in parts(records).items():
+            put(args.docs, name, lines)
+        draw(records, args.docs.parent / 'fidelity_losses')
     say(text)
 
 

@@ -143,12 +143,26 @@ def conditions(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def page(records: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()) -> str:
-    """The page.
+def parts(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """What ``docs/fidelity.md`` takes over, by the names of its parts.
 
     Args:
         records: Of runs.
-        pictures: Names of files beside the page.
+    """
+    return {
+        'measured': [conditions(records)],
+        'metrics': metric_table(records),
+        'deviations': deviation_table(records),
+        'findings': explanations(records),
+        'recipes': [f'- **{task.title}**: {task.recipe}.' for task in tasks_of(records)],
+    }
+
+
+def page(records: Sequence[Mapping[str, Any]]) -> str:
+    """The page of the results.
+
+    Args:
+        records: Of runs.
     """
     texts = sorted({record['text'] for record in records if 'text' in record})
     lines = [
@@ -168,8 +182,8 @@ def page(records: Sequence[Mapping[str, Any]], pictures: Sequence[str] = ()) -> 
         '',
         *deviation_table(records),
         '',
-        *(f'![Losses of all levels over one another, and their distance from O0]({name})' for name in pictures[-1:]),
-        *([''] if pictures else []),
+        'The curves of the losses: `docs/fidelity_losses.png` and `docs/fidelity_losses.svg`.',
+        '',
         '## What differs from O0',
         '',
         *explanations(records),

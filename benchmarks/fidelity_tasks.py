@@ -112,10 +112,10 @@ TASKS = {
         ),
         Task(
             'vit', 'ViT with LayerNorm on digits', 'accuracy/top1', 'accuracy, %', True, ('loss',), 'cross-entropy',
-            'model and recipe of `configs/digits/vit_o5.py` with two layers and patches of 4 x 4, in 8 epochs of 23 steps: AdamW '
-            "(the fused one of this package at O0 to O5, torch's with stock autocast) with a learning rate of 0.004, warm-up, "
-            'cosine schedule, dropout, clipping by norm, an average of the weights; and half of the images are shifted by up to '
-            'a pixel',
+            'model and recipe of `configs/digits/vit_o5.py` with two layers and patches of 4 x 4, in 8 epochs of 23 steps: '
+            "AdamW (the fused one of this package at O0 to O5, torch's with stock autocast) with a learning rate of 0.004, "
+            'warm-up, cosine schedule, dropout, clipping by norm, an average of the weights; and half of the images are '
+            'shifted by up to a pixel',
         ),
         Task(
             'text', 'Transformer on characters', 'text/bits', 'bits per character', False, ('loss',), 'cross-entropy',
@@ -127,8 +127,8 @@ TASKS = {
         Task(
             'gan', 'GAN on digits', 'gan/frechet', 'Fréchet distance', False, ('loss_real', 'loss_fake'),
             'loss of the discriminator',
-            'models and recipe of `configs/digits/gan_o2_o5.py`, both networks at the same level, with widths of 16 and 8, in 3 '
-            "epochs of 180 steps of 8 images: Adam (torch's) with a learning rate of 0.002, cosine schedule, dropout",
+            'models and recipe of `configs/digits/gan_o2_o5.py`, both networks at the same level, with widths of 16 and 8, in '
+            "3 epochs of 180 steps of 8 images: Adam (torch's) with a learning rate of 0.002, cosine schedule, dropout",
         ),
     )
 }  # fmt: skip
