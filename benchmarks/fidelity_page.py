@@ -24,6 +24,11 @@ def ordered(records: Sequence[Mapping[str, Any]], task: str) -> list[Level]:
     return sorted(levels_of(records, task), key=lambda level: VARIANTS.index(level.variant))
 
 
+def _difference(level: Level, digits: int) -> str:
+    """From O0, with its standard error; '' where no run can be compared."""
+    return f'{number(level.difference, digits)} ± {number(level.error, digits)}' if level.differences else ''
+
+
 def number(value: float, digits: int = 3) -> str:
     """For a cell."""
     return 'not finite' if not math.isfinite(value) else f'{value:.{digits}f}'
@@ -49,10 +54,16 @@ def metric_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
 def _metric(level: Level | None, digits: int) -> str:
     if level is None:
         return ''
-    text = f'{number(level.mean, digits)} ± {number(level.spread, digits)}'
-    if len(level.values) < level.runs:
-        text += f' ({level.runs - len(level.values)} of {level.runs} not finite)'
+    text = _mean(level, digits)
     return f'**{text}**' if level.is_far else text
+
+
+def _mean(level: Level, digits: int) -> str:
+    failed = level.runs - len(level.values)
+    if not level.values:
+        return f'none: {failed} of {level.runs} runs failed'
+    text = f'{number(level.mean, digits)} ± {number(level.spread, digits)}'
+    return text + (f' ({failed} of {level.runs} runs failed)' if failed else '')
 
 
 def deviation_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -79,8 +90,8 @@ def task_table(records: Sequence[Mapping[str, Any]], task: Task) -> list[str]:
         rows.append(
             [
                 level.variant,
-                f'{number(level.mean, digits)} ± {number(level.spread, digits)}',
-                '' if base else f'{number(level.difference, digits)} ± {number(level.error, digits)}',
+                _mean(level, digits),
+                '' if base else _difference(level, digits),
                 '' if base else ('**yes**' if level.is_far else 'no'),
                 '' if base else number(level.deviation * 100, 3),
                 number(level.last, 4),
@@ -123,8 +134,8 @@ def explanations(records: Sequence[Mapping[str, Any]]) -> list[str]:
                 text = FINDINGS.get((task.name, level.variant), NOT_FOUND)
                 where = f'{task.title}, {level.variant}'
                 digits = _digits(task)
-                by = f'{number(level.difference, digits)} ± {number(level.error, digits)}'
-                lines.append(f'- **{where}** ({by}): {text}')
+                by = _difference(level, digits)
+                lines.append(f'- **{where}**{by and f" ({by})"}: {text}')
     return lines or [f'No level is further than {LIMIT:g} standard errors from {REFERENCE}.']
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Blocks of steps that are drawn as one mean, so that a line is no band.
-_SMOOTH = 4
+_SMOOTH = 2
 
 
 def draw(records: Sequence[Mapping[str, Any]], stem: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper
 from amp_wrapper.diagnostics.monitor import NUMBERS
+from amp_wrapper.errors import OverflowStreakError
 from amp_wrapper.policy import LEVELS
 
 from . import fidelity_text
@@ -285,9 +286,13 @@ def run(task: Task, variant: str, seed: int, quick: bool = False) -> dict[str, A
         begin = time.process_time()
         runner = Runner.from_cfg(cfg)
         logging.disable(logging.WARNING)
+        ended = ''
         try:
             runner.register_hook(record)
             runner.train()
+        except OverflowStreakError as error:
+            # the training has failed, and this is what is to be found out
+            ended = f'{type(error).__name__} after step {len(record.losses)}'
         finally:
             logging.disable(logging.NOTSET)
         seconds = time.process_time() - begin
@@ -306,7 +311,8 @@ def run(task: Task, variant: str, seed: int, quick: bool = False) -> dict[str, A
         'seed': seed,
         'recipe': recipe_digest(task),
         **({'text': fidelity_text.digest()} if task.name == 'text' else {}),
-        'metric': _plain(metrics[task.metric]),
+        'metric': None if ended else _plain(metrics[task.metric]),
+        **({'ended': ended} if ended else {}),
         'metrics': {name: _plain(value) for name, value in metrics.items()},
         'first': [_plain(loss) for loss in record.losses[:FIRST]],
         'curve': [_plain(sum(part) / len(part)) for part in _blocks(record.losses)],

@@ -159,7 +159,7 @@ def test_a_run_without_a_finite_metric_is_far() -> None:
     records += [record('O3', seed, None if seed == 1 else 90.0 + seed, (2.0, None)) for seed in range(3)]
     level = fidelity_statistics.levels_of(records, 'cnn')[1]
     assert level.is_far and level.deviation == math.inf and len(level.differences) == 2
-    assert '(1 of 3 not finite)' in fidelity_page.metric_table(records)[-1]
+    assert '(1 of 3 runs failed)' in fidelity_page.metric_table(records)[-1]
     # equal numbers are not far
     same = [record(name, seed, 90.0 + seed) for name in ('O0', 'O4') for seed in range(3)]
     assert not fidelity_statistics.levels_of(same, 'cnn')[1].is_far
