@@ -10,7 +10,7 @@ FINDINGS: Mapping[tuple[str, str], str] = {
         'float16. The squares of gradients below 0.0055, times 0.001, are 0 there, and `eps=1e-8` is 0 in float16, too, so the '
         'step divides by 0: in the first layer this is so for 53 of 72 weights, and just these 53 are not finite afterwards '
         '(seed 0). All later steps are skipped, since their gradients are NaN, until `OverflowStreakError` ends the run. With '
-        '`eps=1e-4` in the optimizer the same training goes on with finite losses. `FusedAdamW`, which the ViT and the text train '
-        'with, keeps FP32 moments at O3.'
+        '`eps=1e-4` in the optimizer, the losses of the first 30 steps are finite. `FusedAdamW`, with which ViT and text are '
+        'trained, keeps FP32 moments at O3.'
     ),
 }
