@@ -44,7 +44,8 @@ def put(path: Path, name: str, lines: Sequence[str]) -> None:
         ValueError: The page has no such part.
     """
     before, _, after = _parted(path, name)
-    path.write_text('\n'.join([before, *lines, after]), encoding='utf-8')
+    # a table ends at an empty line
+    path.write_text('\n'.join([before, '', *lines, '', after]), encoding='utf-8')
 
 
 def part(path: Path, name: str) -> list[str]:
@@ -57,7 +58,7 @@ def part(path: Path, name: str) -> list[str]:
     Raises:
         ValueError: The page has no such part.
     """
-    return _parted(path, name)[1].splitlines()
+    return _parted(path, name)[1].strip('\n').splitlines()
 
 
 def _parted(path: Path, name: str) -> tuple[str, str, str]:
