@@ -53,6 +53,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return list(kept.values())
 
 
+def further(path: Path) -> Path:
+    """The file beside the records with runs of further seeds, which only the explanations take into account."""
+    return path.with_name(f'{path.stem}_further{path.suffix}')
+
+
 def recipe_of(record: dict[str, Any]) -> tuple[str, str | None]:
     """Digests of recipe and text: runs of others are not taken up."""
     return record['recipe'], record.get('text')
@@ -153,10 +158,11 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], object] = prin
             args.quick,
             lambda line: print(line, file=sys.stderr, flush=True),
         )
-    text = page(records)
+    more = read_records(further(args.records))
+    text = page(records, more)
     if args.write is not None:
         args.write.write_text(text, encoding='utf-8')
-        for name, lines in parts(records).items():
+        for name, lines in parts(records, more).items():
             put(args.docs, name, lines)
         draw(records, args.docs.parent / 'fidelity_losses')
     say(text)

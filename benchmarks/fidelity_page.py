@@ -125,16 +125,25 @@ def _share(numbers: Mapping[str, float], name: str) -> str:
     return f'{numbers[name] * 100:.3g}' if name in numbers else ''
 
 
-def explanations(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each level that is far from O0, with what was found out about it."""
+def explanations(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]] = ()) -> list[str]:
+    """A line for each level that is far from O0, with what was found out about it.
+
+    Args:
+        records: Of runs.
+        more: Runs of further seeds, which tell chance from an effect.
+    """
     lines = []
     for task in tasks_of(records):
+        further = {level.variant: level for level in ordered(more, task.name)}
         for level in ordered(records, task.name):
             if level.is_far:
                 text = FINDINGS.get((task.name, level.variant), NOT_FOUND)
                 where = f'{task.title}, {level.variant}'
                 digits = _digits(task)
                 by = _difference(level, digits)
+                if level.variant in further:
+                    again = further[level.variant]
+                    text += f' {len(again.differences)} further seeds: {_difference(again, digits)}.'
                 lines.append(f'- **{where}**{by and f" ({by})"}: {text}')
     return lines or [f'No level is further than {LIMIT:g} standard errors from {REFERENCE}.']
 
@@ -154,26 +163,28 @@ def conditions(records: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def parts(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+def parts(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]] = ()) -> dict[str, list[str]]:
     """What ``docs/fidelity.md`` takes over, by the names of its parts.
 
     Args:
         records: Of runs.
+        more: Runs of further seeds.
     """
     return {
         'measured': [conditions(records)],
         'metrics': metric_table(records),
         'deviations': deviation_table(records),
-        'findings': explanations(records),
+        'findings': explanations(records, more),
         'recipes': [f'- **{task.title}**: {task.recipe}.' for task in tasks_of(records)],
     }
 
 
-def page(records: Sequence[Mapping[str, Any]]) -> str:
+def page(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]] = ()) -> str:
     """The page of the results.
 
     Args:
         records: Of runs.
+        more: Runs of further seeds.
     """
     texts = sorted({record['text'] for record in records if 'text' in record})
     lines = [
@@ -197,7 +208,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         '',
         '## What differs from O0',
         '',
-        *explanations(records),
+        *explanations(records, more),
     ]
     for task in tasks_of(records):
         lines += [

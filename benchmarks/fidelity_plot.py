@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amp_wrapper.diagnostics.plot_style import FAINT, line_look, mark_iterations, save, styled
+from amp_wrapper.diagnostics.plot_style import ALARM, FAINT, line_look, mark_iterations, save, styled
 
 from .fidelity_tasks import BLOCK, REFERENCE, TASKS, VARIANTS
 
@@ -56,6 +56,7 @@ def figure(records: Sequence[Mapping[str, Any]]) -> Figure:
             right.set_gid(f'distance {task.name}')
             for name in variants:
                 _plot(left, list(curves[name].values()), VARIANTS.index(name))
+            _mark_failures(left, curves)
             _distances(right, curves)
             for axes in (left, right):
                 axes.margins(x=0.02)
@@ -97,6 +98,20 @@ def _plot(axes: Axes, rows: Sequence[Sequence[float]], number: int) -> None:
         means = [_mean(column) for column in zip(*rows)]
         look = line_look(number)
         axes.plot(_places(len(means)), means, linewidth=2.2 if number == 0 else 1.2, gid=VARIANTS[number], **look)
+
+
+def _mark_failures(axes: Axes, curves: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
+    """A cross at the bottom, where the loss of a run has ceased to be finite."""
+    failed = {name: [row for row in rows.values() if not all(map(math.isfinite, row))] for name, rows in curves.items()}
+    for height, (name, rows) in enumerate((name, rows) for name, rows in failed.items() if rows):
+        first = min(next(place for place, value in enumerate(row) if not math.isfinite(value)) for row in rows)
+        at = (_places(first + 1)[-1], 0.06 + 0.1 * height)
+        cross: dict[str, Any] = {'marker': 'x', 'markersize': 6, 'color': ALARM, 'linestyle': 'none', 'gid': 'failed'}
+        axes.plot(*([value] for value in at), transform=axes.get_xaxis_transform(), **cross)
+        text = f'{name}: not finite from here in {len(rows)} of {len(curves[name])} runs'
+        axes.annotate(
+            text, at, (7, -3), axes.get_xaxis_transform(), 'offset points', fontsize=7.5, color=ALARM, gid='failed'
+        )
 
 
 def _distances(axes: Axes, curves: Mapping[str, Mapping[int, Sequence[float]]]) -> None:
