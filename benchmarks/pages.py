@@ -1,8 +1,10 @@
-"""Where the pages of benchmarks are kept."""
+"""Where the pages of benchmarks are kept, and how tables come to them."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / 'results'
@@ -23,3 +25,46 @@ def add_write(parser: argparse.ArgumentParser, name: str) -> None:
         metavar='FILE',
         help=f'keep the page, as benchmarks/results/{name} unless a file is named',
     )
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f'| {" | ".join(heads)} |', '|' + ' --- |' * len(heads), *(f'| {" | ".join(row)} |' for row in rows)]
+
+
+def put(path: Path, name: str, lines: Sequence[str]) -> None:
+    """Replace what stands between ``<!-- NAME: ... -->`` and ``<!-- end of NAME -->`` on a page.
+
+    Args:
+        path: The page.
+        name: Of the part.
+        lines: What stands there from now on.
+
+    Raises:
+        ValueError: The page has no such part.
+    """
+    before, _, after = _parted(path, name)
+    # a table ends at an empty line
+    path.write_text('\n'.join([before, '', *lines, '', after]), encoding='utf-8')
+
+
+def part(path: Path, name: str) -> list[str]:
+    """What stands there now.
+
+    Args:
+        path: The page.
+        name: Of the part.
+
+    Raises:
+        ValueError: The page has no such part.
+    """
+    return _parted(path, name)[1].strip('\n').splitlines()
+
+
+def _parted(path: Path, name: str) -> tuple[str, str, str]:
+    found = re.fullmatch(
+        rf'(.*<!-- {name}: [^\n]*-->)\n(.*?)\n?(<!-- end of {name} -->.*)', path.read_text(encoding='utf-8'), re.DOTALL
+    )
+    if found is None:
+        raise ValueError(f'{path} has no part {name!r}: <!-- {name}: by whom --> and <!-- end of {name} -->.')
+    return found[1], found[2], found[3]

@@ -1,7 +1,7 @@
-"""Whole training steps on a GPU, for ``python -m benchmarks.step --device cuda --end-to-end``.
+"""Whole training steps, for ``python -m benchmarks.step --device cuda --end-to-end`` and ``python -m benchmarks.numbers``.
 
-Forward, backward and optimizer step of a ResNet and of a stack of transformer blocks in plain torch: FP32, torch.amp,
-mmengine's stock AMP, and this package's O1, O2, O4 and O5.
+Forward, backward and optimizer step of a ResNet and of a stack of transformer blocks in plain torch: FP32, torch.amp in
+both types, mmengine's stock AMP, and this package's levels.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_wrapper.errors import AmpError
+from amp_wrapper.policy import LEVELS
 
 from . import wrapping
 from .step_ways import Case, Unavailable, our_optimizer, quiet, torch_optimizer
@@ -98,7 +99,14 @@ TRAININGS = (
     Training('ResNet-50', lambda: resnet(64, (3, 4, 6, 3)), (64, 3, 224, 224), 'SGD'),
     Training('12 transformer blocks of width 1,024', lambda: Transformer(1024, 12), (16, 512, 1024), 'AdamW'),
 )
-VARIANTS = ('FP32', 'torch.amp', 'stock AMP', 'O1', 'O2', 'O4', 'O5')
+#: Small enough for a CPU, whose float16 convolutions are slow.
+CPU_TRAININGS = (
+    Training('small ResNet', lambda: resnet(16, (1, 1, 1)), (16, 3, 32, 32), 'SGD'),
+    Training('4 transformer blocks of width 256', lambda: Transformer(256, 4), (8, 64, 256), 'AdamW'),
+)
+#: torch's own, and the type of its autocast.
+TORCH_TYPES = {'FP32': None, 'torch.amp': torch.float16, 'torch.amp, bfloat16': torch.bfloat16}
+VARIANTS = (*TORCH_TYPES, 'stock AMP', *LEVELS)
 
 
 class Loop:
@@ -133,8 +141,7 @@ class Loop:
                 elif variant == 'stock AMP':
                     self.wrapper = wrapping.stock(**words)
                 else:
-                    dtype = None if variant == 'FP32' else torch.float16
-                    self.wrapper = wrapping.TorchAmp(dtype=dtype, **words)
+                    self.wrapper = wrapping.TorchAmp(dtype=TORCH_TYPES[variant], **words)
                 # it is attached at the first of them
                 self.step()
         except (AssertionError, AmpError) as error:
@@ -188,14 +195,16 @@ def measure(training: Training, device: torch.device, rounds: int) -> tuple[list
 
 
 def _seconds(loop: Loop, device: torch.device, repeats: int = 3) -> float:
+    # on a CPU, what else runs there does not count
+    clock = time.process_time if device.type == 'cpu' else time.perf_counter
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
-    begin = time.perf_counter()
+    begin = clock()
     for _ in range(repeats):
         loop.step()
     if device.type == 'cuda':
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) / repeats
+    return (clock() - begin) / repeats
 
 
 def report(device: torch.device, rounds: int, command: str, trainings: tuple[Training, ...] = TRAININGS) -> str:
