@@ -25,7 +25,7 @@ from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.diagnostics.monitor import NUMBERS
+from amp_wrapper.diagnostics.measured_numbers import NUMBERS
 from amp_wrapper.errors import OverflowStreakError
 from amp_wrapper.policy import LEVELS
 

@@ -6,7 +6,7 @@ import dataclasses
 import linecache
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..casting.modules import class_name
 from ..torch_internals import TorchDispatchMode, current_node, first_pre_hook, graph_task_id, writes_in_place
+from .op_tensors import elements, is_bad, is_measured, is_part, memory_of, named_tensors, nonfinite, numbers
 from .ranges import Ranges, added, measure_one
 from .recorder import outputs_of, tensors_of
 
@@ -176,9 +177,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory: dict[int, _Known] = {}
         # what was wrong with the inputs of the last call of each module
         self._given: dict[str, list[BadOp]] = {}
-        self._origins = {_key(tensor): f'input {index}' for index, tensor in enumerate(inputs)}
-        self._origins |= {_key(tensor): name for name, tensor in _named_tensors(model)}
-        self._weights = {_key(tensor) for _, tensor in _named_tensors(model)}
+        self._origins = {memory_of(tensor): f'input {index}' for index, tensor in enumerate(inputs)}
+        self._origins |= {memory_of(tensor): name for name, tensor in named_tensors(model)}
+        self._weights = {memory_of(tensor) for _, tensor in named_tensors(model)}
         self._handles = []
         for name, module in model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -192,7 +193,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def bad_of(self, tensor: Tensor) -> BadOp | None:
         """What gave a tensor its infinities or NaN; None where it has none."""
-        if not _is_bad(tensor):
+        if not is_bad(tensor):
             return None
         return self._source_of(tensor, FORWARD if graph_task_id() == -1 else BACKWARD)
 
@@ -237,42 +238,42 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
-        written = [tensor for tensor in _numbers(output) if tensor.layout is torch.strided and tensor.numel()]
+        written = [tensor for tensor in numbers(output) if tensor.layout is torch.strided and tensor.numel()]
         if not written:
             return output
-        given = {_key(tensor) for tensor in tensors_of((args, kwargs))}
+        given = {memory_of(tensor) for tensor in tensors_of((args, kwargs))}
         in_place = writes_in_place(func)
         # without the name of the overload
         name = '.'.join(str(func).split('.')[:2])
         phase, module, node = self._module_here()
         for tensor in written:
-            key = _key(tensor)
-            if _bare(name) in _EMPTY or not _is_bad(tensor):
-                if not (key in given and (not in_place or _is_part(tensor))):
+            key = memory_of(tensor)
+            if _bare(name) in _EMPTY or not is_bad(tensor):
+                if not (key in given and (not in_place or is_part(tensor))):
                     self._memory[key] = _Known(None, module, name, _source())
                 continue
             if key in given and not in_place:
                 # a view: what is bad in it is bad in what it shows
                 continue
             found = self._describe(name, phase, module, node, tensor)
-            before = _numbers((args, kwargs))
-            if in_place and before and _key(before[0]) == key:
+            before = numbers((args, kwargs))
+            if in_place and before and memory_of(before[0]) == key:
                 # what it held before is gone, or is part of the result: its record is all that is left of it
                 known = self._memory.get(key)
-                rest = [each for each in before[1:] if _key(each) != key]
+                rest = [each for each in before[1:] if memory_of(each) != key]
                 found.came_in = [known.bad] if known is not None and known.bad is not None and not _fills(name) else []
             else:
                 rest = before
-            shares = [each.nonfinite / _elements(each.shape) for each in found.came_in]
-            bad = [each for each in rest if _is_bad(each)]
+            shares = [each.nonfinite / elements(each.shape) for each in found.came_in]
+            bad = [each for each in rest if is_bad(each)]
             # of what came in itself: a part of a mask may have more of them than the whole of it
-            shares += [_nonfinite(each) / each.numel() for each in bad]
+            shares += [nonfinite(each) / each.numel() for each in bad]
             found.came_in += [self._source_of(each, phase) for each in bad]
             found.dtypes_in = [each.dtype for each in before]
-            if before and _key(before[0]) not in self._weights:
-                found.reads = self._origins.get(_key(before[0]), '')
+            if before and memory_of(before[0]) not in self._weights:
+                found.reads = self._origins.get(memory_of(before[0]), '')
             if not found.came_in:
-                found.inputs = [measure_one(each) for each in rest if _is_measured(each)]
+                found.inputs = [measure_one(each) for each in rest if is_measured(each)]
             found.is_mask = _is_mask(name, found, tensor, shares)
             if found.is_mask:
                 found.log = found if not found.came_in and _bare(name) in _LOGS else _log_of(found.came_in)
@@ -288,7 +289,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             node,
             _source() if phase == FORWARD else '',
             bool(tensor.isnan().any()),
-            _nonfinite(tensor),
+            nonfinite(tensor),
             tuple(tensor.shape),
             tensor.dtype,
             order=len(self.bad),
@@ -296,7 +297,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _source_of(self, tensor: Tensor, phase: str) -> BadOp:
         """What is known of a tensor that has infinities or NaN."""
-        key = _key(tensor)
+        key = memory_of(tensor)
         known = self._memory.get(key)
         if known is not None and known.bad is not None:
             return known.bad
@@ -332,18 +333,11 @@ def _is_mask(name: str, found: BadOp, tensor: Tensor, shares: Sequence[float]) -
     if not all(each.is_mask for each in found.came_in):
         return False
     # as many as a mask, stretched to the shape of the result, brings along
-    return found.nonfinite / _elements(found.shape) <= max(shares) * (1 + 1e-12) or _fills(name)
+    return found.nonfinite / elements(found.shape) <= max(shares) * (1 + 1e-12) or _fills(name)
 
 
 def _log_of(came_in: Sequence[BadOp]) -> BadOp | None:
     return next((each.log for each in came_in if each.log is not None), None)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return max(total, 1)
 
 
 def _bare(name: str) -> str:
@@ -357,42 +351,6 @@ def _fills(name: str) -> bool:
 def moves_only(name: str) -> bool:
     """Whether an op hands its input on, in another type at most."""
     return name.removeprefix('aten.') in _MOVES
-
-
-def _is_bad(tensor: Tensor) -> bool:
-    is_number = tensor.is_floating_point() or tensor.is_complex()
-    return is_number and tensor.layout is torch.strided and not bool(tensor.isfinite().all())
-
-
-def _nonfinite(tensor: Tensor) -> int:
-    return int((~tensor.isfinite()).sum())
-
-
-def _is_measured(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.numel() > 0
-
-
-def _is_part(tensor: Tensor) -> bool:
-    """Whether its memory is larger than it: what stands beside it stays."""
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-
-
-def _numbers(value: Any) -> list[Tensor]:
-    """The floating and complex tensors in nested containers."""
-    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point() or tensor.is_complex()]
-
-
-def _key(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr() or id(tensor)
-    except Exception:
-        # sparse tensors, and those of subclasses, have no storage
-        return id(tensor)
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def _label(node: Any, name: str) -> None:

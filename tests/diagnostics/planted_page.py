@@ -1,4 +1,4 @@
-"""Writes the table of planted against named faults of ``test_planted_overflows.py``.
+"""Writes the table of planted against named faults of ``planted_overflows.py``.
 
 ``python tests/diagnostics/planted_page.py [--write FILE]``: each fault is planted at each of its levels, and what the diagnosis
 names stands beside it. The exit status is 1 where one of them is not named as planted.
@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / 'tests/support'), str(ROOT / 'tests/diagnostics')]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests/support')]
 
 import torch  # noqa: E402
-from test_planted_overflows import CASES, Planted, named_as_planted, place_of, train  # noqa: E402
+from planted_overflows import CASES, Planted, named_as_planted, place_of, train  # noqa: E402
 
 
 def named_place(cause: str, module: str) -> str:

@@ -129,7 +129,9 @@ def test_help_does_without_what_takes_long(name: str) -> None:
 
 
 def test_every_tool_is_tried() -> None:
-    assert {path.name for path in (ROOT / 'tools').glob('*.py')} == set(start.SCRIPTS)
+    # what make runs for maintainers is no command
+    maintenance = {'build_wheels.py', 'interpreters.py', 'run_matrix.py'}
+    assert {path.name for path in (ROOT / 'tools').glob('*.py')} - maintenance == set(start.SCRIPTS)
     assert set(start.SCRIPTS.values()) <= set(cli.COMMANDS)
 
 
