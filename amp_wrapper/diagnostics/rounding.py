@@ -214,7 +214,7 @@ class Gathering:
 
     def _is_new(self, tensor: Tensor) -> bool:
         """Whether these very numbers are told for the first time: a container hands on what the last module in it gave."""
-        held = StorageWeakRef(tensor.untyped_storage())
+        held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         key = (held.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._seen:
             return False
