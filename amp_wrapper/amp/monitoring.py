@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +25,10 @@ from ..engine.host_read import LateRead
 from ..engine.overflow import StepResult
 from ..engine.parts import EngineParts
 from ..errors import AmpConfigError
+from ..policy.options import plain
 from . import session as amp_session
 
+logger = logging.getLogger('amp_wrapper')
 #: What :meth:`TrainingMonitor.read` gives, and the files hold, beside the numbers of a measurement.
 _MORE = ('amp_scale', 'amp_skipped')
 
@@ -52,6 +55,7 @@ class TrainingMonitor:
         self._parts = parts
         self._interval, self._ranges_interval = interval, ranges_interval
         self._folder, self._log = folder, log
+        self._log_failed = False
         self._steps = 0
         self._latest: dict[str, float] = {}
         self._rows: list[tuple[int, LateRead]] = []
@@ -134,11 +138,21 @@ class TrainingMonitor:
             if self._numbers is not None:
                 self._numbers.append({'iteration': step, **self._latest})
             if self._log is not None:
-                self._log(step, dict(self._latest))
+                self._tell(self._log, step)
         while self._layers and (wait or self._layers[0][1].is_there):
             step, ranges = self._layers.pop(0)
             assert self._ranges is not None
             self._ranges.append({'iteration': step, **ranges.plain()})
+
+    def _tell(self, log: Callable[[int, dict[str, float]], object], step: int) -> None:
+        try:
+            log(step, dict(self._latest))
+        except Exception as error:
+            # functions are those of others: a training does not end because of what is told about it
+            if not self._log_failed:
+                name = f'{type(error).__name__}: {" ".join(str(error).split())}'
+                logger.warning(f'amp: log= of amp.monitor failed at step {step} ({name}). The training goes on.')
+            self._log_failed = True
 
     def _publish(self, found: Diagnosis) -> str:
         self.diagnoses.append(found)
@@ -179,7 +193,7 @@ def monitor(
         interval: Steps from one measurement to the next.
         folder: Where ``amp_monitor.jsonl``, ``amp_ranges.jsonl`` and the reports in ``amp_diagnosis/`` are written; None writes
             nothing.
-        log: Called with the step, counted from 1, and the numbers by name.
+        log: Called with the step, counted from 1, and the numbers by name. Where it raises, a warning says so once.
         ranges_interval: Steps from one measurement per layer to the next, for ``amp_ranges.jsonl``; None for none.
         diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
             are examined from the first one on, which costs a tenth of a millisecond or so each. False: none is.
@@ -193,11 +207,11 @@ def monitor(
         AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``; a ``max_reports`` that is no
             whole number; a ``log`` that cannot be called.
     """
-    check_interval('interval', interval)
+    interval = check_interval('interval', plain(interval))
     if ranges_interval is not None:
-        check_interval('ranges_interval', ranges_interval)
-    check_mode(diagnose_overflow)
-    check_reports(max_reports)
+        ranges_interval = check_interval('ranges_interval', plain(ranges_interval))
+    diagnose_overflow = check_mode(diagnose_overflow)
+    max_reports = check_reports(max_reports)
     if log is not None and not callable(log):
         raise AmpConfigError([f'log={log!r} must be a function of a step and a dict of numbers.'])
     engines = amp_session.engines_of(optimizer)

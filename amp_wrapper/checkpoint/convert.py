@@ -322,7 +322,7 @@ def _position(file: Mapping[str, Any], meta: Mapping[str, Any], name: str, given
         )
     if not is_whole(value):
         raise AmpCheckpointError(f'{name}={value!r} must be a whole number of at least 0: give --{name} N.')
-    return value
+    return int(value)
 
 
 def _dropped(saved: SavedAmp) -> list[str]:

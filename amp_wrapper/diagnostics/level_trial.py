@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from ..casting.modules import module_device
-from ..errors import AmpConfigError, AmpUsageError
-from ..policy import Policy, dtype_name
+from ..errors import AmpConfigError, AmpUsageError, nearest
+from ..policy import OPTIONS, Policy, dtype_name
 from ..policy.loss_scale import LossScaleConfig
 from .memory import MemoryCount, SavedBytes, count_memory
 from .module_record import ModuleRecorder
@@ -50,7 +50,7 @@ class Subject:
 
 
 def check_functions(**given: object) -> None:
-    """Refuse arguments that are neither functions nor None.
+    """Refuse arguments that are neither functions nor None, and the class of an optimizer.
 
     Raises:
         AmpConfigError: Names them.
@@ -60,6 +60,13 @@ def check_functions(**given: object) -> None:
         for name, value in given.items()
         if value is not None and not callable(value)
     ]
+    maker = given.get('make_optimizer')
+    if isinstance(maker, type) and issubclass(maker, Optimizer):
+        name = maker.__name__
+        problems.append(
+            f'make_optimizer={name} is the class, which takes parameters: write make_optimizer=lambda model: '
+            f'{name}(model.parameters(), ...).'
+        )
     if problems:
         raise AmpConfigError(problems)
 
@@ -68,6 +75,22 @@ _FUNCTIONS = {
     'loss_fn': ' from (model, example) to the loss',
     'make_optimizer': ' from a model to its optimizer, such as lambda model: torch.optim.AdamW(model.parameters())',
 }
+
+
+def check_options(overrides: Mapping[str, object], others: Iterable[str] = ()) -> None:
+    """Refuse options that do not exist.
+
+    Args:
+        overrides: For :func:`amp_wrapper.policy.resolve`.
+        others: Arguments of the same call, one of which may be meant.
+
+    Raises:
+        AmpConfigError: Names them, and the nearest ones that there are.
+    """
+    unknown = [name for name in overrides if name not in OPTIONS]
+    if unknown:
+        known = [*OPTIONS, *others]
+        raise AmpConfigError([f'{name}=... is no option{nearest(name, known)}.' for name in unknown])
 
 
 @dataclasses.dataclass(frozen=True)

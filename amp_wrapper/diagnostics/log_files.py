@@ -166,16 +166,21 @@ def _of_folder(folder: Path) -> _Piece | None:
     return None
 
 
-def _logs_below(folder: Path) -> list[Path]:
-    """The folders directly below a folder that are logs."""
-    if not folder.is_dir():
-        return []
+def _logs_below(folder: Path, levels: int = 2) -> list[Path]:
+    """The folders one and two levels below a folder that are logs; those inside of a log belong to it."""
     try:
-        return [
-            each for each in sorted(folder.iterdir()) if each.is_dir() and any(piece.rows for piece in _pieces(each))
-        ]
+        below = [each for each in sorted(folder.iterdir()) if each.is_dir()] if folder.is_dir() else []
     except OSError:
         return []
+    found: list[Path] = []
+    for each in below:
+        try:
+            is_log = any(piece.rows for piece in _pieces(each))
+        except OSError:
+            # the others can still be told
+            continue
+        found += [each] if is_log else _logs_below(each, levels - 1) if levels > 1 else []
+    return found
 
 
 def ranges_files(path: str | os.PathLike[str], member: str = '') -> list[Path]:

@@ -154,7 +154,12 @@ class ModuleRecorder:
         self._stack: list[str] = []
         self._told: list[tuple[Any, Any]] = []
         self._call: _Call | None = None
-        self._weights = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        #: Outputs, and their gradients, of all modules together: a tensor that several of them hand on counts once.
+        self.totals = {'outputs': Gathering(rounds), 'output_gradients': Gathering(rounds, scale)}
+        self._held = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self._weights = {_memory(tensor) for tensor in model.parameters()}
+        # running statistics, which are an input of the op as its weights are
+        self._weights |= {_memory(t) for each in model.modules() if is_batchnorm(each) for t in each.buffers(False)}
         for name, module in model.named_modules():
             self.records[name] = ModuleRecord(rounds, scale)
             if not isinstance(module, torch.jit.ScriptModule):
@@ -221,7 +226,7 @@ class ModuleRecorder:
             self._is_busy = True
             try:
                 with torch.no_grad():
-                    record.ranges[key].add(tensors)
+                    record.ranges[key].add(tensors, self.totals.get(key))
             finally:
                 self._is_busy = False
 
@@ -312,7 +317,7 @@ class ModuleRecorder:
             found = 'complex'
         elif any(tensor.dtype is torch.float64 for tensor in wide):
             found = 'float64'
-        elif all(_memory(tensor) in self._weights for tensor in wide):
+        elif all(_memory(t) in self._held for t in wide) and any(_memory(t) in self._weights for t in wide):
             found = 'FP32 weights'
         elif len(wide) < len(inputs):
             found = 'mixed types'

@@ -19,10 +19,13 @@ class OutputFiles:
         json: Where the JSON goes; None for none.
 
     Raises:
-        AmpUsageError: One of them cannot be written. Nothing is made yet.
+        AmpUsageError: One of them cannot be written, or is empty. Nothing is made yet.
     """
 
     def __init__(self, html: str | os.PathLike[str] | None, json: str | os.PathLike[str] | None) -> None:
+        for option, given in (('--html', html), ('--json', json)):
+            if given is not None and not os.fspath(given):
+                raise AmpUsageError(f"{option} '' names no file: give a path, or leave the option out.")
         self._html = None if html is None else Path(html)
         self._json = None if json is None else Path(json)
         for path in (self._html, self._json):

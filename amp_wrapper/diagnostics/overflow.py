@@ -15,6 +15,7 @@ from ..engine.host_read import LateRead
 from ..engine.overflow import SKIP, StepResult
 from ..engine.parts import EngineParts
 from ..errors import AmpConfigError
+from ..policy.options import is_whole, plain
 from .causes import diagnose
 from .diagnosis import Diagnosis
 from .live import LiveWatch, judge_watched
@@ -37,8 +38,9 @@ def check_mode(value: Any) -> Mode:
     Raises:
         AmpConfigError: Something else.
     """
-    if value is True or value is False or value == 'after_skip':
-        return value  # type: ignore[no-any-return]
+    found = plain(value)
+    if found is True or found is False or (isinstance(found, str) and found == 'after_skip'):
+        return found  # type: ignore[return-value]
     raise AmpConfigError(
         [
             f"diagnose_overflow={value!r} must be 'after_skip' (once a step was skipped), True (from the first step) or False."
@@ -52,9 +54,9 @@ def check_reports(value: Any) -> int:
     Raises:
         AmpConfigError: No whole number, or a negative one.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_whole(value):
         raise AmpConfigError([f'max_reports={value!r} must be a whole number of reports, 0 for none.'])
-    return value
+    return int(value)
 
 
 class OverflowDiagnosis:

@@ -20,17 +20,17 @@ from typing_extensions import Unpack
 from ..casting.kept_modules import check_names
 from ..casting.modules import class_name, module_device
 from ..casting.roots import unwrap
-from ..errors import AmpConfigError, AmpUsageError, nearest
-from ..policy import LEVELS, OPTIONS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
+from ..errors import AmpConfigError, AmpUsageError
+from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
 from ..version import __version__
 from . import pages, report_table
-from .level_trial import Subject, Trial, check_functions, measured_peak, run_trial
+from .level_trial import Subject, Trial, check_functions, check_options, measured_peak, run_trial
 from .module_record import OUTSIDE, ModuleRecord, OpRun
 from .ranges import Ranges, exponent_of, range_of
 from .recorder import tensors_of
 from .rounding import TYPES, Measured, Rounding
-from .sandbox import fp32_copy, isolated
+from .sandbox import fp32_copy, isolated, made_optimizer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,7 +122,7 @@ def report(
     Raises:
         AmpConfigError: An option that does not exist, or a configuration that cannot mean anything.
         AmpUsageError: A model that is none, or cannot be copied; an example that can be read only once; a loss that is no
-            scalar.
+            scalar; a ``make_optimizer`` that makes no optimizer.
         AmpAttachError: The level cannot be had for this model.
         Exception: What the model raises in FP32 or at the level.
 
@@ -141,9 +141,7 @@ def report(
             f'called with, a tuple of arguments, a dict or one tensor. next(iter(loader)) takes a batch from a data loader.'
         )
     check_functions(loss_fn=loss_fn, make_optimizer=make_optimizer)
-    unknown = [name for name in overrides if name not in OPTIONS]
-    if unknown:
-        raise AmpConfigError([f'{name}=... is no option{nearest(name, OPTIONS)}.' for name in unknown])
+    check_options(overrides, ('loss_fn', 'make_optimizer'))
     policy = resolve(opt_level, **overrides)
     run = _call if loss_fn is None else loss_fn
 
@@ -198,7 +196,7 @@ def _optimizer_name(subject: Subject) -> str | None:
     if subject.make_optimizer is None:
         return None
     with isolated():
-        return type(subject.make_optimizer(fp32_copy(subject.model))).__name__
+        return type(made_optimizer(subject.make_optimizer, fp32_copy(subject.model))).__name__
 
 
 def _make(
@@ -234,6 +232,8 @@ def _make(
         'loss': None if exact.loss is None else {'fp32': exact.loss, 'level': here.loss},
         'modules': _modules(inner, exact, here),
     }
+    found = exact.recorder.totals['outputs'].read() if exact.recorder is not None else None
+    data['outputs'] = None if found is None else found.plain()
     data['gradients'] = _gradients(exact, policy)
     data['memory'] = memory
     return PrecisionReport(data)
@@ -353,10 +353,10 @@ def _gradients(exact: Trial, policy: Policy) -> dict[str, Any] | None:
     assert exact.recorder is not None
     if exact.loss is None:
         return None
-    outputs = [record.ranges['output_gradients'].read() for record in exact.recorder.records.values()]
+    outputs = exact.recorder.totals['output_gradients'].read()
     parts = {
         'weights': Measured.added(exact.gradient_ranges.values()),
-        'outputs': Measured.added(measured for measured in outputs if measured is not None),
+        'outputs': Measured.added(() if outputs is None else (outputs,)),
     }
     both = Measured.added(part for part in parts.values() if part.rounding)
     scale = best_scale(both.ranges, torch.float16)

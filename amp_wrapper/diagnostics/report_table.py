@@ -361,18 +361,17 @@ def _range_rows(modules: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
 def _powers(data: Mapping[str, Any]) -> dict[str, dict[int, int]]:
     """Counts over powers of two of the whole model, for histograms."""
     found: dict[str, dict[int, int]] = {}
-    for title, key in (('Weights', 'weights'), ('Outputs of modules', 'outputs')):
+    gradients = data['gradients'] or {}
+    parts = {
+        'Weights': [module['ranges'].get('weights') for module in data['modules']],
+        'Outputs of modules': [data['outputs']],
+        'Gradients, without a loss scale': [gradients.get(key) for key in ('weights', 'outputs')],
+    }
+    for title, ranges in parts.items():
         total: dict[int, int] = {}
-        for module in data['modules']:
-            for power, count in module['ranges'].get(key, {}).get('powers', {}).items():
+        for each in ranges:
+            for power, count in (each or {}).get('powers', {}).items():
                 total[int(power)] = total.get(int(power), 0) + count
         if total:
             found[title] = total
-    if data['gradients']:
-        total = {}
-        for key in ('weights', 'outputs'):
-            for power, count in data['gradients'][key]['powers'].items():
-                total[int(power)] = total.get(int(power), 0) + count
-        if total:
-            found['Gradients, without a loss scale'] = total
     return found

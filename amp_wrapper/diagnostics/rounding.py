@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..policy import dtype_name
 from .ranges import NONFINITE, ZERO, Ranges, added, count_on_device
@@ -151,6 +152,25 @@ class Measured:
         )
 
 
+def _in_float32(tensor: Tensor) -> Tensor:
+    """Numbers as powers of two are counted: those of float64 rounded towards zero, so that none reaches the next power, and
+    without becoming zero."""
+    if tensor.dtype is not torch.float64:
+        return tensor
+    sizes = tensor.detach().abs()
+    rounded = sizes.float()
+    zero = torch.zeros_like(rounded)
+    lower = torch.where((rounded > sizes) & rounded.isfinite(), torch.nextafter(rounded, zero), rounded)
+    return torch.where((lower == 0) & (sizes > 0), torch.nextafter(zero, zero + 1), lower)
+
+
+def _largest_below(tensor: Tensor) -> Tensor:
+    """For each number the largest float32 that is smaller in magnitude."""
+    sizes = tensor.detach().abs()
+    rounded = sizes.float()
+    return torch.where(rounded < sizes, rounded, torch.nextafter(rounded, torch.zeros_like(rounded)))
+
+
 class Gathering:
     """Adds tensors up, without a host read until :meth:`read`.
 
@@ -163,19 +183,44 @@ class Gathering:
         types = TYPES if rounds else ()
         self._casts = [(dtype, 1.0) for dtype in types] + [(dtype, scale) for dtype in types if scale is not None]
         self._parts: dict[torch.device, _OnDevice] = {}
+        self._seen: dict[tuple[Any, ...], StorageWeakRef] = {}
 
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Add floating tensors; those of other types, and sparse ones, are left out."""
+    def add(self, tensors: Sequence[Tensor], total: Gathering | None = None) -> None:
+        """Add floating tensors; those of other types, and sparse ones, are left out.
+
+        Args:
+            tensors: Of any shape, type and device.
+            total: Gets those that it has not seen yet, too. It was made with the same arguments.
+        """
         for tensor in tensors:
             if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():
                 continue
-            # each power of two counts with the numbers below it there
-            below = [torch.nextafter(tensor.detach().float().abs(), tensor.new_zeros((), dtype=torch.float32))]
-            counts, largest = count_on_device([tensor, *(below if self._casts else ())])
-            lost = [rounding_on_device(tensor, dtype, scale) for dtype, scale in self._casts]
-            found = _OnDevice(counts, largest[:1], torch.stack(lost) if lost else None)
-            known = self._parts.get(tensor.device)
-            self._parts[tensor.device] = found if known is None else known.plus(found)
+            found = self._measured(tensor)
+            self._put(tensor.device, found)
+            if total is not None and total._is_new(tensor):
+                total._put(tensor.device, found)
+
+    def _measured(self, tensor: Tensor) -> _OnDevice:
+        held = _in_float32(tensor)
+        # each power of two counts with the numbers below it there
+        below = [_largest_below(tensor)] if self._casts else []
+        counts, largest = count_on_device([held, *below])
+        lost = [rounding_on_device(tensor, dtype, scale) for dtype, scale in self._casts]
+        return _OnDevice(counts, largest[:1], torch.stack(lost) if lost else None)
+
+    def _put(self, device: torch.device, found: _OnDevice) -> None:
+        known = self._parts.get(device)
+        self._parts[device] = found if known is None else known.plus(found)
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Whether these very numbers are told for the first time: a container hands on what the last module in it gave."""
+        held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        key = (held.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        if key in self._seen:
+            return False
+        # as long as it is held, no other storage gets its address
+        self._seen[key] = held
+        return True
 
     def read(self) -> Measured | None:
         """What came together; None where nothing did. Syncs, once for each number of each device."""

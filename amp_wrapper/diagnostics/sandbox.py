@@ -225,13 +225,27 @@ def sandbox(
         CannotCopyError: As :func:`fp32_copy`; inside, a collective call of the model.
         AmpAttachError: The level cannot be had for this model.
         AmpConfigError: A ``keep_fp32`` pattern that matches nothing.
+        AmpUsageError: ``make_optimizer`` made no optimizer.
     """
     with isolated():
         copied = fp32_copy(model)
-        optimizer = None if make_optimizer is None else make_optimizer(copied)
+        optimizer = None if make_optimizer is None else made_optimizer(make_optimizer, copied)
         engine = AmpEngine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
         attach(engine, copied)
         yield Sandbox(copied, engine)
+
+
+def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:
+    """The optimizer of a copy.
+
+    Raises:
+        AmpUsageError: The function gave something else.
+    """
+    made: Any = make_optimizer(model)
+    if not isinstance(made, Optimizer):
+        what = 'None' if made is None else type(made).__name__
+        raise AmpUsageError(f'make_optimizer(model) gave {what}: it must return a torch.optim.Optimizer.')
+    return made
 
 
 @contextmanager

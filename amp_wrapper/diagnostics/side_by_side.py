@@ -205,8 +205,8 @@ class _Lane:
         for index in range(min(CHECKED, len(task.batches))):
             batch = task.batch(index)
             task.set_seed(index)
-            with torch.no_grad():
-                self.run.checked.append(float(task.loss(self._box, batch)))
+            # losses may call torch.autograd.grad; the graph goes with the loss
+            self.run.checked.append(float(task.loss(self._box, batch).detach()))
         self.run.done = True
 
     def _timed(self, batch: Any, saved: SavedBytes | None) -> tuple[float, float, bool, int | None]:

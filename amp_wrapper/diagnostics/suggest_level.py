@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,10 +18,11 @@ from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
 from ..optim import FusedAdamW
 from ..policy import LEVELS, OptLevel, Policy, resolve
+from ..policy.options import is_whole
 from ..policy.resolve import PolicyOptions
 from .level_phases import REFERENCE, LevelPhases
 from .level_study import Study
-from .level_trial import check_functions
+from .level_trial import check_functions, check_options
 from .level_verdicts import MEMORY, SPEED
 from .progress import Progress
 from .sandbox import Attach, attach_whole, isolated, trainable
@@ -32,6 +32,8 @@ from .suggestion import LevelSuggestion, describe
 #: Of the optimizer that is taken where none is given.
 DEFAULT_LR = 1e-3
 _LEAST_STEPS = WARM_UP + 2
+# for what is misspelt
+_OWN_OPTIONS = ('levels', 'make_optimizer', 'max_trials', 'prefer', 'progress', 'seed', 'steps')
 
 
 def suggest_level(
@@ -82,9 +84,10 @@ def suggest_level(
         The recommendation, with everything that was measured.
 
     Raises:
-        AmpConfigError: An impossible argument, or overrides that go with none of the levels. Nothing has been run.
-        AmpUsageError: No batch; a ``loss_fn`` that returns no loss, does not use the model that it is given, or gives a loss in
-            FP32 that is not finite.
+        AmpConfigError: An impossible argument, or one that does not exist; overrides that go with none of the levels. Nothing
+            has been run.
+        AmpUsageError: No batch, or batches that cannot be read; a ``make_optimizer`` that makes no optimizer; a ``loss_fn``
+            that returns no loss, does not use the model that it is given, or gives a loss in FP32 that is not finite.
         CannotCopyError: A model that cannot be copied.
     """
     return suggest(
@@ -143,6 +146,8 @@ def suggest(
     chosen = _check_levels(levels)
     _check(model, loss_fn, steps, prefer, max_trials, seed)
     check_functions(make_optimizer=make_optimizer)
+    check_options(given, _OWN_OPTIONS)
+    steps, max_trials, seed = int(steps), int(max_trials), int(seed)
     policies, problems = _resolve(chosen, given)
     # modules are named as they are for amp.initialize
     model = unwrap(model)
@@ -223,13 +228,13 @@ def _check(model: Any, loss_fn: Any, steps: Any, prefer: Any, max_trials: Any, s
         raise AmpConfigError([f'model={type(model).__name__} must be a torch.nn.Module.'])
     if not callable(loss_fn):
         problems.append(f'loss_fn={loss_fn!r} must be a function from (model, batch) to the loss.')
-    if not _is_whole(steps) or steps < _LEAST_STEPS:
+    if not is_whole(steps, _LEAST_STEPS):
         problems.append(f'steps={steps!r} must be a whole number of at least {_LEAST_STEPS}.')
     if prefer not in (None, SPEED, MEMORY):
         problems.append(f"prefer={prefer!r} must be 'speed', 'memory' or None.")
-    if not _is_whole(max_trials) or max_trials < 0:
+    if not is_whole(max_trials):
         problems.append(f'max_trials={max_trials!r} must be a whole number, 0 for no search.')
-    if not _is_whole(seed):
+    if not is_whole(seed, None):
         problems.append(f'seed={seed!r} must be a whole number.')
     if not trainable([model]):
         problems.append('model has no parameter that requires a gradient: there is nothing to train.')
@@ -237,21 +242,19 @@ def _check(model: Any, loss_fn: Any, steps: Any, prefer: Any, max_trials: Any, s
         raise AmpConfigError(problems)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _take(batches: Iterable[Any], count: int) -> list[Any]:
-    try:
-        # the keys of a dict are no batches
-        each = None if isinstance(batches, (str, Mapping)) else iter(batches)
-    except TypeError:
-        each = None
-    if each is None:
+    # the keys of a dict are no batches
+    can_be_read = hasattr(batches, '__iter__') or hasattr(batches, '__getitem__')
+    if isinstance(batches, (str, Mapping)) or not can_be_read:
         raise AmpConfigError(
             [f'batches={type(batches).__name__} must be a list or another iterable of batches: one batch is [batch].']
         )
-    found = list(islice(each, count))
+    try:
+        found = list(islice(batches, count))
+    except Exception as error:
+        # data sets are programs of others
+        words = f'{type(error).__name__}: {" ".join(str(error).split())}'
+        raise AmpUsageError(f'batches={type(batches).__name__} cannot be read ({words}).') from error
     if not found:
         raise AmpUsageError('batches is empty: at least one batch is needed, and two are better.')
     return found

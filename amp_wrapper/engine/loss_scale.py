@@ -15,6 +15,7 @@ from ..checkpoint.format import check_scaler_state
 from ..errors import AmpUsageError
 from ..policy import Policy
 from ..policy.loss_scale import LossScaleConfig
+from ..policy.options import is_whole
 from .overflow import Overflow
 
 #: The floor of a scale that has none: the smallest normal number.
@@ -275,7 +276,7 @@ class LossScales:
         Raises:
             AmpUsageError: No such loss.
         """
-        if not isinstance(loss_id, int) or not 0 <= loss_id < len(self.scalers):
+        if not is_whole(loss_id, 0, len(self.scalers)):
             raise AmpUsageError(
                 f'loss_id={loss_id!r} is not below num_losses={len(self.scalers)}: raise num_losses in the configuration.'
             )

@@ -18,8 +18,8 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
-from mmengine.optim import OptimWrapperDict, build_optim_wrapper
-from mmengine.registry import MODELS, OPTIM_WRAPPERS, OPTIMIZERS, DefaultScope
+from mmengine.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from mmengine.registry import MODELS, DefaultScope
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import _load_checkpoint, _load_checkpoint_to_model
 from torch import Tensor, nn
@@ -31,8 +31,15 @@ from ..engine import AmpEngine
 from ..errors import AmpConfigError, AmpError, AmpUsageError, nearest
 from . import attaching, generated_data
 from .config_options import read_config
-from .wrapper_settings import SCRIPT, WrapperSettings, wrapper_settings
-from .wrappers import is_built_here
+from .wrapper_settings import (
+    SCRIPT,
+    WrapperSettings,
+    can_be_built,
+    check_words,
+    optimizer_words,
+    settings_of,
+    settings_of_words,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +68,8 @@ class FromConfig:
             AmpConfigError: The config builds several optimizers, or none: the message of its mistake.
         """
         words = {key: self.config.optim_wrapper.get(key) for key in ('optimizer', 'paramwise_cfg', 'constructor')}
-        words = {key: copy.deepcopy(value) for key, value in words.items() if value is not None}
-        kind = words['optimizer'].get('type')
-        with _scope(self.config), _quiet(), _config_errors('optim_wrapper cannot be built'):
-            if isinstance(kind, str) and 'constructor' not in words and OPTIMIZERS.get(kind) is None:
-                # mmengine says that None is not callable
-                near = nearest(kind, OPTIMIZERS.module_dict)
-                raise AmpConfigError([f'optim_wrapper.optimizer.type={kind!r} is not registered{near}.'])
-            built = build_optim_wrapper(model, dict(type='OptimWrapper', **words))
-        if isinstance(built, OptimWrapperDict):
-            raise AmpConfigError([f'optim_wrapper builds {len(built)} optimizers: {SCRIPT}.'])
-        return built.optimizer
+        words = {key: value for key, value in words.items() if value is not None}
+        return _build_wrapper(self.config, model, dict(type='OptimWrapper', **words)).optimizer
 
     def attach(self, engine: AmpEngine, model: nn.Module) -> nn.Module:
         """Attach a copy of the model as training does: with the config's ``activation_checkpointing``.
@@ -245,33 +243,49 @@ def from_config(
     if shape is not None and (len(shape) not in (3, 4) or any(size < 1 for size in shape)):
         raise AmpUsageError(f'--input-shape {" ".join(map(str, shape))}: must be C H W or N C H W, such as {_EXAMPLE}.')
     cfg = config if isinstance(config, Config) else read_config(config, cfg_options)
+    with _scope(cfg):
+        check_words(cfg.get('optim_wrapper'))
     # mmengine takes entries out of what it builds from
     cfg = copy.deepcopy(cfg)
     place = checkpoint or cfg.get('load_from')
     if checkpoint is not None:
         _check_there(Path(checkpoint))
     with _scope(cfg), seeded(cfg), _quiet():
-        settings = wrapper_settings(cfg.get('optim_wrapper'))
         model = _build_model(cfg, is_loaded=place is not None)
         if place is not None:
             _load(model, str(place))
     chosen = _device(device)
-    built = FromConfig(cfg, model.to(chosen).train(), settings, shape)
-    _check_wrapper(built)
+    model = model.to(chosen).train()
+    built = FromConfig(cfg, model, _settings(cfg, model), shape)
+    # also where a wrapper cannot be built here: mistakes are found before anything runs
+    built.make_optimizer(model)
     return built
 
 
-def _check_wrapper(built: FromConfig) -> None:
-    """Build the optimizer and its wrapper, which are thrown away: mistakes are found before anything runs."""
-    words = copy.deepcopy(dict(built.config.optim_wrapper))
-    for key in ('paramwise_cfg', 'constructor'):
-        words.pop(key, None)
-    words['optimizer'] = built.make_optimizer(built.model)
-    # mmengine's own classes for mixed precision ask for a GPU
-    if is_built_here(words) or words.get('type', 'OptimWrapper') == 'OptimWrapper':
-        words.setdefault('type', 'OptimWrapper')
-        with _scope(built.config), _quiet(), _config_errors('optim_wrapper cannot be built'):
-            OPTIM_WRAPPERS.build(words)
+def _settings(cfg: Config, model: nn.Module) -> WrapperSettings:
+    """What the wrapper says that a training would have. It is built, and thrown away."""
+    with _scope(cfg):
+        if not can_be_built(cfg.optim_wrapper):
+            return settings_of_words(cfg.optim_wrapper)
+    return settings_of(_build_wrapper(cfg, model, dict(cfg.optim_wrapper)))
+
+
+def _build_wrapper(cfg: Config, model: nn.Module, words: dict[str, Any]) -> OptimWrapper:
+    """The wrapper with its optimizer, made by the constructor that the words name.
+
+    Raises:
+        AmpConfigError: The message of a mistake; several optimizers.
+    """
+    words = copy.deepcopy(words)
+    with _scope(cfg), _quiet(), _config_errors('optim_wrapper cannot be built'):
+        if words.get('constructor') is None:
+            words['optimizer'] = optimizer_words(words['optimizer'])
+        built = build_optim_wrapper(model, words)
+    if isinstance(built, OptimWrapperDict):
+        raise AmpConfigError([f'optim_wrapper builds {len(built)} optimizers: {SCRIPT}.'])
+    if not isinstance(built, OptimWrapper):
+        raise AmpConfigError([f'optim_wrapper builds a {type(built).__name__}, which is no OptimWrapper: {SCRIPT}.'])
+    return built
 
 
 def _build_model(cfg: Config, is_loaded: bool) -> nn.Module:

@@ -114,6 +114,21 @@ def resolve_loss_scale(
     return dataclasses.replace(config, init_scale=first if floor is None else max(first, floor))
 
 
+def loss_scale_options(config: LossScaleConfig) -> dict[str, Any]:
+    """The options from which :func:`resolve_loss_scale` makes a record, at any level.
+
+    Args:
+        config: Any.
+    """
+    words = {name: getattr(config, name) for name in _WORDS}
+    bounds = {'min_loss_scale': words.pop('min_scale'), 'max_loss_scale': words.pop('max_scale')}
+    given: dict[str, Any] = {name: value for name, value in bounds.items() if value != BOUNDS[name].default}
+    others = {name: value for name, value in words.items() if value != _WORDS[name].default}
+    if not config.dynamic:
+        return {'loss_scale': config.init_scale, **given}
+    return {'loss_scale': others or 'dynamic', **given}
+
+
 def _read_static(value: Any, problems: list[str]) -> float:
     close = ''
     if isinstance(value, str):

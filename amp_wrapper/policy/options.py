@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import operator
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, SupportsIndex, TypeGuard
+
+import numpy as np
+import torch
 
 
 def is_number(value: Any) -> bool:
@@ -13,9 +17,27 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_whole(value: Any, low: int = 0, below: int | None = None) -> TypeGuard[int]:
-    """Whether ``value`` is an ``int``, no boolean, not less than ``low`` and less than ``below``."""
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value and (below is None or value < below)
+def plain(value: Any) -> Any:
+    """A whole number of any kind, such as one of NumPy, as an ``int``, and NumPy's booleans as ``bool``; all else as it is.
+
+    Syncs with a tensor on a GPU.
+    """
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if getattr(value, 'dtype', None) is torch.bool:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def is_whole(value: Any, low: int | None = 0, below: int | None = None) -> TypeGuard[SupportsIndex]:
+    """Whether ``value`` is a whole number as of :func:`plain`, no boolean, not less than ``low`` and less than ``below``."""
+    number = plain(value)
+    if isinstance(number, bool) or not isinstance(number, int):
+        return False
+    return (low is None or low <= number) and (below is None or number < below)
 
 
 def is_count(value: Any) -> bool:
@@ -61,8 +83,9 @@ class Option:
     per_op: str = ''
 
     def read(self, label: str, value: Any, problems: list[str]) -> Any:
-        """The converted value; for one that fails the test, the default, and a sentence in ``problems``."""
-        if self.test(value):
-            return self.convert(value)
+        """The converted value, one of NumPy as Python's own; for one that fails the test, the default, and a sentence in
+        ``problems``."""
+        if self.test(plain(value)):
+            return self.convert(plain(value))
         problems.append(f'{label}={value!r} {self.expected}.')
         return self.default

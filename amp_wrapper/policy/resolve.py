@@ -13,7 +13,7 @@ from typing_extensions import TypedDict, Unpack
 from ..errors import AmpConfigError
 from . import lookup
 from .fp32_registry import CALLER, FLOAT32, Fp32Op
-from .loss_scale import BOUNDS, resolve_loss_scale
+from .loss_scale import BOUNDS, loss_scale_options, resolve_loss_scale
 from .nested import HALF_TYPES
 from .options import Option, is_count, is_flag, one_of, optional
 from .policy import IN_BFLOAT16, LEVEL_TABLE, MEANINGS, OptLevel, Policy, parse_dtype, spellings
@@ -219,6 +219,40 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
         'fp32_ops': fp32_ops,
     }
     return dataclasses.replace(level, **values)
+
+
+# options that a configuration holds in the form in which they may be given
+_AS_THEY_ARE = tuple(
+    name
+    for name in OPTIONS
+    if name not in ('dtype', 'patch_torch_functions', 'loss_scale', *BOUNDS, 'keep_fp32', 'fp32_ops')
+)
+
+
+def overrides_of(policy: Policy) -> dict[str, Any]:
+    """The options with which :func:`resolve` makes a configuration of its level: only what differs from the level itself.
+
+    Args:
+        policy: Any.
+    """
+    level = LEVEL_TABLE[policy.opt_level]
+    found: dict[str, Any] = {}
+    for name in _AS_THEY_ARE:
+        if getattr(policy, name) != getattr(level, name):
+            found[name] = getattr(policy, name)
+    if found.get('cast_model_type', False) is None:
+        found['cast_model_type'] = False
+    if policy.split_masters:
+        found['master_weights'] = 'split'
+    if policy.autocast_dtype is None and level.autocast_dtype is not None:
+        found['patch_torch_functions'] = False
+    if policy.loss_scale != level.loss_scale:
+        found |= loss_scale_options(policy.loss_scale)
+    if policy.keep_fp32:
+        found['keep_fp32'] = list(policy.keep_fp32)
+    if policy.fp32_ops:
+        found['fp32_ops'] = [{'name': op.name, 'output': op.output} for op in policy.fp32_ops]
+    return found
 
 
 def _casts_per_op(level: Policy) -> bool:

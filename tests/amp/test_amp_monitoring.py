@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bits import differences
@@ -279,6 +280,34 @@ def test_a_generator_through_a_discriminator(fault: str) -> None:
     if fault == 'backward':
         expected = ('gradient_range', 'models[1].1.blocks.1.place')
     assert (found.cause, found.module) == expected, found.text
+
+
+def test_a_log_that_raises_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = start()
+    calls = []
+
+    def log(at: int, numbers: dict[str, float]) -> None:
+        calls.append(at)
+        raise OSError('disk\nfull')
+
+    with amp.monitor(optimizer, 1, log=log):
+        for x in batches(3):
+            step(model, optimizer, x)
+    assert calls == [1, 2, 3]
+    told = [record.getMessage() for record in caplog.records if 'log= of amp.monitor' in record.getMessage()]
+    assert told == ['amp: log= of amp.monitor failed at step 1 (OSError: disk full). The training goes on.']
+
+
+def test_numbers_of_numpy() -> None:
+    model, optimizer = start()
+    words: Any = dict(interval=np.int64(2), ranges_interval=np.int32(3), max_reports=np.int64(1))
+    with amp.monitor(optimizer, diagnose_overflow=np.bool_(True), **words) as watch:
+        for index, x in enumerate(batches(3)):
+            step(model, optimizer, nan_input(x) if index == 1 else x)
+    assert len(watch.diagnoses) == 1
+    assert amp.loss_scale(optimizer, np.int64(0)) == amp.loss_scale(optimizer)
+    with pytest.raises(AmpConfigError, match='interval='):
+        amp.monitor(optimizer, np.bool_(True))  # type: ignore[arg-type]
 
 
 def test_wrong_arguments() -> None:

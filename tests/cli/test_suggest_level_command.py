@@ -107,6 +107,7 @@ def test_an_interruption_shows_what_is_known(
         (['--levels', 'O7'], 2, "argument --levels: 'O7' must be levels with commas between them"),
         (['--steps', '2'], 1, 'steps=2 must be a whole number of at least 4'),
         (['--json', '{file}/x.json'], 1, 'cannot be written'),
+        (['--html', ''], 1, "--html '' names no file"),
         (['--html', '{file}/..'], 1, 'cannot be written: '),
         (['--levels', 'O5', '--steps', '4', '--input-shape', '5', '8', '8'], 1, 'with --input-shape 5 8 8'),
     ],

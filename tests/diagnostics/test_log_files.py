@@ -53,6 +53,8 @@ def test_a_folder_of_several_trainings_names_them(tmp_path: Path) -> None:
     with pytest.raises(AmpUsageError, match=r'those of 2 trainings below it: give .*runs/a, .*runs/b\.') as caught:
         read_run(tmp_path / 'runs')
     assert 'runs/c' not in str(caught.value)
+    with pytest.raises(AmpUsageError, match=r'those of 2 trainings below it: give .*runs/a, .*runs/b\.'):
+        read_run(tmp_path)
 
 
 # -- kinds of files --------------------------------------------------------------------------------------------------------

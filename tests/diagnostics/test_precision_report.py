@@ -264,6 +264,16 @@ def test_everything_is_as_before(training: bool, attached: bool) -> None:
             AmpConfigError,
             'make_optimizer=SGD must be a function',
         ),
+        (
+            lambda model, x: amp.report(model, x, make_optimizer=torch.optim.AdamW),
+            AmpConfigError,
+            r'make_optimizer=AdamW is the class.*lambda model: AdamW\(model.parameters\(\)',
+        ),
+        (
+            lambda model, x: amp.report(model, x, make_optimizer=lambda model: None),
+            AmpUsageError,
+            'make_optimizer.* gave None: it must return a torch.optim.Optimizer',
+        ),
     ],
 )
 def test_errors(call: Callable[..., Any], error: type[Exception], words: str) -> None:
@@ -300,6 +310,24 @@ def test_why_ops_of_embeddings_float64_and_complex_numbers_run_as_they_do() -> N
     assert ('mul', 'float64', 'float64') in rules
     assert ('add', 'float64', 'float64', 'float32') in rules
     assert found['']['weights']['types'] == {'complex64': 4}
+
+
+def test_buffers_are_no_weights_but_for_running_statistics() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.gain = nn.Parameter(torch.ones(8))
+            self.register_buffer('mask', torch.zeros(8))
+            self.plain = nn.BatchNorm1d(8, affine=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layer(x)
+            return self.layer(self.plain(self.layer(x + self.mask)) * self.gain)
+
+    found = by_name(amp.report(Model(), torch.randn(4, 8), 'O1'))
+    assert causes(found['']) == [('add', 'mixed types', ''), ('mul', 'FP32 weights', '')]
+    assert causes(found['plain']) == [('native_batch_norm', 'FP32 weights', '')]
 
 
 def test_an_optimizer_is_made_for_a_copy_alone() -> None:

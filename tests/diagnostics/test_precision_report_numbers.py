@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from amp_wrapper import amp
+from amp_wrapper.diagnostics import report_table
 from amp_wrapper.diagnostics.level_trial import Subject, measured_peak
 from amp_wrapper.diagnostics.precision_report import PrecisionReport, _lost_at_best, best_scale
 from amp_wrapper.diagnostics.ranges import measure_one
@@ -48,6 +49,59 @@ def report() -> PrecisionReport:
         return F.mse_loss(model(x), torch.zeros(6, 3))
 
     return amp.report(model, torch.randn(6, 4), 'O2', loss, make_optimizer=adam)
+
+
+def test_a_tensor_that_several_modules_hand_on_counts_once_in_the_sums() -> None:
+    """The rows of the modules have it each."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) * 2.0**-4).sum()
+
+    class Changing(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            # other numbers in the same memory
+            return super().forward(x).mul_(2)
+
+    def measured(model: nn.Module) -> dict[str, Any]:
+        return amp.report(model, torch.tensor([[1.0]]), 'O2', loss).data
+
+    layer = linear([4.0])
+    alone, inside = measured(layer), measured(nn.Sequential(nn.Sequential(nn.Identity(), layer), nn.Identity()))
+    assert alone['gradients']['outputs']['powers'] == {'-4': 1}
+    # the input, which the first module hands on, takes no gradient
+    assert inside['gradients'] == alone['gradients']
+    assert inside['outputs']['powers'] == {'0': 1, '2': 1}
+    assert report_table.for_page(inside)['powers']['Outputs of modules'] == {0: 1, 2: 1}
+    rows = {each['name']: each['ranges'] for each in inside['modules']}
+    assert [rows[name]['output_gradients']['elements'] for name in ('', '0', '0.1', '1')] == [1] * 4
+    changed = measured(Changing(layer))
+    assert changed['outputs']['powers'] == {'2': 1, '3': 1}
+    assert changed['gradients']['outputs']['elements'] == 2
+
+
+def test_memory_that_is_used_again_holds_other_numbers() -> None:
+    total = Gathering(rounds=False)
+    for power in range(5):
+        Gathering(rounds=False).add([torch.full((3,), 2.0**power)], total)
+    found = total.read()
+    assert found is not None
+    assert found.ranges.powers() == dict.fromkeys(range(5), 3)
+
+
+def test_float64_numbers_beside_powers_of_two_are_counted_where_they_are() -> None:
+    """Rounded to float32, they would reach the next power, or become zero."""
+    values = torch.tensor(
+        [2.0**-14 * (1 - 2.0**-40), 2.0**-25 * (1 + 2.0**-40), 2.0**-160, 2.0**13], dtype=torch.float64
+    )
+    gathered = Gathering(scale=1.0)
+    gathered.add([values])
+    found = gathered.read()
+    assert found is not None
+    assert found.ranges.powers() == {-15: 1, -25: 1, -127: 1, 13: 1}
+    assert found.ranges.zeros == 0
+    assert [found.at_most(power) for power in (-126, -25, -24, -14)] == [1, 1, 2, 3]
+    assert best_scale(found.ranges, torch.float16) == 1.0
+    assert _lost_at_best(found, 1.0) == {'overflow': 0, 'underflow': 1 / 4, 'subnormal': 2 / 4}
 
 
 # -- ranges ------------------------------------------------------------------------------------------------------------
@@ -377,7 +431,7 @@ def test_names_of_the_model_are_text_to_terminal_and_page() -> None:
 
 #: The keys that users may rely on, and that docs/report.md describes.
 KEYS = {
-    '': 'format amp_wrapper torch title level policy options device mode optimizer loss modules gradients memory',
+    '': 'format amp_wrapper torch title level policy options device mode optimizer loss modules outputs gradients memory',
     'module': 'name class depth calls state weights inputs outputs gradients kept fp32_ops ops casts ranges',
     'op': 'op calls inputs output rule name reason',
     'ranges': 'elements largest zeros nonfinite powers float16 bfloat16 at_level',

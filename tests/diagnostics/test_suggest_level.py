@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from bits import differences, same_bits
 from mmengine.optim import build_optim_wrapper
 from torch import Tensor, nn
@@ -488,6 +489,9 @@ def test_the_lines_of_the_result_work() -> None:
         ({'max_trials': None}, 'max_trials=None'),
         ({'seed': 'zero'}, "seed='zero' must be a whole number"),
         ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, 'make_optimizer=SGD must be a function'),
+        ({'make_optimizer': torch.optim.SGD}, 'make_optimizer=SGD is the class'),
+        ({'kep_fp32': ['head']}, "kep_fp32=... is no option (did you mean 'keep_fp32'?)"),
+        ({'step': 8}, "step=... is no option (did you mean 'steps'?)"),
         ({'keep_fp32': ['hed']}, "keep_fp32='hed' matches no module (did you mean 'head'?)"),
         ({'fp32_ops': ['torch.nn.GRU']}, "fp32_ops='torch.nn.GRU' matches no module"),
         ({'num_losses': 2}, 'num_losses=2 cannot be tried'),
@@ -522,6 +526,48 @@ def test_wrong_models_batches_and_losses_are_refused() -> None:
         amp.suggest_level(PlainCNN(), lambda model, batch: model(batch[0]), data)
     with pytest.raises(AmpUsageError, match='the first loss is nan in FP32'):
         amp.suggest_level(PlainCNN(), lambda model, batch: cross_entropy(model, batch) * float('nan'), data)
+
+
+def test_batches_that_fail_while_they_are_read_say_what_they_say() -> None:
+    class Broken:
+        def __iter__(self) -> Any:
+            raise TypeError('worker 0 cannot\npickle this')
+
+    with pytest.raises(
+        AmpUsageError, match=r'batches=Broken cannot be read \(TypeError: worker 0 cannot pickle this\)'
+    ):
+        amp.suggest_level(PlainCNN(), cross_entropy, Broken(), progress=False)
+    # the old way of Python to be iterable
+    indexed = type('Indexed', (), {'__getitem__': batches(STEPS, 1, 8, 8).__getitem__})()
+    assert (
+        amp.suggest_level(PlainCNN(), cross_entropy, indexed, levels=['O0'], steps=STEPS, progress=False).level == 'O0'
+    )
+
+
+def test_a_function_that_makes_no_optimizer() -> None:
+    with pytest.raises(AmpUsageError, match='gave None: it must return'):
+        suggest(PlainCNN(), cross_entropy, (1, 8, 8), make_optimizer=lambda model: None)
+
+
+def test_numbers_of_numpy() -> None:
+    words: Any = {'steps': np.int64(STEPS), 'max_trials': np.int64(0)}
+    found = suggest(PlainCNN(), cross_entropy, (1, 8, 8), levels=['O0', 'O5'], seed=np.int32(1), **words)
+    assert json.loads(pages.to_json(found.data))['seed'] == 1
+
+
+def test_a_loss_of_gradients() -> None:
+    """Such as a gradient penalty: it needs the graph wherever it is computed."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        images = batch[0].clone().requires_grad_()
+        scores = model(images).float()
+        (gradient,) = torch.autograd.grad(scores.sum(), images, create_graph=True)
+        return F.cross_entropy(scores, batch[1]) + gradient.float().square().sum()
+
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 4))
+    found = suggest(model, loss_fn, (1, 8, 8), levels=['O0', 'O5'])
+    assert entry(found, 'O5')['loss']['after'] is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_a_loss_of_another_model_is_refused_and_leaves_it_alone() -> None:

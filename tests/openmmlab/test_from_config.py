@@ -7,14 +7,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toy
 from bits import differences
-from mmengine.registry import MODELS, OPTIM_WRAPPER_CONSTRUCTORS, DefaultScope
+from mmengine.optim import OptimWrapper
+from mmengine.registry import MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, DefaultScope
 from mmengine.runner import Runner
 from torch import Tensor
 
+from amp_wrapper import AmpOptimWrapper
 from amp_wrapper.checkpoint import random_state
 from amp_wrapper.diagnostics.sandbox import sandbox
 from amp_wrapper.errors import AmpCheckpointError, AmpConfigError, AmpUsageError
@@ -48,10 +51,42 @@ class TwoOptimizers:
         self.words = optim_wrapper_cfg
 
     def __call__(self, model: Any) -> Any:
-        from mmengine.optim import OptimWrapper, OptimWrapperDict
+        from mmengine.optim import OptimWrapperDict
 
         parts = {name: torch.optim.SGD(getattr(model, name).parameters(), lr=0.1) for name in ('conv', 'fc')}
         return OptimWrapperDict(**{name: OptimWrapper(optimizer) for name, optimizer in parts.items()})
+
+
+@OPTIM_WRAPPERS.register_module()
+class FixedLevel(AmpOptimWrapper):
+    """Chooses its level, clipping and accumulation itself."""
+
+    def __init__(self, warm: int = 3, **kwargs: Any) -> None:
+        words = dict(clip_grad=dict(type='value', clip_value=0.5), accumulative_counts=3)
+        super().__init__(opt_level='O2', keep_fp32=['fc'], **words, **kwargs)
+        self.warm = warm
+
+
+@OPTIM_WRAPPERS.register_module()
+class PlainWithWord(OptimWrapper):
+    """A wrapper without mixed precision, with a word of its own."""
+
+    def __init__(self, *args: Any, extra: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class FixedByConstructor:
+    """Builds a wrapper that the config does not name."""
+
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+        self.words = optim_wrapper_cfg
+
+    def __call__(self, model: Any) -> Any:
+        return AmpOptimWrapper(opt_level='O5', optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+BUILT = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
 
 
 @pytest.fixture
@@ -97,13 +132,44 @@ def test_settings(config: Any) -> None:
         (dict(type='OptimWrapper'), 'O0', {}),
         (dict(type='AmpOptimWrapper'), 'O1', {}),
         (dict(type='ApexOptimWrapper', opt_level='O3'), 'O3', dict(loss_scale='dynamic')),
-        (dict(type='TorchAmpOptimWrapper', dtype='bfloat16'), 'O1', dict(dtype='bfloat16')),
+        (dict(type='TorchAmpOptimWrapper', dtype='bfloat16'), 'O4', {}),
+        (dict(type='TorchAmpOptimWrapper', loss_scale=512.0), 'O1', dict(loss_scale=512.0)),
+        (dict(type='AmpOptimWrapper', dtype='bfloat16'), 'O4', {}),
+        (dict(type='AmpOptimWrapper', loss_scale='dynamic'), 'O1', {}),
+        (dict(type='FixedLevel'), 'O2', dict(keep_fp32=['fc'])),
+        (dict(constructor='FixedByConstructor'), 'O5', {}),
     ],
 )
 def test_levels_of_other_wrappers(config: Any, words: Any, level: str, overrides: Any) -> None:
     config.optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1), **words)
     settings = from_config(config).settings
     assert (settings.opt_level, dict(settings.overrides)) == (level, overrides)
+
+
+def test_what_a_class_of_the_user_fixes_is_what_is_tried(config: Any) -> None:
+    config.optim_wrapper = dict(type='FixedLevel', warm=2, optimizer=dict(type='SGD', lr=0.1))
+    built = from_config(config)
+    assert built.settings.clip_grad == dict(type='value', clip_value=0.5)
+    assert built.settings.accumulative_counts == 3
+    found = reporting.report_of(built, 'toy.py')
+    assert found.data['policy'].startswith('O2')
+    assert [module['kept']['rule'] for module in found.data['modules'] if module['name'] == 'fc'] == ['keep_fp32']
+    config.optim_wrapper.wram = 2
+    with pytest.raises(AmpConfigError, match="'wram'"):
+        from_config(config)
+    config.optim_wrapper = dict(type='PlainWithWord', extras=2, optimizer=dict(type='SGD', lr=0.1))
+    with pytest.raises(AmpConfigError, match="'extras'"):
+        from_config(config)
+
+
+def test_an_optimizer_whose_state_is_divided_among_processes_is_the_one_inside_of_it(config: Any) -> None:
+    inner = dict(type='ZeroRedundancyOptimizer', optimizer_type='AdamW', lr=0.25, parameters_as_bucket_view=True)
+    config.optim_wrapper = dict(type='OptimWrapper', optimizer=inner, accumulative_counts=np.int64(2))
+    built = from_config(config)
+    made = built.make_optimizer(built.model)
+    assert type(made) is torch.optim.AdamW
+    assert made.param_groups[0]['lr'] == 0.25
+    assert built.settings.accumulative_counts == 2
 
 
 def test_nothing_is_left_behind(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +277,22 @@ class OtherInputs(toy.ToyModel):
             r'several optimizers \(a, b\).*amp\.report',
         ),
         (dict(optim_wrapper=dict(optimizer={}, type='Nothing')), AmpConfigError, "'Nothing' is not registered"),
-        (dict(optim_wrapper=dict(optimizer={}, type='AmpOptimWrapper', opt_level='O9')), AmpConfigError, 'O9'),
+        (
+            dict(optim_wrapper=dict(optimizer=dict(type='SGD', lr=1), type='AmpOptimWrapper', opt_level='O9')),
+            AmpConfigError,
+            'O9',
+        ),
+        (dict(optim_wrapper=dict(optimizer='AdamW')), AmpConfigError, "optimizer='AdamW' must be a dict: write"),
+        (dict(optim_wrapper=dict(optimizer=None)), AmpConfigError, 'optimizer=None must be a dict: write'),
+        (dict(optim_wrapper=dict(optimizer=dict(lr=1))), AmpConfigError, r"optimizer=\{'lr': 1\} has no type: write"),
+        (dict(optim_wrapper=dict(optimizer=BUILT)), AmpConfigError, 'optimizer=SGD is built already'),
+        (dict(optim_wrapper=OptimWrapper(BUILT)), AmpConfigError, 'optim_wrapper=OptimWrapper is built already'),
+        (dict(optim_wrapper=[dict(optimizer={})]), AmpConfigError, 'optim_wrapper=list must be a dict: write'),
+        (
+            dict(optim_wrapper=dict(optimizer=dict(type='SGD', lr=1), type='OptimWraper')),
+            AmpConfigError,
+            r"type='OptimWraper' is not registered \(did you mean 'OptimWrapper'\?\)",
+        ),
         (dict(model=dict(type='OwnStep')), AmpConfigError, 'OwnStep has a train_step of its own'),
         (dict(model=dict(type='ToyPreprocessor')), AmpConfigError, 'no mmengine BaseModel'),
         (dict(model=dict(type='ToyModel', width=-1)), AmpConfigError, 'cannot be built'),

@@ -78,7 +78,7 @@ class PreemptionHook(Hook):
         if problems:
             raise AmpConfigError(problems)
         self.signals = [signal.Signals[name] for name in names]
-        self.exit_code = exit_code
+        self.exit_code = int(exit_code)
         self._received = ''
         self._before: dict[signal.Signals, Any] = {}
         self._group: Any = None
