@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.measured_numbers import NUMBERS
-from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, low_precision
+from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, is_due, low_precision
 from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import attach_whole
@@ -118,7 +118,7 @@ class TrainingMonitor:
 
     def _is_due(self) -> tuple[bool, bool]:
         ranges = self._ranges_interval
-        return (self._steps - 1) % self._interval == 0, ranges is not None and (self._steps - 1) % ranges == 0
+        return is_due(self._steps, self._interval), ranges is not None and is_due(self._steps, ranges)
 
     def _take(self, row: Tensor) -> None:
         if self._writes:
@@ -190,11 +190,12 @@ def monitor(
 
     Args:
         optimizer: An initialised one; with ``enabled=False`` nothing is watched.
-        interval: Steps from one measurement to the next.
+        interval: Steps from one measurement to the next: steps 1, ``interval``, 2 * ``interval`` and so on are measured.
         folder: Where ``amp_monitor.jsonl``, ``amp_ranges.jsonl`` and the reports in ``amp_diagnosis/`` are written; None writes
             nothing.
         log: Called with the step, counted from 1, and the numbers by name. Where it raises, a warning says so once.
-        ranges_interval: Steps from one measurement per layer to the next, for ``amp_ranges.jsonl``; None for none.
+        ranges_interval: The same for measurements per layer, for ``amp_ranges.jsonl``, at steps that are measured; None for
+            none.
         diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
             are examined from the first one on, which costs a tenth of a millisecond or so each. False: none is.
         max_reports: Reports of this training.

@@ -19,6 +19,7 @@ from ..errors import AmpConfigError
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
 from ..shards import is_sharded, local
+from .measured_numbers import NUMBERS
 from .ranges import BINS, NONFINITE, ZERO, Ranges, count_on_device, range_of
 
 #: How many elements of masters are copied at most, to see what a step does to them.
@@ -33,6 +34,28 @@ def low_precision(policy: Policy) -> torch.dtype | None:
         return None
     dtype = policy.cast_model_type if policy.casts_model else policy.autocast_dtype
     return dtype if dtype in HALF_TYPES else None
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether a step is measured: the first one, so that short trainings have numbers, and each ``interval``-th.
+
+    Args:
+        step: Counted from 1.
+        interval: Steps from one measurement to the next.
+    """
+    return step == 1 or step % interval == 0
+
+
+def numbers_of(parts: EngineParts) -> tuple[str, ...]:
+    """Those of :data:`NUMBERS` that there can be: 16-bit weights without FP32 values have none of updates, and where
+    non-finite steps are not looked for, none is skipped."""
+    # shards are FP32
+    has_masters = parts.policy.casts_model and (parts.policy.master_weights or bool(parts.params.layout.groups))
+    return tuple(
+        name
+        for name in NUMBERS
+        if (has_masters or not name.startswith('amp_update')) and (parts.scales.check or name != 'amp_skip_rate')
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +107,10 @@ class Monitor:
             "nothing this time".
         take_layers: Is given the ranges per layer.
         is_wanted: Whether somebody reads the numbers on this rank. Where parameters are sharded, all ranks measure anyway.
+
+    Attributes:
+        window_start: The counters of steps at the last measurement, a tensor on the device; None before the first step. The
+            share of skipped steps is that since then. A resumed training sets it.
     """
 
     def __init__(
@@ -99,7 +126,7 @@ class Monitor:
         self._take_layers = take_layers
         self._row: list[Tensor] | None = None
         self._before: list[Tensor] = []
-        self._counts: Tensor | None = None
+        self.window_start: Tensor | None = None
 
     # -- the steps of an engine --------------------------------------------------------------------------------------
 
@@ -117,8 +144,8 @@ class Monitor:
         dtype = low_precision(parts.policy)
         if dtype is None:
             return
-        if self._counts is None:
-            self._counts = parts.scales.steps.counts.clone()
+        if self.window_start is None:
+            self.window_start = parts.scales.steps.counts.clone()
         measured, layers = self._is_due()
         if measured and (self._is_wanted or parts.params.layout.groups):
             self._row = self._measure(parts, dtype, layers)
@@ -134,9 +161,9 @@ class Monitor:
         dtype = low_precision(parts.policy)
         assert dtype is not None
         lost = _lost_updates(before, _masters_of(parts), dtype, parts.device)
-        counts, self._counts = self._counts, parts.scales.steps.counts.clone()
-        assert counts is not None
-        steps = (self._counts - counts).float()
+        before_it, self.window_start = self.window_start, parts.scales.steps.counts.clone()
+        assert before_it is not None
+        steps = (self.window_start - before_it.to(self.window_start.device)).float()
         rate = torch.where(steps[0] > 0, steps[1] / steps[0].clamp(min=1), torch.nan)
         # of nothing but zeros, there is no power of two
         numbers = [torch.where(number.isfinite(), number, torch.nan) for number in (rate.to(parts.device), *row, *lost)]

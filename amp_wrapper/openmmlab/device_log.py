@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import ref
 
@@ -35,32 +37,19 @@ class DeviceLog:
         self._hub = hub
         self._reviewer = (lambda: None) if reviewer is None else ref(reviewer)
         self._limit = limit
-        self._rows: list[tuple[Tensor, list[tuple[DeviceHistoryBuffer, int]], bool]] = []
+        self._rows: list[tuple[Tensor, list[tuple[DeviceHistoryBuffer | str, int]], bool]] = []
         self.transfers = 0
 
     def update(self, row: Tensor, names: Mapping[str, int], is_news: bool = False) -> None:
-        """Log some numbers of a row. Syncs once for each name that the log does not know yet.
+        """Log some numbers of a row. Syncs only where ``limit`` rows wait.
 
         Args:
-            row: Vector on any device; NaN means "nothing this time".
+            row: Vector on any device; NaN means "nothing this time". A name that never had a number does not stand in the log.
             names: Names in the log, and where in the row their numbers are.
             is_news: Whether the reviewer is given the row.
         """
-        scalars = self._hub.log_scalars
-        entries = []
-        for name, index in names.items():
-            buffer = scalars.get(name)
-            if not isinstance(buffer, DeviceHistoryBuffer) or buffer.log is not self:
-                if buffer is None:
-                    # mmengine cannot take a mean of nothing, so the first number is waited for
-                    if math.isnan(float(row[index])):
-                        continue
-                    # settles that it is resumed
-                    self._hub.update_scalar(name, 0.0)
-                # a resume puts a plain buffer there
-                buffer = scalars[name] = DeviceHistoryBuffer(self, *([[], []] if buffer is None else buffer.data))
-            entries.append((buffer, index))
-        self._rows.append((row, entries, is_news))
+        scalars = self._scalars()
+        self._rows.append((row, [(scalars.of(name, self), index) for name, index in names.items()], is_news))
         if len(self._rows) >= self._limit:
             self.flush()
 
@@ -73,14 +62,119 @@ class DeviceLog:
         # float64 holds every float32 scale and every count exactly
         values = torch.stack([row.detach().to(device, torch.float64) for row, *_ in rows]).tolist()
         self.transfers += 1
+        scalars = self._scalars()
+        scalars.forget(self)
         for numbers, (_, entries, _) in zip(values, rows):
-            for buffer, index in entries:
+            for target, index in entries:
                 if not math.isnan(numbers[index]):
-                    buffer.update(numbers[index])
+                    self._buffer(scalars, target).update(numbers[index])
         news = [numbers for numbers, (*_, is_news) in zip(values, rows) if is_news]
         reviewer = self._reviewer()
         if news and reviewer is not None:
             reviewer.review(news)
+
+    def _scalars(self) -> LateScalars:
+        """The hub's dict of buffers, which is made one that new names can wait in."""
+        scalars = self._hub.log_scalars
+        if not isinstance(scalars, LateScalars):
+            scalars = self._hub._log_scalars = LateScalars(scalars)
+        return scalars
+
+    def _buffer(self, scalars: LateScalars, target: DeviceHistoryBuffer | str) -> DeviceHistoryBuffer:
+        """The buffer of a name that waited for its first number."""
+        if isinstance(target, DeviceHistoryBuffer):
+            return target
+        found = scalars.get(target)
+        if isinstance(found, DeviceHistoryBuffer) and found.log is self:
+            return found
+        if found is None:
+            # settles that it is resumed
+            self._hub.update_scalar(target, 0.0)
+        found = DeviceHistoryBuffer(self, *([[], []] if found is None else found.data))
+        scalars[target] = found
+        return found
+
+
+class LateScalars(OrderedDict[str, HistoryBuffer]):
+    """The ``log_scalars`` of a hub, to which names are added when they are looked at.
+
+    mmengine cannot take a mean of nothing, so a name has to have a number before it stands there. Whether the first one is a
+    number, the host does not know until it is read. So new names wait, and whoever looks at all names, or at one that waits,
+    has the rows of their logs read.
+
+    Args:
+        known: What stands there already.
+    """
+
+    def __init__(self, known: Mapping[str, HistoryBuffer] = MappingProxyType({})) -> None:
+        self._waiting: dict[str, DeviceLog] = {}
+        super().__init__()
+        for name, buffer in known.items():
+            self[name] = buffer
+
+    def of(self, name: str, log: DeviceLog) -> DeviceHistoryBuffer | str:
+        """The buffer of a name; the name itself, which waits from now on, where it has none. Does not sync."""
+        buffer = super().get(name)
+        if buffer is None:
+            self._waiting[name] = log
+            return name
+        if not isinstance(buffer, DeviceHistoryBuffer) or buffer.log is not log:
+            # a resume puts a plain buffer there
+            buffer = self[name] = DeviceHistoryBuffer(log, *buffer.data)
+        return buffer
+
+    def forget(self, log: DeviceLog) -> None:
+        """The rows of a log are being read, so none of its names waits."""
+        self._waiting = {name: each for name, each in self._waiting.items() if each is not log}
+
+    def _settle(self) -> None:
+        for log in list(self._waiting.values()):
+            log.flush()
+        self._waiting = {}
+
+    def __iter__(self) -> Iterator[str]:
+        self._settle()
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        self._settle()
+        return super().__len__()
+
+    def __contains__(self, name: object) -> bool:
+        if name in self._waiting:
+            self._settle()
+        return super().__contains__(name)
+
+    def __missing__(self, name: str) -> HistoryBuffer:
+        if name in self._waiting:
+            self._settle()
+            if name in self:
+                return self[name]
+        raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's."""
+        if name in self._waiting:
+            self._settle()
+        return super().get(name, default)
+
+    def keys(self) -> Any:
+        """As a dict's."""
+        self._settle()
+        return super().keys()
+
+    def values(self) -> Any:
+        """As a dict's."""
+        self._settle()
+        return super().values()
+
+    def items(self) -> Any:
+        """As a dict's."""
+        self._settle()
+        return super().items()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return OrderedDict, (), None, None, iter(list(self.items()))
 
 
 class DeviceHistoryBuffer(HistoryBuffer):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.measured_numbers import NUMBERS
-from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, low_precision
+from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, is_due, low_precision, numbers_of
 from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import Attach
@@ -29,6 +29,9 @@ from .wrappers import inner_model, wrappers_of
 
 #: The folder of reports, beside the checkpoints.
 FOLDER = 'amp_diagnosis'
+#: Under this name mmengine's message hub saves, for each wrapper, the counters of steps at the last measurement, and whether
+#: the next step is measured, and per layer too: five whole numbers.
+STATE = 'amp_monitor'
 
 
 @HOOKS.register_module()
@@ -41,9 +44,11 @@ class AmpMonitorHook(Hook):
     none.
 
     Args:
-        interval: Iterations from one measurement to the next.
-        ranges_interval: Iterations from one measurement per layer to the next, each a line of ``vis_data/amp_ranges.jsonl``;
-            None for none.
+        interval: Iterations from one measurement to the next: iterations 1, ``interval``, 2 * ``interval`` and so on are
+            measured, so that a row of the log at such an iteration has its numbers. While gradients are accumulated, the next
+            step that is taken is measured.
+        ranges_interval: The same for measurements per layer, at iterations that are measured, each a line of
+            ``vis_data/amp_ranges.jsonl``; None for none.
         diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
             are examined from the first one on, which costs a tenth of a millisecond or so each. False: none is.
         max_reports: Reports of one training, in the folder ``amp_diagnosis`` of the work dir.
@@ -70,11 +75,14 @@ class AmpMonitorHook(Hook):
         self._files: dict[str, JsonLines] = {}
         self._layers: list[tuple[str, int, LayerRanges]] = []
         self._due: dict[str, tuple[bool, bool]] = {}
+        self._monitors: dict[str, Monitor] = {}
 
     def before_train(self, runner: Any) -> None:
         """Begin to watch."""
         # of a training that an exception has ended
         self._release()
+        self._monitors.clear()
+        self._due.clear()
         wrappers = wrappers_of(runner)
         model = inner_model(runner.model)
         for name, wrapper in wrappers.items():
@@ -92,17 +100,27 @@ class AmpMonitorHook(Hook):
         self._watched.append((parts, observer))
 
     def _monitor(self, runner: Any, name: str, wrapper: Any) -> Monitor:
-        names = {number: place for place, number in enumerate(NUMBERS)}
+        parts = wrapper._engine.parts
 
         def take(row: Tensor) -> None:
             if runner.rank == 0:
-                wrapper.device_log.update(row, {wrapper.log_prefix + number: at for number, at in names.items()})
+                there = numbers_of(parts)
+                names = {wrapper.log_prefix + name: at for at, name in enumerate(NUMBERS) if name in there}
+                wrapper.device_log.update(row, names)
 
         def take_layers(ranges: LayerRanges) -> None:
             if runner.rank == 0:
                 self._layers.append((name, runner.iter + 1, ranges))
 
-        return Monitor(lambda: self._due.pop(name, (False, False)), take, take_layers, is_wanted=runner.rank == 0)
+        monitor = Monitor(lambda: self._due.pop(name, (False, False)), take, take_layers, is_wanted=runner.rank == 0)
+        state = (runner.message_hub.get_info(STATE) or {}).get(name)
+        if state is not None and runner.iter:
+            *start, measured, layers = state
+            counts = parts.scales.steps.counts
+            monitor.window_start = torch.tensor(start, dtype=counts.dtype, device=counts.device)
+            self._due[name] = bool(measured), bool(layers)
+        self._monitors[name] = monitor
+        return monitor
 
     def _diagnosis(self, runner: Any, name: str, wrapper: Any, model: nn.Module, attach: Attach) -> OverflowDiagnosis:
         def write(found: Diagnosis) -> str:
@@ -120,14 +138,26 @@ class AmpMonitorHook(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Say whether the next step is measured. By the iteration, so that a resumed run measures the same ones."""
-        if runner.iter % self._interval == 0:
-            layers = self._ranges_interval is not None and runner.iter % self._ranges_interval == 0
+        if is_due(runner.iter + 1, self._interval):
+            layers = self._ranges_interval is not None and is_due(runner.iter + 1, self._ranges_interval)
             for name in wrappers_of(runner):
                 self._due[name] = (True, layers or self._due.get(name, (False, False))[1])
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Write what has reached the host."""
         self._write_layers(runner, wait=False)
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Save where the last measurement was, so that a resumed run has the same numbers. Syncs."""
+        state = {
+            name: [*monitor.window_start.tolist(), *map(int, self._due.get(name, (False, False)))]
+            for name, monitor in self._monitors.items()
+            if monitor.window_start is not None
+        }
+        hub = checkpoint.get('message_hub')
+        if state and isinstance(hub, dict):
+            hub['runtime_info'] = {**hub['runtime_info'], STATE: state}
+            hub['resumed_keys'] = {**hub['resumed_keys'], STATE: True}
 
     def after_train(self, runner: Any) -> None:
         """Take the hooks off the model."""

@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
 from ..errors import AmpConfigError, nearest
-from ..policy import Policy, resolve
+from ..policy import OptLevel, Policy, resolve
 from ..policy.options import is_count
 from ..policy.resolve import overrides_of
 from .wrappers import amp_wrappers
@@ -159,7 +159,8 @@ def settings_of_words(words: Mapping[str, Any]) -> WrapperSettings:
         AmpConfigError: A loss scale or a type that means nothing.
     """
     kind = _registered(OPTIM_WRAPPERS, words.get('type', 'OptimWrapper'), 'optim_wrapper.type')
-    level, given = 'O0', {}
+    level: OptLevel = 'O0'
+    given: dict[str, Any] = {}
     if issubclass(kind, _STOCK_AMP):
         level, given = 'O1', {name: words[name] for name in ('loss_scale', 'dtype') if name in words}
     policy = resolve(level, **given)

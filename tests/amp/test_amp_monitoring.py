@@ -46,14 +46,14 @@ def test_numbers_come_by_themselves(tmp_path: Path) -> None:
     )
     for x in batches(10):
         step(model, optimizer, x)
-    assert [at for at, _ in heard] == [1, 5, 9]
+    assert [at for at, _ in heard] == [1, 4, 8]
     assert all(set(numbers) == ALL for _, numbers in heard)
     assert watch.read() == heard[-1][1]
     watch.close()
     written = lines(folder / 'amp_monitor.jsonl')
-    assert [line.pop('iteration') for line in written] == [1, 5, 9]
+    assert [line.pop('iteration') for line in written] == [1, 4, 8]
     assert written == [numbers for _, numbers in heard]
-    assert [line['iteration'] for line in lines(folder / 'amp_ranges.jsonl')] == [1, 9]
+    assert [line['iteration'] for line in lines(folder / 'amp_ranges.jsonl')] == [1, 8]
     step(model, optimizer, batches(1)[0])
     assert len(heard) == 3
 
@@ -382,5 +382,6 @@ def test_a_compiled_model_keeps_its_one_graph(level: str) -> None:
     (found,) = watch.diagnoses
     assert found.cause == 'not_replayed'
     assert 'torch.compile' in found.text
-    assert numbers['amp_skipped'] == 1
+    # steps 1, 2 and 4 are measured
+    assert numbers['amp_skipped'] == 2
     assert amp.skipped_steps(optimizer) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,12 @@ import pytest
 import torch
 import toy
 from bits import differences
-from mmengine.logging import MessageHub
+from mmengine.logging import HistoryBuffer, MessageHub
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_wrapper import SGD, net, one_step, wrap
 
-from amp_wrapper import (
-    OverflowStreakError,
-)
+from amp_wrapper import OverflowStreakError
+from amp_wrapper.openmmlab.device_log import DeviceLog
 
 # -- overflow ----------------------------------------------------------------------------------------------------------
 
@@ -81,6 +81,66 @@ def test_log_values_come_over_when_they_are_read() -> None:
     assert hub.get_scalar('train/amp_scale').data[0].tolist() == [2.0**16] * 6 + [2.0**15]
     assert hub.get_scalar('train/amp_skipped').current() == 1.0
     assert log.transfers == 1
+
+
+def late(name: str) -> tuple[MessageHub, DeviceLog]:
+    """A hub, and a log of which one name has a number, and another has none."""
+    hub = MessageHub.get_instance(name)
+    log = DeviceLog(hub)
+    log.update(torch.tensor([3.0, float('nan')]), {'train/here': 0, 'train/nothing': 1})
+    log.update(torch.tensor([4.0, float('nan')]), {'train/here': 0, 'train/nothing': 1})
+    assert log.transfers == 0
+    return hub, log
+
+
+@pytest.mark.parametrize(
+    'look',
+    [
+        lambda hub: list(hub.log_scalars),
+        lambda hub: list(hub.log_scalars.items()),
+        lambda hub: list(hub.log_scalars.keys()),
+        lambda hub: list(hub.log_scalars.values()),
+        lambda hub: len(hub.log_scalars),
+        lambda hub: hub.log_scalars['train/here'],
+        lambda hub: hub.log_scalars.get('train/here'),
+        lambda hub: hub.get_scalar('train/here'),
+        lambda hub: 'train/nothing' in hub.log_scalars,
+        lambda hub: hub.state_dict(),
+        lambda hub: copy.deepcopy(hub.log_scalars),
+    ],
+    ids=range(11),
+)
+def test_a_new_name_waits_until_somebody_looks(look: Any, request: pytest.FixtureRequest) -> None:
+    hub, log = late(request.node.name)
+    # other names cost nothing
+    assert 'train/else' not in hub.log_scalars
+    assert log.transfers == 0
+    look(hub)
+    assert log.transfers == 1
+    assert list(hub.log_scalars) == ['train/here']
+    assert hub.get_scalar('train/here').data[0].tolist() == [3.0, 4.0]
+    with pytest.raises(KeyError):
+        hub.get_scalar('train/nothing')
+    # a first number after all
+    log.update(torch.tensor([5.0, 6.0]), {'train/here': 0, 'train/nothing': 1})
+    assert hub.log_scalars['train/nothing'].current() == 6.0
+    assert log.transfers == 2
+
+
+def test_a_resume_while_a_name_waits() -> None:
+    hub, log = late('resumed meanwhile')
+    hub.load_state_dict(
+        dict(log_scalars={'train/here': HistoryBuffer([1.0], [1])}, runtime_info={}, resumed_keys={'train/here': True})
+    )
+    log.update(torch.tensor([5.0]), {'train/here': 0})
+    assert hub.get_scalar('train/here').data[0].tolist() == [1.0, 3.0, 4.0, 5.0]
+
+
+def test_copies_of_all_names_are_plain() -> None:
+    hub, _ = late('copied')
+    assert type(copy.deepcopy(hub.log_scalars)) is OrderedDict
+    assert set(hub.log_scalars.copy()) == {'train/here'}
+    assert type(copy.deepcopy(hub.log_scalars)['train/here']) is HistoryBuffer
 
 
 def test_deferred_buffers_are_saved_as_mmengines_own(tmp_path: Path) -> None:

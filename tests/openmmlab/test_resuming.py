@@ -79,6 +79,10 @@ DAMAGE: list[tuple[Callable[[Any], None], str]] = [
     (_drop('param_schedulers', 0, 'last_step'), r"param_schedulers\[0\] lacks 'last_step'"),
     (_set('param_schedulers', 0, 'something', to=1), r"param_schedulers\[0\] has an unknown 'something'"),
     (_drop('message_hub', 'log_scalars'), r"message_hub\['log_scalars'\] must be a dict"),
+    (
+        _set('message_hub', 'runtime_info', 'amp_monitor', to={'': [4, 'x', 0, 0, 0]}),
+        r"runtime_info'\]\['amp_monitor'\]\[''\].* must be five whole numbers",
+    ),
     (_drop('exact_resume', 'ranks'), r"exact_resume\['ranks'\] must be a list"),
     # shapes and dtypes
     (

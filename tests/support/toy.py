@@ -341,8 +341,8 @@ def run_log() -> Iterator[list[str]]:
 class PoisonedModel(ToyModel):
     """The loss of some iterations is infinite."""
 
-    def __init__(self, poisoned: tuple[int, ...] = ()) -> None:
-        super().__init__()
+    def __init__(self, poisoned: tuple[int, ...] = (), **words: Any) -> None:
+        super().__init__(**words)
         self.poisoned = poisoned
         self.calls = 0
 

@@ -25,6 +25,7 @@ from ...checkpoint import schema, sharded, validate, validate_optimizer
 from ...checkpoint.names import reader, renamed
 from ...errors import AmpCheckpointError
 from .. import shard_files
+from ..monitor_hook import STATE as MONITOR
 from ..resume import data_order
 from ..wrappers import inner_model, wrappers_of
 from .saving import WAITING, is_local
@@ -175,6 +176,10 @@ def _are_whole(buffer: Any) -> bool:
     return values is None or (counts is not None and getattr(values, 'shape', 0) == getattr(counts, 'shape', 1))
 
 
+def _are_counters(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 5 and all(isinstance(each, int) for each in value)
+
+
 def _list_of(name: str, kind: type) -> schema.Is:
     return schema.named(f'a list of {name}', schema.ListOf(schema.kind(name, kind)))
 
@@ -191,6 +196,7 @@ _MESSAGE_HUB = schema.Record(
                 'keep_ckpt_ids': _list_of('whole numbers', Integral),
                 WAITING: _list_of('names', str),
                 newest_checkpoint.SAVES: _list_of('names', str),
+                MONITOR: schema.MapOf(schema.Is('five whole numbers', _are_counters)),
             }
         ),
         'resumed_keys': schema.MapOf(schema.SWITCH),
