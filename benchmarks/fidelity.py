@@ -53,6 +53,21 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return list(kept.values())
 
 
+def balanced(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of seeds that every level of a task has: of an interrupted benchmark, the last seed is left out.
+
+    Args:
+        records: Of runs.
+    """
+    variants = {record['variant'] for record in records}
+    found: list[dict[str, Any]] = []
+    for task in dict.fromkeys(record['task'] for record in records):
+        mine = [record for record in records if record['task'] == task]
+        seeds = [{record['seed'] for record in mine if record['variant'] == variant} for variant in variants]
+        found += [record for record in mine if record['seed'] in set.intersection(*seeds)]
+    return found
+
+
 def further(path: Path) -> Path:
     """The file beside the records with runs of further seeds, which only the explanations take into account."""
     return path.with_name(f'{path.stem}_further{path.suffix}')
@@ -158,7 +173,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], object] = prin
             args.quick,
             lambda line: print(line, file=sys.stderr, flush=True),
         )
-    more = read_records(further(args.records))
+    records, more = balanced(records), read_records(further(args.records))
     text = page(records, more)
     if args.write is not None:
         args.write.write_text(text, encoding='utf-8')

@@ -34,10 +34,6 @@ def number(value: float, digits: int = 3) -> str:
     return 'not finite' if not math.isfinite(value) else f'{value:.{digits}f}'
 
 
-def _digits(task: Task) -> int:
-    return 2 if task.higher else 3
-
-
 def metric_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The last metric: a row for each level, a column for each task; in bold what is far from O0."""
     tasks = tasks_of(records)
@@ -45,7 +41,7 @@ def metric_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     heads = [f'{task.title}: {task.metric_title} ({"higher" if task.higher else "lower"} is better)' for task in tasks]
     rows = []
     for variant in VARIANTS:
-        cells = [_metric(found[task.name].get(variant), _digits(task)) for task in tasks]
+        cells = [_metric(found[task.name].get(variant), task.digits) for task in tasks]
         if any(cells):
             rows.append([variant, *cells])
     return table(['level', *heads], rows)
@@ -85,7 +81,7 @@ def task_table(records: Sequence[Mapping[str, Any]], task: Task) -> list[str]:
     """Everything that is known of the levels of one task."""
     rows = []
     for level in ordered(records, task.name):
-        digits = _digits(task)
+        digits = task.digits
         base = level.variant == REFERENCE
         rows.append(
             [
@@ -139,13 +135,29 @@ def explanations(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[st
             if level.is_far:
                 text = FINDINGS.get((task.name, level.variant), NOT_FOUND)
                 where = f'{task.title}, {level.variant}'
-                digits = _digits(task)
+                digits = task.digits
                 by = _difference(level, digits)
                 if level.variant in further:
                     again = further[level.variant]
                     text += f' {len(again.differences)} further seeds: {_difference(again, digits)}.'
                 lines.append(f'- **{where}**{by and f" ({by})"}: {text}')
     return lines or [f'No level is further than {LIMIT:g} standard errors from {REFERENCE}.']
+
+
+def chance(records: Sequence[Mapping[str, Any]]) -> str:
+    """How many comparisons of equal things would be far from each other."""
+    from scipy.stats import t
+
+    seeds = len({record['seed'] for record in records})
+    compared = sum(len(ordered(records, task.name)) - 1 for task in tasks_of(records))
+    if seeds < 2:
+        return 'With one seed nothing can be said about chance.'
+    share = 2 * float(t.sf(LIMIT, seeds - 1))
+    return (
+        f'With {seeds} seeds, chance alone exceeds {LIMIT:g} standard errors in {share * 100:.0f} of 100 comparisons of equal '
+        f"things (Student's distribution with {seeds - 1} degrees of freedom). The table has {compared} comparisons, so about "
+        f'{share * compared:.0f} of them are expected to be bold for no other reason.'
+    )
 
 
 def conditions(records: Sequence[Mapping[str, Any]]) -> str:
@@ -173,6 +185,7 @@ def parts(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]
     return {
         'measured': [conditions(records)],
         'metrics': metric_table(records),
+        'chance': [chance(records)],
         'deviations': deviation_table(records),
         'findings': explanations(records, more),
         'recipes': [f'- **{task.title}**: {task.recipe}.' for task in tasks_of(records)],

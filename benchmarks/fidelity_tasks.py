@@ -87,6 +87,7 @@ class Task:
         losses: Losses whose sum is drawn, as ``train_step`` names them.
         loss_title: The same, for readers.
         recipe: In a sentence.
+        digits: Of the metric, behind the point.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Task:
     losses: tuple[str, ...]
     loss_title: str
     recipe: str
+    digits: int = 2
 
     def config(self) -> Config:
         """The config, at whatever level it has."""
@@ -124,6 +126,7 @@ TASKS = {
             'the help texts of Python (`pydoc_data.topics`), every twentieth topic held out: AdamW (the fused one of this '
             "package at O0 to O5, torch's with stock autocast), warm-up, cosine schedule, clipping by norm, 150 steps of 16 "
             'windows',
+            4,
         ),
         Task(
             'gan', 'GAN on digits', 'gan/frechet', 'Fréchet distance', False, ('loss_real', 'loss_fake'),
