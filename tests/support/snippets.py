@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\w+)?[^\n]*\n(?P<code>.*?)^(?P=indent)```', re.MULTILINE | re.DOTALL
 )
@@ -23,6 +24,12 @@ def snippets(text: str, language: str) -> list[tuple[int, str]]:
         for match in FENCE.finditer(text)
         if match['language'] == language
     ]
+
+
+def titled(text: str) -> dict[str, str]:
+    """File name to code, of the fenced blocks that are files to be written: ``python title="config.py"``."""
+    blocks = re.findall(r'^```\w+ title="([\w.]+)"\n(.*?)^```', text, re.MULTILINE | re.DOTALL)
+    return dict(blocks)
 
 
 def run_code(code: str, namespace: dict[str, Any], where: str) -> None:
@@ -81,3 +88,26 @@ def foreign_pages() -> list[Path]:
 def not_installed(names: Iterable[str]) -> list[str]:
     """Those of the packages that this environment lacks."""
     return sorted(name for name in names if find_spec(name) is None)
+
+
+def table(text: str, header: str) -> list[list[str]]:
+    """The rows of the Markdown table whose header line begins with ``header``, the header first."""
+    lines = text.splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith(f'| {header} |')]
+    assert len(starts) == 1, f'{len(starts)} tables with a first column {header!r}'
+    rows = []
+    for line in lines[starts[0] :]:
+        if not line.startswith('|'):
+            break
+        rows.append([cell.strip() for cell in line.strip('|').split('|')])
+    del rows[1]
+    return rows
+
+
+def pages_of(nav: list[Any]) -> list[str]:
+    """The files of a navigation, its groups opened."""
+    found = []
+    for entry in nav:
+        for value in entry.values():
+            found += pages_of(value) if isinstance(value, list) else [value]
+    return found

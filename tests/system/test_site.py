@@ -1,0 +1,168 @@
+"""The pages for readers: what they name exists, and what they say to type gives what they show."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from snippets import FENCE, PAGES, ROOT, pages_of, snippets, table, titled
+
+import amp_wrapper
+from amp_wrapper import errors
+from amp_wrapper.diagnostics.sandbox import CannotCopyError
+from amp_wrapper.ops.building import BuildError
+
+FIRST_CONFIG = ROOT / 'docs/first_config.md'
+
+
+def public_errors() -> set[type[Exception]]:
+    """Those of ``errors.py``, and what the package defines elsewhere for others to catch."""
+    own = {value for value in vars(errors).values() if isinstance(value, type) and value.__module__ == errors.__name__}
+    return {*own, CannotCopyError, BuildError}
+
+
+def path_of(error: type[Exception]) -> str:
+    """Where a user imports it from."""
+    name = error.__name__
+    return name if name in amp_wrapper.__all__ else f'{error.__module__}.{name}'
+
+
+def test_every_error_is_on_its_page_with_when_and_what_to_do() -> None:
+    rows = table((ROOT / 'docs/errors.md').read_text(), 'class')[1:]
+    assert sorted(row[0].strip('`') for row in rows) == sorted(map(path_of, public_errors()))
+    assert all(when and remedy for _, when, remedy in rows)
+
+
+def test_no_error_class_is_left_out() -> None:
+    """A new class anywhere in the package is looked at: public, or with an underscore."""
+    defined = {
+        name
+        for path in (ROOT / 'amp_wrapper').rglob('*.py')
+        for name in re.findall(r'^class ([A-Z]\w*Error)\(', path.read_text(), re.MULTILINE)
+    }
+    assert defined == {error.__name__ for error in public_errors()}
+
+
+def test_the_kinds_of_errors_are_those_of_the_page() -> None:
+    """The last paragraph of the page says which builtin classes catch which error."""
+    config = errors.AmpConfigError
+    assert all(issubclass(config, kind) for kind in (ValueError, TypeError, AssertionError, RuntimeError))
+    for error in public_errors() - {errors.AmpError, BuildError}:
+        assert issubclass(error, OSError if error is errors.CheckpointWriteError else RuntimeError), error
+        assert issubclass(error, errors.AmpError), error
+    assert not issubclass(BuildError, errors.AmpError)
+
+
+def test_every_public_name_is_on_the_api_page_under_its_public_path() -> None:
+    text = (ROOT / 'docs/api.md').read_text()
+    listed = set(re.findall(r'^::: amp_wrapper\.(\w+)$', text, re.MULTILINE))
+    # a module, by its functions; and a class of mmengine, by a sentence
+    by_words = {'amp', 'TorchAmpOptimWrapper'}
+    assert {*amp_wrapper.__all__} - by_words - listed == set()
+    # what is imported from the package itself may stand under that path alone
+    own = re.findall(r'^::: (amp_wrapper\.[\w.]+)\.(\w+)$', text, re.MULTILINE)
+    top = {name: getattr(amp_wrapper, name) for name in {*amp_wrapper.__all__} - by_words}
+    elsewhere = [(module, name) for module, name in own if name in top and not module.startswith('amp_wrapper.amp')]
+    assert elsewhere == []
+    assert all(f'`amp_wrapper.{name}`' in text for name in by_words)
+    functions = set(re.findall(r'^::: amp_wrapper\.amp\.(\w+)$', text, re.MULTILINE))
+    assert {name for name in amp_wrapper.amp.__all__ if name[0].islower()} <= functions
+
+
+def test_the_navigation_has_the_groups_of_readers() -> None:
+    nav = yaml.safe_load((ROOT / 'mkdocs.yml').read_text())['nav']
+    groups = {name: value for entry in nav for name, value in entry.items() if isinstance(value, list)}
+    assert list(groups) == ['Start', 'Guides', 'Reference', 'Evidence', 'Develop']
+    assert pages_of(groups['Start']) == ['install.md', 'first_config.md', 'first_script.md', 'choose_level.md']
+
+
+def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    from site_version import on_config
+
+    class Config:
+        site_name = 'amp-wrapper'
+
+    assert on_config(Config()).site_name == f'amp-wrapper {amp_wrapper.__version__}'
+
+
+# -- the first config, typed -------------------------------------------------------------------------------------------
+
+
+def test_files_to_write_are_tried_here() -> None:
+    """``test_docs.py`` leaves blocks with a file name to this file, which knows one page of them."""
+    assert [page for page in PAGES if titled(page.read_text())] == [FIRST_CONFIG]
+    for page in PAGES:
+        text = page.read_text()
+        assert len(re.findall('^ *```.* title=', text, re.MULTILINE)) == len(titled(text)), page
+
+
+def typed(page: Path) -> list[tuple[str, list[str]]]:
+    """(command, lines that it is shown to print) of each console block."""
+    blocks = [code.splitlines() for _, code in snippets(page.read_text(), 'console')]
+    assert all(block[0].startswith('$ ') for block in blocks)
+    return [(block[0][2:], block[1:]) for block in blocks]
+
+
+def without_numbers(line: str) -> str:
+    """A line with its numbers left out, and what depends on the machine: the kind of ops, the verdict of a level."""
+    line = re.sub(r'ops: .*', 'ops', line)
+    line = re.sub(r'(?<=^O\d).*', '', line)
+    return ' '.join(re.sub(r'-?\d+(\.\d+)?(e[-+]?\d+)?', '#', line).split())
+
+
+def lines_not_printed(shown: list[str], printed: str) -> list[str]:
+    """Those of the shown lines that the output lacks, in any place of a line, numbers apart."""
+    found = [without_numbers(line.rpartition(' - INFO - ')[2]) for line in printed.splitlines()]
+    return [line for line in shown if line not in ('', '...') and without_numbers(line) not in found]
+
+
+def test_lines_that_are_not_printed_are_found() -> None:
+    shown = ['...', 'Finished: epoch 5, accuracy 92.26', 'Tested at O2']
+    assert lines_not_printed(shown, '01/02 - x - INFO - Finished: epoch 5, accuracy 91.5\n') == ['Tested at O2']
+
+
+def test_the_first_config_page_can_be_typed_from_top_to_bottom(tmp_path: Path) -> None:
+    """In an empty folder: its files, its commands in order, and each line that it shows comes."""
+    for name, code in titled(FIRST_CONFIG.read_text()).items():
+        (tmp_path / name).write_text(code)
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])}
+    accuracies = []
+    commands = typed(FIRST_CONFIG)
+    assert len(commands) == 5
+    for command, shown in commands:
+        words = shlex.split(command)
+        assert words[0] == 'amp-wrapper'
+        run = subprocess.run(
+            [sys.executable, '-m', 'amp_wrapper', *words[1:]],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        printed = (run.stdout + run.stderr).replace(f'{sys.executable} -m amp_wrapper', 'amp-wrapper')
+        printed = printed.replace('python -m amp_wrapper', 'amp-wrapper')
+        assert run.returncode == 0, f'{command}\n{printed[-3000:]}'
+        assert lines_not_printed(shown, printed) == [], f'{command}\n{printed[-3000:]}'
+        accuracies += re.findall(r'^(?:Finished|Tested).*accuracy ([\d.]+)$', printed, re.MULTILINE)
+    assert len(accuracies) == 4
+    assert min(map(float, accuracies)) > 85
+    # the test of the last checkpoint, and the resumed training, have the accuracy of the first training
+    assert accuracies[0] == accuracies[1] == accuracies[2]
+
+
+def test_tables_have_as_many_cells_in_each_row() -> None:
+    """A bar within a cell, or one too few, breaks the table on the page."""
+    for page in PAGES:
+        rows = FENCE.sub('', page.read_text()).splitlines()
+        width = 0
+        for line in rows:
+            cells = len(re.findall(r'(?<!\\)\|', line)) if line.startswith('|') else 0
+            assert not width or not cells or cells == width, f'{page.name}: {line}'
+            width = cells
