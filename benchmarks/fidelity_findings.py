@@ -7,8 +7,9 @@ from collections.abc import Mapping
 FINDINGS: Mapping[tuple[str, str], str] = {
     ('text', 'O3'): (
         'O3 has no masters, and updates that are small beside a float16 weight are lost. With `master_weights=True` and '
-        'nothing else changed, the difference is gone (-0.00001 ± 0.00001, the same five seeds; largest deviation in the first steps '
-        '0.003 %). A dynamic loss scale in their place changes nothing (0.0012 ± 0.0003), so it is not that gradients become 0.'
+        'nothing else changed, the difference is gone (-0.00001 ± 0.00001, the same five seeds; largest deviation in the '
+        'first steps 0.003 %). A dynamic loss scale in their place changes nothing (0.0012 ± 0.0003), so it is not that '
+        'gradients become 0.'
     ),
     ('gan', 'O3'): (
         "The first step of the discriminator makes most of its weights infinite. At O3 torch's `Adam` keeps its moments in "

@@ -136,17 +136,18 @@ def optimizer_words(words: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def settings_of(wrapper: OptimWrapper) -> WrapperSettings:
+def settings_of(wrapper: OptimWrapper, counts: int) -> WrapperSettings:
     """What a wrapper does, whoever has chosen it: the config or its class.
 
     Args:
         wrapper: Built.
+        counts: Iterations to a step, which mmengine's wrapper does not tell.
     """
     clip = wrapper.clip_grad_kwargs
     if clip is not None:
         clip = {**({'type': 'value'} if wrapper.clip_func is clip_grad_value_ else {}), **clip}
     policy = next((each.policy for each in amp_wrappers(wrapper).values()), resolve('O0'))
-    return WrapperSettings(policy.opt_level, overrides_of(policy), clip, int(wrapper._accumulative_counts))
+    return WrapperSettings(policy.opt_level, overrides_of(policy), clip, counts)
 
 
 def settings_of_words(words: Mapping[str, Any]) -> WrapperSettings:
