@@ -333,6 +333,5 @@ def test_migrate_and_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_scripts_are_doors() -> None:
     """A script in ``tools`` does nothing but call the command."""
-    texts = {path.read_text().partition('"""\n\n')[2] for path in (ROOT / 'tools').glob('*.py')}
+    texts = {(ROOT / 'tools' / name).read_text().partition('"""\n\n')[2] for name in start.SCRIPTS}
     assert len(texts) == 1 and 'sys.exit(script(__file__))' in texts.pop()
-    assert {path.name for path in (ROOT / 'tools').glob('*.py')} == set(start.SCRIPTS)
