@@ -267,8 +267,7 @@ def _settings(cfg: Config, model: nn.Module) -> WrapperSettings:
     with _scope(cfg):
         if not can_be_built(cfg.optim_wrapper):
             return settings_of_words(cfg.optim_wrapper)
-    counts = int(cfg.optim_wrapper.get('accumulative_counts', 1))
-    return settings_of(_build_wrapper(cfg, model, dict(cfg.optim_wrapper)), counts)
+    return settings_of(_build_wrapper(cfg, model, dict(cfg.optim_wrapper)))
 
 
 def _build_wrapper(cfg: Config, model: nn.Module, words: dict[str, Any]) -> OptimWrapper:

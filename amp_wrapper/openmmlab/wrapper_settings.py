@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import ApexOptimWrapper as StockApexOptimWrapper
 from mmengine.optim import BaseOptimWrapper, OptimWrapper
@@ -136,17 +137,18 @@ def optimizer_words(words: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def settings_of(wrapper: OptimWrapper, counts: int) -> WrapperSettings:
+def settings_of(wrapper: OptimWrapper) -> WrapperSettings:
     """What a wrapper does, whoever has chosen it: the config or its class.
 
     Args:
         wrapper: Built.
-        counts: Iterations to a step, which mmengine's wrapper does not tell.
     """
     clip = wrapper.clip_grad_kwargs
     if clip is not None:
         clip = {**({'type': 'value'} if wrapper.clip_func is clip_grad_value_ else {}), **clip}
     policy = next((each.policy for each in amp_wrappers(wrapper).values()), resolve('O0'))
+    # mmengine divides each loss by it, and tells it in no other way
+    counts = round(1 / float(wrapper.scale_loss(torch.ones(()))))
     return WrapperSettings(policy.opt_level, overrides_of(policy), clip, counts)
 
 

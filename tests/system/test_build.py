@@ -386,7 +386,7 @@ def test_make_builds_the_ops_where_sources_changed(tmp_path: Path) -> None:
     shutil.copy2(ROOT / 'Makefile', tmp_path)
     for name in ('csrc', 'requirements'):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ('setup.py', 'pyproject.toml', 'amp_wrapper/ops/building.py'):
+    for name in ('setup.py', 'pyproject.toml', 'amp_wrapper/ops/building.py', 'amp_wrapper/ops/cuda_toolkit.py'):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tmp_path / name)
     (tmp_path / '.venv').mkdir()
