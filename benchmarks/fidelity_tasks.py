@@ -306,8 +306,11 @@ def run(task: Task, variant: str, seed: int, quick: bool = False) -> dict[str, A
             if name.startswith('val/') and not name.endswith('time')
         }
         numbers = monitored_numbers(scalars) if monitored else {}
+        # a closed one would stay at the logger, which the next training of the process gets, too
         for handler in list(runner.logger.handlers):
-            handler.close()
+            if isinstance(handler, logging.FileHandler):
+                runner.logger.removeHandler(handler)
+                handler.close()
     return {
         'task': task.name,
         'variant': variant,
