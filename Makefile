@@ -247,7 +247,7 @@ bench: $(VENV)/.ops
 	$(BIN)/python -m benchmarks.distributed
 	$(BIN)/python -m benchmarks.ops
 	$(BIN)/python -m benchmarks.step
-	$(BIN)/python -m benchmarks.numbers
+	$(BIN)/python -m benchmarks.level_numbers
 	$(BIN)/python -m benchmarks.fidelity
 
 # what is installed decides what is run: an image for GPUs has a torch of its own, and no way to install another

@@ -1,4 +1,4 @@
-"""Whole training steps, for ``python -m benchmarks.step --device cuda --end-to-end`` and ``python -m benchmarks.numbers``.
+"""Whole training steps, for ``benchmarks.step --device cuda --end-to-end`` and for ``benchmarks.level_numbers``.
 
 Forward, backward and optimizer step of a ResNet and of a stack of transformer blocks in plain torch: FP32, torch.amp in
 both types, mmengine's stock AMP, and this package's levels.

@@ -81,7 +81,7 @@ def test_every_benchmark_is_run_and_keeps_its_page() -> None:
         if "if __name__ == '__main__'" in path.read_text(encoding='utf-8')
     } - {'gpu_check', 'ddp_rank', 'host_probe', 'numbers_memory'}
     # of a CPU alone so far
-    named -= {'fidelity', 'numbers'}
+    named -= {'fidelity', 'level_numbers'}
     words = {job.command[2].removeprefix('benchmarks.'): job.command for stage in STAGES for step in steps(stage)
              for job in step.jobs if job.command[1] == '-m' and job.command[2].startswith('benchmarks.')}  # fmt: skip
     assert named == set(words) and len(named) > 5

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import numbers, numbers_memory, pages
+from benchmarks import level_numbers, numbers_memory, pages
 from benchmarks.numbers_memory import OPTIMIZERS, PARTS, Setup, Trained, formula, perceptron, saved_bytes, setups
 from benchmarks.step_training import TORCH_TYPES, Training, Transformer
 
@@ -82,24 +82,24 @@ def test_tables_have_a_row_for_every_level(monkeypatch: pytest.MonkeyPatch) -> N
     """On small models; what is in them depends on the machine, but for what is counted."""
     small = {'tiny': (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), (4,))}
     said: list[str] = []
-    rows = numbers.activation_table(said.append, small)[2:]
+    rows = level_numbers.activation_table(said.append, small)[2:]
     assert len(rows) == len(said) == len(TORCH_TYPES) + 6
     training = Training('tiny', lambda: Transformer(64, 1), (2, 4, 64), 'AdamW')
-    times = numbers.time_table(1, [training])
-    for level in (*numbers.NAMES.values(), 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'):
+    times = level_numbers.time_table(1, [training])
+    for level in (*level_numbers.NAMES.values(), 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'):
         assert sum(f'| tiny | {level} |' in line for line in times) == 1, level
-    monkeypatch.setattr(numbers, 'measure', lambda *_: dict.fromkeys(('counted', 'held', 'peak', 'between'), 16.0))
-    assert len(numbers.process_table(said.append, 10, 1)) == 2 + len(numbers.MEASURED)
+    monkeypatch.setattr(level_numbers, 'measure', lambda *_: dict.fromkeys(('counted', 'held', 'peak', 'between'), 16.0))
+    assert len(level_numbers.process_table(said.append, 10, 1)) == 2 + len(level_numbers.MEASURED)
 
 
 def test_published_tables_are_those_of_the_results() -> None:
     """What is counted is counted again; what was measured stands on both pages."""
-    assert pages.part(numbers.PAGE, 'parts') == numbers.parts_table()
-    assert pages.part(numbers.PAGE, 'adamw') == numbers.sums_table('AdamW')
-    assert pages.part(numbers.PAGE, 'sgd') == numbers.sums_table('SGD')
+    assert pages.part(level_numbers.PAGE, 'parts') == level_numbers.parts_table()
+    assert pages.part(level_numbers.PAGE, 'adamw') == level_numbers.sums_table('AdamW')
+    assert pages.part(level_numbers.PAGE, 'sgd') == level_numbers.sums_table('SGD')
     text = (ROOT / 'benchmarks/results/numbers_cpu.md').read_text(encoding='utf-8')
     for name in ('parts', 'adamw', 'sgd', 'process', 'activations', 'times', 'measured'):
-        lines = '\n'.join(pages.part(numbers.PAGE, name))
+        lines = '\n'.join(pages.part(level_numbers.PAGE, name))
         assert lines and lines in text, name
 
 

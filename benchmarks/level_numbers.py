@@ -1,4 +1,4 @@
-"""What a level costs and saves: ``python -m benchmarks.numbers [--write]`` makes the tables of ``docs/numbers.md``.
+"""What a level costs and saves: ``python -m benchmarks.level_numbers [--write]`` makes the tables of ``docs/numbers.md``.
 
 Bytes for each parameter, by formula, of the tensors and of the process; activations of a CNN and of a transformer; time of
 whole training steps. All on a CPU; ``python -m benchmarks.step --device cuda --end-to-end`` times the steps on a GPU.
@@ -149,7 +149,9 @@ def head(command: str) -> str:
 
 def main(words: Sequence[str] | None = None, say: Callable[[str], object] = print) -> None:
     """Measure, print the page, and write it and the tables of ``docs/numbers.md`` with ``--write``."""
-    parser = argparse.ArgumentParser(prog='python -m benchmarks.numbers', description=(__doc__ or '').splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog='python -m benchmarks.level_numbers', description=(__doc__ or '').splitlines()[0]
+    )
     parser.add_argument(
         '--width', type=int, default=2500, help='of the perceptron; 8 layers of 2500 are 50 million parameters'
     )
@@ -159,7 +161,7 @@ def main(words: Sequence[str] | None = None, say: Callable[[str], object] = prin
     add_write(parser, 'numbers_cpu.md')
     args = parser.parse_args(words)
     torch.set_num_threads(1)
-    command = ' '.join(['python -m benchmarks.numbers', *(sys.argv[1:] if words is None else words)])
+    command = ' '.join(['python -m benchmarks.level_numbers', *(sys.argv[1:] if words is None else words)])
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
