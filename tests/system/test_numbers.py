@@ -88,7 +88,9 @@ def test_tables_have_a_row_for_every_level(monkeypatch: pytest.MonkeyPatch) -> N
     times = level_numbers.time_table(1, [training])
     for level in (*level_numbers.NAMES.values(), 'O0', 'O1', 'O2', 'O3', 'O4', 'O5'):
         assert sum(f'| tiny | {level} |' in line for line in times) == 1, level
-    monkeypatch.setattr(level_numbers, 'measure', lambda *_: dict.fromkeys(('counted', 'held', 'peak', 'between'), 16.0))
+    monkeypatch.setattr(
+        level_numbers, 'measure', lambda *_: dict.fromkeys(('counted', 'held', 'peak', 'between'), 16.0)
+    )
     assert len(level_numbers.process_table(said.append, 10, 1)) == 2 + len(level_numbers.MEASURED)
 
 
