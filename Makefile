@@ -46,12 +46,13 @@ DRY ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help gpu-check ops train test test-grids test-all test-torch test-onedl matrix canary wheels test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-grids test-long test-all test-torch test-onedl matrix canary wheels test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
 	@echo 'make test    set up, try every behaviour once (PYTEST_ARGS="-k name" for some of the tests)'
-	@echo 'make test-grids  the long grids: the same behaviours on more levels, settings and examples; make test-all does both'
+	@echo 'make test-grids  the long grids: the same behaviours on more levels, settings and examples'
+	@echo 'make test-long  the longest of them, before a release; make test-all does all three'
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
 	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in docs/versions.md (CELLS=, KEEP=1, DRY=1)'
@@ -119,13 +120,16 @@ train: $(VENV)/.ops
 # every behaviour once; and what repeats one on more levels, settings and examples, and takes long
 TRY = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(VENV)/.dev
-	$(TRY) -m 'not grid' $(PYTEST_ARGS)
+	$(TRY) -m 'not grid and not long' $(PYTEST_ARGS)
 
 test-grids: $(VENV)/.dev
-	$(TRY) -m grid $(PYTEST_ARGS)
+	$(TRY) -m 'grid and not long' $(PYTEST_ARGS)
+
+test-long: $(VENV)/.dev
+	$(TRY) -m long $(PYTEST_ARGS)
 
 test-all: test
-	$(MAKE) --no-print-directory test-grids
+	$(MAKE) --no-print-directory test-grids test-long
 
 # everything is pinned but torch, and what that torch asks for in a version of its own
 PIP_TORCH = $(VENV_TORCH)/bin/python -m pip --disable-pip-version-check

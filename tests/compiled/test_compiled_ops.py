@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from bits import differences
+from grid import but_every, long
 from torch import Tensor, nn
 from toy_compiled import compiled, fresh
 
@@ -103,8 +104,10 @@ def types_of(results: Any) -> Any:
     return [types_of(result) for result in results] if isinstance(results, tuple) else results
 
 
-@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O4', 'O5'])
-@pytest.mark.parametrize('name', CALLS)
+@pytest.mark.parametrize(
+    ('name', 'level'),
+    but_every(3, [(name, level) for name in CALLS for level in ('O0', 'O1', 'O2', 'O4', 'O5')], long),
+)
 def test_types_in_a_graph(name: str, level: str, device: torch.device) -> None:
     """Inside of the model that is compiled, and of a function around it: those of the eager call, in one graph."""
     torch.manual_seed(0)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import toy_compiled
 from bits import differences
+from grid import but_every, long
 from torch import Tensor, nn
 from toy_compiled import HALF, WAYS, Net, fresh
 
@@ -365,8 +366,7 @@ def test_a_part_that_is_left_out_of_graphs(device: torch.device) -> None:
         assert torch.allclose(torch.compile(model, **AOT)(x), model(x), atol=0.05)
 
 
-@pytest.mark.parametrize('way', [*WAYS, 'eager'])
-@pytest.mark.parametrize('level', [*HALF])
+@pytest.mark.parametrize(('level', 'way'), but_every(5, [(a, b) for a in HALF for b in (*WAYS, 'eager')], long))
 def test_frozen_weights(level: str, way: str, device: torch.device) -> None:
     """Graphs that keep the weights of one moment are refused, and those that have gradients are made."""
     from torch._inductor import config

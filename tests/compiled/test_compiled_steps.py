@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bits import differences
+from grid import but_every, long
 from torch.optim.swa_utils import AveragedModel
 from toy_compiled import HALF, Net, batch, fresh, initialized, step
 
@@ -70,9 +71,12 @@ def test_what_is_written_to_masters_is_seen(level: str, way: str, device: torch.
         assert all(not weight.any() for weight in model.parameters())
 
 
-@pytest.mark.parametrize('way', INSIDE_AND_OUTSIDE)
-@pytest.mark.parametrize('kind', [True, False, 'selective'])
-@pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
+@pytest.mark.parametrize(
+    ('level', 'kind', 'way'),
+    but_every(
+        5, [(a, b, c) for a in ('O1', 'O4', 'O5') for b in (True, False, 'selective') for c in INSIDE_AND_OUTSIDE], long
+    ),
+)
 def test_checkpointed_segments(level: str, kind: Any, way: str, device: torch.device) -> None:
     """The probes inside of the segment assert its types; dropout is the same when it runs again."""
     results = []
@@ -107,7 +111,7 @@ def test_averages_see_masters(way: str, device: torch.device) -> None:
         assert torch.isfinite(average.module(batch(device)[0])).all()
 
 
-@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=pytest.mark.grid)])
+@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=long)])
 @pytest.mark.parametrize('way', INSIDE_AND_OUTSIDE)
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O4', 'O5'])
 def test_resumed_equals_uninterrupted(level: str, way: str, backend: str, device: torch.device) -> None:

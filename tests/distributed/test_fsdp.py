@@ -10,10 +10,10 @@ import pytest
 import ranks
 import torch
 from bits import differences
+from grid import grid, long
 
 from amp_wrapper.checkpoint import sharded
 
-grid = pytest.mark.grid
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
@@ -121,14 +121,14 @@ def test_runs_of_mmengine(two_ranks: ranks.Group, level: str, tmp_path: Path) ->
         pytest.param('shards', 'O4', 'AdamW', 'kill-writing', marks=grid),
         pytest.param('async', 'O5', 'FusedSGD', 'kill', marks=grid),
         *(
-            pytest.param(wrapper, level, kind, 'kill', marks=grid)
-            for wrapper, level, kind in (
-                ('apart', 'O2', 'AdamW'),
-                ('fsdp', 'O1', 'SGD'),
-                ('apart', 'O4', 'FusedSGD'),
-                ('fsdp', 'O3', 'FusedAdam'),
-                ('fsdp', 'O0', 'AdamW'),
-                ('apart', 'O5', 'SGD'),
+            pytest.param(wrapper, level, kind, 'kill', marks=mark)
+            for wrapper, level, kind, mark in (
+                ('apart', 'O2', 'AdamW', grid),
+                ('fsdp', 'O1', 'SGD', long),
+                ('apart', 'O4', 'FusedSGD', long),
+                ('fsdp', 'O3', 'FusedAdam', grid),
+                ('fsdp', 'O0', 'AdamW', long),
+                ('apart', 'O5', 'SGD', long),
             )
         ),
     ],
@@ -164,7 +164,7 @@ def test_resume_of_a_sharded_run(
         }
 
 
-@pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=grid)], ids=['quick', 'all'])
+@pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=long)], ids=['quick', 'all'])
 def test_resume_from_shards(two_ranks: ranks.Group, words: tuple[str, ...], tmp_path: Path) -> None:
     two_ranks.succeed(tmp_path, 'fsdp_resume_grid', *words, limit=900)
 
@@ -174,7 +174,7 @@ def test_other_ways_through_mmengine(two_ranks: ranks.Group, tmp_path: Path) -> 
     two_ranks.succeed(tmp_path, 'fsdp_refused_runs')
 
 
-@pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=grid)], ids=['quick', 'all'])
+@pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=long)], ids=['quick', 'all'])
 def test_zero(two_ranks: ranks.Group, words: tuple[str, ...], tmp_path: Path) -> None:
     two_ranks.succeed(tmp_path, 'zero', *words)
     two_ranks.succeed(tmp_path, 'zero_refusals')

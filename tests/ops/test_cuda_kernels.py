@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from grid import but, grid
+from grid import but, grid, long
 from native import CSRC, ROOT, SHIM, compile_cpp, compiler, nvcc
 from ops_models import in_fresh_process
 from torch.utils.cpp_extension import include_paths, library_paths
@@ -83,7 +83,7 @@ def skip_without(sanitizer: tuple[str, ...], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ('sanitizer', 'rounds'), but([(THREAD, 2)], [(ADDRESS, 8), (THREAD, 2)]), ids=['address-undefined', 'thread']
+    ('sanitizer', 'rounds'), but([(THREAD, 2)], [(ADDRESS, 8), (THREAD, 2)], long), ids=['address-undefined', 'thread']
 )
 def test_kernels_equal_the_cpu_ops_and_the_sanitizers_are_silent(
     sanitizer: tuple[str, ...], rounds: int, tmp_path: Path
@@ -151,7 +151,7 @@ WRONG_RESULTS = {
 }
 
 
-@grid
+@long
 @pytest.mark.parametrize('fault', FAULTS)
 def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
     """Without this, a check that never says anything would look like a check that finds nothing."""
@@ -162,7 +162,7 @@ def test_a_planted_fault_is_caught(fault: str, tmp_path: Path) -> None:
     assert message in done.stdout + done.stderr, done.stdout[-500:] + done.stderr[-1000:]
 
 
-@grid
+@long
 def test_planted_faults_show_in_the_results(tmp_path: Path) -> None:
     done = run(build(tmp_path, (), *WRONG_RESULTS.values()), 0, 8)
     assert done.returncode != 0
@@ -197,7 +197,7 @@ WRONG_STEPS = {
 
 
 @pytest.mark.parametrize(
-    ('sanitizer', 'rounds'), but([(THREAD, 2)], [(ADDRESS, 5), (THREAD, 2)]), ids=['address-undefined', 'thread']
+    ('sanitizer', 'rounds'), but([(THREAD, 2)], [(ADDRESS, 5), (THREAD, 2)], long), ids=['address-undefined', 'thread']
 )
 def test_steps_equal_their_arithmetic_and_the_sanitizers_are_silent(
     sanitizer: tuple[str, ...], rounds: int, tmp_path: Path
@@ -215,7 +215,7 @@ def test_a_missing_barrier_in_a_step_is_caught(tmp_path: Path) -> None:
     assert done.returncode != 0 and 'data race' in done.stderr, done.stdout[-500:] + done.stderr[-1000:]
 
 
-@grid
+@long
 def test_planted_faults_show_in_a_step(tmp_path: Path) -> None:
     done = run(build(tmp_path, (), *WRONG_STEPS.values(), harness='step_harness.cpp'), 0, 5)
     assert done.returncode != 0
@@ -294,7 +294,7 @@ HOST_FAULTS = {
 }
 
 
-@grid
+@long
 def test_faults_in_the_host_code_are_caught(tmp_path: Path) -> None:
     found = differences(build_host(tmp_path, *HOST_FAULTS.values()))
     assert {line.split()[0] for line in found} == set(HOST_FAULTS)

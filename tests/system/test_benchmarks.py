@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from grid import but_every, grid
+from grid import but_every, long
 
 from amp_wrapper import ops
 from amp_wrapper.ops.schemas import SCHEMAS
@@ -75,7 +75,7 @@ def test_calls_and_changes_of_file_are_counted_as_by_hand(tmp_path: Path, monkey
     assert Counts(str(tmp_path / 'count')).of(call).calls == 0
 
 
-@grid
+@long
 def test_cost_on_the_host(tmp_path: Path) -> None:
     """The page comes whole, for a tree that is named; what is on it depends on the machine, but for the modules."""
     page = tmp_path / 'host.md'

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from grid import grid
+from grid import long
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
@@ -146,7 +146,7 @@ def test_pure_python_config_is_the_text_config() -> None:
         assert plain(text.to_dict()[key]) == plain(pure.to_dict()[key]), key
 
 
-@grid
+@long
 def test_cifar10_recipe(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).integers(0, 256, (2, 1 + 3072), np.uint8)
     rows[:, 0] = [3, 7]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from grid import grid
+from grid import grid, long
 
 TESTS = Path(__file__).parent
 
@@ -28,7 +28,7 @@ def _run(name: str, tmp_path: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ('kills', 'levels'), [(4, ('O2',)), pytest.param(12, ('O2', 'O5'), marks=grid)], ids=['4', '12']
+    ('kills', 'levels'), [(4, ('O2',)), pytest.param(12, ('O2', 'O5'), marks=long)], ids=['4', '12']
 )
 def test_killed_trainings_become_the_uninterrupted_ones(kills: int, levels: tuple[str, ...], tmp_path: Path) -> None:
     page = _run('crash_harness.py', tmp_path, '--kills', str(kills), '--seed', '5', '--levels', *levels)
@@ -36,7 +36,7 @@ def test_killed_trainings_become_the_uninterrupted_ones(kills: int, levels: tupl
     assert '- 0 differences.' in page
 
 
-@grid
+@long
 @pytest.mark.timeout(600)
 def test_the_comparison_sees_what_differs(tmp_path: Path) -> None:
     """A test of the test: where random states are not put back, the harness reports differences."""

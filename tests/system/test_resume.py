@@ -14,7 +14,7 @@ import crash_harness
 import pytest
 import toy
 from bits import differences
-from grid import but, grid
+from grid import but, long
 
 WORKER = Path(__file__).parents[1] / 'support' / 'resume_worker.py'
 SGD = dict(type='SGD', lr=0.2, momentum=0.9, weight_decay=1e-3)
@@ -187,7 +187,7 @@ def test_resumed_equals_uninterrupted_with_most_things_on(tmp_path: Path) -> Non
     _exact_runs(tmp_path, {name: cases[name] for name in SHORT_EXACT}, SHORT_EXACT)
 
 
-@grid
+@long
 @pytest.mark.timeout(900)
 def test_resumed_equals_uninterrupted_with_everything_on(tmp_path: Path) -> None:
     """Dropout, augmentation, accumulation, EMA, save_best, early stopping: in a process that never saw the first part.

@@ -12,7 +12,7 @@ import torch
 import toy
 from bits import differences
 from command_line import ROOT, tool
-from grid import but, grid
+from grid import but, grid, long
 from mmengine.config import Config
 
 from amp_wrapper import AmpConfigError
@@ -84,7 +84,7 @@ def free_port() -> str:
 @pytest.mark.parametrize(
     ('name', 'words'),
     [
-        pytest.param('cnn_o2', [], marks=grid),
+        pytest.param('cnn_o2', [], marks=long),
         ('cnn_o2_ddp', []),
         pytest.param('cnn_o5_fsdp', [], marks=grid),
         pytest.param('vit_o5_fsdp', ['train_cfg.val_interval=1'], marks=grid),
