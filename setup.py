@@ -180,6 +180,17 @@ def local_version() -> str:
     return f'+{word}' if word else ''
 
 
+def description() -> str:
+    """README.md for a package index, where no other file lies beside it: links become names of files, pictures go."""
+    text = (ROOT / 'README.md').read_text(encoding='utf-8')
+    kept = [part for part in text.split('\n\n') if not part.startswith('![')]
+
+    def named(link: re.Match[str]) -> str:
+        return link[1] if link[1] == link[2] else f'{link[1]} (`{link[2]}`)'
+
+    return re.sub(r'\[([^\]]+)\]\((?![a-z]+:)([^)#]+)[^)]*\)', named, '\n\n'.join(kept))
+
+
 class TaggedVersion(egg_info):
     """Where setuptools puts a version together."""
 
@@ -197,4 +208,4 @@ elif 'dist_info' in sys.argv and demanded_by() and importlib.util.find_spec('tor
     refuse(NO_TORCH)
 local_version()
 arguments['cmdclass'] = {'egg_info': TaggedVersion, **arguments.get('cmdclass', {})}
-setup(**arguments)
+setup(long_description=description(), long_description_content_type='text/markdown', **arguments)

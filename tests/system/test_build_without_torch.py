@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import zipfile
@@ -111,6 +112,9 @@ def test_the_local_version_of_a_wheel(tree: Tree, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / f'{name}-py3-none-any.whl') as content:
         metadata = content.read(f'{name}.dist-info/METADATA').decode()
     assert f'\nVersion: {amp_wrapper.__version__}+torch2.13cpu\n' in metadata
+    # the readme, for a package index: no link to a file that does not lie there
+    assert '## Three lines in a script' in metadata and re.findall(r'\]\([^)]*\)', metadata) == []
+    assert 'first config (`docs/first_config.md`)' in metadata
     done = tree.run('setup.py', 'dist_info', **{**variables, 'AMP_WRAPPER_LOCAL_VERSION': 'torch 2.13'})
     assert done.returncode != 0
     assert done.stderr.strip() == (

@@ -200,6 +200,30 @@ def test_levels_of_the_readme_are_those_of_the_policy() -> None:
     assert all(row[6] for row in rows[1:]), 'each level says when to choose it'
 
 
+def test_numbers_of_the_readme_are_those_of_the_page_on_numbers() -> None:
+    """Rows in the order of the tables of that page, which a benchmark has written."""
+    rows = {row[0]: dict(zip(LEVELS, row[1:])) for row in table((ROOT / 'README.md').read_text(), 'measured')[1:]}
+    page = (ROOT / 'docs/numbers.md').read_text()
+    found = {}
+    for name, key, value in (('parts', 0, 5), ('activations', 1, 3), ('times', 1, 4)):
+        lines = page.split(f'<!-- {name}: ')[1].split(f'<!-- end of {name}')[0].splitlines()
+        for cells in (
+            [cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')
+        ):
+            if cells[key] in LEVELS:
+                found[name, cells[0] if key else '', cells[key]] = cells[value]
+    kinds = dict(
+        zip(
+            rows,
+            (('parts', ''), ('activations', 'ResNet-50'), ('activations', 'transformer'), ('times', 'transformer')),
+        )
+    )
+    assert len(kinds) == 4
+    for words, (name, model) in kinds.items():
+        expected = {level: value for (part, title, level), value in found.items() if part == name and model in title}
+        assert rows[words] == expected, words
+
+
 @pytest.mark.parametrize('source', ['docs/opt_levels.md', 'the docstring of amp_wrapper.policy.policy'])
 def test_properties_are_those_of_the_policy(source: str) -> None:
     """The table of properties, in the page and in the docstring, which has another syntax."""
@@ -223,8 +247,8 @@ def test_properties_are_those_of_the_policy(source: str) -> None:
         assert found['loss_scale'][level] == ('dynamic' if scale.dynamic else str(scale.init_scale))
 
 
-def test_overrides_of_the_readme_are_those_of_the_policy() -> None:
-    rows = table((ROOT / 'README.md').read_text(), 'override')
+def test_overrides_are_those_of_the_policy() -> None:
+    rows = table((ROOT / 'docs/opt_levels.md').read_text(), 'override')
     assert len(rows) > 5
     for override, *cells in rows[1:]:
         words = ast.parse(f'f({override.strip("`")})', mode='eval').body
