@@ -448,7 +448,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def commands() -> list[list[str]]:
     """Every shell line of the pages, as words."""
-    lines = [line for page in PAGES for _, code in snippets(page.read_text(), 'bash') for line in code.splitlines()]
+    codes = [code.replace('\\\n', ' ') for page in PAGES for _, code in snippets(page.read_text(), 'bash')]
+    lines = [line for code in codes for line in code.splitlines()]
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
 
