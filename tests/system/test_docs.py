@@ -446,10 +446,14 @@ def test_every_page_is_in_the_navigation() -> None:
     assert set(listed) == {page.name for page in PAGES if page.parent.name == 'docs'}
 
 
+def shell_lines(text: str) -> list[str]:
+    """The commands in the shell blocks of a page; those that go on in the next line in one piece."""
+    return [line for _, code in snippets(text, 'bash') for line in code.replace('\\\n', ' ').splitlines()]
+
+
 def commands() -> list[list[str]]:
     """Every shell line of the pages, as words."""
-    codes = [code.replace('\\\n', ' ') for page in PAGES for _, code in snippets(page.read_text(), 'bash')]
-    lines = [line for code in codes for line in code.splitlines()]
+    lines = [line for page in PAGES for line in shell_lines(page.read_text())]
     return [words for words in (shlex.split(line, comments=True) for line in lines) if words]
 
 
@@ -499,7 +503,7 @@ def is_ours(words: list[str]) -> bool:
 def command_lines(page: Path) -> list[list[str]]:
     """What a page says to type that is ours, in blocks and within sentences; assignments before it are left out."""
     text = page.read_text()
-    lines = [line for _, code in snippets(text, 'bash') for line in code.splitlines()]
+    lines = shell_lines(text)
     lines += [line[2:] for _, code in snippets(text, 'console') for line in code.splitlines() if line.startswith('$ ')]
     # "amp-wrapper train" alone is the name of a command
     lines += re.findall(r'`((?:amp-wrapper|python tools/)[^`\n]* --?[^`\n]+)`', FENCE.sub('', text))
