@@ -223,8 +223,11 @@ def test_properties_are_those_of_the_policy(source: str) -> None:
         assert found['loss_scale'][level] == ('dynamic' if scale.dynamic else str(scale.init_scale))
 
 
-def test_overrides_of_the_readme_are_those_of_the_policy() -> None:
-    rows = table((ROOT / 'README.md').read_text(), 'override')
+@pytest.mark.parametrize(
+    'page', [page for page in names_of(PAGES) if '<!-- overrides: checked' in (ROOT / page).read_text()]
+)
+def test_overrides_of_the_pages_are_those_of_the_policy(page: str) -> None:
+    rows = table((ROOT / page).read_text(), 'override')
     assert len(rows) > 5
     for override, *cells in rows[1:]:
         words = ast.parse(f'f({override.strip("`")})', mode='eval').body
