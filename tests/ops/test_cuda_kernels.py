@@ -342,7 +342,7 @@ def mangled(name: str) -> str:
 
 
 # one test for all that is read from one compilation: tests of one file run in several processes
-@grid
+@long
 def test_every_kernel_compiles_for_every_architecture_without_spills(tmp_path: Path) -> None:
     reports = compile_reports(tmp_path)
     text = ''.join((CSRC / 'cuda' / name).read_text() for name in KERNELS)

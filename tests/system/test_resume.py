@@ -225,7 +225,7 @@ def _comparable(work_dir: Path, name: str | None = None) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize('name', but(SHORT, _cases()))
+@pytest.mark.parametrize('name', but(SHORT, _cases(), long))
 def test_resumed_equals_uninterrupted(runs: Path, name: str) -> None:
     whole, parts = _comparable(runs / name / 'whole'), _comparable(runs / name / 'parts')
     assert len(whole['train/loss']) == 28

@@ -87,7 +87,7 @@ def free_port() -> str:
         pytest.param('cnn_o2', [], marks=long),
         ('cnn_o2_ddp', []),
         pytest.param('cnn_o5_fsdp', [], marks=grid),
-        pytest.param('vit_o5_fsdp', ['train_cfg.val_interval=1'], marks=grid),
+        pytest.param('vit_o5_fsdp', ['train_cfg.val_interval=1'], marks=long),
         pytest.param(
             'gan_o2_o5',
             ['model.generator.width=4', 'model.discriminator.width=4', 'train_cfg.val_interval=2'],
