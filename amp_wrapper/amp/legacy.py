@@ -123,9 +123,9 @@ class AmpHandle(NoOpHandle):
     def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
         if not is_count(num_loss):
             raise AmpConfigError([f'num_loss={num_loss!r} must be a whole number of at least 1.'])
-        self._initialize(optimizer, num_loss)
+        self._initialize(optimizer, int(num_loss))
         self._wrapped = True
-        return super().wrap_optimizer(optimizer, num_loss)
+        return super().wrap_optimizer(optimizer, int(num_loss))
 
     def _initialize(self, optimizer: Optimizer, num_losses: int) -> None:
         amp_session.check_new([optimizer])

@@ -25,7 +25,6 @@ from ..engine.host_read import LateRead
 from ..engine.overflow import StepResult
 from ..engine.parts import EngineParts
 from ..errors import AmpConfigError
-from ..policy.options import plain
 from . import session as amp_session
 
 logger = logging.getLogger('amp_wrapper')
@@ -208,9 +207,9 @@ def monitor(
         AmpConfigError: An interval that is no whole number above 0; another ``diagnose_overflow``; a ``max_reports`` that is no
             whole number; a ``log`` that cannot be called.
     """
-    interval = check_interval('interval', plain(interval))
+    interval = check_interval('interval', interval)
     if ranges_interval is not None:
-        ranges_interval = check_interval('ranges_interval', plain(ranges_interval))
+        ranges_interval = check_interval('ranges_interval', ranges_interval)
     diagnose_overflow = check_mode(diagnose_overflow)
     max_reports = check_reports(max_reports)
     if log is not None and not callable(log):

@@ -15,6 +15,7 @@ from typing_extensions import Unpack
 from .. import fsdp_internals
 from ..errors import AmpAttachError, AmpConfigError, nearest
 from ..policy import PolicyOptions, resolve
+from ..policy.options import plain
 from ..policy.policy import OptLevel, Policy, parse_dtype, spellings
 from ..shards import is_sharded
 from .modules import class_name
@@ -102,7 +103,7 @@ class Sharding:
                     f'float32: leave one of the two out.'
                 )
             dtype = torch.float32
-        after = words.get('reshard_after_forward')
+        after = plain(words.get('reshard_after_forward'))
         if after is not None and not isinstance(after, int):
             problems.append(
                 f"sharding['reshard_after_forward']={after!r} must be True, False, a number of ranks or None."

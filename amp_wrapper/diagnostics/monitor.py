@@ -18,6 +18,7 @@ from ..engine.parts import EngineParts
 from ..errors import AmpConfigError
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
+from ..policy.options import is_count
 from ..shards import is_sharded, local
 from .measured_numbers import NUMBERS
 from .ranges import BINS, NONFINITE, ZERO, Ranges, count_on_device, range_of
@@ -262,11 +263,11 @@ def _lost_updates(
 
 
 def check_interval(name: str, value: Any) -> int:
-    """A whole number of steps.
+    """A whole number of steps, one of NumPy too.
 
     Raises:
         AmpConfigError: Something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value):
         raise AmpConfigError([f'{name}={value!r} must be a whole number of steps, at least 1.'])
-    return value
+    return int(value)

@@ -29,6 +29,7 @@ from ..casting.sharding import Sharding, begin_alike, shard
 from ..checkpoint import sharded
 from ..errors import AmpAttachError, AmpConfigError, nearest, some
 from ..policy import Policy, resolve
+from ..policy.options import is_count, plain
 from ..registry import MODEL_WRAPPERS, STRATEGIES
 from . import shard_files
 from .wrappers import amp_wrappers
@@ -293,8 +294,9 @@ def mesh_of(mesh: DeviceMesh | Sequence[int] | None) -> DeviceMesh:
             ]
         )
     world = torch.distributed.get_world_size()
-    shape = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
-    if not all(isinstance(size, int) and size > 0 for size in shape) or torch.Size(shape).numel() != world:
+    sizes = (world,) if mesh is None else tuple(mesh) if isinstance(mesh, (list, tuple)) else (mesh,)
+    shape = tuple(map(plain, sizes))
+    if not shape or not all(map(is_count, shape)) or torch.Size(shape).numel() != world:
         raise AmpConfigError(
             [
                 f'mesh={mesh!r} must be sizes whose product is the number of processes, {world}: ({world},), say, or None.'

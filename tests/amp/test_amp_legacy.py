@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from bits import same
@@ -73,11 +74,12 @@ def test_disable_casts_ends_with_an_exception(handle: AmpHandle) -> None:
     assert F.linear(x, x).dtype is torch.float16
 
 
-@pytest.mark.parametrize('num_loss', [1, 3])
+@pytest.mark.parametrize('num_loss', [1, np.int64(3)])
 def test_a_wrapped_optimizer_trains_as_in_fp32(handle: AmpHandle, num_loss: int) -> None:
     factors = [[1.0, 0.5, -2.0][:num_loss], [0.25, 2.0, 4.0][:num_loss]]
     model, plain = trained()
     optimizer = handle.wrap_optimizer(plain, num_loss)
+    assert type(optimizer._num_loss) is int
     for losses in factors:
         # 2 ** 16 overflows at once: a loss that is small enough for float16 gradients keeps the test exact
         optimizer.zero_grad()

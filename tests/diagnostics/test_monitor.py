@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bits import differences
@@ -247,7 +248,13 @@ def test_each_number_has_a_meaning() -> None:
     assert len(NUMBERS) <= 8
 
 
-@pytest.mark.parametrize('value', [0, -1, 2.5, True, '5', None])
+@pytest.mark.parametrize('value', [1, np.int64(50), np.uint8(3)])
+def test_interval(value: Any) -> None:
+    found = check_interval('interval', value)
+    assert type(found) is int and found == value
+
+
+@pytest.mark.parametrize('value', [0, -1, 2.5, True, '5', None, np.int64(0), np.float64(2.0), np.bool_(True)])
 def test_wrong_interval(value: Any) -> None:
     with pytest.raises(AmpConfigError, match=r'interval=.* must be a whole number'):
         check_interval('interval', value)

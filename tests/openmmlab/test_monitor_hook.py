@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toy
@@ -284,8 +285,16 @@ def test_it_is_found_by_its_name() -> None:
     assert isinstance(HOOKS.build(dict(type='amp_wrapper.AmpMonitorHook', interval=10)), AmpMonitorHook)
 
 
+def test_numbers_of_numpy() -> None:
+    words: Any = dict(interval=np.int64(5), ranges_interval=np.int32(10), max_reports=np.int64(2))
+    made = AmpMonitorHook(**words)
+    assert [type(value) for value in (made._interval, made._ranges_interval, made._max_reports)] == [int, int, int]
+
+
 @pytest.mark.parametrize(
-    'words', [dict(interval=0), dict(ranges_interval=-1), dict(diagnose_overflow='yes'), dict(interval='10')], ids=str
+    'words',
+    [dict(interval=0), dict(ranges_interval=-1), dict(diagnose_overflow='yes'), dict(interval=np.bool_(True))],
+    ids=str,
 )
 def test_wrong_arguments(words: dict[str, Any]) -> None:
     with pytest.raises(AmpConfigError, match=next(iter(words))):

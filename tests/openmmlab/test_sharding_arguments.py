@@ -1,0 +1,46 @@
+"""Sizes and numbers of ranks in the options of sharding: whole numbers of any kind, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from amp_wrapper.casting.sharding import Sharding
+from amp_wrapper.errors import AmpConfigError
+from amp_wrapper.openmmlab.sharding import mesh_of
+from amp_wrapper.policy import resolve
+
+
+@pytest.fixture(autouse=True)
+def one_process() -> Iterator[None]:
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('sizes', [None, 1, [1], (1, 1), np.int64(1), (np.int32(1), np.int64(1))], ids=repr)
+def test_sizes_of_a_mesh(sizes: Any) -> None:
+    mesh = mesh_of(sizes)
+    assert tuple(mesh.shape) == ((1, 1) if isinstance(sizes, tuple) else (1,))
+
+
+@pytest.mark.parametrize('sizes', [0, True, np.bool_(True), 1.0, '1', (1, True), np.int64(2), []], ids=repr)
+def test_wrong_sizes_of_a_mesh(sizes: Any) -> None:
+    with pytest.raises(AmpConfigError, match=r'mesh=.* must be sizes whose product is the number of processes, 1'):
+        mesh_of(sizes)
+
+
+def test_the_number_of_ranks_that_gather_again() -> None:
+    mesh, policy = mesh_of(None), resolve('O5')
+    found = Sharding.of(mesh, {'reshard_after_forward': np.int64(1)}, policy).reshard_after_forward
+    assert type(found) is int and found == 1
+    assert Sharding.of(mesh, {'reshard_after_forward': np.bool_(True)}, policy).reshard_after_forward is True
+    for wrong in (np.int64(2), np.float64(1.0), '1'):
+        with pytest.raises(AmpConfigError, match='reshard_after_forward'):
+            Sharding.of(mesh, {'reshard_after_forward': wrong}, policy)
