@@ -1,4 +1,5 @@
-"""The private names of torch that tell about a graph of ``torch.compile``: while it is made, and when it runs as it is.
+"""The private names of torch that tell about a graph of ``torch.compile``: whether there may be one, while it is made, and when
+it runs as it is.
 
 As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`` before something is compiled.
 """
@@ -7,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .compiler_internals import is_compile_wrapper
 
 # where torch.fx runs a graph: code that it has made, and its interpreter
 _GRAPH_FILES = ('torch/fx/_lazy_graph_module.py', 'torch/fx/graph_module.py', 'torch/fx/interpreter.py')
@@ -114,3 +117,22 @@ def is_fake(tensor: Tensor) -> bool:
 def tracing_context() -> object | None:
     """What stands for the graph that is made on this thread, by any part of ``torch.compile``. In every version since 2.0."""
     return torch._guards.TracingContext.try_get()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model or a module inside was compiled: in place by ``module.compile()``, by a wrapper of ``torch.compile``, or
+    by a compiled function that took the place of a method. In every version since 2.2."""
+    return any(
+        is_compile_wrapper(module)
+        or any(
+            isinstance(value, FunctionType)
+            and '_torchdynamo_orig_callable' in vars(value)
+            and '_torchdynamo_disable' not in vars(value)
+            for value in vars(module).values()
+        )
+        for module in model.modules()
+    )
+
+
+#: Where ``module.compile()`` keeps the call, which torch leaves out of copies. In every version since 2.2.
+COMPILED_CALL = '_compiled_call_impl'

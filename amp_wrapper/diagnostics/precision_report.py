@@ -21,6 +21,7 @@ from ..casting.kept_modules import check_names
 from ..casting.modules import class_name, module_device
 from ..casting.roots import unwrap
 from ..errors import AmpConfigError, AmpUsageError
+from ..graph_internals import is_compiled
 from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
 from ..version import __version__
@@ -228,6 +229,7 @@ def _make(
         'options': policy.to_dict(),
         'device': str(module_device(inner)),
         'mode': 'training' if inner.training else 'evaluation',
+        'compiled': is_compiled(subject.model),
         'optimizer': optimizer,
         'loss': None if exact.loss is None else {'fp32': exact.loss, 'level': here.loss},
         'modules': _modules(inner, exact, here),

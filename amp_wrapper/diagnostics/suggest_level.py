@@ -16,6 +16,7 @@ from ..casting.modules import module_device
 from ..casting.roots import unwrap
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
+from ..graph_internals import is_compiled
 from ..optim import FusedAdamW
 from ..policy import LEVELS, OptLevel, Policy, resolve
 from ..policy.options import is_whole
@@ -149,6 +150,7 @@ def suggest(
     check_options(given, _OWN_OPTIONS)
     steps, max_trials, seed = int(steps), int(max_trials), int(seed)
     policies, problems = _resolve(chosen, given)
+    compiled = is_compiled(model)
     # modules are named as they are for amp.initialize
     model = unwrap(model)
     for policy in policies.values():
@@ -170,6 +172,7 @@ def suggest(
             optimizer=optimizer_name or 'as given',
             max_trials=max_trials,
             overrides=given,
+            compiled=compiled,
         ),
         task,
         policies,

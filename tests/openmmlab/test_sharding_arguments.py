@@ -32,7 +32,7 @@ def test_sizes_of_a_mesh(sizes: Any) -> None:
 
 @pytest.mark.parametrize('sizes', [0, True, np.bool_(True), 1.0, '1', (1, True), np.int64(2), []], ids=repr)
 def test_wrong_sizes_of_a_mesh(sizes: Any) -> None:
-    with pytest.raises(AmpConfigError, match='mesh=.* must be sizes whose product is the number of processes, 1'):
+    with pytest.raises(AmpConfigError, match=r'mesh=.* must be sizes whose product is the number of processes, 1'):
         mesh_of(sizes)
 
 
