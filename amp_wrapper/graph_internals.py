@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiler_internals import is_compile_wrapper
-
 # where torch.fx runs a graph: code that it has made, and its interpreter
 _GRAPH_FILES = ('torch/fx/_lazy_graph_module.py', 'torch/fx/graph_module.py', 'torch/fx/interpreter.py')
 
@@ -119,18 +117,16 @@ def tracing_context() -> object | None:
     return torch._guards.TracingContext.try_get()
 
 
-def is_compiled(model: nn.Module) -> bool:
-    """Whether a model or a module inside was compiled: in place by ``module.compile()``, by a wrapper of ``torch.compile``, or
-    by a compiled function that took the place of a method. In every version since 2.2."""
+def keeps_compiled_functions(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or a function of ``torch.compile`` took the place of a method of one module.
+
+    What :func:`torch.compiler.disable` returns is none. In every version since 2.2.
+    """
     return any(
-        is_compile_wrapper(module)
-        or any(
-            isinstance(value, FunctionType)
-            and '_torchdynamo_orig_callable' in vars(value)
-            and '_torchdynamo_disable' not in vars(value)
-            for value in vars(module).values()
-        )
-        for module in model.modules()
+        isinstance(value, FunctionType)
+        and '_torchdynamo_orig_callable' in vars(value)
+        and '_torchdynamo_disable' not in vars(value)
+        for value in vars(module).values()
     )
 
 

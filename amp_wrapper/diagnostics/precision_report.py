@@ -19,9 +19,8 @@ from typing_extensions import Unpack
 
 from ..casting.kept_modules import check_names
 from ..casting.modules import class_name, module_device
-from ..casting.roots import unwrap
+from ..casting.roots import is_compiled, unwrap
 from ..errors import AmpConfigError, AmpUsageError
-from ..graph_internals import is_compiled
 from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
 from ..version import __version__

@@ -13,10 +13,9 @@ from typing_extensions import Unpack
 
 from ..casting.kept_modules import check_names
 from ..casting.modules import module_device
-from ..casting.roots import unwrap
+from ..casting.roots import is_compiled, unwrap
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
-from ..graph_internals import is_compiled
 from ..optim import FusedAdamW
 from ..policy import LEVELS, OptLevel, Policy, resolve
 from ..policy.options import is_whole
