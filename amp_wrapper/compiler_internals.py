@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 import torch
@@ -47,9 +48,38 @@ def is_loaded() -> bool:
     return 'torch._dynamo' in sys.modules
 
 
+@contextmanager
+def eager() -> Iterator[None]:
+    """Inside, what ``torch.compile`` made runs as it was written, on all threads. Nothing is compiled or forgotten.
+
+    Does nothing where nothing was compiled yet, nor where torch refuses it, in what is called by code that is being compiled.
+    In every version since 2.6.
+    """
+    stance: Any = None
+    if is_loaded():
+        with suppress(RuntimeError):
+            stance = torch.compiler.set_stance('force_eager')
+    if stance is None:
+        yield
+        return
+    before, _calls.eager = _calls.eager, True
+    try:
+        with stance:
+            yield
+    finally:
+        _calls.eager = before
+
+
+def is_eager() -> bool:
+    """Whether a block of :func:`eager` is open on this thread: nothing that is compiled can be run."""
+    return _calls.eager
+
+
 class _Calls(threading.local):
     # what is untraced, and was called by code that is compiled
     from_compiled = 0
+    # whether a block of eager() is open
+    eager = False
 
 
 _calls = _Calls()
@@ -85,7 +115,7 @@ def before_compiled_calls(listener: Callable[[], None]) -> None:
 
         @functools.wraps(ask)
         def call(callback: Any) -> Any:
-            if callback is not None and callback is not False:
+            if callback is not None and callback is not False and not _calls.eager:
                 for each in _listeners:
                     each()
             return ask(callback)

@@ -1,4 +1,5 @@
-"""The private names of torch that tell about a graph of ``torch.compile``: while it is made, and when it runs as it is.
+"""The private names of torch that tell about a graph of ``torch.compile``: whether there may be one, while it is made, and when
+it runs as it is.
 
 As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`` before something is compiled.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # where torch.fx runs a graph: code that it has made, and its interpreter
 _GRAPH_FILES = ('torch/fx/_lazy_graph_module.py', 'torch/fx/graph_module.py', 'torch/fx/interpreter.py')
@@ -114,3 +115,20 @@ def is_fake(tensor: Tensor) -> bool:
 def tracing_context() -> object | None:
     """What stands for the graph that is made on this thread, by any part of ``torch.compile``. In every version since 2.0."""
     return torch._guards.TracingContext.try_get()
+
+
+def keeps_compiled_functions(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, or a function of ``torch.compile`` took the place of a method of one module.
+
+    What :func:`torch.compiler.disable` returns is none. In every version since 2.2.
+    """
+    return any(
+        isinstance(value, FunctionType)
+        and '_torchdynamo_orig_callable' in vars(value)
+        and '_torchdynamo_disable' not in vars(value)
+        for value in vars(module).values()
+    )
+
+
+#: Where ``module.compile()`` keeps the call, which torch leaves out of copies. In every version since 2.2.
+COMPILED_CALL = '_compiled_call_impl'

@@ -344,7 +344,12 @@ patches = Patches()
 
 
 def forget_graphs() -> None:
-    """The hooks of models change: what was compiled with the old ones is compiled anew."""
+    """The hooks of models change: what was compiled with the old ones is compiled anew.
+
+    Copies that are tried run without graphs, and those of the training stay as they are.
+    """
+    if compiler_internals.is_eager():
+        return
     compiler_internals.forget_graphs()
     graphs_are_gone()
 

@@ -9,9 +9,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from .. import compiler_internals, torch_internals
+from .. import compiler_internals, graph_internals, torch_internals
 from ..errors import AmpAttachError, AmpConfigError
 from ..policy.nested import parameters_of
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a model or a module inside was compiled: in place, by a wrapper, or by a function in place of a method.
+
+    Args:
+        model: Any module.
+    """
+    return any(
+        compiler_internals.is_compile_wrapper(module) or graph_internals.keeps_compiled_functions(module)
+        for module in model.modules()
+    )
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         AmpError: As :func:`amp_wrapper.cli.convert.run` says.
     """
-    source = Path(args.source)
+    source = _named(args.source)
     file = sharded.load(source) if source.is_dir() else checkpoint_file.load(source)
     if args.inspect:
         print('\n'.join(describe.report(source, file)))
@@ -47,10 +47,15 @@ def write(args: argparse.Namespace, source: Path, file: Any) -> tuple[Path, list
     """
     # a name that ends in a hash would tell the wrong one
     stem = re.sub(r'-[0-9a-f]{8}$', '', source.stem) if args.publish else source.stem
-    out = Path(args.out) if args.out else source.with_name(f'{stem}{_ending(args)}.pth')
+    out = _named(args.out) if args.out else source.with_name(f'{stem}{_ending(args)}.pth')
     if not args.publish:
         _check_not_source(out, source)
     if args.to == 'sharded':
+        if out.is_dir() and not sharded.is_folder(out):
+            raise AmpUsageError(
+                f'OUT={args.out or out} is a folder, and no checkpoint: give the name of the folder to make, such as '
+                f'{Path(args.out or out) / source.stem}_sharded.'
+            )
         sharded.save(file, out, lambda tensor: bool(tensor.ndim))
         return out, ['scalars, and what is no tensor, are in rest.pth']
     if out.is_dir():
@@ -78,6 +83,12 @@ def write(args: argparse.Namespace, source: Path, file: Any) -> tuple[Path, list
     if 'cfg' in result['meta']:
         notes.append("'meta' holds the training config, with the paths in it")
     return named, notes
+
+
+def _named(path: str) -> Path:
+    """A path that ends in a name; the current folder has none."""
+    found = Path(path)
+    return found if found.name not in ('', '..') else found.resolve()
 
 
 def _check_not_source(out: Path, source: Path) -> None:

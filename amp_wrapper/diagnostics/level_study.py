@@ -27,6 +27,7 @@ class Study:
         optimizer: How it is called.
         max_trials: Of the searches together.
         overrides: Of all levels.
+        compiled: Whether the model, or a part of it, was compiled.
         facts: Level to what is known of it; FP32 first.
         mended: Levels with modules in FP32.
         runs: Name to training.
@@ -50,6 +51,7 @@ class Study:
     optimizer: str
     max_trials: int
     overrides: dict[str, Any]
+    compiled: bool = False
     facts: dict[str, LevelFacts] = dataclasses.field(default_factory=dict)
     mended: list[LevelFacts] = dataclasses.field(default_factory=list)
     runs: dict[str, LevelRun] = dataclasses.field(default_factory=dict)

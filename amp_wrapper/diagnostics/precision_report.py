@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 
 from ..casting.kept_modules import check_names
 from ..casting.modules import class_name, module_device
-from ..casting.roots import unwrap
+from ..casting.roots import is_compiled, unwrap
 from ..errors import AmpConfigError, AmpUsageError
 from ..policy import LEVELS, OptLevel, Policy, PolicyOptions, dtype_name, resolve
 from ..policy.nested import map_tensors
@@ -228,6 +228,7 @@ def _make(
         'options': policy.to_dict(),
         'device': str(module_device(inner)),
         'mode': 'training' if inner.training else 'evaluation',
+        'compiled': is_compiled(subject.model),
         'optimizer': optimizer,
         'loss': None if exact.loss is None else {'fp32': exact.loss, 'level': here.loss},
         'modules': _modules(inner, exact, here),

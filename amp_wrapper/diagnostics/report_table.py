@@ -193,7 +193,8 @@ def _escaped(words: str) -> str:
 
 def facts(data: Mapping[str, Any]) -> dict[str, str]:
     """What the report is about, by what it is called."""
-    found = {'mode': data['mode'], 'device': data['device'], 'torch': data['torch']}
+    mode = data['mode'] + (', without torch.compile' if data['compiled'] else '')
+    found = {'mode': mode, 'device': data['device'], 'torch': data['torch']}
     if data['optimizer']:
         found['optimizer'] = data['optimizer']
     loss = data['loss']

@@ -19,9 +19,11 @@ from torch.optim import Optimizer
 from ..casting.find_hooks import strip_hooks
 from ..casting.roots import unwrap
 from ..checkpoint import random_state
+from ..compiler_internals import eager
 from ..engine import AmpEngine, attach_together
 from ..engine.buffers.hooks import BufferHook
 from ..errors import AmpUsageError
+from ..graph_internals import COMPILED_CALL
 from ..policy import Policy
 from ..shards import any_sharded
 from ..torch_internals import drop_hook_flags, hooks_of
@@ -131,7 +133,8 @@ def _rebind_functions(original: nn.Module, copied: nn.Module, memo: dict[int, An
     """
     for module, other in zip(original.modules(), copied.modules()):
         for name, value in vars(module).items():
-            if isinstance(value, (FunctionType, functools.partial)):
+            # what module.compile() keeps would compile the copy anew
+            if isinstance(value, (FunctionType, functools.partial)) and name != COMPILED_CALL:
                 vars(other)[name] = _rebound(value, memo)
 
 
@@ -209,8 +212,8 @@ def sandbox(
 ) -> Iterator[Sandbox]:
     """Run a copy of a model at a level. Random states and everything of the original are as before when the block ends.
 
-    Inside, gradients are enabled, autocast of the caller is off, and code that asks ``torch.distributed`` is told that there
-    is one process, on this thread.
+    Inside, gradients are enabled, autocast of the caller is off, what ``torch.compile`` made runs as it was written, and code
+    that asks ``torch.distributed`` is told that there is one process, on this thread.
 
     Args:
         model: Attached or not, wrapped or not.
@@ -250,12 +253,14 @@ def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.M
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """What happens inside leaves no trace in the random generators, and reaches no other rank."""
+    """What happens inside leaves no trace in the random generators, reaches no other rank, and is not compiled: the hooks that
+    look at a copy would be compiled with it, anew for each copy."""
     before = random_state.capture()
     devices = {'cpu'} | ({'cuda'} if torch.cuda.is_available() else set())
     with ExitStack() as stack:
         stack.callback(random_state.restore, before)
         stack.enter_context(alone())
+        stack.enter_context(eager())
         stack.enter_context(torch.enable_grad())
         for device in devices:
             stack.enter_context(torch.autocast(device, enabled=False))

@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 
 from ..casting.kept_modules import check_names
 from ..casting.modules import module_device
-from ..casting.roots import unwrap
+from ..casting.roots import is_compiled, unwrap
 from ..engine.clipping import GradientClip
 from ..errors import AmpConfigError, AmpUsageError
 from ..optim import FusedAdamW
@@ -149,6 +149,7 @@ def suggest(
     check_options(given, _OWN_OPTIONS)
     steps, max_trials, seed = int(steps), int(max_trials), int(seed)
     policies, problems = _resolve(chosen, given)
+    compiled = is_compiled(model)
     # modules are named as they are for amp.initialize
     model = unwrap(model)
     for policy in policies.values():
@@ -170,6 +171,7 @@ def suggest(
             optimizer=optimizer_name or 'as given',
             max_trials=max_trials,
             overrides=given,
+            compiled=compiled,
         ),
         task,
         policies,

@@ -139,6 +139,10 @@ def notes(study: Study) -> list[str]:
             f'Time and memory are ratios to FP32 (O0). Each level took {study.steps} steps{ways[study.side_by_side]}, of which '
             f'the first {WARM_UP} were not timed, on {device_name(study.device)}. Optimizer: {study.optimizer}.'
         )
+    if study.compiled:
+        found.append(
+            'The model is compiled. Each level ran without torch.compile, which changes times and memory of a step.'
+        )
     if study.limits is not None:
         noise = study.limits.gradient_noise
         between = 'there was one batch alone' if noise is None else f'those of another batch are {percent(noise)} off'

@@ -8,9 +8,12 @@ import difflib
 import functools
 import inspect
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from mmengine.config import Config, DictAction
@@ -157,6 +160,78 @@ def _check_keys(cfg: Config, options: dict[str, Any]) -> None:
                 'code of your own reads it.',
                 file=sys.stderr,
             )
+
+
+@contextmanager
+def nested_keys(cfg: Config, options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Around what builds from a config: an entry of the command line that a class does not take is an error of one line.
+
+    Only mmengine's own calls count. An argument that code of the user's project hands on is that code's error, with its
+    traceback, and so is one that no option has brought.
+
+    Args:
+        cfg: With the options in it; not changed.
+        options: From ``--cfg-options``, or None.
+
+    Raises:
+        AmpConfigError: Names the entry, what refused it, and the nearest ones that there are.
+    """
+    beside = {option: _beside(cfg.to_dict(), option.split('.')) for option in options or {}}
+    try:
+        yield
+    except TypeError as error:
+        found = _REFUSED.search(str(error))
+        frame = _last_frame(error)
+        if found is None or frame is None or not frame.f_globals.get('__name__', '').startswith('mmengine.'):
+            raise
+        key = found['key']
+        option = next((each for each in beside if key in each.split('.')[1:]), None)
+        if option is None:
+            raise
+        parts = option.split('.')
+        entry = '.'.join(parts[: parts.index(key, 1) + 1])
+        what = found['name'] + (found['method'] or '').replace('.__init__', '')
+        known = [*_taken(found['name'], frame), *(name for name in beside[option].get(entry, ()) if name != key)]
+        raise AmpConfigError(
+            [f'--cfg-options {option}: {what} takes no {key!r}{nearest(key, dict.fromkeys(known))}.']
+        ) from error
+
+
+_REFUSED = re.compile(r"(?P<name>\w+)(?P<method>\.\w+)?\(\) got an unexpected keyword argument '(?P<key>\w+)'")
+
+
+def _beside(cfg: Any, parts: Sequence[str]) -> dict[str, list[str]]:
+    """Each dotted entry that an option passes through, with the keys of the dict that it is in."""
+    found = {}
+    for index, part in enumerate(parts):
+        if isinstance(cfg, Mapping):
+            found['.'.join(parts[: index + 1])] = [str(key) for key in cfg]
+            cfg = cfg.get(part)
+        else:
+            cfg = cfg[int(part)] if isinstance(cfg, (list, tuple)) and part.isdigit() and int(part) < len(cfg) else None
+    return found
+
+
+def _last_frame(error: BaseException) -> FrameType | None:
+    """The one that made the call: a call with an argument too many has no frame of its own."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return None if place is None else place.tb_frame
+
+
+def _taken(name: str, frame: FrameType) -> list[str]:
+    """The arguments of the class of a name that a frame holds, and of a class in it that hands its arguments on."""
+    held = [*frame.f_locals.values(), frame.f_globals.get(name)]
+    classes = [each for each in held if isinstance(each, type) and name in {base.__name__ for base in each.__mro__}]
+    return [
+        parameter.name
+        for each in classes
+        for base in each.__mro__[:-1]
+        if '__init__' in vars(base)
+        for parameter in inspect.signature(vars(base)['__init__']).parameters.values()
+        if parameter.name != 'self' and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
 
 
 @functools.cache

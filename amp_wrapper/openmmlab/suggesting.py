@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from ..diagnostics.output_files import OutputFiles
 from ..diagnostics.suggest_level import suggest
@@ -46,25 +47,14 @@ def suggest_from_config(args: argparse.Namespace) -> int:
     return 130 if found.data['interrupted'] else 0
 
 
-def suggest_for(
-    built: FromConfig,
-    levels: list[str] | None = None,
-    steps: int = 20,
-    seed: int = 0,
-    prefer: str | None = None,
-    max_trials: int = 32,
-    progress: bool = True,
-) -> LevelSuggestion:
+def suggest_for(built: FromConfig, steps: int = 20, **words: Any) -> LevelSuggestion:
     """Try the levels on what a config trains: its model, data, optimizer, clipping, and the options of its wrapper.
 
     Args:
         built: From :func:`~amp_wrapper.openmmlab.from_config.from_config`.
-        levels: As for ``amp.suggest_level``, as are the others.
-        steps: Likewise.
-        seed: Likewise.
-        prefer: Likewise.
-        max_trials: Likewise.
-        progress: Likewise.
+        steps: Of each level.
+        **words: Others of :func:`~amp_wrapper.diagnostics.suggest_level.suggest`: ``levels``, ``seed``, ``prefer``,
+            ``max_trials``, ``progress``.
     """
     settings = built.settings
     optimizer = built.config.optim_wrapper.optimizer
@@ -76,17 +66,13 @@ def suggest_for(
             built.loss_fn,
             built.batches(max(steps, 1)),
             make_optimizer=built.make_optimizer,
-            levels=levels,
             steps=steps,
-            seed=seed,
-            progress=progress,
-            prefer=prefer,
-            max_trials=max_trials,
             overrides=_shared(dict(settings.overrides)),
             attach=built.attach,
             clip=GradientClip.parse(settings.clip_grad),
             surrounds=True,
             optimizer_name=name,
+            **words,
         )
 
 

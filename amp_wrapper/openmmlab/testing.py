@@ -10,7 +10,7 @@ from mmengine.runner import Runner
 from ..checkpoint import sharded
 from ..errors import AmpUsageError, nearest
 from . import config_checks
-from .config_options import read_config
+from .config_options import nested_keys, read_config
 
 
 def test(args: argparse.Namespace) -> dict[str, float]:
@@ -41,7 +41,8 @@ def test(args: argparse.Namespace) -> dict[str, float]:
     if args.opt_level:
         hooks = list(cfg.get('custom_hooks') or [])
         cfg.custom_hooks = [*hooks, dict(type='amp_wrapper.AmpInferenceHook', opt_level=args.opt_level)]
-    runner = Runner.from_cfg(cfg)
-    config_checks.say_where_data_are_missing(runner)
-    metrics: dict[str, float] = runner.test()
+    with nested_keys(cfg, args.cfg_options):
+        runner = Runner.from_cfg(cfg)
+        config_checks.say_where_data_are_missing(runner)
+        metrics: dict[str, float] = runner.test()
     return metrics

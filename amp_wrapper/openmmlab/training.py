@@ -17,7 +17,7 @@ from ..checkpoint import file as checkpoint_file
 from ..checkpoint import newest
 from ..errors import AmpConfigError, AmpUsageError
 from . import config_checks, next_steps
-from .config_options import read_config
+from .config_options import nested_keys, read_config
 
 
 def train(args: argparse.Namespace) -> None:
@@ -35,9 +35,10 @@ def train(args: argparse.Namespace) -> None:
         checkpoint_file.check_writable(cfg.work_dir)
     start_processes_on_cpu(cfg)
     try:
-        runner = build_runner(cfg)
-        config_checks.say_where_data_are_missing(runner)
-        runner.train()
+        with nested_keys(cfg, args.cfg_options):
+            runner = build_runner(cfg)
+            config_checks.say_where_data_are_missing(runner)
+            runner.train()
     except SystemExit as ended:
         # saved on SIGTERM: a clean end as well
         if ended.code == 0:

@@ -298,3 +298,30 @@ def test_folders_of_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         path.write_bytes(content)
     with pytest.raises(SystemExit, match='no complete checkpoint'):
         TOOL.main([str(tmp_path), '--inspect'])
+
+
+def test_folders_that_exist(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of other things is never taken for a name; a checkpoint is replaced, and may be where the user stands."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(next(FOREIGN.glob('stock*.pth')), 'stock.pth')
+    Path('other').mkdir()
+    for out, proposed in (('.', 'stock_sharded'), ('other', 'other/stock_sharded'), (str(tmp_path), 'stock_sharded')):
+        with pytest.raises(SystemExit, match=f'OUT={re.escape(out)} is a folder, and no checkpoint: .*{proposed}'):
+            TOOL.main(['stock.pth', out, '--to', 'sharded'])
+    assert sorted(path.name for path in tmp_path.rglob('*')) == ['other', 'stock.pth']
+    for _ in range(2):
+        TOOL.main(['stock.pth', 'stock_sharded', '--to', 'sharded'])
+    monkeypatch.chdir('stock_sharded')
+    capsys.readouterr()
+    TOOL.main(['.', '--to', 'fp32'])
+    assert capsys.readouterr().out.startswith(f'stock_sharded -> {tmp_path}')
+    wanted, _ = convert.to_weights(checkpoint_file.load(tmp_path / 'stock.pth'), torch.float32, 'average')
+    assert differences(checkpoint_file.load(tmp_path / 'stock_sharded_fp32.pth'), wanted) == []
+    with pytest.raises(SystemExit, match='is the source itself'):
+        TOOL.main(['.', '.', '--to', 'sharded'])
+    # another checkpoint, from inside the folder that it replaces
+    TOOL.main(['../stock.pth', '.', '--to', 'sharded'])
+    capsys.readouterr()
+    assert inspected(capsys, tmp_path / 'stock_sharded')

@@ -431,7 +431,8 @@ def test_names_of_the_model_are_text_to_terminal_and_page() -> None:
 
 #: The keys that users may rely on, and that docs/report.md describes.
 KEYS = {
-    '': 'format amp_wrapper torch title level policy options device mode optimizer loss modules outputs gradients memory',
+    '': 'format amp_wrapper torch title level policy options device mode compiled optimizer loss modules outputs '
+    'gradients memory',
     'module': 'name class depth calls state weights inputs outputs gradients kept fp32_ops ops casts ranges',
     'op': 'op calls inputs output rule name reason',
     'ranges': 'elements largest zeros nonfinite powers float16 bfloat16 at_level',

@@ -13,13 +13,13 @@ import mmengine.runner
 import pytest
 import torch
 from mmengine.config import Config
-from mmengine.registry import LOOPS, OPTIM_WRAPPERS
+from mmengine.registry import LOOPS, MODELS, OPTIM_WRAPPERS
 from mmengine.runner import EpochBasedTrainLoop
 
-from amp_wrapper import AmpCheckpointError, AmpConfigError, AmpOptimWrapper, AmpUsageError
+from amp_wrapper import AmpCheckpointError, AmpConfigError, AmpOptimWrapper, AmpUsageError, cli
 from amp_wrapper.checkpoint import sharded
-from amp_wrapper.openmmlab import config_checks
-from amp_wrapper.openmmlab.config_options import known_keys, merge_options, read_config
+from amp_wrapper.openmmlab import config_checks, training
+from amp_wrapper.openmmlab.config_options import known_keys, merge_options, nested_keys, read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 SGD = dict(type='SGD', lr=0.1)
@@ -241,3 +241,51 @@ def test_missing_data_are_one_line() -> None:
     raised.append(KeyError('image'))
     with pytest.raises(KeyError):
         runner.build_dataloader({})
+
+
+TRAINED = 'configs/digits/cnn_o2.py'
+
+
+@pytest.mark.parametrize(
+    ('option', 'text'),
+    [
+        ('optim_wrapper.optimizer.lrr', "SGD takes no 'lrr' (did you mean 'lr'?)."),
+        ('train_dataloader.batchsize', "DataLoader takes no 'batchsize' (did you mean 'batch_size'?)."),
+        ('train_dataloader.sampler.shufle', "DefaultSampler takes no 'shufle' (did you mean 'shuffle'?)."),
+        ('model.bakbone', "ImageClassifier takes no 'bakbone' (did you mean 'backbone'?)."),
+        (
+            'default_hooks.checkpoint.intervall',
+            "Runner.save_checkpoint takes no 'intervall' (did you mean 'interval'?).",
+        ),
+    ],
+)
+def test_an_entry_that_a_class_refuses(option: str, text: str, tmp_path: Path) -> None:
+    words = ['--work-dir', str(tmp_path), '--cfg-options', f'{option}=1', 'train_cfg.max_epochs=1']
+    parser = cli.parser_of('train')[1]
+    with pytest.raises(AmpConfigError) as caught:
+        training.train(parser.parse_args([str(ROOT / TRAINED), *words]))
+    assert str(caught.value) == f'--cfg-options {option}: {text}'
+
+
+def test_errors_of_user_code_keep_their_traceback() -> None:
+    def takes_little(a: int) -> None:
+        """Of the user's project: its caller hands on too much."""
+
+    cfg = Config(dict(model=dict(type='X', width=1)))
+    for options in ({'model.depth': 3}, {'model.width': 2}, None):
+        with pytest.raises(TypeError, match='depth') as caught, nested_keys(cfg, options):
+            takes_little(depth=3)  # type: ignore[call-arg]
+        assert not isinstance(caught.value, AmpConfigError)
+    # mmengine's own call, of something that no option has brought
+    for options in ({'model.width': 2}, {'depth': 3}, None):
+        with pytest.raises(TypeError, match='depth') as caught, nested_keys(cfg, options):
+            MODELS.build(dict(type=torch.nn.ReLU, depth=3))
+        assert not isinstance(caught.value, AmpConfigError)
+    with (
+        pytest.raises(AmpConfigError, match=r"--cfg-options model.depth: ReLU takes no 'depth'"),
+        nested_keys(cfg, {'model.depth': 3}),
+    ):
+        MODELS.build(dict(type=torch.nn.ReLU, depth=3))
+    # other errors are nobody's matter here
+    with pytest.raises(TypeError, match='something else'), nested_keys(cfg, {'model.depth': 3}):
+        raise TypeError('something else')

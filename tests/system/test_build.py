@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,6 @@ from source_tree import RECORD, ROOT, SUFFIXES, Tree, names_in
 from torch.utils.cpp_extension import CUDA_HOME
 
 import amp_wrapper
-
-
-@pytest.fixture(scope='module')
-def new_tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """Never built with ops."""
-    return Tree(tmp_path_factory.mktemp('plain'))
-
-
-@pytest.fixture
-def tree(new_tree: Tree) -> Iterator[Tree]:
-    yield new_tree
-    (new_tree.root / RECORD).unlink(missing_ok=True)
-    shutil.rmtree(new_tree.root / 'build', ignore_errors=True)
 
 
 @pytest.fixture(scope='module')

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,19 +22,6 @@ importlib.util.find_spec = lambda name, *rest: None if name == 'torch' else foun
 sys.argv = ['setup.py', *sys.argv[1:]]
 runpy.run_path('setup.py', run_name='__main__')
 """
-
-
-@pytest.fixture(scope='module')
-def new_tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
-    """Never built with ops."""
-    return Tree(tmp_path_factory.mktemp('plain'))
-
-
-@pytest.fixture
-def tree(new_tree: Tree) -> Iterator[Tree]:
-    yield new_tree
-    (new_tree.root / RECORD).unlink(missing_ok=True)
-    shutil.rmtree(new_tree.root / 'build', ignore_errors=True)
 
 
 NO_TORCH = 'no torch was there when the package was built, as in isolated builds of pip and in py3-none-any wheels'

@@ -520,3 +520,34 @@ def test_tensors_without_memory() -> None:
     with FakeTensorMode():
         assert graph_internals.is_fake(torch.ones(1))
     assert not graph_internals.is_fake(torch.ones(1)) and not graph_internals.is_fake(torch.ones(1, device='meta'))
+
+
+def test_eager_blocks() -> None:
+    compiled_calls = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
+        compiled_calls.append(graph)
+        return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+    assert not graph_internals.keeps_compiled_functions(model[0])
+    model[0].forward = torch.compiler.disable(model[0].forward)  # type: ignore[method-assign]
+    assert not graph_internals.keeps_compiled_functions(model[0])
+    del model[0].forward
+    function = torch.compile(lambda x: x + 1, backend=backend)
+    assert not compiler_internals.is_eager()
+    with compiler_internals.eager(), compiler_internals.eager():
+        assert compiler_internals.is_eager()
+        assert torch.equal(function(x), x + 1) and not compiled_calls
+    assert not compiler_internals.is_eager()
+    assert torch.equal(function(x), x + 1) and len(compiled_calls) == 1
+
+    @compiler_internals.untraced
+    def between() -> bool:
+        with compiler_internals.eager():
+            return compiler_internals.is_eager()
+
+    assert torch.compile(lambda: [between()], backend=backend)() == [True]
+    model.compile(backend=backend)
+    assert callable(vars(model)[graph_internals.COMPILED_CALL])
+    assert graph_internals.keeps_compiled_functions(model)
