@@ -18,7 +18,7 @@ from mmengine.runner import EpochBasedTrainLoop
 
 from amp_wrapper import AmpCheckpointError, AmpConfigError, AmpOptimWrapper, AmpUsageError, cli
 from amp_wrapper.checkpoint import sharded
-from amp_wrapper.openmmlab import config_checks, training
+from amp_wrapper.openmmlab import config_checks, testing, training
 from amp_wrapper.openmmlab.config_options import known_keys, merge_options, nested_keys, read_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -265,6 +265,17 @@ def test_an_entry_that_a_class_refuses(option: str, text: str, tmp_path: Path) -
     with pytest.raises(AmpConfigError) as caught:
         training.train(parser.parse_args([str(ROOT / TRAINED), *words]))
     assert str(caught.value) == f'--cfg-options {option}: {text}'
+
+
+def test_an_entry_that_a_class_refuses_when_a_model_is_tested(tmp_path: Path) -> None:
+    checkpoint = tmp_path / 'model.pth'
+    torch.save({'state_dict': {}}, checkpoint)
+    words = ['--work-dir', str(tmp_path), '--cfg-options', 'test_dataloader.batchsize=1']
+    with pytest.raises(AmpConfigError) as caught:
+        testing.test(cli.parser_of('test')[1].parse_args([str(ROOT / TRAINED), str(checkpoint), *words]))
+    assert str(caught.value) == (
+        "--cfg-options test_dataloader.batchsize: DataLoader takes no 'batchsize' (did you mean 'batch_size'?)."
+    )
 
 
 def test_errors_of_user_code_keep_their_traceback() -> None:
