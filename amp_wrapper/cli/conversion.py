@@ -23,8 +23,9 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         AmpError: As :func:`amp_wrapper.cli.convert.run` says.
     """
-    source = _named(args.source)
+    source = Path(args.source)
     file = sharded.load(source) if source.is_dir() else checkpoint_file.load(source)
+    source = _named(args.source)
     if args.inspect:
         print('\n'.join(describe.report(source, file)))
     if args.to:
@@ -54,7 +55,7 @@ def write(args: argparse.Namespace, source: Path, file: Any) -> tuple[Path, list
         if out.is_dir() and not sharded.is_folder(out):
             raise AmpUsageError(
                 f'OUT={args.out or out} is a folder, and no checkpoint: give the name of the folder to make, such as '
-                f'{Path(args.out or out) / source.stem}_sharded.'
+                f'{Path(args.out or out) / (source.stem + _ending(args))}.'
             )
         sharded.save(file, out, lambda tensor: bool(tensor.ndim))
         return out, ['scalars, and what is no tensor, are in rest.pth']

@@ -458,8 +458,10 @@ def paused_over_breaks(y: Tensor, half: torch.dtype) -> list[Any]:
     return found + in_autocast(y)
 
 
-@pytest.mark.parametrize('around', [(), (False, False), (True,)])
-@pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
+@pytest.mark.parametrize(
+    ('level', 'around'),
+    but_every(4, [(a, b) for a in ('O1', 'O4', 'O5') for b in ((), (False, False), (True,))], long),
+)
 def test_graph_breaks_where_casts_are_paused(level: str, around: tuple[bool, ...], device: torch.device) -> None:
     """What runs between two graphs is paused as well, and afterwards autocast is what it was around the block."""
     half = HALF[level]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from grid import but, grid
+from grid import but, grid, long
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
@@ -58,7 +58,7 @@ def test_groups_that_are_not_the_world(tmp_path: Path, device: torch.device) -> 
     ranks.succeed(tmp_path, 'groups', device, world=3)
 
 
-@pytest.mark.parametrize('scenario', but(['joint'], ['averaging', 'joint', 'changes']))
+@pytest.mark.parametrize('scenario', but(['joint'], ['averaging', 'joint', 'changes'], long))
 def test_the_checks_see_a_reducer_that_was_not_rebuilt(scenario: str, tmp_path: Path, device: torch.device) -> None:
     """The silent failure itself: without the rebuild, every rank keeps its own gradients."""
     ended = ranks.launch(tmp_path, 'planted', device, scenario)
@@ -114,7 +114,7 @@ def test_files_of_a_model_with_wrappers_inside(two_ranks: ranks.Group, tmp_path:
             torch.testing.assert_close(alone[key], value, rtol=0, atol=0.1)
 
 
-@grid
+@long
 def test_a_group_of_ranks_begins_anew_after_a_failure(two_ranks: ranks.Group, tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="KeyError: 'no such scenario'"):
         two_ranks.succeed(tmp_path, 'no such scenario', limit=30)

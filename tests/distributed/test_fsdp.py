@@ -29,12 +29,9 @@ def _skip_old(device: torch.device) -> None:
 @pytest.mark.parametrize(
     'scenario',
     [
-        'fsdp_bits',
         'fsdp_recomputed',
         'fsdp_16bit_shards',
         'fsdp_types',
-        'fsdp_clipping',
-        'fsdp_overflow',
         'fsdp_raises_on_overflow',
         'fsdp_accumulation',
         'fsdp_types_of_gradients',
@@ -56,7 +53,6 @@ def _skip_old(device: torch.device) -> None:
         'fsdp_other_calls',
         'fsdp_folders',
         'fsdp_damaged_folders',
-        'fsdp_windows',
         'fsdp_windows_of_others',
         'fsdp_averages',
         'fsdp_offload',
@@ -80,9 +76,20 @@ def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> Non
     two_ranks.succeed(tmp_path, scenario)
 
 
+@pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=long)], ids=['quick', 'all'])
+@pytest.mark.parametrize('scenario', ['fsdp_bits', 'fsdp_clipping', 'fsdp_overflow', 'fsdp_windows'])
+def test_two_ranks_at_each_level(two_ranks: ranks.Group, scenario: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    two_ranks.succeed(tmp_path, scenario, *words)
+
+
 @pytest.mark.parametrize(
     ('scenario', 'words'),
-    [('fsdp_two_by_two', ()), ('fsdp_overflow', ('quick',)), ('fsdp_tensor_parallel_folders', ())],
+    [
+        ('fsdp_two_by_two', ('quick',)),
+        pytest.param('fsdp_two_by_two', (), marks=long),
+        ('fsdp_overflow', ('quick',)),
+        ('fsdp_tensor_parallel_folders', ()),
+    ],
 )
 def test_four_ranks(four_ranks: ranks.Group, scenario: str, words: tuple[str, ...], tmp_path: Path) -> None:
     four_ranks.succeed(tmp_path, scenario, *words)

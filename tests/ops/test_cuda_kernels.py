@@ -263,7 +263,7 @@ def differences(library: Path) -> list[str]:
     return found
 
 
-@grid
+@long
 def test_host_code_and_kernels_together_equal_the_reference(tmp_path: Path) -> None:
     assert differences(build_host(tmp_path)) == []
 

@@ -256,9 +256,9 @@ script['main']()
 TORCHRUN = ('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2')
 
 
-@grid
+@long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize('level', but(['O4'], ['O4', 'O5'], long))
+@pytest.mark.parametrize('level', ['O4', 'O5'])
 def test_imagenet_in_two_processes(level: str, tmp_path: Path) -> None:
     """They share the images, agree on the numbers, and resume to the bit."""
 

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,17 +77,24 @@ def names_of_torch() -> set[str]:
     return {name for names in (*map(names_in, nodes), *map(dir, spaces)) for name in names if is_private(name)}
 
 
+@functools.cache
+def names_of(source: str) -> tuple[set[str], list[tuple[Any, str]]]:
+    """The names that a source gives, and its private names, each with the node that has it."""
+    nodes = list(ast.walk(ast.parse(source)))
+    given = {name for name in map(given_by, nodes) if name is not None}
+    return given, [(node, name) for node in nodes for name in names_in(node) if is_private(name)]
+
+
 def private_names(sources: Mapping[str, str]) -> list[str]:
     """Where sources, by path, have private names of torch that are not on the list.
 
     What no source of the package has given a name to, is taken for torch's; and whatever torch has as well.
     """
-    nodes = {path: list(ast.walk(ast.parse(source))) for path, source in sources.items()}
-    own = {name for found in nodes.values() for name in map(given_by, found) if name is not None}
+    own = {name for source in sources.values() for name in names_of(source)[0]}
     others = own - names_of_torch()
     found = []
-    for path, node in ((path, node) for path, found in nodes.items() for node in found):
-        for name in filter(is_private, names_in(node)):
+    for path, source in sources.items():
+        for node, name in names_of(source)[1]:
             is_table = path in TABLES and isinstance(node, ast.Constant)
             is_foreign = name in NOT_OF_TORCH or name.startswith(('mmengine.', 'amp_wrapper.', 'apex.', '_amp_'))
             is_allowed = name in ALLOWED or name.startswith('_foreach_')

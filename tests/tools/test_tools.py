@@ -49,9 +49,8 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
 
     checkpoint = str(tmp_path / 'whole' / 'epoch_2.pth')
     testing = ['--work-dir', str(tmp_path / 'test'), '--cfg-options', 'log_level=WARNING']
-    for words in ([], ['--opt-level', 'O2'], ['--opt-level', 'O4']):
-        said = tool('tools/test.py', config, checkpoint, *words, *testing)
-        level = words[1] if words else 'FP32'
+    for level in ('O2', 'O4'):
+        said = tool('tools/test.py', config, checkpoint, '--opt-level', level, *testing)
         assert f'Tested at {level}: accuracy/top1 ' in said
 
 

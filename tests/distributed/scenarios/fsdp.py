@@ -149,7 +149,10 @@ def fsdp_bits(here: Here) -> None:
         if level == 'O3':
             # without a loss scale, gradients below float16's normal numbers are rounded before or after the division
             continue
-        for kind in (adamw, our_fused, our_sgd, *((torch_fused,) if level in ('O2', 'O4') else ())):
+        kinds = (adamw, our_fused, our_sgd, *((torch_fused,) if level in ('O2', 'O4') else ()))
+        if 'quick' in here.words:
+            kinds = (adamw, our_fused) if level == 'O2' else (our_fused,)
+        for kind in kinds:
             theirs = train(here, level, kind, 'ddp')
             for how in ('ours', 'before') if kind is our_fused else ('ours',):
                 mine = train(here, level, kind, how)
@@ -285,7 +288,7 @@ CLIPS: tuple[Any, ...] = (
 def fsdp_clipping(here: Here) -> None:
     """Norms over all shards, to within rounding of DDP's at the first step, from equal weights; what rounding becomes later
     depends on the processor's sums, so later steps have a wider bound. By value with DDP's bits."""
-    for level in ('O0', 'O2', 'O4', 'O5'):
+    for level in ('O2', 'O5') if 'quick' in here.words else ('O0', 'O2', 'O4', 'O5'):
         # O4 does what O0 does
         for kind in (adamw, our_sgd) if level in HALF else (our_sgd,):
             for clip in CLIPS if level != 'O4' else CLIPS[:1]:
