@@ -87,7 +87,7 @@ def test_the_navigation_has_the_groups_of_readers() -> None:
 
 def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    from site_version import on_config
+    from site_hooks import on_config
 
     class Config:
         site_name = 'amp-wrapper'
@@ -96,6 +96,23 @@ def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- the first config, typed -------------------------------------------------------------------------------------------
+
+
+def test_references_of_docstrings_are_code_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    from site_hooks import on_page_content
+
+    heading = '<h2 id="amp_wrapper.resolve">resolve</h2>'
+    for written, shown in (
+        (
+            ':func:<code>amp_wrapper.resolve</code>',
+            '<a href="#amp_wrapper.resolve"><code>amp_wrapper.resolve</code></a>',
+        ),
+        (':func:<code>~amp_wrapper.resolve</code>', '<a href="#amp_wrapper.resolve"><code>resolve</code></a>'),
+        (':class:<code>~torch.optim.SGD</code>', '<code>SGD</code>'),
+        ('nothing: <code>x</code>', 'nothing: <code>x</code>'),
+    ):
+        assert on_page_content(heading + written, page=None) == heading + shown
 
 
 def test_files_to_write_are_tried_here() -> None:
