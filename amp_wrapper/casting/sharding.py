@@ -150,8 +150,8 @@ def shard(
         average: The same.
 
     Raises:
-        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; on another kind of device than the mesh; a module that
-            mixes types; an optimizer that has state already. Nothing has been changed.
+        AmpAttachError: A model that is wrapped, sharded, cast or 16-bit; on another kind of device than the mesh; a mesh of
+            CPUs with torch 2.6; a module that mixes types; an optimizer that has state already. Nothing has been changed.
         AmpConfigError: ``blocks`` that name nothing.
     """
     groups: list[NewGroup] = []
@@ -266,6 +266,11 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _check_model(model: nn.Module, sharding: Sharding) -> None:
     mesh = sharding.mesh
+    if mesh.device_type == 'cpu' and torch.__version__ < (2, 7):
+        raise AmpAttachError(
+            f'fully_shard of torch {torch.__version__} trains on no CPU, and the mesh is of CPUs: take torch 2.7 or newer, '
+            f'or a mesh of GPUs.'
+        )
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, DataParallel)):
             raise AmpAttachError(
@@ -308,11 +313,15 @@ def _call_fully_shard(groups: Sequence[NewGroup], policy: Policy, sharding: Shar
     # torch changed in 2.15 what it takes without a type
     averages = sharding.reduce_dtype or gathers
     pins = sharding.mesh.device_type == 'cuda'
+    # None means the same as leaving it out, and torch before 2.9 refuses it
+    after: dict[str, Any] = {}
+    if sharding.reshard_after_forward is not None:
+        after['reshard_after_forward'] = sharding.reshard_after_forward
     for group in groups:
         fully_shard(
             group.modules[0] if len(group.modules) == 1 else group.modules,
             mesh=sharding.mesh,
-            reshard_after_forward=sharding.reshard_after_forward,
+            **after,
             mp_policy=MixedPrecisionPolicy(
                 param_dtype=gathers if group.is_half else None,
                 # what stays FP32 is averaged in FP32

@@ -270,6 +270,7 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
 def _reason(error: Exception) -> str:
     """The line of torch's advice that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith('Check the documentation of torch.load')]
     for word in ('GLOBAL', 'getattr', 'WeightsUnpickler error:'):
         for index, line in enumerate(lines):
             if word in line:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 import threading
@@ -104,8 +105,12 @@ def _write(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None)
     try:
         with _together(target, group):
             writer = FileSystemWriter(part / folder.TENSORS, single_file_per_rank=True, sync_files=True)
+            # before 2.9, torch has no such argument, and finds out by itself whether there are other processes
+            alone: dict[str, Any] = {}
+            if world == 1 and 'no_dist' in inspect.signature(save_now).parameters:
+                alone['no_dist'] = True
             with quiet() if world == 1 else contextlib.nullcontext():
-                save_now(tensors, storage_writer=writer, process_group=group, no_dist=world == 1)
+                save_now(tensors, storage_writer=writer, process_group=group, **alone)
         mine: dict[str, folder.Seen] = {}
         with _together(target, group):
             mine = {each.name: folder.look_at(each) for each in sorted((part / folder.TENSORS).glob(f'__{rank}_*'))}

@@ -7,8 +7,10 @@ is done in :mod:`amp_wrapper.checkpoint.shard_writer`; which files a folder has,
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -248,12 +250,17 @@ def _empty(place: Path, name: str, saved: Any, like: Tensor | None, map_location
 
 
 def _fill(tensors: dict[str, Tensor], place: Path, metadata: Any) -> None:
+    from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load as load_now
+
+    # before 2.9, only the deprecated function reads without the other processes
+    takes_it = 'no_dist' in inspect.signature(state_dict_loader.load).parameters
+    load_now = state_dict_loader.load if takes_it else state_dict_loader.load_state_dict
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return metadata
 
-    with quiet():
+    with quiet(), warnings.catch_warnings():
+        warnings.filterwarnings('ignore', message='`load_state_dict` is deprecated')
         load_now(tensors, storage_reader=Reader(place / folder.TENSORS), no_dist=True)

@@ -77,7 +77,8 @@ def check_exponents(tensors: Sequence[Tensor], counts: Tensor, largest: Tensor) 
         if not torch.compiler.is_compiling() and table.is_neg():
             raise ValueError(f'{name} has its negative bit set: give {name}.resolve_neg().')
         check_own(name, table, written=True)
-    named = {f'tensors[{index}]': tensor for index, tensor in enumerate(tensors)} | written
+    # torch.compile of torch 2.6 traces no | of dicts
+    named = {**{f'tensors[{index}]': tensor for index, tensor in enumerate(tensors)}, **written}
     first = next(iter(named))
     for name, tensor in named.items():
         if tensor.device != named[first].device:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from fsdp import skip_without_fsdp
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch has no torch.distributed')
 
@@ -17,9 +18,7 @@ def test_scenarios(tmp_path: Path, two_ranks: ranks.Group, name: str) -> None:
     two_ranks.succeed(tmp_path, name)
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7), reason='fully_shard of torch 2.6 needs a GPU'
-)
 def test_sharded(tmp_path: Path, two_ranks: ranks.Group) -> None:
     """The modules of a sharded model are watched."""
+    skip_without_fsdp()
     two_ranks.succeed(tmp_path, 'fault_in_a_sharded_model')

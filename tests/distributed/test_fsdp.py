@@ -10,6 +10,7 @@ import pytest
 import ranks
 import torch
 from bits import differences
+from fsdp import skip_without_fsdp
 from grid import grid, long
 
 from amp_wrapper.checkpoint import sharded
@@ -17,13 +18,11 @@ from amp_wrapper.checkpoint import sharded
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
-_OLD = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7)
 
 
 @pytest.fixture(autouse=True)
 def _skip_old(device: torch.device) -> None:
-    if _OLD and device.type == 'cpu':
-        pytest.skip('fully_shard of torch 2.6 needs a GPU')
+    skip_without_fsdp(device.type)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from fsdp import skip_without_fsdp
 
 pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
 ]
-_OLD = tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7)
 
 
 def test_fused_optimizers_on_shards(tmp_path: Path, two_ranks: ranks.Group, four_ranks: ranks.Group) -> None:
@@ -25,6 +25,5 @@ def test_fused_optimizers_on_shards(tmp_path: Path, two_ranks: ranks.Group, four
 def test_fused_optimizers_of_models_that_are_sharded(
     tmp_path: Path, two_ranks: ranks.Group, device: torch.device
 ) -> None:
-    if _OLD and device.type == 'cpu':
-        pytest.skip('fully_shard of torch 2.6 needs a GPU')
+    skip_without_fsdp(device.type)
     two_ranks.succeed(tmp_path, 'fused_training')

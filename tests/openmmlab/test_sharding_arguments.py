@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from amp_wrapper.casting.sharding import Sharding
-from amp_wrapper.errors import AmpConfigError
+from amp_wrapper.casting.sharding import Sharding, shard
+from amp_wrapper.errors import AmpAttachError, AmpConfigError
 from amp_wrapper.openmmlab.sharding import mesh_of
 from amp_wrapper.policy import resolve
 
@@ -44,3 +44,12 @@ def test_the_number_of_ranks_that_gather_again() -> None:
     for wrong in (np.int64(2), np.float64(1.0), '1'):
         with pytest.raises(AmpConfigError, match='reshard_after_forward'):
             Sharding.of(mesh, {'reshard_after_forward': wrong}, policy)
+
+
+def test_a_torch_that_shards_on_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, policy, model = mesh_of(None), resolve('O5'), torch.nn.Linear(2, 2)
+    monkeypatch.setattr(torch, '__version__', type(torch.__version__)('2.6.0+cu124'))
+    with pytest.raises(AmpAttachError, match=r'fully_shard of torch 2\.6\.0\+cu124 trains on no CPU'):
+        shard([model], policy, Sharding.of(mesh, {}, policy))
+    assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -99,7 +99,7 @@ class Deep(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(8, 2) for _ in range(outputs)])
         self.loss = loss
         #: What the model itself does between its modules.
-        self.between: Callable[[Tensor], Tensor] = torch.Tensor.contiguous
+        self.between: Callable[[Tensor], Tensor] = _unchanged
 
     def forward(self, x: Tensor) -> Any:
         x = self.norm(self.stem(x))
@@ -110,6 +110,10 @@ class Deep(nn.Module):
         if self.loss is not None:
             return self.loss(outputs[0])
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x.contiguous()
 
 
 def in_range_of_fp32(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fsdp import skip_without_fsdp
 from grid import grid
 from missing import SkipsWhatLacksAPackage, reason_of
 
@@ -176,6 +177,7 @@ def test_the_end_has_a_line_for_each_stage(
 
 @grid
 def test_one_rank_trains() -> None:
+    skip_without_fsdp()
     done = subprocess.run(
         [sys.executable, '-m', 'benchmarks.one_rank'], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

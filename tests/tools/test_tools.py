@@ -12,6 +12,7 @@ import torch
 import toy
 from bits import differences
 from command_line import ROOT, tool
+from fsdp import skip_without_fsdp
 from grid import but, grid, long
 from mmengine.config import Config
 
@@ -95,6 +96,8 @@ def free_port() -> str:
     ],
 )
 def test_two_processes_on_a_cpu(name: str, words: list[str], tmp_path: Path) -> None:
+    if name.endswith('_fsdp'):
+        skip_without_fsdp()
     cpu = dict(CUDA_VISIBLE_DEVICES='')
     config = f'configs/digits/{name}.py'
     work = ['--work-dir', str(tmp_path / 'work')]
