@@ -96,7 +96,7 @@ def why_inexact(runner: Any, loop: Any) -> list[str]:
     by_epoch = isinstance(loop, EpochBasedTrainLoop)
     if not by_epoch and not isinstance(loop, IterBasedTrainLoop):
         reasons.append(
-            f'the train loop {type(loop).__name__} is unknown, so data already seen in an epoch is not passed over.'
+            f'the train loop {type(loop).__name__} is unknown, so data already seen in an epoch is not skipped.'
         )
     elif by_epoch and type(loop).run_epoch is not EpochBasedTrainLoop.run_epoch:
         reasons.append(f'{type(loop).__name__} has a run_epoch of its own: an epoch that was begun is begun again.')

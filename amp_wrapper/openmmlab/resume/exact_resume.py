@@ -116,7 +116,9 @@ class ExactResumeHook(Hook):
             if isinstance(loop, EpochBasedTrainLoop) and saved['validated'] == loop.epoch * saved['length']:
                 # counted in epochs of the present length
                 self._validated = loop.iter
-            warn(f'an epoch had {saved["length"]} batches and has {length} now: data seen are passed over by number')
+            warn(
+                f'an epoch had {saved["length"]} batches and has {length} now: as many batches are skipped as were seen'
+            )
 
     def _is_validation_due(self, runner: Any, loop: Any) -> bool:
         if not self.revalidate or runner.val_loop is None or self._batches:
@@ -153,10 +155,10 @@ class ExactResumeHook(Hook):
             loop.dataloader_iterator = seen_data.Nothing()
             self._go_on(runner)
         elif by_iter and getattr(loop, 'fast_forward_on_resume', False):
-            # onedl-mmengine passes over nothing then: the data begin anew
+            # onedl-mmengine skips nothing then: the data begin anew
             self._go_on(runner)
         elif self._batches or (by_iter and loop.iter):
-            # data that was seen is passed over as it was seen, from the same start
+            # data that was seen is skipped as it was seen, from the same start
             self._set_random_states(runner, 'start')
             if by_iter:
                 loop.dataloader_iterator = seen_data.FastForward(loop, functools.partial(self._go_on, runner))
