@@ -100,7 +100,7 @@ class Reductions:
 
 
 def completes_groups() -> bool:
-    """Whether a group of several modules ends its forward pass where only some of them were called. Since 2.12.
+    """Whether a group of several modules ends its forward pass where only some of them were called. Since 2.13.
 
     Before, such a group keeps its gathered parameters, and the next backward pass does not average their gradients.
     """

@@ -53,3 +53,14 @@ def test_a_torch_that_shards_on_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         shard([model], policy, Sharding.of(mesh, {}, policy))
     assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_torch_that_shards_no_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, policy, model = mesh_of(None), resolve('O5'), torch.nn.Linear(2, 2)
+    model.seen = torch.nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    monkeypatch.setattr(torch, '__version__', type(torch.__version__)('2.11.0'))
+    with pytest.raises(
+        AmpAttachError, match=r'the model \(Linear\) has a parameter of int64, which .* make it a buffer'
+    ):
+        shard([model], policy, Sharding.of(mesh, {}, policy))
+    assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
