@@ -270,12 +270,14 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
 def _reason(error: Exception) -> str:
     """The line of torch's advice that says what is wrong."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith('Check the documentation of torch.load')]
     for word in ('GLOBAL', 'getattr', 'WeightsUnpickler error:'):
         for index, line in enumerate(lines):
             if word in line:
-                # what is wrong may stand on the next line
-                return ' '.join(lines[index : index + 2]).rpartition('WeightsUnpickler error:')[2].strip()[:300]
+                # what is wrong may stand on the next line; in torch 2.6, that one is about weights_only
+                more = [
+                    each for each in lines[index + 1 : index + 2] if word[0] != 'W' or not each.startswith('Check the ')
+                ]
+                return ' '.join([line, *more]).rpartition('WeightsUnpickler error:')[2].strip()[:300]
     return lines[0][:300] if lines else 'no reason given'
 
 
