@@ -274,9 +274,9 @@ def _reason(error: Exception) -> str:
         for index, line in enumerate(lines):
             if word in line:
                 # what is wrong may stand on the next line; in torch 2.6, that one is about weights_only
-                more = [
-                    each for each in lines[index + 1 : index + 2] if word[0] != 'W' or not each.startswith('Check the ')
-                ]
+                more = lines[index + 1 : index + 2]
+                if word == 'WeightsUnpickler error:' and more and more[0].startswith('Check the documentation'):
+                    more = []
                 return ' '.join([line, *more]).rpartition('WeightsUnpickler error:')[2].strip()[:300]
     return lines[0][:300] if lines else 'no reason given'
 
