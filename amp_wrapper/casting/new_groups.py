@@ -105,7 +105,8 @@ def _check_parameter(
             f'{" and ".join(both)} share a parameter of shape {tuple(parameter.shape)}, and are gathered apart: name blocks, '
             f'sharding=dict(blocks=[...]), such that one of them has both, or untie the parameter.'
         )
-    if torch.__version__ < (2, 12) and not (parameter.is_floating_point() or parameter.is_complex()):
+    is_whole = not (parameter.is_floating_point() or parameter.is_complex())
+    if is_whole and not fsdp_internals.SHARDS_WHOLE_NUMBERS:
         raise AmpAttachError(
             f'{paths[id(region)] or "the model"} ({class_name(region)}) has a parameter of {dtype_name(parameter.dtype)}, '
             f'which fully_shard of torch {torch.__version__} cannot shard: make it a buffer, or take torch 2.12 or newer.'

@@ -266,7 +266,7 @@ def begin_alike(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _check_model(model: nn.Module, sharding: Sharding) -> None:
     mesh = sharding.mesh
-    if mesh.device_type == 'cpu' and torch.__version__ < (2, 7):
+    if mesh.device_type == 'cpu' and not fsdp_internals.TRAINS_ON_CPUS:
         raise AmpAttachError(
             f'fully_shard of torch {torch.__version__} trains on no CPU, and the mesh is of CPUs: take torch 2.7 or newer, '
             f'or a mesh of GPUs.'
