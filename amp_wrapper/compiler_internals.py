@@ -16,9 +16,9 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn, overrides
 
-_Function = TypeVar('_Function', bound=Callable[..., Any])
+from .torch_internals import VERSION
 
-_VERSION = tuple(int(number) for number in torch.__version__.split('.')[:2])
+_Function = TypeVar('_Function', bound=Callable[..., Any])
 
 
 def is_compile_wrapper(model: nn.Module) -> bool:
@@ -96,7 +96,7 @@ def is_called_by_compiled_code() -> bool:
 
 def may_be_called_by_compiled_code() -> bool:
     """The same; before 2.13 True as soon as anything may be compiled."""
-    return _calls.from_compiled > 0 or (_VERSION < (2, 13) and bool(_listeners))
+    return _calls.from_compiled > 0 or (VERSION < (2, 13) and bool(_listeners))
 
 
 def before_compiled_calls(listener: Callable[[], None]) -> None:
@@ -173,7 +173,7 @@ def untraced(function: _Function) -> _Function:
         function: A function or method.
     """
     untraced_call: _Function = torch._disable_dynamo(function)  # type: ignore[attr-defined, assignment]
-    if _VERSION < (2, 13):
+    if VERSION < (2, 13):
         return untraced_call
     frame_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
 

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .torch_internals import VERSION
+
 _MODULE = 'torch.distributed.fsdp'
-_VERSION = tuple(int(number) for number in torch.__version__.split('.')[:2])
 #: Whether what ``fully_shard`` has sharded trains on a CPU. In 2.6 it asks the device for streams, which a CPU has not.
-TRAINS_ON_CPUS = _VERSION >= (2, 7)
+TRAINS_ON_CPUS = VERSION >= (2, 7)
 #: Whether ``fully_shard`` takes parameters of whole numbers. Before 2.12 it makes parameters that require gradients first.
-SHARDS_WHOLE_NUMBERS = _VERSION >= (2, 12)
+SHARDS_WHOLE_NUMBERS = VERSION >= (2, 12)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -268,8 +268,8 @@ def _check_model(model: nn.Module, sharding: Sharding) -> None:
     mesh = sharding.mesh
     if mesh.device_type == 'cpu' and not fsdp_internals.TRAINS_ON_CPUS:
         raise AmpAttachError(
-            f'fully_shard of torch {torch.__version__} trains on no CPU, and the mesh is of CPUs: take torch 2.7 or newer, '
-            f'or a mesh of GPUs.'
+            f'fully_shard of torch {torch.__version__} trains on no CPU, and the mesh is of CPUs: take a newer torch (2.9 was '
+            f'tried), or a mesh of GPUs.'
         )
     for name, module in model.named_modules():
         if isinstance(module, (DistributedDataParallel, DataParallel)):
@@ -313,7 +313,7 @@ def _call_fully_shard(groups: Sequence[NewGroup], policy: Policy, sharding: Shar
     # torch changed in 2.15 what it takes without a type
     averages = sharding.reduce_dtype or gathers
     pins = sharding.mesh.device_type == 'cuda'
-    # None means the same as leaving it out, and torch before 2.9 refuses it
+    # None means the same as leaving it out, and torch 2.6 refuses it
     after: dict[str, Any] = {}
     if sharding.reshard_after_forward is not None:
         after['reshard_after_forward'] = sharding.reshard_after_forward

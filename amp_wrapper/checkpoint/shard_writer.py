@@ -105,7 +105,7 @@ def _write(tensors: dict[str, Tensor], target: Path, group: ProcessGroup | None)
     try:
         with _together(target, group):
             writer = FileSystemWriter(part / folder.TENSORS, single_file_per_rank=True, sync_files=True)
-            # before 2.9, torch has no such argument, and finds out by itself whether there are other processes
+            # torch 2.6 has no such argument, and finds out by itself whether there are other processes
             alone: dict[str, Any] = {}
             if world == 1 and 'no_dist' in inspect.signature(save_now).parameters:
                 alone['no_dist'] = True

@@ -253,7 +253,7 @@ def _fill(tensors: dict[str, Tensor], place: Path, metadata: Any) -> None:
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-    # before 2.9, only the deprecated function reads without the other processes
+    # in torch 2.6, only the deprecated function reads without the other processes
     takes_it = 'no_dist' in inspect.signature(state_dict_loader.load).parameters
     load_now = state_dict_loader.load if takes_it else state_dict_loader.load_state_dict
 

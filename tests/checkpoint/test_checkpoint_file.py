@@ -190,3 +190,21 @@ def test_the_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv('HOME', str(tmp_path))
     checkpoint_file.save({'x': 1}, tmp_path / 'a.pth')
     assert checkpoint_file.load('~/a.pth') == {'x': 1}
+
+
+def test_what_torch_2_6_advises_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its message has the reason at the end of a line, and a hint on the next."""
+    path = tmp_path / 'text.pth'
+    path.write_text('# no checkpoint')
+
+    def load(*_: Any, **__: Any) -> Any:
+        raise pickle.UnpicklingError(
+            'Weights only load failed. Do it only if you got the file from a trusted source.\n'
+            'Please file an issue so that weights_only=True suits you: WeightsUnpickler error: Unsupported operand 35\n\n'
+            'Check the documentation of torch.load to learn more about types accepted by default with weights_only'
+        )
+
+    monkeypatch.setattr(torch, 'load', load)
+    with pytest.raises(AmpCheckpointError) as caught:
+        checkpoint_file.load(path)
+    assert str(caught.value) == f'{path} is no checkpoint, or a damaged one (Unsupported operand 35).'

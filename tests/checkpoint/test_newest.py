@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from bits import differences
 
 from amp_wrapper import CheckpointWriteError
 from amp_wrapper.checkpoint import file as checkpoint_file
@@ -315,3 +318,24 @@ def test_what_a_state_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (tmp_path / 'a.pth' / 'files.json').is_file()
     pair, tensors = sharded.split(Pair(torch.ones(3), 4), lambda tensor: True)
     assert isinstance(pair, Pair) and isinstance(sharded.join(pair, tensors), Pair)
+
+
+def test_a_torch_without_the_argument_no_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.6: neither ``save`` nor ``load`` has it, and ``load`` would wait for other processes."""
+    saves = importlib.import_module('torch.distributed.checkpoint.state_dict_saver')
+    loads = importlib.import_module('torch.distributed.checkpoint.state_dict_loader')
+    save_now = saves.save
+
+    def save(state_dict: Any, *, storage_writer: Any = None, process_group: Any = None) -> Any:
+        return save_now(state_dict, storage_writer=storage_writer, process_group=process_group, no_dist=True)
+
+    def load(state_dict: Any, *, storage_reader: Any = None, process_group: Any = None) -> None:
+        raise AssertionError('collective')
+
+    monkeypatch.setattr(saves, 'save', save)
+    monkeypatch.setattr(loads, 'load', load)
+    save_shards(tmp_path / 'a.pth')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', FutureWarning)
+        found = sharded.load(tmp_path / 'a.pth')
+    assert differences(found, training_file()) == []

@@ -66,3 +66,16 @@ def test_a_torch_that_shards_no_whole_numbers(monkeypatch: pytest.MonkeyPatch) -
     ):
         shard([model], policy, Sharding.of(mesh, {}, policy))
     assert {type(p) for p in model.parameters()} == {torch.nn.Parameter}
+
+
+@pytest.mark.parametrize('after', [None, True, False, 1])
+def test_what_fully_shard_is_told(after: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing was said, torch decides: torch 2.6 takes no None."""
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(fsdp_internals, 'TRAINS_ON_CPUS', True)
+    monkeypatch.setattr('torch.distributed.fsdp.fully_shard', lambda module, **words: told.append(words))
+    policy = resolve('O5')
+    shard([torch.nn.Linear(2, 2)], policy, Sharding.of(mesh_of(None), {'reshard_after_forward': after}, policy))
+    (words,) = told
+    assert words.get('reshard_after_forward', None) is after
+    assert ('reshard_after_forward' in words) == (after is not None)
