@@ -1,4 +1,4 @@
-"""The tables of what ``make test-downstream`` measured: printed, and with ``--write`` put into docs/openmmlab.md."""
+"""The tables of what ``make test-downstream`` measured: printed, and with ``--write`` put into docs/downstream.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from zoo import CASES
 
 LEVELS = ('O1', 'O2', 'O4', 'O5')
-PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'openmmlab.md'
+PAGE = Path(__file__).resolve().parents[2] / 'docs' / 'downstream.md'
 BEGIN, END = '<!-- measured: written by tests/downstream/report.py -->', '<!-- end of measured -->'
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     """Print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('results', type=Path, help='the folder that pytest --results filled')
-    parser.add_argument('--write', action='store_true', help='put them into docs/openmmlab.md')
+    parser.add_argument('--write', action='store_true', help='put them into docs/downstream.md')
     args = parser.parse_args()
     found, ranks = read(args.results), _rows(args.results, two_ranks=True)
     if not found and not ranks:
