@@ -85,6 +85,7 @@ def test_the_changelog_has_this_version() -> None:
     found = [(tuple(map(int, match[1].split('.'))), match[2]) for match in released if match is not None]
     assert found == sorted(found, reverse=True)
     assert not found or '.'.join(map(str, found[0][0])) == amp_wrapper.__version__
+    assert not found or load(ROOT / 'CITATION.cff')['date-released'] == found[0][1]
 
 
 def test_the_metadata_of_the_package() -> None:
