@@ -206,7 +206,7 @@ test-downstream: $(DOWNSTREAM)/.done-$(notdir $(MMCV))
 	$(DOWNSTREAM)/bin/python tests/downstream/report.py $(RESULTS)
 
 $(FOREIGN)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/foreign.txt \
-		requirements/foreign-runtime.txt requirements/constraints.txt pyproject.toml setup.py
+		requirements/foreign-runtime.txt requirements/constraints.txt requirements/constraints-foreign.txt pyproject.toml setup.py
 	$(MAKE) --no-print-directory VENV=$(FOREIGN) $(FOREIGN)/.dev
 	@echo '== installing $(MMCV) in place of mmcv-lite (from $(WHEELS), if it is there)'
 	$(FOREIGN)/bin/python -m pip uninstall --quiet --yes mmcv-lite mmcv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import threading
 import warnings
@@ -325,9 +326,10 @@ def test_a_torch_without_the_argument_no_dist(tmp_path: Path, monkeypatch: pytes
     saves = importlib.import_module('torch.distributed.checkpoint.state_dict_saver')
     loads = importlib.import_module('torch.distributed.checkpoint.state_dict_loader')
     save_now = saves.save
+    alone = {'no_dist': True} if 'no_dist' in inspect.signature(save_now).parameters else {}
 
     def save(state_dict: Any, *, storage_writer: Any = None, process_group: Any = None) -> Any:
-        return save_now(state_dict, storage_writer=storage_writer, process_group=process_group, no_dist=True)
+        return save_now(state_dict, storage_writer=storage_writer, process_group=process_group, **alone)
 
     def load(state_dict: Any, *, storage_reader: Any = None, process_group: Any = None) -> None:
         raise AssertionError('collective')
