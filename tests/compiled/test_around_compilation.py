@@ -104,8 +104,13 @@ def test_export(level: str, device: torch.device) -> None:
     with torch.no_grad():
         expected = model(x)
         if level in ('O1', 'O4'):
+            hooks = torch.nn.modules.module._global_buffer_registration_hooks
+            before = set(hooks)
             with pytest.raises(AmpUsageError, match='lose casts of single ops'):
                 torch.export.export(model, (x,), strict=False)
+            # those that torch 2.6 leaves where an export fails; they hold the model
+            for key in set(hooks) - before:
+                del hooks[key]
             assert differences({'': model(x)}, {'': expected}) == []
             return
         exported = torch.export.export(model, (x,), strict=False).module()
