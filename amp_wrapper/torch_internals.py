@@ -130,6 +130,9 @@ METADATA_CLASSES: Mapping[str, str] = {
     'collections': 'OrderedDict',
     'pathlib': 'PosixPath WindowsPath PurePosixPath PureWindowsPath',
 }
+#: Modules that pickled classes name and that not every Python has, and where the classes are: Python 3.13 pickles paths as
+#: ``pathlib._local.PosixPath``, those before and after it as ``pathlib.PosixPath``.
+MOVED_MODULES: Mapping[str, str] = {'pathlib._local': 'pathlib'}
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import AmpCheckpointError
 from ..shards import is_sharded
-from ..torch_internals import METADATA_CLASSES
+from ..torch_internals import METADATA_CLASSES, MOVED_MODULES
 from . import file, folder
 from .folder import is_folder, verify
 from .shard_writer import Pending, quiet, write
@@ -210,6 +210,7 @@ class _Metadata(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The classes of metadata, and types of tensors."""
+        module = MOVED_MODULES.get(module, module)
         is_dtype = module == 'torch' and isinstance(getattr(torch, name, 0), torch.dtype)
         if is_dtype or name in METADATA_CLASSES.get(module, '').split():
             return super().find_class(module, name)

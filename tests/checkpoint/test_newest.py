@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pathlib
+import re
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -232,6 +235,19 @@ def test_keys_with_slashes(tmp_path: Path) -> None:
     sharded.save(content, tmp_path / 'a.pth', lambda tensor: True)
     found = sharded.load(tmp_path / 'a.pth')
     assert found['a']['b/c'].sum() == 2 and found['a/b']['c'].sum() == 0
+
+
+@pytest.mark.parametrize('module', ['pathlib', 'pathlib._local'])
+def test_folders_of_another_python(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps a path in the metadata, and Python 3.13 pickles paths under another module than those around it."""
+    with monkeypatch.context() as other_python:
+        other_python.setitem(sys.modules, module, pathlib)
+        other_python.setattr(type(tmp_path), '__module__', module)
+        save_shards(tmp_path / 'a.pth')
+    content = (tmp_path / 'a.pth' / 'tensors' / '.metadata').read_bytes()
+    assert [part for part in re.findall(rb'pathlib[._a-z]*', content) if part != module.encode()] == []
+    assert module.encode() in content
+    assert sharded.load(tmp_path / 'a.pth')['state_dict']['weight'].sum() == 3
 
 
 def test_files_and_folders_replace_each_other(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ class Stages(nn.Module):
         return z
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith('2.11.') and torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason='torch 2.11 built for CUDA crashes where there is no GPU and threads compile, without this package too',
+)
 @pytest.mark.parametrize('when', ['around', 'begins', 'ends'])
 @pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O4', 'O5'])
 def test_a_model_that_runs_while_another_thread_compiles(level: str, when: str, device: torch.device) -> None:

@@ -26,6 +26,7 @@ from mmengine.model import BaseModel
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapperDict
 from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner.loops import _InfiniteDataloaderIterator
 from saved_runs import MOVING, Exact, added
 from torch import Tensor
 from torch.utils.data import Dataset, RandomSampler
@@ -374,6 +375,18 @@ def resume(folder: Path, words: dict[str, Any], saved: bytes) -> tuple[bytes, by
 
 #: Log values that clocks and the machine decide.
 _CLOCKS = ('time', 'memory', 'eta')
+_OF_A_RUN = (
+    'cfg',
+    'time',
+    'eta',
+    'experiment_name',
+    'mmengine',
+    'mmengine_version',
+    'amp_saves',
+    'amp_waiting_removals',
+)
+#: onedl-mmengine makes the iterator of an endless loader, which draws a number, only when the first sample is drawn.
+_LATE_ITERATOR = hasattr(_InfiniteDataloaderIterator, 'skip_iter')
 
 
 def comparable(checkpoint: dict[str, Any], at_once: bool = False) -> dict[str, Any]:
@@ -396,9 +409,15 @@ def comparable(checkpoint: dict[str, Any], at_once: bool = False) -> dict[str, A
         if info.get(name) is not None:
             info[name] = Path(info[name]).name
     for holder in (info, meta):
-        for name in ('cfg', 'time', 'eta', 'experiment_name', 'mmengine_version', 'amp_saves', 'amp_waiting_removals'):
+        for name in _OF_A_RUN:
             if name in holder:
                 holder[name] = type(holder[name]).__name__
+    # a loop of iterations counts one epoch
+    if _LATE_ITERATOR and info['max_epochs'] == 1 and checkpoint['exact_resume'] is not None:
+        for rank in checkpoint['exact_resume']['ranks']:
+            for moment in ('begin', 'start'):
+                if rank[moment] is not None:
+                    rank[moment]['torch'] = None
     if at_once:
         for name in ('loop_stage', 'epoch', 'iter'):
             info[name] = None

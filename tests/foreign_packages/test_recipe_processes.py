@@ -29,7 +29,7 @@ def process(
         env={**os.environ, 'PYTHONPATH': str(ROOT), 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 

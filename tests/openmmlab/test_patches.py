@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pathlib
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import toy
 from mmengine.hooks import Hook
 from mmengine.runner import FlexibleRunner, Runner
@@ -111,3 +113,14 @@ def test_the_hook_does_nothing_without_a_wrapper_of_ours(tmp_path: Path) -> None
         'after_load_checkpoint',
     }
     assert isinstance(hook, Hook)
+
+
+@pytest.mark.parametrize('module', ['pathlib', 'pathlib._local'])
+def test_paths_from_another_python(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.13 pickles paths under another module than those around it."""
+    patches.install()
+    with monkeypatch.context() as other_python:
+        other_python.setitem(sys.modules, module, pathlib)
+        other_python.setattr(type(tmp_path), '__module__', module)
+        torch.save({'meta': {'work_dir': tmp_path}}, tmp_path / 'a.pth')
+    assert torch.load(tmp_path / 'a.pth', weights_only=True) == {'meta': {'work_dir': tmp_path}}
