@@ -267,6 +267,8 @@ def test_every_level_of_the_wrapper(level: str, way: str, device: torch.device) 
 @pytest.mark.parametrize('way', ['reentrant', 'not reentrant', 'selective'])
 def test_in_threads(way: str, device: torch.device) -> None:
     """Two models of two levels on two threads, each with a backward pass on a third."""
+    if way == 'selective' and torch_internals.VERSION < (2, 11):
+        pytest.skip('before torch 2.11, torch.compile compiles nothing more after this, without this package too')
     models = {level: Net(WAYS[way]).to(device) for level in AUTOCAST}
     for level, model in models.items():
         amp.initialize(model, opt_level=level, verbosity=0)
