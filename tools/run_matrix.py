@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,14 +235,16 @@ def table(records: Iterable[dict[str, Any]]) -> str:
 
 
 def failures(records: Iterable[dict[str, Any]]) -> str:
-    """What failed, by name."""
-    lines = [
-        f'- {row["torch"]}, Python {row["python"]}, {row["engine"]}: '
-        + ', '.join(f'`{name}`' for name in row['failures'])
-        for row in records
-        if row.get('failures')
-    ]
-    return '\n'.join(['', 'Failed:', '', *lines, '']) if lines else ''
+    """What failed, as counts per file; the records have the names."""
+    lines = []
+    for row in records:
+        files = Counter(name.partition('::')[0] for name in row.get('failures', ()))
+        if files:
+            counts = ', '.join(f'`{file}` {count}' for file, count in sorted(files.items()))
+            lines.append(f'- {row["torch"]}, Python {row["python"]}, {row["engine"]}: {counts}')
+    return (
+        '\n'.join(['', 'Failed, by file; `benchmarks/results/matrix/` has the names:', '', *lines, '']) if lines else ''
+    )
 
 
 def write_page(page: Path, records: list[dict[str, Any]]) -> None:

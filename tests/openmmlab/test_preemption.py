@@ -15,7 +15,7 @@ import pytest
 import torch
 import toy
 from bits import differences
-from grid import but, grid
+from grid import but, grid, long
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from preemption import PREEMPTION, with_hooks
@@ -32,12 +32,12 @@ WORKER = REPOSITORY / 'tests' / 'support' / 'ddp_preemption_worker.py'
     [
         # accumulations of two: the signal in the first iteration of an accumulation waits for the second
         ('O2', True, 'train', 10, 12),
-        ('O5', True, 'train', 9, 10),
+        pytest.param('O5', True, 'train', 9, 10, marks=long),
         ('O1', False, 'train', 10, 12),
         # a validation comes to its end, and an iteration after it
         ('O5', True, 'val', 14, 16),
         # the last iteration of an epoch
-        ('O5', True, 'train', 13, 14),
+        pytest.param('O5', True, 'train', 13, 14, marks=grid),
     ],
 )
 def test_saved_at_the_step_boundary_and_gone_on_from(

@@ -79,6 +79,8 @@ def start(work_dir: Path, case: dict[str, Any], main: Callable[[], None] | None 
         with open(work_dir.parent / f'{work_dir.name}.log', 'a') as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+        # those of pytest write elsewhere
+        sys.stdout, sys.stderr = (os.fdopen(number, 'w', buffering=1, closefd=False) for number in (1, 2))
         if main is not None:
             main()
         else:

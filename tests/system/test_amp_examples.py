@@ -226,7 +226,7 @@ def trained_images(folder: Path, *words: str | Path) -> dict[str, Any]:
     return torch.load(folder / images.CHECKPOINT, weights_only=True)
 
 
-@pytest.mark.parametrize('level', but(['O5'], ['O0', 'O4', 'O5']))
+@pytest.mark.parametrize('level', but(['O5'], ['O0', 'O4', 'O5'], long))
 def test_imagenet_resumes_to_the_bit(level: str, tmp_path: Path) -> None:
     words = ('--opt-level', level, '--loss-scale', 'dynamic')
     whole = trained_images(tmp_path / 'whole', *words, '--epochs', '2')

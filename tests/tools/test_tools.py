@@ -91,7 +91,7 @@ def free_port() -> str:
         pytest.param(
             'gan_o2_o5',
             ['model.generator.width=4', 'model.discriminator.width=4', 'train_cfg.val_interval=2'],
-            marks=grid,
+            marks=long,
         ),
     ],
 )
