@@ -1,24 +1,19 @@
-"""One rank of a scenario: ``python rank_worker.py SCENARIO RANK WORLD FOLDER DEVICE [words]``, started by ``ranks.py``.
-
-As ``serve`` it runs one scenario after the other, each a JSON list of its name, a folder and words on a line of standard input.
-"""
+"""One rank of a scenario, in a process that ``ranks.py`` starts."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
-import json
 import os
 import sys
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-os.environ.setdefault('OMP_NUM_THREADS', '1')
+import scenarios
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1] / 'support'))
-import scenarios
 from scenarios.common import SCENARIOS, Here, scenario
 
 from amp_wrapper.engine.ddp import rebuild
@@ -38,7 +33,7 @@ def run(name: str, here: Here) -> None:
     """One scenario; the last line says that all of it was done."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
-    sys.argv[6:] = here.words
+    sys.argv[1:] = here.words
     SCENARIOS[name](here)
     dist.barrier()
     # gloo's threads abort a process that ends under them, and models hold their groups
@@ -46,8 +41,26 @@ def run(name: str, here: Here) -> None:
     print(f'{name}: done', flush=True)
 
 
-def main() -> None:
-    name, rank, world, folder, kind = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), sys.argv[5]
+def main(
+    name: str,
+    rank: int,
+    world: int,
+    folder: Path,
+    kind: str,
+    words: tuple[str, ...],
+    requests: Connection | None = None,
+) -> None:
+    """Run one scenario, or as ``serve`` one after the other, until there are no more requests.
+
+    Args:
+        name: Of the scenario.
+        rank: Of this process.
+        world: The number of processes.
+        folder: For the scenario's files.
+        kind: The type of the device.
+        words: What the scenario reads besides.
+        requests: For ``serve``: each a name, a folder and words.
+    """
     # what torchrun would say
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
@@ -57,19 +70,16 @@ def main() -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         'nccl' if kind == 'cuda' else 'gloo',
-        init_method=f'file://{folder / "_".join(["store", name, str(world), *sys.argv[6:]])}',
+        init_method=f'file://{folder / "_".join(["store", name, str(world), *words])}',
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=60),
     )
-    if name == 'serve':
-        for line in sys.stdin:
-            scenario_name, where, *words = json.loads(line)
-            run(scenario_name, Here(rank, world, Path(where), device, words))
+    if requests is None:
+        run(name, Here(rank, world, folder, device, list(words)))
     else:
-        run(name, Here(rank, world, folder, device, sys.argv[6:]))
+        with contextlib.suppress(EOFError):
+            while True:
+                scenario_name, where, words = requests.recv()
+                run(scenario_name, Here(rank, world, where, device, list(words)))
     dist.destroy_process_group()
-
-
-if __name__ == '__main__':
-    main()

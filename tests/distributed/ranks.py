@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, cast
 
+import forked
 import pytest
 import torch
 from missing import missing
-
-WORKER = Path(__file__).parent / 'rank_worker.py'
 
 
 @dataclasses.dataclass
@@ -37,8 +37,17 @@ def _skip_without(device: torch.device, world: int) -> None:
         pytest.skip('the ranks need mmengine, which is not installed')
 
 
-def _command(scenario: str, rank: int, world: int, folder: Path, device: torch.device, *words: str) -> list[str]:
-    return [sys.executable, str(WORKER), scenario, str(rank), str(world), str(folder), device.type, *words]
+def _be_a_rank(*args: Any) -> None:
+    import rank_worker
+
+    rank_worker.main(*args)
+
+
+def _start(
+    log: Path, scenario: str, rank: int, world: int, folder: Path, device: torch.device, *rest: Any
+) -> BaseProcess:
+    log.write_text('')
+    return forked.start(log, _be_a_rank, scenario, rank, world, folder, device.type, *rest)
 
 
 def launch(
@@ -47,23 +56,18 @@ def launch(
     """Run a scenario of ``scenarios/`` on every rank, and end the others soon after one has failed."""
     _skip_without(device, world)
     logs = [folder / f'{scenario}{rank}.log' for rank in range(world)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        with log.open('w') as out:
-            command = _command(scenario, rank, world, folder, device, *words)
-            ranks.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
+    ranks = [_start(log, scenario, rank, world, folder, device, words) for rank, log in enumerate(logs)]
     end = time.monotonic() + limit
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < end:
-        codes = [rank.poll() for rank in ranks]
+    while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
+        codes = [rank.exitcode for rank in ranks]
         if any(code not in (None, 0) for code in codes):
             # the others wait for an answer that will not come, and say what they saw; of a killed one they hear at once
             end = min(end, time.monotonic() + (3 if -signal.SIGKILL in codes else 10))
         time.sleep(0.05)
     for rank in ranks:
-        if rank.poll() is None:
-            rank.kill()
-        rank.wait()
-    return [Ended(rank.returncode, log.read_text()) for rank, log in zip(ranks, logs)]
+        rank.kill()
+        rank.join()
+    return [Ended(cast(int, rank.exitcode), log.read_text()) for rank, log in zip(ranks, logs)]
 
 
 def succeed(
@@ -78,14 +82,15 @@ def succeed(
 
 
 class Group:
-    """Ranks that stay for several scenarios: to start a process takes longer than most of them.
+    """Ranks that stay for several scenarios: to start them takes longer than most of these.
 
     After a scenario that failed, the next one has new ranks.
     """
 
     def __init__(self, folder: Path, device: torch.device, world: int = 2) -> None:
         self.folder, self.device, self.world = folder, device, world
-        self._ranks: list[subprocess.Popen[str]] = []
+        self._ranks: list[BaseProcess] = []
+        self._requests: list[Connection] = []
         self._logs: list[Path] = []
         self._started = 0
 
@@ -94,16 +99,14 @@ class Group:
         if not self._ranks:
             self._start()
         before = [log.stat().st_size for log in self._logs]
-        for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.write(json.dumps([scenario, str(folder), *words]) + '\n')
-            rank.stdin.flush()
+        for requests in self._requests:
+            requests.send((scenario, folder, words))
         end = time.monotonic() + limit
         while time.monotonic() < end:
             said = [log.read_bytes()[start:].decode(errors='replace') for log, start in zip(self._logs, before)]
             if all(text.rstrip().endswith(f'{scenario}: done') for text in said):
                 return said
-            if any(rank.poll() is not None for rank in self._ranks):
+            if any(rank.exitcode is not None for rank in self._ranks):
                 # the others wait for an answer that will not come
                 end = min(end, time.monotonic() + 10)
             time.sleep(0.05)
@@ -117,21 +120,17 @@ class Group:
         store.mkdir()
         self._logs = [store / f'{rank}.log' for rank in range(self.world)]
         for rank, log in enumerate(self._logs):
-            with log.open('w') as out:
-                command = _command('serve', rank, self.world, store, self.device)
-                self._ranks.append(
-                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, text=True)
-                )
+            received, requests = Pipe(duplex=False)
+            self._ranks.append(_start(log, 'serve', rank, self.world, store, self.device, (), received))
+            self._requests.append(requests)
+            received.close()
 
     def close(self) -> None:
-        """End the ranks: by the end of their input, or by force."""
+        """End the ranks: by the end of what they are asked, or by force."""
+        for requests in self._requests:
+            requests.close()
         for rank in self._ranks:
-            assert rank.stdin is not None
-            rank.stdin.close()
-        for rank in self._ranks:
-            try:
-                rank.wait(20)
-            except subprocess.TimeoutExpired:
-                rank.kill()
-                rank.wait()
-        self._ranks = []
+            rank.join(20)
+            rank.kill()
+            rank.join()
+        self._ranks, self._requests = [], []

@@ -8,16 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import crash_harness
+import forked
 import pytest
 import torch
 import toy
 from bits import differences
 from grid import but, grid, long
-from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
 from preemption import PREEMPTION, with_hooks
 
 from amp_wrapper import AmpConfigError
@@ -49,7 +47,7 @@ def test_saved_at_the_step_boundary_and_gone_on_from(
         folder.mkdir()
     crash_harness.finish(whole, case)
     stopped = with_hooks(case, PREEMPTION, dict(type='SendSignal', iteration=sent, where=where))
-    assert crash_harness.wait(crash_harness.start(part, stopped), 120) == 0
+    assert forked.wait(crash_harness.start(part, stopped), 120) == 0
     file = toy.checkpoint(part, 'preempted.pth')
     assert file['meta']['iter'] == saved
     window = file['optimizer'].get('amp') or file['optimizer']['loss_scaler']['amp']
@@ -137,7 +135,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert 'Finished: epoch 10, iteration 230' in done.stdout and time.monotonic() > begin
 
 
-@pytest.mark.parametrize('by_epoch', but([True], [True, False]))
+@pytest.mark.parametrize('by_epoch', [True, False])
 def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_epoch: bool) -> None:
     """As cluster schedulers send it."""
     case = toy.everything('O5', by_epoch, num_workers=2)
@@ -145,32 +143,35 @@ def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_
     for folder in (whole, part):
         folder.mkdir()
     crash_harness.finish(whole, case)
-    pid = crash_harness.start(part, with_hooks(case, PREEMPTION, dict(type='Marks', iteration=10)))
-    assert crash_harness.wait(pid, 60, (part / 'mark').exists) is None
-    os.killpg(pid, signal.SIGTERM)
-    code = crash_harness.wait(pid, 60)
+    process = crash_harness.start(part, with_hooks(case, PREEMPTION, dict(type='Marks', iteration=10)))
+    assert forked.wait(process, 60, (part / 'mark').exists) is None
+    os.killpg(process.pid, signal.SIGTERM)
+    code = forked.wait(process, 60)
     assert code == 0, (tmp_path / 'part.log').read_text()[-3000:]
     assert 12 <= toy.checkpoint(part, 'preempted.pth')['meta']['iter'] <= 28
     crash_harness.finish(part, case)
     assert differences(crash_harness.result(whole), crash_harness.result(part)) == []
     # nobody is left behind
     end = time.monotonic() + 20
-    while subprocess.run(['pgrep', '-g', str(pid)], capture_output=True).returncode == 0:
+    while subprocess.run(['pgrep', '-g', str(process.pid)], capture_output=True).returncode == 0:
         assert time.monotonic() < end
         time.sleep(0.2)
 
 
-@HOOKS.register_module()
-class Marks(Hook):
-    """Tells the outside where the run is, and waits a moment for the answer."""
-
-    def __init__(self, iteration: int) -> None:
-        self.iteration = iteration
-
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        if runner.iter == self.iteration:
-            (Path(runner.work_dir) / 'mark').write_text('')
-            time.sleep(1)
+@pytest.mark.parametrize('sent', but([3], [3, None]))
+@pytest.mark.parametrize('by_epoch', but([False], [True, False]))
+def test_a_process_with_data_workers_ends(tmp_path: Path, by_epoch: bool, sent: int | None) -> None:
+    """An interpreter that runs nothing but the training, with workers that are still there when it ends."""
+    hooks = f"PREEMPTION, *([] if {sent} is None else [dict(type='SendSignal', iteration={sent})])"
+    script = (
+        'import pathlib, toy\n'
+        'from preemption import PREEMPTION, with_hooks\n'
+        f"case = with_hooks(toy.everything('O5', {by_epoch}, num_workers=2, max_epochs=1), {hooks})\n"
+        f'toy.run(pathlib.Path({str(tmp_path)!r}), **case)\n'
+    )
+    done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / 'preempted.pth').exists() == (sent is not None)
 
 
 def test_without_the_hook_of_exact_resumes_it_says_so(tmp_path: Path) -> None:

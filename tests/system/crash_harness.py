@@ -1,8 +1,7 @@
 """Kills trainings at random moments with SIGKILL and compares what they become with the uninterrupted run, bit for bit.
 
 ``python tests/system/crash_harness.py --kills 200 --seed 0 --report FILE.md``, or ``make crash-test``. Half of the kills wait
-for a checkpoint that is being written. Each attempt is a process of its own, forked from one that has imported everything and
-trained nothing.
+for a checkpoint that is being written. Each attempt is a process of its own.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,8 @@ import mmengine.runner.runner
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'support'))
+import forked
+import preemption  # noqa: F401  (its hooks)
 import toy
 from bits import differences
 
@@ -68,60 +68,36 @@ class Tally:
     failures: list[str] = field(default_factory=list)
 
 
-def start(work_dir: Path, case: dict[str, Any], main: Callable[[], None] | None = None) -> int:
-    """Train, or go on, in a forked process; returns its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        with open(work_dir.parent / f'{work_dir.name}.log', 'a') as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        # those of pytest write elsewhere
-        sys.stdout, sys.stderr = (os.fdopen(number, 'w', buffering=1, closefd=False) for number in (1, 2))
-        if main is not None:
-            main()
-        else:
-            toy.run(work_dir, resume=True, **case)
-        code = 0
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def train(work_dir: Path, case: dict[str, Any]) -> None:
+    """Train, or go on, in this process."""
+    torch.set_num_threads(1)
+    toy.run(work_dir, resume=True, **case)
 
 
-def kill(pid: int) -> None:
-    """SIGKILL to the process and its data workers."""
+def log_of(work_dir: Path) -> Path:
+    """What all processes that trained there wrote."""
+    return work_dir.parent / f'{work_dir.name}.log'
+
+
+def start(work_dir: Path, case: dict[str, Any]) -> BaseProcess:
+    """Train, or go on, in another process."""
+    return forked.start(log_of(work_dir), train, work_dir, case)
+
+
+def kill(process: BaseProcess) -> None:
+    """SIGKILL to the process and its data workers; returns when it has ended."""
+    # it may end in this very moment, or have no group yet
+    process.kill()
     with contextlib.suppress(ProcessLookupError):
-        # it may end in this very moment
-        os.killpg(pid, signal.SIGKILL)
-
-
-def wait(pid: int, seconds: float, until: Callable[[], bool] = lambda: False) -> int | None:
-    """The exit code, or None when the time is over or the condition has come true first."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if until():
-            return None
-        time.sleep(0.0003)
-    return None
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()
 
 
 def finish(work_dir: Path, case: dict[str, Any]) -> None:
     """Let a training come to its end."""
-    code = wait(start(work_dir, case), 300)
+    code = forked.wait(start(work_dir, case), 300)
     if code != 0:
-        log = (work_dir.parent / f'{work_dir.name}.log').read_text()
-        raise RuntimeError(f'the training in {work_dir} ended with {code}:\n{log[-3000:]}')
+        raise RuntimeError(f'the training in {work_dir} ended with {code}:\n{log_of(work_dir).read_text()[-3000:]}')
 
 
 def result(work_dir: Path) -> dict[str, Any]:
@@ -173,24 +149,23 @@ def torture(
             tally.failures.append(f'{work_dir.name}: iteration {best} had been saved, but {place} is all that is left')
         best = max(best, place)
         tally.resumed += place > 0
-        pid = start(work_dir, case)
+        process = start(work_dir, case)
         if in_write:
             # wait for the n-th write of this attempt, then a moment into it
             pause, number = dice.random() * 0.004, dice.randrange(1, 6)
-            code = _wait_for_write(pid, work_dir, number, pause)
+            code = _wait_for_write(process, work_dir, number, pause)
         else:
-            code = wait(pid, dice.random() * whole)
+            code = forked.wait(process, dice.random() * whole)
         if code is None:
-            kill(pid)
-            _, status = os.waitpid(pid, 0)
-            if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            kill(process)
+            if process.exitcode != -signal.SIGKILL:
                 continue
             done += 1
             tally.kills += 1
             tally.kinds[level, kind] += 1
             tally.writing += any(work_dir.glob('*.amp-part'))
         elif code != 0:
-            raise RuntimeError((work_dir.parent / f'{work_dir.name}.log').read_text()[-4000:])
+            raise RuntimeError(log_of(work_dir).read_text()[-4000:])
         else:
             break
     finish(work_dir, case)
@@ -201,7 +176,7 @@ def torture(
         shutil.rmtree(work_dir)
 
 
-def _wait_for_write(pid: int, work_dir: Path, number: int, pause: float) -> int | None:
+def _wait_for_write(process: BaseProcess, work_dir: Path, number: int, pause: float) -> int | None:
     seen = 0
     present = False
 
@@ -212,7 +187,7 @@ def _wait_for_write(pid: int, work_dir: Path, number: int, pause: float) -> int 
         present = now
         return seen >= number
 
-    code = wait(pid, 60, writing)
+    code = forked.wait(process, 60, writing)
     if code is None:
         time.sleep(pause)
     return code
@@ -230,7 +205,6 @@ def run(
         levels: The opt levels.
         kinds: Keys of ``KINDS``.
     """
-    torch.set_num_threads(1)
     dice = random.Random(seed)
     tally = Tally()
     references: dict[tuple[str, str], tuple[dict[str, Any], float]] = {}

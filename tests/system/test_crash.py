@@ -6,16 +6,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import crash_harness
 import pytest
 from grid import grid, long
+
+from amp_wrapper.checkpoint import random_state
 
 TESTS = Path(__file__).parent
 
 
 def _run(name: str, tmp_path: Path, *arguments: str) -> str:
     report = tmp_path / 'report.md'
-    # a process of its own: the harness forks, and its logging is not for the other tests
+    # a process of its own: its logging is not for the other tests
     done = subprocess.run(
         [sys.executable, str(TESTS / name), *arguments, '--report', str(report)],
         capture_output=True,
@@ -36,20 +41,17 @@ def test_killed_trainings_become_the_uninterrupted_ones(kills: int, levels: tupl
     assert '- 0 differences.' in page
 
 
+def _train_without_random_states(work_dir: Path, case: dict[str, Any], train: Any = crash_harness.train) -> None:
+    with mock.patch.object(random_state, 'restore', return_value=[]):
+        train(work_dir, case)
+
+
 @long
 @pytest.mark.timeout(600)
-def test_the_comparison_sees_what_differs(tmp_path: Path) -> None:
+def test_the_comparison_sees_what_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test: where random states are not put back, the harness reports differences."""
-    script = (
-        'import sys; sys.path.insert(0, sys.argv[1]); import crash_harness as c, pathlib\n'
-        'from amp_wrapper.checkpoint import random_state; random_state.restore = lambda *a: []\n'
-        "tally = c.run(3, 1, pathlib.Path(sys.argv[2]), levels=('O5',), kinds=('epochs',))\n"
-        'sys.exit(0 if tally.failures else 1)'
-    )
-    done = subprocess.run(
-        [sys.executable, '-c', script, str(TESTS), str(tmp_path)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    monkeypatch.setattr(crash_harness, 'train', _train_without_random_states)
+    assert crash_harness.run(3, 1, tmp_path, levels=('O5',), kinds=('epochs',)).failures
 
 
 @grid

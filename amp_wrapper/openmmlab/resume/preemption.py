@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,17 +30,32 @@ from .exact_resume import ExactResumeHook
 
 
 class _IgnoreSignals:
-    """A ``worker_init_fn`` that makes data workers ignore the signals: they end with their loader, or with the training."""
+    """A ``worker_init_fn`` that makes data workers ignore the signals: they end with their loader, or with the training.
 
-    def __init__(self, signals: Sequence[signal.Signals], then: Any) -> None:
+    Args:
+        signals: Those to ignore.
+        then: The ``worker_init_fn`` of the user, or None.
+        is_ending: Memory that the training process and its workers share: not zero once that process ends. It sends its
+            workers SIGTERM then, and waits for them.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals], then: Any, is_ending: Any) -> None:
         self.signals = signals
         self.then = then
+        self.is_ending = is_ending
 
     def __call__(self, worker_id: int) -> None:
         for number in self.signals:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, self._receive)
+            # libraries that read files are not told
+            signal.siginterrupt(number, False)
         if self.then is not None:
             self.then(worker_id)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.is_ending.value:
+            # as torch's workers do where nothing is ignored
+            os._exit(0)
 
 
 def _is_accumulating(runner: Any) -> bool:
@@ -104,10 +122,13 @@ class PreemptionHook(Hook):
 
     def _protect_workers(self, runner: Any) -> None:
         """Schedulers send the signal to every process, and a data worker that dies of it would take the training along."""
+        is_ending = multiprocessing.RawValue('b', 0)
+        # at the end of this process, before multiprocessing ends its children
+        Finalize(None, setattr, (is_ending, 'value', 1), exitpriority=0)
         loops = [runner.train_loop, runner.val_loop]
         for loader in (loop.dataloader for loop in loops if isinstance(getattr(loop, 'dataloader', None), DataLoader)):
             if loader.num_workers and not isinstance(loader.worker_init_fn, _IgnoreSignals):
-                loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn)
+                loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn, is_ending)
                 if loader is runner.train_loop.dataloader:
                     restart_iterator(runner.train_loop)
 
