@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bits import differences
+from grid import but, but_every, long
 from torch import Tensor, nn
 from toy_compiled import fresh
 
@@ -123,7 +125,7 @@ def test_export(level: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize('way', ['model', 'function'])
-@pytest.mark.parametrize('level', ['O1', 'O2', 'O4', 'O5'])
+@pytest.mark.parametrize('level', but(['O2', 'O4'], ['O1', 'O2', 'O4', 'O5'], long))
 def test_modules_that_count_their_hooks(level: str, way: str, device: torch.device) -> None:
     """Encoders of torch look for hooks before they take a shorter way in evaluation: one graph, as without casts."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
@@ -160,8 +162,10 @@ class Paused(nn.Module):
         return found, tables(y)
 
 
-@pytest.mark.parametrize('way', ['model', 'in place', 'part', 'forward', 'function'])
-@pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
+@pytest.mark.parametrize(
+    ('level', 'way'),
+    but_every(2, itertools.product(('O1', 'O4', 'O5'), ('model', 'in place', 'part', 'forward', 'function')), long),
+)
 def test_autocast_where_casts_are_paused(level: str, way: str, device: torch.device) -> None:
     """Blocks of torch.autocast act there without the tables of O1 and O4, whether the region around is in the graph or not."""
     whole = nn.Sequential(nn.Linear(4, 4), Paused()).to(device)

@@ -35,7 +35,7 @@ def train(level: str, way: str, device: torch.device, steps: int = 4) -> tuple[l
         return losses, {**state, 'outputs': outputs}, copy.deepcopy(counters)
 
 
-@pytest.mark.parametrize(('level', 'way'), but_every(2, CASES, long))
+@pytest.mark.parametrize(('level', 'way'), but_every(4, CASES, long))
 def test_whole_graphs(level: str, way: str, device: torch.device) -> None:
     """``fullgraph=True`` in training and evaluation. The modules inside assert their types where they are traced."""
     losses, state, counters = train(level, way, device)
@@ -95,7 +95,7 @@ def test_gradients_against_float64(level: str, backend: str, device: torch.devic
     assert 0 < max(eager.values()) < 64 * unit
 
 
-@pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
+@pytest.mark.parametrize('level', but(['O1', 'O5'], ['O1', 'O4', 'O5'], long))
 def test_nothing_is_compiled_again(level: str, device: torch.device) -> None:
     """After the first step: neither by regions that are opened anew, nor by masters, nor by the loss scale."""
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_nothing_is_compiled_again(level: str, device: torch.device) -> None:
 
 def test_a_model_that_ran_before_it_was_cast(device: torch.device) -> None:
     """Nothing of what was compiled in FP32 is used afterwards, although torch does not look at hooks."""
-    for level in ('O0', 'O4', 'O5'):
+    for level in ('O4', 'O5'):
         ends = []
         for ran in (False, True):
             torch.manual_seed(0)

@@ -106,7 +106,7 @@ def types_of(results: Any) -> Any:
 
 @pytest.mark.parametrize(
     ('name', 'level'),
-    but_every(3, [(name, level) for name in CALLS for level in ('O0', 'O1', 'O2', 'O4', 'O5')], long),
+    but_every(6, [(name, level) for name in CALLS for level in ('O0', 'O1', 'O2', 'O4', 'O5')], long),
 )
 def test_types_in_a_graph(name: str, level: str, device: torch.device) -> None:
     """Inside of the model that is compiled, and of a function around it: those of the eager call, in one graph."""

@@ -61,6 +61,8 @@ def main(
         words: What the scenario reads besides.
         requests: For ``serve``: each a name, a folder and words.
     """
+    # amp.initialize collects garbage: not each time all that was imported
+    gc.freeze()
     # what torchrun would say
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)

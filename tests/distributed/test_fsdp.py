@@ -32,10 +32,6 @@ def _skip_old(device: torch.device) -> None:
         'fsdp_16bit_shards',
         'fsdp_types',
         'fsdp_raises_on_overflow',
-        'fsdp_accumulation',
-        'fsdp_types_of_gradients',
-        'fsdp_other_passes',
-        'fsdp_gradients_apart',
         'fsdp_reduction_in_fp32',
         'fsdp_collectives',
         'fsdp_bytes',
@@ -47,7 +43,6 @@ def _skip_old(device: torch.device) -> None:
         'fsdp_nan_and_the_largest',
         'fsdp_late_errors_come_early',
         'fsdp_evaluation_before_a_step',
-        'fsdp_mixed_types',
         'fsdp_begins_alike',
         'fsdp_other_calls',
         'fsdp_folders',
@@ -76,7 +71,20 @@ def test_two_ranks(two_ranks: ranks.Group, scenario: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize('words', [('quick',), pytest.param((), marks=long)], ids=['quick', 'all'])
-@pytest.mark.parametrize('scenario', ['fsdp_bits', 'fsdp_clipping', 'fsdp_overflow', 'fsdp_windows'])
+@pytest.mark.parametrize(
+    'scenario',
+    [
+        'fsdp_bits',
+        'fsdp_clipping',
+        'fsdp_overflow',
+        'fsdp_windows',
+        'fsdp_accumulation',
+        'fsdp_types_of_gradients',
+        'fsdp_other_passes',
+        'fsdp_gradients_apart',
+        'fsdp_mixed_types',
+    ],
+)
 def test_two_ranks_at_each_level(two_ranks: ranks.Group, scenario: str, words: tuple[str, ...], tmp_path: Path) -> None:
     two_ranks.succeed(tmp_path, scenario, *words)
 

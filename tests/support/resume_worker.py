@@ -1,4 +1,4 @@
-"""Runs toy trainings in a process of its own: ``python resume_worker.py FOLDER PHASE``.
+"""Runs toy trainings in a process of its own: ``forked.start(LOG, resume_worker.main, FOLDER, PHASE)``.
 
 FOLDER/cases.json maps names to {optim_wrapper, overrides, stop, stop_iter or stop_val, second (overrides), without,
 reference}. PHASE 'whole' trains in
@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ.setdefault('OMP_NUM_THREADS', '1')
-import torch
-
-sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ('support', 'system')]
 import mmengine.runner.runner
+import torch
 import toy
 
 from amp_wrapper.openmmlab.resume import data_order, early_stopping, rank_states, seen_data
@@ -90,7 +85,3 @@ def main(folder: Path, phase: str) -> None:
             if without != 'the place in the epoch' or 'max_counts' not in str(error):
                 raise
             shutil.rmtree(work_dir)
-
-
-if __name__ == '__main__':
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -97,7 +97,7 @@ def test_simple(level: str) -> None:
     assert re.search(rf'{level} on cpu: loss 0\.\d+$', text)
 
 
-@pytest.mark.parametrize('level', but(['O2', 'O4'], LEVELS, long))
+@pytest.mark.parametrize('level', but(['O2'], LEVELS, long))
 def test_dcgan(level: str, tmp_path: Path) -> None:
     text = command(EXAMPLES / 'dcgan_digits.py', '--opt-level', level, '--out', tmp_path, *TINY_GAN)
     check_options(level, text)
@@ -126,7 +126,7 @@ def test_dcgan(level: str, tmp_path: Path) -> None:
     assert kinds == {torch.float32, torch.int64}
 
 
-@pytest.mark.parametrize('level', but(['O2', 'O5'], LEVELS, long))
+@pytest.mark.parametrize('level', but(['O2'], LEVELS, long))
 def test_imagenet(level: str, tmp_path: Path) -> None:
     text = command(EXAMPLES / 'imagenet.py', '--opt-level', level, '--out', tmp_path, *TINY_IMAGES, '--epochs', '1')
     check_options(level, text)
@@ -470,6 +470,7 @@ def test_synthetic_images_are_the_same_each_time() -> None:
         a[30]
 
 
+@long
 def test_imagenet_learns_evaluates_and_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ('--synthetic', '80', '-b', '8', '--warmup-epochs', '0', '--opt-level', 'O4')
     saved = trained_images(tmp_path, *words, '--epochs', '2')

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import crash_harness
+import forked
 import pytest
+import resume_worker
 import toy
 from bits import differences
 from grid import but, long
 
-WORKER = Path(__file__).parents[1] / 'support' / 'resume_worker.py'
 SGD = dict(type='SGD', lr=0.2, momentum=0.9, weight_decay=1e-3)
 ADAMW = dict(type='AdamW', lr=0.02, weight_decay=0.05, eps=1e-4)
 SCHEDULE = [
@@ -140,11 +138,9 @@ def _broken_cases() -> dict[str, dict[str, Any]]:
 
 
 def _run(folder: Path, phase: str) -> None:
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(folder), phase], capture_output=True, text=True, env=environment, timeout=600
-    )
-    assert done.returncode == 0, f'{phase}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}'
+    log = folder / f'{phase}.log'
+    code = forked.wait(forked.start(log, resume_worker.main, folder, phase), 600)
+    assert code == 0, f'{phase} ended with {code}:\n{log.read_text()[-4000:]}'
 
 
 #: What ``make test`` trains; the grids train the rest.

@@ -50,9 +50,8 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
 
     checkpoint = str(tmp_path / 'whole' / 'epoch_2.pth')
     testing = ['--work-dir', str(tmp_path / 'test'), '--cfg-options', 'log_level=WARNING']
-    for level in ('O2', 'O4'):
-        said = tool('tools/test.py', config, checkpoint, '--opt-level', level, *testing)
-        assert f'Tested at {level}: accuracy/top1 ' in said
+    said = tool('tools/test.py', config, checkpoint, '--opt-level', 'O4', *testing)
+    assert 'Tested at O4: accuracy/top1 ' in said
 
 
 @grid

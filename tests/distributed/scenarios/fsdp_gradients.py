@@ -21,12 +21,13 @@ from scenarios.fsdp import HALF, Net, data, mesh_of, our_fused, plain_adamw, tra
 @scenario
 def fsdp_types_of_gradients(here: Here) -> None:
     """Gradients of one backward pass are 16-bit, with the numbers that FSDP2 gives in FP32; sums of several are FP32."""
-    for level, clip in (
+    cases: list[tuple[str, Any]] = [
         ('O2', None),
         ('O5', None),
         ('O5', dict(max_norm=0.1)),
         ('O2', dict(type='value', clip_value=0.01)),
-    ):
+    ]
+    for level, clip in cases[::2] if 'quick' in here.words else cases:
         for counts in (1, 3):
             for sharding in ({}, dict(reduce_dtype='float32')) if clip is None else ({},):
                 found: list[Any] = []
@@ -82,7 +83,7 @@ def _generator(here: Here) -> torch.Generator:
 @scenario
 def fsdp_other_passes(here: Here) -> None:
     """Passes that nobody has announced, and penalties on the shards, before, in and after the pass of the wrapper."""
-    for level in ('O2', 'O5'):
+    for level in ('O5',) if 'quick' in here.words else ('O2', 'O5'):
         for acts in ('wp', 'wpp', 'pw', 'wwp', 'W', 'Wp', 'pW', 'wW', 'c'):
             found = []
             for kind in (our_fused, plain_adamw):
@@ -120,7 +121,7 @@ def fsdp_other_passes(here: Here) -> None:
 @scenario
 def fsdp_gradients_apart(here: Here) -> None:
     """``no_sync`` sums in FP32, whatever the number of micro-batches, unless another type is asked for."""
-    for level in ('O0', 'O2', 'O4', 'O5'):
+    for level in ('O2', 'O5') if 'quick' in here.words else ('O0', 'O2', 'O4', 'O5'):
         found = {}
         for name, words in (
             ('each', {}),
