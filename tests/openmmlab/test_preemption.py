@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -158,15 +159,22 @@ def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize('sent', but([3], [3, None]))
-@pytest.mark.parametrize('by_epoch', but([False], [True, False]))
-def test_a_process_with_data_workers_ends(tmp_path: Path, by_epoch: bool, sent: int | None) -> None:
+@pytest.mark.parametrize(
+    ('by_epoch', 'sent', 'start'),
+    but(
+        [(False, 3, 'fork')],
+        itertools.product([True, False], [3, None], ['fork', 'spawn', 'forkserver']),
+        long,
+    ),
+)
+def test_a_process_with_data_workers_ends(tmp_path: Path, by_epoch: bool, sent: int | None, start: str) -> None:
     """An interpreter that runs nothing but the training, with workers that are still there when it ends."""
     hooks = f"PREEMPTION, *([] if {sent} is None else [dict(type='SendSignal', iteration={sent})])"
     script = (
         'import pathlib, toy\n'
         'from preemption import PREEMPTION, with_hooks\n'
         f"case = with_hooks(toy.everything('O5', {by_epoch}, num_workers=2, max_epochs=1), {hooks})\n"
+        f"case['train_dataloader'].update(multiprocessing_context={start!r}, persistent_workers=True)\n"
         f'toy.run(pathlib.Path({str(tmp_path)!r}), **case)\n'
     )
     done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60)

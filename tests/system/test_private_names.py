@@ -61,7 +61,7 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     _train_loop _global_step _last_value _run_forward
     numpy._core.multiarray ._reconstruct
     _params_refs _runtime_info _log_scalars
-    _getframe _fields _DummyThread
+    _getframe _fields _DummyThread _exit
     _base_ _delete_ _dataloader _evaluator mmcv._ext _unskipped _rank
     _build.json _loss_ _P
     """.split()

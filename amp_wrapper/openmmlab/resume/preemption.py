@@ -122,15 +122,23 @@ class PreemptionHook(Hook):
 
     def _protect_workers(self, runner: Any) -> None:
         """Schedulers send the signal to every process, and a data worker that dies of it would take the training along."""
+        loaders = [getattr(loop, 'dataloader', None) for loop in (runner.train_loop, runner.val_loop)]
+        exposed = [
+            loader
+            for loader in loaders
+            if isinstance(loader, DataLoader)
+            and loader.num_workers
+            and not isinstance(loader.worker_init_fn, _IgnoreSignals)
+        ]
+        if not exposed:
+            return
         is_ending = multiprocessing.RawValue('b', 0)
         # at the end of this process, before multiprocessing ends its children
         Finalize(None, setattr, (is_ending, 'value', 1), exitpriority=0)
-        loops = [runner.train_loop, runner.val_loop]
-        for loader in (loop.dataloader for loop in loops if isinstance(getattr(loop, 'dataloader', None), DataLoader)):
-            if loader.num_workers and not isinstance(loader.worker_init_fn, _IgnoreSignals):
-                loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn, is_ending)
-                if loader is runner.train_loop.dataloader:
-                    restart_iterator(runner.train_loop)
+        for loader in exposed:
+            loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn, is_ending)
+            if loader is runner.train_loop.dataloader:
+                restart_iterator(runner.train_loop)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         # nothing but a note: whatever runs now must come to its end
