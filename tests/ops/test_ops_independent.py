@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from grid import but
+from grid import but, long
 from ops_models import (
     FLOATS,
     LISTED,
@@ -84,7 +84,7 @@ def report(capability: str, implementation: str) -> Any:
     return in_fresh_process(WORKER, environment=chosen)
 
 
-@pytest.mark.parametrize('implementation', but([''], ['', 'reference']), ids=['compiled', 'reference'])
+@pytest.mark.parametrize('implementation', but([''], ['', 'reference'], long), ids=['compiled', 'reference'])
 @pytest.mark.parametrize('capability', but(['avx2'], ['default', 'avx2', 'avx512']))
 def test_instruction_sets_give_the_same_bits(capability: str, implementation: str, device: torch.device) -> None:
     if device.type != 'cpu':

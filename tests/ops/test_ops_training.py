@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from grid import but
+from grid import but, long
 from ops_models import bits, in_fresh_process, without_compiled
 
 from amp_wrapper import ops
@@ -70,7 +70,7 @@ def train(level: str, device: torch.device) -> dict[str, Any]:
     )
 
 
-@pytest.mark.parametrize('level', but(['O2'], ['O2', 'O5']))
+@pytest.mark.parametrize('level', but(['O2'], ['O2', 'O5'], long))
 def test_the_reference_trains_to_the_same_bits(level: str, device: torch.device) -> None:
     if without_compiled(device):
         pytest.skip(without_compiled(device))

@@ -11,7 +11,7 @@ from unittest import mock
 
 import crash_harness
 import pytest
-from grid import grid, long
+from grid import long
 
 from amp_wrapper.checkpoint import random_state
 
@@ -54,7 +54,7 @@ def test_the_comparison_sees_what_differs(tmp_path: Path, monkeypatch: pytest.Mo
     assert crash_harness.run(3, 1, tmp_path, levels=('O5',), kinds=('epochs',)).failures
 
 
-@grid
+@long
 @pytest.mark.timeout(600)
 def test_damaged_files_give_typed_errors_and_change_nothing(tmp_path: Path) -> None:
     page = _run('fuzz_checkpoints.py', tmp_path, '--files', '300', '--seed', '4')

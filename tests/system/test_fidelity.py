@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from grid import grid
+from grid import grid, long
 from torch import nn
 
 from benchmarks import fidelity, fidelity_page, fidelity_plot, fidelity_statistics, fidelity_tasks, pages
@@ -71,8 +71,7 @@ def test_a_benchmark_goes_on_where_it_was_interrupted(
     assert pages.part(docs, 'metrics') == fidelity_page.metric_table(again)
 
 
-@grid
-@pytest.mark.parametrize('name', TASKS)
+@pytest.mark.parametrize('name', [pytest.param(name, marks=grid if name in ('cnn', 'vit') else long) for name in TASKS])
 def test_every_task_trains(name: str, one_thread: None) -> None:
     """With its metric, in bfloat16 and with stock autocast."""
     torch.set_num_threads(1)
