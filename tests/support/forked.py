@@ -47,16 +47,24 @@ def _context() -> Any:
     return context
 
 
-def _kill(processes: list[BaseProcess]) -> None:
+def kill(process: BaseProcess) -> None:
+    """SIGKILL to a process and those that it has started; returns when it has ended."""
+    # it may be no group yet: then it has started none
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(cast(int, process.pid), signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _kill_all(processes: list[BaseProcess]) -> None:
     for process in processes:
         if process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(cast(int, process.pid), signal.SIGKILL)
+            kill(process)
 
 
 _started: list[BaseProcess] = []
 # the caller would wait for them at its end, whatever became of its tests
-Finalize(None, _kill, (_started,), exitpriority=0)
+Finalize(None, _kill_all, (_started,), exitpriority=0)
 
 
 def start(log: Path, target: Callable[..., None], *args: Any) -> BaseProcess:

@@ -7,7 +7,6 @@ for a checkpoint that is being written. Each attempt is a process of its own.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
 import random
@@ -84,15 +83,6 @@ def start(work_dir: Path, case: dict[str, Any]) -> BaseProcess:
     return forked.start(log_of(work_dir), train, work_dir, case)
 
 
-def kill(process: BaseProcess) -> None:
-    """SIGKILL to the process and its data workers; returns when it has ended."""
-    # it may end in this very moment, or have no group yet
-    process.kill()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.join()
-
-
 def finish(work_dir: Path, case: dict[str, Any]) -> None:
     """Let a training come to its end."""
     code = forked.wait(start(work_dir, case), 300)
@@ -157,7 +147,7 @@ def torture(
         else:
             code = forked.wait(process, dice.random() * whole)
         if code is None:
-            kill(process)
+            forked.kill(process)
             if process.exitcode != -signal.SIGKILL:
                 continue
             done += 1
