@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _python_dispatch, checkpoint
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 _Hooks = dict[int, Callable[..., Any]]
@@ -223,6 +224,16 @@ def wrap_apply(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Let the next iterator of a loader start workers anew, with the loader's present ``worker_init_fn``.
+
+    With ``persistent_workers=True`` a loader keeps its first iterator, and nothing public lets go of it. Since 1.7.
+    """
+    if getattr(loader, '_iterator', None) is not None:
+        loader._iterator = None
+
 
 #: The hooks before, and after, the step of every optimizer. torch registers and removes them, and shows none. Since 2.0.
 global_pre_hooks: Any = _global_optimizer_pre_hooks

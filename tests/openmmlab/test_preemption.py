@@ -140,6 +140,7 @@ def test_the_command(tmp_path: Path) -> None:
 def test_a_signal_to_the_whole_group_spares_the_data_workers(tmp_path: Path, by_epoch: bool) -> None:
     """As cluster schedulers send it."""
     case = toy.everything('O5', by_epoch, num_workers=2)
+    case['train_dataloader'].update(persistent_workers=not by_epoch)
     whole, part = tmp_path / 'whole', tmp_path / 'part'
     for folder in (whole, part):
         folder.mkdir()
@@ -180,6 +181,13 @@ def test_a_process_with_data_workers_ends(tmp_path: Path, by_epoch: bool, sent: 
     done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / 'preempted.pth').exists() == (sent is not None)
+
+
+def test_a_forked_process_ends_by_the_signal(tmp_path: Path) -> None:
+    """One that is forked during the training, as by a hook, does not keep the hook's handler."""
+    with_fork = dict(type='Forks', iteration=2)
+    toy.run(tmp_path, **with_hooks(toy.everything('O5', max_epochs=1), PREEMPTION, with_fork))
+    assert (tmp_path / 'ended').read_text() == str(-signal.SIGTERM)
 
 
 def test_without_the_hook_of_exact_resumes_it_says_so(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import os
 import signal
 import time
@@ -44,6 +45,23 @@ class Marks(Hook):
         if runner.iter == self.iteration:
             (Path(runner.work_dir) / 'mark').write_text('')
             time.sleep(1)
+
+
+@HOOKS.register_module()
+class Forks(Hook):
+    """Forks a process that waits, ends it with SIGTERM, and writes its exit code."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == self.iteration:
+            process = multiprocessing.get_context('fork').Process(target=time.sleep, args=(30,))
+            process.start()
+            process.terminate()
+            process.join(20)
+            process.kill()
+            (Path(runner.work_dir) / 'ended').write_text(str(process.exitcode))
 
 
 def with_hooks(case: dict[str, Any], *hooks: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from torch.library import Library
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from tried_names import public_names, tried_names
 
 import amp_wrapper
@@ -421,3 +422,11 @@ def test_what_is_in_metadata(tmp_path: Path) -> None:
     others = set(asked) - known
     assert asked and {module for module, _ in others} <= {'torch'}
     assert all(isinstance(getattr(torch, name), torch.dtype) for _, name in others)
+
+
+def test_workers_are_started_anew() -> None:
+    loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=True)
+    first = iter(loader)
+    assert iter(loader) is first
+    torch_internals.forget_workers(loader)
+    assert iter(loader) is not first

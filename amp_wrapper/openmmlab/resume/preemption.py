@@ -23,6 +23,7 @@ from ...checkpoint import file as checkpoint_file
 from ...errors import AmpConfigError
 from ...policy.options import is_whole
 from ...registry import HOOKS
+from ...torch_internals import forget_workers
 from .. import shard_files
 from ..patches.saving import PREEMPTED, collect_states, is_local, mark_save
 from .data_order import restart_iterator
@@ -98,6 +99,7 @@ class PreemptionHook(Hook):
         self.signals = [signal.Signals[name] for name in names]
         self.exit_code = int(exit_code)
         self._received = ''
+        self._process = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
         self._group: Any = None
 
@@ -109,6 +111,7 @@ class PreemptionHook(Hook):
             )
             return
         self._received = ''
+        self._process = os.getpid()
         self._protect_workers(runner)
         if not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
             runner.logger.warning(
@@ -137,10 +140,17 @@ class PreemptionHook(Hook):
         Finalize(None, setattr, (is_ending, 'value', 1), exitpriority=0)
         for loader in exposed:
             loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn, is_ending)
+            # persistent ones have been started before
+            forget_workers(loader)
             if loader is runner.train_loop.dataloader:
                 restart_iterator(runner.train_loop)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # forked from the training: the signal means there what it means by itself
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         # nothing but a note: whatever runs now must come to its end
         self._received = signal.Signals(number).name
 
