@@ -47,6 +47,11 @@ class Marks(Hook):
             time.sleep(1)
 
 
+def _wait(runs: Any) -> None:
+    runs.set()
+    time.sleep(30)
+
+
 @HOOKS.register_module()
 class Forks(Hook):
     """Forks a process that waits, ends it with SIGTERM, and writes its exit code."""
@@ -56,8 +61,12 @@ class Forks(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         if runner.iter == self.iteration:
-            process = multiprocessing.get_context('fork').Process(target=time.sleep, args=(30,))
+            context = multiprocessing.get_context('fork')
+            # Python drops signals that arrive while a process is being forked
+            runs = context.Event()
+            process = context.Process(target=_wait, args=(runs,))
             process.start()
+            assert runs.wait(20)
             process.terminate()
             process.join(20)
             process.kill()
