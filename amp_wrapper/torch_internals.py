@@ -223,7 +223,7 @@ def wrap_apply(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None
     nn.Module._apply = wrap(nn.Module._apply)  # type: ignore[method-assign]
 
 
-# -- optimizers --------------------------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------------------------------
 
 
 def forget_workers(loader: DataLoader[Any]) -> None:
@@ -234,6 +234,8 @@ def forget_workers(loader: DataLoader[Any]) -> None:
     if getattr(loader, '_iterator', None) is not None:
         loader._iterator = None
 
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
 
 #: The hooks before, and after, the step of every optimizer. torch registers and removes them, and shows none. Since 2.0.
 global_pre_hooks: Any = _global_optimizer_pre_hooks

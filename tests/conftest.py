@@ -22,8 +22,10 @@ import torch
 import torch._dynamo
 from missing import SkipsWhatLacksAPackage, missing
 
+from amp_wrapper import torch_internals
 from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.patching import graphs_are_gone, patches
+from amp_wrapper.engine import host_read
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,6 +94,11 @@ def _left_behind() -> list[str]:
         'patched functions': patches.in_place,
         'autocast': torch.is_autocast_enabled('cpu') or torch.is_autocast_enabled('cuda'),
         'cover against interrupts': regions._covered > 0,
+        # steps wait for the host where there are any but those of the package
+        'hooks of all optimizers': bool(
+            set(map(id, [*torch_internals.global_pre_hooks.values(), *torch_internals.global_post_hooks.values()]))
+            - set(map(id, host_read._harmless))
+        ),
         'no gradients': not torch.is_grad_enabled(),
     }
     return [name for name, is_left in left.items() if is_left]

@@ -65,8 +65,7 @@ def launch(
             end = min(end, time.monotonic() + (3 if -signal.SIGKILL in codes else 10))
         time.sleep(0.05)
     for rank in ranks:
-        rank.kill()
-        rank.join()
+        forked.kill(rank)
     return [Ended(cast(int, rank.exitcode), log.read_text()) for rank, log in zip(ranks, logs)]
 
 
@@ -131,6 +130,5 @@ class Group:
             requests.close()
         for rank in self._ranks:
             rank.join(20)
-            rank.kill()
-            rank.join()
+            forked.kill(rank)
         self._ranks, self._requests = [], []

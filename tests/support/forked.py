@@ -48,18 +48,18 @@ def _context() -> Any:
 
 
 def kill(process: BaseProcess) -> None:
-    """SIGKILL to a process and those that it has started; returns when it has ended."""
-    # it may be no group yet: then it has started none
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(cast(int, process.pid), signal.SIGKILL)
-    process.kill()
+    """SIGKILL to a process that has not ended yet, and to those that it has started; returns when it has ended."""
+    if process.exitcode is None:
+        # it may be no group yet: then it has started none
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(cast(int, process.pid), signal.SIGKILL)
+        process.kill()
     process.join()
 
 
 def _kill_all(processes: list[BaseProcess]) -> None:
     for process in processes:
-        if process.exitcode is None:
-            kill(process)
+        kill(process)
 
 
 _started: list[BaseProcess] = []

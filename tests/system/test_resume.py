@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -108,6 +109,10 @@ def _exact_cases() -> dict[str, dict[str, Any]]:
     # resumed by a script that knows no seed before it reads the checkpoint
     no_seed = dict(randomness=dict(seed=None, deterministic=True))
     cases['O5-no-seed'] = _split(toy.everything('O5'), stop=2, second=no_seed)
+    persistent = toy.everything('O5', by_epoch=False, num_workers=2)
+    persistent['train_dataloader']['persistent_workers'] = True
+    cases['O5-persistent-iterations'] = _split(copy.deepcopy(persistent), stop_iter=17)
+    cases['O5-no-seed-persistent'] = _split(persistent, stop_iter=17, second=no_seed)
     cases['O5-no-seed-iterations'] = _split(toy.everything('O5', by_epoch=False), stop_iter=17, second=no_seed)
     return cases
 

@@ -12,15 +12,20 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from ...torch_internals import forget_workers
 from ..log import log
 
 
 def restart_iterator(loop: Any) -> None:
-    """Make a new data iterator for an iteration-based loop, which has made one when it was built; nothing for other loops.
+    """Let workers that are started anew load the data of a loop, by its present sampler and ``worker_init_fn``.
+
+    An iteration-based loop has made its iterator when it was built, and gets a new one.
 
     Args:
         loop: That has not fetched a batch yet.
     """
+    if isinstance(loop.dataloader, DataLoader):
+        forget_workers(loop.dataloader)
     if not isinstance(loop, IterBasedTrainLoop):
         return
     sampler = sampler_of(loop.dataloader)

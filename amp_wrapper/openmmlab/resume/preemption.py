@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Sequence
-from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,46 +15,16 @@ import torch.distributed
 from mmengine.dist import barrier, get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.optim import OptimWrapperDict
-from torch.utils.data import DataLoader
 
 from ...checkpoint import file as checkpoint_file
 from ...errors import AmpConfigError
 from ...policy.options import is_whole
 from ...registry import HOOKS
-from ...torch_internals import forget_workers
 from .. import shard_files
 from ..patches.saving import PREEMPTED, collect_states, is_local, mark_save
 from .data_order import restart_iterator
+from .data_workers import protect_workers
 from .exact_resume import ExactResumeHook
-
-
-class _IgnoreSignals:
-    """A ``worker_init_fn`` that makes data workers ignore the signals: they end with their loader, or with the training.
-
-    Args:
-        signals: Those to ignore.
-        then: The ``worker_init_fn`` of the user, or None.
-        is_ending: Memory that the training process and its workers share: not zero once that process ends. It sends its
-            workers SIGTERM then, and waits for them.
-    """
-
-    def __init__(self, signals: Sequence[signal.Signals], then: Any, is_ending: Any) -> None:
-        self.signals = signals
-        self.then = then
-        self.is_ending = is_ending
-
-    def __call__(self, worker_id: int) -> None:
-        for number in self.signals:
-            signal.signal(number, self._receive)
-            # libraries that read files are not told
-            signal.siginterrupt(number, False)
-        if self.then is not None:
-            self.then(worker_id)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.is_ending.value:
-            # as torch's workers do where nothing is ignored
-            os._exit(0)
 
 
 def _is_accumulating(runner: Any) -> bool:
@@ -64,6 +32,15 @@ def _is_accumulating(runner: Any) -> bool:
     wrapper = runner.optim_wrapper
     members = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
     return any(member.in_window if hasattr(member, 'in_window') else not member.should_update() for member in members)
+
+
+def _runs(loop: Any, frame: FrameType | None) -> bool:
+    """Whether a method of a loop is among the calls that a frame is in."""
+    while frame is not None:
+        if frame.f_locals.get('self') is loop:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @HOOKS.register_module()
@@ -99,7 +76,8 @@ class PreemptionHook(Hook):
         self.signals = [signal.Signals[name] for name in names]
         self.exit_code = int(exit_code)
         self._received = ''
-        self._process = os.getpid()
+        self._process = 0
+        self._loop: Any = None
         self._before: dict[signal.Signals, Any] = {}
         self._group: Any = None
 
@@ -111,7 +89,7 @@ class PreemptionHook(Hook):
             )
             return
         self._received = ''
-        self._process = os.getpid()
+        self._process, self._loop = os.getpid(), runner.train_loop
         self._protect_workers(runner)
         if not any(isinstance(hook, ExactResumeHook) for hook in runner.hooks):
             runner.logger.warning(
@@ -125,34 +103,18 @@ class PreemptionHook(Hook):
 
     def _protect_workers(self, runner: Any) -> None:
         """Schedulers send the signal to every process, and a data worker that dies of it would take the training along."""
-        loaders = [getattr(loop, 'dataloader', None) for loop in (runner.train_loop, runner.val_loop)]
-        exposed = [
-            loader
-            for loader in loaders
-            if isinstance(loader, DataLoader)
-            and loader.num_workers
-            and not isinstance(loader.worker_init_fn, _IgnoreSignals)
-        ]
-        if not exposed:
-            return
-        is_ending = multiprocessing.RawValue('b', 0)
-        # at the end of this process, before multiprocessing ends its children
-        Finalize(None, setattr, (is_ending, 'value', 1), exitpriority=0)
-        for loader in exposed:
-            loader.worker_init_fn = _IgnoreSignals(self.signals, loader.worker_init_fn, is_ending)
-            # persistent ones have been started before
-            forget_workers(loader)
-            if loader is runner.train_loop.dataloader:
-                restart_iterator(runner.train_loop)
+        for loop in (runner.train_loop, runner.val_loop):
+            if protect_workers(getattr(loop, 'dataloader', None), self.signals):
+                restart_iterator(loop)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            # forked from the training: the signal means there what it means by itself
-            signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == self._process and _runs(self._loop, frame):
+            # nothing but a note: whatever runs now must come to its end
+            self._received = signal.Signals(number).name
+        else:
+            # a process that was forked from the training, or one whose training has ended with an error
+            self._restore_signals()
             os.kill(os.getpid(), number)
-            return
-        # nothing but a note: whatever runs now must come to its end
-        self._received = signal.Signals(number).name
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Save and end the process, if any rank has got a signal and the step is complete."""
@@ -195,10 +157,15 @@ class PreemptionHook(Hook):
         """The training is over: signals mean again what they meant before."""
         self._stop_listening()
 
-    def _stop_listening(self) -> None:
+    def _restore_signals(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # None: a handler that Python does not know
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before.clear()
+        self._loop = None
+
+    def _stop_listening(self) -> None:
+        self._restore_signals()
         group, self._group = self._group, None
         if group is not None:
             # its threads could abort a process that ends under them
