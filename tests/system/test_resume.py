@@ -165,7 +165,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 #: As above, of the cases with everything that draws random numbers, counts or decides.
-SHORT_EXACT = ('O2-epochs-within', 'O5-iterations', 'O5-random-sampler', 'O5-no-seed')
+SHORT_EXACT = ('O2-epochs-within', 'O5-iterations', 'O5-random-sampler', 'O5-no-seed', 'O5-no-seed-persistent')
 
 
 def _exact_runs(folder: Path, cases: dict[str, dict[str, Any]], expected: Iterable[str]) -> dict[str, dict[str, Any]]:
