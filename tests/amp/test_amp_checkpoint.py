@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import same
+from command_line import python
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from toy_amp import (
@@ -183,9 +182,7 @@ def test_resume_in_a_fresh_process(tmp_path: Path, device: torch.device) -> None
         wanted[level, kind] = _train(level, kind, device, None, 12)
         gc.collect()
     command = f'import test_amp_checkpoint as t; t.resume({str(tmp_path)!r}, {device.type!r})'
-    ended = subprocess.run(
-        [sys.executable, '-c', command], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=300
-    )
+    ended = python('-c', command, cwd=Path(__file__).parent)
     assert ended.returncode == 0, ended.stderr[-3000:]
     for (level, kind), one_run in wanted.items():
         second = torch.load(tmp_path / f'{level}{kind}.second', weights_only=True)

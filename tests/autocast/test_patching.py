@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import types
@@ -19,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import python
 from fp32_functions import ME, product, seen, square
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss as imported_by_name
@@ -388,13 +388,7 @@ def test_op_sets_bring_their_methods_to_another_process(tmp_path: Path) -> None:
     )
     root = str(Path(op_set.__file__).parents[2])
     for code in (dump, load):
-        done = subprocess.run(
-            [sys.executable, '-c', code],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, 'PYTHONPATH': root},
-        )
+        done = python('-c', code, cwd=tmp_path, env={**os.environ, 'PYTHONPATH': root})
         assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == 'torch.float32'
 

@@ -7,8 +7,6 @@ import functools
 import inspect
 import logging
 import pickle
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import python
 from mmengine.runner import turn_on_activation_checkpointing
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -381,7 +380,7 @@ assert set(seen) == {torch.float32}, seen
 
 
 def test_names_and_decorated_functions_from_before_the_import() -> None:
-    done = subprocess.run([sys.executable, '-W', 'ignore', '-c', BEFORE], capture_output=True, text=True, check=False)
+    done = python('-c', BEFORE)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,13 +6,13 @@ import hashlib
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import differences
+from command_line import python
 from foreign_files import FOREIGN, KINDS, POSITION, ROOT, SCALES, losses_file, read
 from grid import but_every
 
@@ -217,13 +217,7 @@ def test_the_page_shows_what_the_tool_says(tmp_path: Path, capsys: pytest.Captur
 def test_errors_are_one_line_and_exit_1(tmp_path: Path) -> None:
     (tmp_path / 'half.pth').write_bytes((FOREIGN / 'ema.pth').read_bytes()[:5000])
     for path, words in (('half.pth', 'is truncated'), ('none.pth', 'is not there')):
-        done = subprocess.run(
-            [sys.executable, 'tools/convert_checkpoint.py', str(tmp_path / path), '--inspect'],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = _tool(str(tmp_path / path), '--inspect')
         assert done.returncode == 1 and done.stdout == ''
         lines = [line for line in done.stderr.splitlines() if 'Warning' not in line and line.strip()]
         assert len(lines) == 1 and words in lines[0] and lines[0].startswith('AmpCheckpointError: '), done.stderr
@@ -233,8 +227,7 @@ def test_errors_are_one_line_and_exit_1(tmp_path: Path) -> None:
 
 
 def _tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / 'tools/convert_checkpoint.py'), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    return python(ROOT / 'tools/convert_checkpoint.py', *arguments)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import make_foreign
 import pytest
 import torch
 from bits import differences
+from command_line import python
 from foreign_files import (
     FOREIGN,
     KINDS,
@@ -124,13 +123,7 @@ def test_the_configuration_decides_whether_an_apex_scale_moves(static: bool, kep
 
 def test_the_files_are_what_the_script_makes(tmp_path: Path) -> None:
     """In a process of its own, which ends with an error if it ever imported amp_wrapper."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / 'tests' / 'support' / 'make_foreign.py'), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, 'OMP_NUM_THREADS': '1'},
-        timeout=300,
-    )
+    done = python(ROOT / 'tests' / 'support' / 'make_foreign.py', tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert {path.stem for path in tmp_path.glob('*.pth')} == set(KINDS)
     for name in KINDS:
@@ -173,14 +166,8 @@ def run_stock_worker(folder: Path, cases: dict[str, Any]) -> dict[str, Any]:
     """Resume each case in one process that never imports this package."""
     (folder / 'cases.json').write_text(json.dumps(cases))
     # mmengine's own files hold its HistoryBuffer, which torch refuses without this variable
-    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / 'tests' / 'support' / 'stock_worker.py'), str(folder)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    environment = {**os.environ, 'TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD': '1'}
+    done = python(ROOT / 'tests' / 'support' / 'stock_worker.py', folder, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / 'results.pth', weights_only=True)
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ROOT
+from command_line import ROOT, python
 from grid import grid
 from mmengine.config import Config
 from toy import checkpoint
@@ -33,7 +33,7 @@ def typed(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Complet
     # as in a shell where the environment is active
     path = f'{SCRIPT.parent}{os.pathsep}{os.environ["PATH"]}'
     env = {**os.environ, 'OMP_NUM_THREADS': '1', 'PATH': path, **variables}
-    return subprocess.run([str(SCRIPT), *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return python(SCRIPT, *words, cwd=cwd, env=env)
 
 
 def loaded(*words: str) -> set[str]:

@@ -6,11 +6,11 @@ import copy
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import python
 from grid import but, long
 from torch.utils.data import DataLoader
 
@@ -105,20 +105,9 @@ sys.exit(child.exitcode is None or child.exitcode)
     ids=['stuck', 'subprocess', 'failed', 'again'],
 )
 def test_how_a_process_ends(tmp_path: Path, script: str, code: int, saves: bool) -> None:
-    process = subprocess.Popen(
-        [sys.executable, '-c', BEGIN + script, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said = process.communicate(timeout=100)[0]
-    finally:
-        # also what it has left behind
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == code, said[-3000:]
+    done = python('-c', BEGIN + script, tmp_path, timeout=100)
+    said = done.stdout + done.stderr
+    assert done.returncode == code, said[-3000:]
     assert 'is killed by signal' not in said
     assert (tmp_path / 'preempted.pth').exists() == saves
 

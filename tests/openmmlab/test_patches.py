@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pathlib
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from command_line import python
 from mmengine.hooks import Hook
 from mmengine.runner import FlexibleRunner, Runner
 
@@ -80,8 +80,7 @@ print([type(hook).__name__ for hook in runner.hooks][-3:])
 )
 def test_a_runner_that_is_older_than_the_patches(tmp_path: Path, hooks: list[Any], last: list[str]) -> None:
     """The scope of a type imports this package, when the runner has its hooks already."""
-    command = [sys.executable, '-c', LATE, str(tmp_path), repr(hooks)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python('-c', LATE, tmp_path, repr(hooks))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == repr(last)
 

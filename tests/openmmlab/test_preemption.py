@@ -16,6 +16,7 @@ import pytest
 import torch
 import toy
 from bits import differences
+from command_line import python
 from grid import but, grid, long
 from preemption import PREEMPTION, with_hooks
 
@@ -91,10 +92,7 @@ def test_every_problem_is_named() -> None:
 @pytest.mark.timeout(300)
 def test_two_processes_agree(tmp_path: Path) -> None:
     """The signal reaches one rank only; both save and end in the same iteration."""
-    done = subprocess.run(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', str(WORKER), str(tmp_path)],
-        capture_output=True, text=True, timeout=240, env={**os.environ, 'OMP_NUM_THREADS': '1'},
-    )  # fmt: skip
+    done = python('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', WORKER, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     left, right = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part'))
     assert (tmp_path / 'saved').read_text() == '6'
@@ -130,7 +128,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert process.wait(60) == 0, ''.join(lines[-20:])
     assert 'amp: SIGTERM: saved' in lines[-1] and 'Go on with --resume.' in lines[-1]
     begin = time.monotonic()
-    done = subprocess.run([*command, '--resume'], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    done = python(*command[1:], '--resume')
     assert done.returncode == 0, done.stderr[-3000:]
     assert 'resuming from' in done.stdout and 'preempted.pth' in done.stdout
     assert 'Finished: epoch 10, iteration 230' in done.stdout and time.monotonic() > begin
@@ -179,7 +177,7 @@ def test_a_process_with_data_workers_ends(tmp_path: Path, by_epoch: bool, sent: 
         f"case['train_dataloader'].update(multiprocessing_context={start!r}, persistent_workers=True)\n"
         f'toy.run(pathlib.Path({str(tmp_path)!r}), **case)\n'
     )
-    done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=60)
+    done = python('-c', script, timeout=60)
     assert done.returncode == 0, done.stderr[-3000:]
     # nor does torch take their end for a failure
     assert 'killed by signal' not in done.stderr

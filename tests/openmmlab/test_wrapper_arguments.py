@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import toy
+from command_line import python
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPERS, DefaultScope
@@ -47,7 +48,7 @@ def test_the_scoped_name_needs_no_import() -> None:
         "assert type(wrapper).__module__ == 'amp_wrapper.openmmlab.optim_wrapper', type(wrapper)\n"
         "assert wrapper.opt_level == 'O2'\n"
     )
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=120)
+    done = python('-c', code)
     assert done.returncode == 0, done.stderr
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from bits import bits as every_bit
 from bits import same_bits as equal_bits
+from command_line import python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -458,16 +459,14 @@ SHARED = [str(ROOT / 'tests' / 'support')]
 
 def in_fresh_process(*arguments: str, environment: dict[str, str] | None = None, folder: Path = ROOT) -> Any:
     """What ``python *arguments`` prints last, as JSON."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ
-        | {'PYTHONPATH': os.pathsep.join([str(folder), *SHARED]), 'OMP_NUM_THREADS': '1'}
-        | (environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=folder,
-    )
+    more = environment or {}
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(folder), *SHARED]), 'OMP_NUM_THREADS': '1', **more}
+    if all(name.startswith('AMP_WRAPPER_') for name in more):
+        done = python(*arguments, cwd=folder, env=env)
+    else:
+        # read by Python or torch when they start
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import python
 from grid import but, long
 from PIL import Image
 
@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / 'examples'
 #: Nothing of these is needed, so nothing of them is there: sets them to None, and runs the script in argv.
 ALONE = (
-    'import runpy, sys; sys.modules.update(dict.fromkeys(["mmengine", "mmcv", "torchvision", "PIL", "matplotlib"])); '
+    'import runpy, sys; absent = ["mmengine", "mmcv", "torchvision", "PIL", "matplotlib"]; '
+    'sys.modules.update(dict.fromkeys([*absent, *(name for name in sys.modules if name.split(".")[0] in absent)])); '
     'sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name="__main__")'
 )
 TINY_GAN = ['--epochs', '2', '--steps-per-epoch', '2', '--batch-size', '8', '--width', '4', '--noise-dim', '4']
@@ -48,14 +49,8 @@ gan, images, simple = load('dcgan_digits'), load('imagenet'), load('simple')
 
 def command(*words: str | Path, starter: Sequence[str] = ('-c', ALONE)) -> str:
     """Run a script, and give back what it printed."""
-    done = subprocess.run(
-        [sys.executable, *starter, *map(str, words)],
-        cwd=ROOT,
-        env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT), 'CUDA_VISIBLE_DEVICES': ''}
+    done = python(*starter, *words, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 

@@ -6,8 +6,6 @@ import functools
 import gc
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import python
 from grid import but_every, long
 
 from amp_wrapper import ops
@@ -80,22 +79,14 @@ def test_cost_on_the_host(tmp_path: Path) -> None:
     """The page comes whole, for a tree that is named; what is on it depends on the machine, but for the modules."""
     page = tmp_path / 'host.md'
     words = ['--tree', f'here={ROOT}', '--levels', 'O2', '--rounds', '1', '--processes', '1', '--steps', '3']
-    done = subprocess.run(
-        [sys.executable, '-m', 'benchmarks.host', *words, '--write', str(page)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=900,
-    )
+    done = python('-m', 'benchmarks.host', *words, '--write', page, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     text = page.read_text()
     assert text.count('| functional, `FusedAdamW` | O2 |') == 2
     # torch 2.6 loads more of its own, which the package asks for
     assert '| mmengine hidden | none |' in text or torch.__version__ < (2, 13)
     assert 'nan' not in text
-    refused = subprocess.run(
-        [sys.executable, '-m', 'benchmarks.host', '--tree', f'x={tmp_path}'], capture_output=True, text=True, cwd=ROOT
-    )
+    refused = python('-m', 'benchmarks.host', '--tree', f'x={tmp_path}')
     assert refused.returncode == 2 and 'is not LABEL=PATH' in refused.stderr
 
 
@@ -104,14 +95,7 @@ def test_bytes_of_the_gradient_exchange(tmp_path: Path) -> None:
     """Two gloo processes: O2 hands half the bytes of O0 to the all-reduce, and BatchNorm stays FP32."""
     report, numbers = tmp_path / 'report.md', tmp_path / 'numbers.json'
     words = ['--quick', '--backend', 'gloo', '--report', str(report), '--json', str(numbers), '--timeout', '150']
-    done = subprocess.run(
-        [sys.executable, '-m', 'benchmarks.distributed', *words],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=180,
-        env={**os.environ, 'OMP_NUM_THREADS': '1'},
-    )
+    done = python('-m', 'benchmarks.distributed', *words, timeout=180)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     result = json.loads(numbers.read_text())
     assert report.read_text().count('\n| small transformer') > 20

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import crash_harness
 import pytest
+from command_line import python
 from grid import long
 
 from amp_wrapper.checkpoint import random_state
@@ -21,12 +20,7 @@ TESTS = Path(__file__).parent
 def _run(name: str, tmp_path: Path, *arguments: str) -> str:
     report = tmp_path / 'report.md'
     # a process of its own: its logging is not for the other tests
-    done = subprocess.run(
-        [sys.executable, str(TESTS / name), *arguments, '--report', str(report)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = python(TESTS / name, *arguments, '--report', report, timeout=600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     return report.read_text()
 
@@ -69,8 +63,6 @@ def test_damaged_files_give_typed_errors_and_change_nothing(tmp_path: Path) -> N
 def test_scripts_start_without_pytest(script: str) -> None:
     """``make crash-test`` and its like find the modules that tests share without the paths that pytest knows."""
     root = TESTS.parents[1]
-    environment = {**os.environ, 'PYTHONPATH': str(root)}
-    command = [sys.executable, str(TESTS / script), '--help']
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=120, check=False)
+    done = python(TESTS / script, '--help', env={**os.environ, 'PYTHONPATH': str(root)})
     assert done.returncode == 0, done.stderr[-2000:]
     assert 'usage:' in done.stdout

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import lzma
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import python
 from grid import grid
 
 DATA = next(folder / 'data' for folder in Path(__file__).parents if (folder / 'data' / 'saved').is_dir())
@@ -17,8 +17,7 @@ RECORD = DATA / 'fuzz_verdicts.json.xz'
 
 def compared(record: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (fuzz,) = DATA.parent.rglob('fuzz_checkpoints.py')
-    command = [sys.executable, str(fuzz), *arguments, '--compare', str(record)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return python(fuzz, *arguments, '--compare', record)
 
 
 @pytest.mark.timeout(600)

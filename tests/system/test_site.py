@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from command_line import python
 from snippets import FENCE, PAGES, ROOT, pages_of, snippets, table, titled
 
 import amp_wrapper
@@ -159,13 +159,7 @@ def test_the_first_config_page_can_be_typed_from_top_to_bottom(tmp_path: Path) -
     for command, shown in commands:
         words = shlex.split(command)
         assert words[0] == 'amp-wrapper'
-        run = subprocess.run(
-            [sys.executable, '-m', 'amp_wrapper', *words[1:]],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        run = python('-m', 'amp_wrapper', *words[1:], cwd=tmp_path, env=environment)
         printed = (run.stdout + run.stderr).replace(f'{sys.executable} -m amp_wrapper', 'amp-wrapper')
         printed = printed.replace('python -m amp_wrapper', 'amp-wrapper')
         assert run.returncode == 0, f'{command}\n{printed[-3000:]}'

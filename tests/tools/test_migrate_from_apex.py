@@ -15,6 +15,7 @@ from pathlib import Path
 
 import libcst
 import pytest
+from command_line import python
 from migration import ROOT, Note, calls, files, fp16_optimizer, migrate, migrated, tables
 
 import amp_wrapper.amp
@@ -48,8 +49,7 @@ def brief(note: Note) -> str:
 
 
 def tool(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / 'tools' / 'migrate_from_apex.py'), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+    return python(ROOT / 'tools' / 'migrate_from_apex.py', *words, cwd=cwd or ROOT)
 
 
 # -- what becomes of a script -----------------------------------------------------------------------------------------
@@ -65,13 +65,7 @@ def test_the_example_needs_changes_and_runs_after_them(tmp_path: Path) -> None:
     copied = shutil.copy(example, tmp_path / 'script.py')
     assert tool(copied, '--write').returncode == 0
     for level in ('O0', 'O2', 'O5'):
-        done = subprocess.run(
-            [sys.executable, copied, '--opt-level', level],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            env={**os.environ, 'PYTHONPATH': str(ROOT)},
-        )
+        done = python(copied, '--opt-level', level, env={**os.environ, 'PYTHONPATH': str(ROOT)})
         assert done.returncode == 0, done.stderr
         first, last = map(float, re.findall(r'loss (\S+) to (\S+), loss scale', done.stdout)[0])
         assert last < first / 5
