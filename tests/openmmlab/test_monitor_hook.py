@@ -273,6 +273,7 @@ def test_members_of_a_dict_have_their_name_in_front(tmp_path: Path) -> None:
     config = Config.fromfile(Path(__file__).resolve().parents[2] / 'configs' / 'digits' / 'gan_o2_o5.py')
     config.work_dir = str(tmp_path)
     config.train_cfg.max_epochs = 1
+    config.model.generator.width = config.model.discriminator.width = 4
     config.custom_hooks = [*(config.get('custom_hooks') or []), *hook(interval=5, diagnose_overflow=True)]
     config.default_hooks = dict(logger=dict(type='LoggerHook', interval=1))
     config.log_level = 'WARNING'

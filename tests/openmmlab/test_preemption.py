@@ -33,7 +33,7 @@ WORKER = REPOSITORY / 'tests' / 'support' / 'ddp_preemption_worker.py'
         # accumulations of two: the signal in the first iteration of an accumulation waits for the second
         ('O2', True, 'train', 10, 12),
         pytest.param('O5', True, 'train', 9, 10, marks=long),
-        ('O1', False, 'train', 10, 12),
+        pytest.param('O1', False, 'train', 10, 12, marks=long),
         # a validation comes to its end, and an iteration after it
         ('O5', True, 'val', 14, 16),
         # the last iteration of an epoch

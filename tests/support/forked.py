@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -82,6 +83,8 @@ def start(log: Path, target: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 def _call(log: Path, environment: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    # what was imported before is not looked through, and copied for it, by each collection of garbage
+    gc.freeze()
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

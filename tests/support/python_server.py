@@ -8,6 +8,7 @@ prints the id of the process, and then its exit code. ``command_line.python`` as
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -19,6 +20,8 @@ from typing import Any
 
 def _prepare(request: dict[str, Any]) -> None:
     """Make this process what the interpreter would find at its start."""
+    # not to be looked through, and copied for it, by each collection of garbage and at the end
+    gc.freeze()
     os.setsid()
     os.chdir(request['cwd'])
     os.environ.clear()
