@@ -82,7 +82,11 @@ def skip_without(sanitizer: tuple[str, ...], folder: Path) -> None:
         pytest.skip(f'programs with {sanitizer[0]} do not run on this machine')
 
 
-@pytest.mark.parametrize(('sanitizer', 'rounds'), but([(THREAD, 1)], [(THREAD, 1), (ADDRESS, 8), (THREAD, 4)], long))
+@pytest.mark.parametrize(
+    ('sanitizer', 'rounds'),
+    but([(THREAD, 1)], [(THREAD, 1), (ADDRESS, 8), (THREAD, 4)], long),
+    ids=['one-round', 'address-undefined', 'thread'],
+)
 def test_kernels_equal_the_cpu_ops_and_the_sanitizers_are_silent(
     sanitizer: tuple[str, ...], rounds: int, tmp_path: Path
 ) -> None:

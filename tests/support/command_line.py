@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, cast
@@ -40,6 +41,19 @@ def _server(owner: int) -> subprocess.Popen[bytes]:
     )
 
 
+def _is_gone(group: int) -> bool:
+    """Whether all processes of a group have ended, soon after the first one has; the others are killed."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    os.killpg(group, signal.SIGKILL)
+    return False
+
+
 def python(
     *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
@@ -55,6 +69,7 @@ def python(
 
     Raises:
         subprocess.TimeoutExpired: The command took longer. It was killed.
+        AssertionError: Processes that it has started go on 10 seconds after its end. They were killed.
     """
     command = [str(word) for word in words]
     environment = dict(os.environ if env is None else env)
@@ -76,9 +91,11 @@ def python(
         if not ended:
             os.killpg(pid, signal.SIGKILL)
         code = int(answers.readline())
+        is_alone = _is_gone(pid)
         said, errors = out.read_text(), err.read_text()
     if not ended:
         raise subprocess.TimeoutExpired(command, timeout, said, errors)
+    assert is_alone, f'{command} has left processes behind'
     return subprocess.CompletedProcess(command, code, said, errors)
 
 

@@ -59,9 +59,11 @@ def test_how_programs_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='with a GPU, commands are not forked')
-def test_what_takes_long_is_loaded_and_a_command_that_hangs_is_killed() -> None:
+def test_what_takes_long_is_loaded_and_nothing_goes_on() -> None:
     assert python('-c', 'import sys; print("torch" in sys.modules)').stdout == 'True\n'
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         python('-c', 'import os, time; print("here", flush=True); time.sleep(600)', timeout=1)
     assert caught.value.stdout == 'here\n'
+    with pytest.raises(AssertionError, match='has left processes behind'):
+        python('-c', 'import subprocess; subprocess.Popen(["sleep", "600"])')
     assert python('-c', 'print(1)', cwd=ROOT).stdout == '1\n'
