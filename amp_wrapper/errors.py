@@ -90,7 +90,7 @@ def some(names: Collection[Any], most: int = 5, form: Callable[[Any], str] = str
     return f'{shown} and {len(names) - most} more' if len(names) > most else shown
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string when nothing is close."""
+def nearest(word: str, known: Iterable[str], ending: str = '') -> str:
+    """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string when nothing is close. ``ending`` is added."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean '{close[0]}'?)" if close else ''
+    return f" (did you mean '{close[0]}{ending}'?)" if close else ''

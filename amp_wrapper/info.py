@@ -132,7 +132,7 @@ def _build_lines(facts: dict[str, Any]) -> list[str]:
     if facts['sources_changed']:
         lines.append('csrc        was changed after the build: build again')
     elif facts['sources_changed'] is False:
-        lines.append('csrc        is what the library was built of')
+        lines.append('csrc        matches the library')
     return lines
 
 

@@ -53,8 +53,9 @@ def read_config(path: str | Path, options: dict[str, Any] | None = None) -> Conf
     """
     path = Path(path)
     if not path.is_file():
-        beside = [file.stem for file in path.parent.glob('*.*')] if path.parent.is_dir() else []
-        raise AmpUsageError(f'the config {str(path)!r} is no file{nearest(path.stem, beside)}.')
+        ending = path.suffix or '.py'
+        beside = [file.stem for file in path.parent.glob(f'*{ending}')] if path.parent.is_dir() else []
+        raise AmpUsageError(f'the config {str(path)!r} is no file{nearest(path.stem, beside, ending)}.')
     projects.check(path)
     try:
         cfg = Config.fromfile(path)

@@ -56,8 +56,8 @@ class AmpInferenceHook(Hook):
 class NonfiniteHook(Hook):
     """Names the first module whose output is not finite in a training iteration: where a NaN comes from.
 
-    ``custom_hooks=[dict(type='amp_wrapper.NonfiniteHook')]``. It reads the device once an iteration and costs one
-    reduction per module, so take it out again once the place is known.
+    ``default_hooks=dict(nonfinite=dict(type='amp_wrapper.NonfiniteHook'))``. It reads the device once an iteration and
+    costs one reduction per module, so take it out again once the place is known.
 
     Args:
         stop: Whether to end the training there with :class:`~amp_wrapper.NonfiniteError`, instead of a warning line.

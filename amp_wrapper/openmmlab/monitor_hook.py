@@ -38,8 +38,8 @@ STATE = 'amp_monitor'
 class AmpMonitorHook(Hook):
     """Logs how well the types of a training fit, and finds the cause of skipped steps.
 
-    ``custom_hooks=[dict(type='amp_wrapper.AmpMonitorHook')]``; ``tools/train.py`` adds it. Beside ``train/amp_scale`` and
-    ``train/amp_skipped`` the log, and with it every visualizer, gets the numbers of
+    ``default_hooks=dict(amp_monitor=dict(type='amp_wrapper.AmpMonitorHook'))``; ``tools/train.py`` adds it. Beside
+    ``train/amp_scale`` and ``train/amp_skipped`` the log, and with it every visualizer, gets the numbers of
     :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS`. They are computed on the device and read with the log. O0 has
     none.
 

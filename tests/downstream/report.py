@@ -66,7 +66,8 @@ def tables(found: Rows) -> str:
         lines.append(f'| {model} | {"" if fp32 is None else f"{fp32:.3f}"} | {" | ".join(cells)} |')
     lines += [
         '',
-        '**Memory**: bytes of weights and of gradients, as a part of FP32. The rest above a half is BatchNorm.',
+        '**Weights and gradients**: their bytes, as a part of FP32; masters, their gradients and optimizer state are not in it '
+        '([numbers](numbers.md)). The rest above a half is BatchNorm.',
         '',
         '| model | O1, O4 | O2, O5 |',
         '| --- | --- | --- |',

@@ -80,3 +80,12 @@ def with_hooks(case: dict[str, Any], *hooks: dict[str, Any]) -> dict[str, Any]:
 
 
 PREEMPTION = dict(type='amp_wrapper.PreemptionHook')
+
+
+def under_default_hooks(case: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a config that has the hooks of this package under ``default_hooks``."""
+    case = copy.deepcopy(case)
+    own = [hook for hook in case['custom_hooks'] if hook['type'].startswith('amp_wrapper.')]
+    case['custom_hooks'] = [hook for hook in case['custom_hooks'] if hook not in own]
+    case['default_hooks'].update({hook['type'].rpartition('.')[2].lower(): hook for hook in own})
+    return case

@@ -45,7 +45,7 @@ from amp_wrapper.policy import LEVELS, OPTIONS, dtype_name, fp32_registry, resol
 ROOT = Path(__file__).resolve().parents[2]
 LINKED = [*PAGES, ROOT / 'CONTRIBUTING.md', ROOT / 'CHANGELOG.md', ROOT / 'csrc/README.md']
 #: A snippet of nothing but assignments and imports, one of them to a name of these, is a config.
-CONFIG_NAMES = frozenset({'optim_wrapper', 'custom_hooks', 'custom_imports', 'load_from'})
+CONFIG_NAMES = frozenset({'optim_wrapper', 'custom_hooks', 'default_hooks', 'custom_imports', 'load_from'})
 
 
 def names_of(pages: list[Path]) -> list[str]:
@@ -85,7 +85,9 @@ def run_config(code: str) -> None:
     if bases and 'optim_wrapper' in cfg:
         # the project's own config, which is not installed here, brings the optimizer
         cfg.optim_wrapper.setdefault('optimizer', dict(type='SGD', lr=0.01))
-    for hook in cfg.get('custom_hooks', ()):
+    # a list would replace that of the base config, and its hooks with it
+    assert 'custom_hooks' not in cfg
+    for hook in cfg.get('default_hooks', {}).values():
         HOOKS.build(dict(hook))
     if 'optim_wrapper' not in cfg:
         return
@@ -215,11 +217,15 @@ def test_numbers_of_the_readme_are_those_of_the_page_on_numbers() -> None:
                 found[name, cells[0] if key else '', cells[key]] = cells[value]
     kinds = dict(
         zip(
-            rows,
+            [words for words in rows if not words.startswith('the same with')],
             (('parts', ''), ('activations', 'ResNet-50'), ('activations', 'transformer'), ('times', 'transformer')),
         )
     )
     assert len(kinds) == 4
+    header, *lines = table(page.split('<!-- adamw: ')[1].split('<!-- end of adamw')[0], 'level')
+    place = header.index("`AmpOptimWrapper`, torch's `AdamW`")
+    bytes_of = {line[0]: line[place] for line in lines}
+    assert rows.pop("the same with torch's AdamW") == {level: bytes_of[level] for level in LEVELS}
     for words, (name, model) in kinds.items():
         expected = {level: value for (part, title, level), value in found.items() if part == name and model in title}
         assert rows[words] == expected, words

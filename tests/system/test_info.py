@@ -111,7 +111,7 @@ def test_report_of_a_build_with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = {'torch': '2.13.0', 'cuda': '13.0', 'architectures': '9.0+PTX', 'compiler': 'g++ 12', 'nvcc': 'nvcc 13.0'}
     built = loader.Library(ModuleType('_C'), frozenset({'cpu', 'cuda'}), facts={**facts, 'python': 'cpython-311'})
     monkeypatch.setattr(loader, 'library', lambda: built)
-    for changed, words in ((True, 'build again'), (False, 'is what the library was built of'), (None, None)):
+    for changed, words in ((True, 'build again'), (False, 'matches the library'), (None, None)):
         monkeypatch.setattr(loader, 'changed_sources', lambda changed=changed: changed)
         text = info.text(info.report())
         assert '13.0, architectures 9.0+PTX, nvcc 13.0' in text and 'torch 2.13.0, cpython-311' in text

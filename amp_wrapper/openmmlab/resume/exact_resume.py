@@ -32,9 +32,9 @@ from . import data_order, early_stopping, rank_states, seen_data
 class ExactResumeHook(Hook):
     """A resumed run equals the uninterrupted one: random numbers, order of the data, validations, early stopping.
 
-    ``custom_hooks=[dict(type='amp_wrapper.ExactResumeHook')]``; ``amp-wrapper train`` adds it by itself. What cannot be exact
-    in a configuration is said once, when the training starts. The random states are copied at each checkpoint and each
-    validation.
+    ``default_hooks=dict(exact_resume=dict(type='amp_wrapper.ExactResumeHook'))``; ``amp-wrapper train`` adds it by itself.
+    What cannot be exact in a configuration is said once, when the training starts. The random states are copied at each
+    checkpoint and each validation.
 
     Args:
         revalidate: Whether a run that died between a checkpoint and its validation validates when it is resumed. Without

@@ -47,11 +47,11 @@ def _runs(loop: Any, frame: FrameType | None) -> bool:
 class PreemptionHook(Hook):
     """On SIGTERM, saves a checkpoint at the next step boundary and ends the process.
 
-    ``custom_hooks=[dict(type='amp_wrapper.PreemptionHook')]``, or ``amp-wrapper train --save-on-sigterm``. The step boundary
-    is the end of the running iteration, or of the accumulation that it is in; during a validation, the end of the iteration
-    after it. With several processes a signal to any of them counts for all: they exchange one number an iteration, on the CPU
-    over gloo. The checkpoint is ``preempted.pth``: a resume without a path finds it, and it is removed once the next regular
-    checkpoint is written.
+    ``default_hooks=dict(preemption=dict(type='amp_wrapper.PreemptionHook'))``, or ``amp-wrapper train --save-on-sigterm``.
+    The step boundary is the end of the running iteration, or of the accumulation that it is in; during a validation, the
+    end of the iteration after it. With several processes a signal to any of them counts for all: they exchange one number
+    an iteration, on the CPU over gloo. The checkpoint is ``preempted.pth``: a resume without a path finds it, and it is
+    removed once the next regular checkpoint is written.
 
     Args:
         signals: Names of the signals.
