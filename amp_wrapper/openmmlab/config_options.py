@@ -54,7 +54,8 @@ def read_config(path: str | Path, options: dict[str, Any] | None = None) -> Conf
     path = Path(path)
     if not path.is_file():
         ending = path.suffix or '.py'
-        beside = [file.stem for file in path.parent.glob(f'*{ending}')] if path.parent.is_dir() else []
+        files = path.parent.iterdir() if path.parent.is_dir() else ()
+        beside = [file.stem for file in files if file.suffix == ending]
         raise AmpUsageError(f'the config {str(path)!r} is no file{nearest(path.stem, beside, ending)}.')
     projects.check(path)
     try:

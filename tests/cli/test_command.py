@@ -196,6 +196,8 @@ def test_errors_of_train_and_test(project: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.syspath_prepend(str(project))
     for name, words in (
         ('confg.py', "the config 'confg.py' is no file (did you mean 'config.py'?)."),
+        ('confg', "the config 'confg' is no file (did you mean 'config.py'?)."),
+        ('config.**', "the config 'config.**' is no file."),
         ('broken.py', "broken.py cannot be read as a config: line 1: '(' was never closed."),
         ('inherits.py', 'inherits.py cannot be read as a config: in a config that it inherits from: '),
         ('imports.py', "imports.py imports what cannot be imported: No module named 'nobody_has_this'."),
