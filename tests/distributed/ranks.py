@@ -74,7 +74,8 @@ def succeed(
 ) -> list[str]:
     """Launch a scenario whose ranks must all end well; what they said."""
     ended = launch(folder, scenario, device, *words, world=world, limit=limit)
-    assert [rank.code for rank in ended] == [0] * world, '\n'.join(rank.said[-3000:] for rank in ended)
+    codes = [rank.code for rank in ended]
+    assert codes == [0] * world, f'{codes}\n' + '\n'.join(rank.said[-3000:] for rank in ended)
     # a worker that leaves before its checks would end with 0 as well
     assert all(rank.said.rstrip().endswith(f'{scenario}: done') for rank in ended)
     return [rank.said for rank in ended]

@@ -86,14 +86,40 @@ def test_the_counts_of_a_run(tmp_path: Path) -> None:
     assert [name.rpartition('::')[2] for name in found['failures']] == ['test_bad', 'test_error']
 
 
-def test_a_run_of_some_tests_replaces_none_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_some_tests_replaces_none_of_many_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_matrix, 'RECORDS', tmp_path)
-    everything = {**RESULT, 'tests': 'all'}
-    assert run_matrix.keep_record(CELL, RESULT) and run_matrix.keep_record(CELL, everything)
+    everything = {**RESULT, 'tests': 'all', 'passed': 100}
+    without_the_longest = {**RESULT, 'tests': "-m 'not long'", 'passed': 95}
+    for record in (RESULT, everything, without_the_longest):
+        assert run_matrix.keep_record(CELL, record)
+        assert run_matrix.read_records() == [record]
     assert not run_matrix.keep_record(CELL, RESULT)
-    assert run_matrix.read_records() == [everything]
+    assert not run_matrix.keep_record(CELL, {'torch': '2.15.0', 'not_run': 'pip has no torch 2.15.0'})
     # this machine's own trouble says nothing about the versions
-    assert not run_matrix.keep_record(CELL, {**RESULT, 'not_run': 'there is no interpreter', 'here': True})
+    assert not run_matrix.keep_record(CELL, {**everything, 'not_run': 'there is no interpreter', 'here': True})
+    assert run_matrix.read_records() == [without_the_longest]
+
+
+@pytest.mark.parametrize('ops', [['cpu'], []])
+def test_a_run_whose_ops_were_taken_away_is_not_kept(
+    ops: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another installation from the same folder replaces the library of the ops; the tests that need them were skipped."""
+
+    def make(*words: str, log: Path) -> bool:
+        log.write_text('')
+        if words[0] == 'test-torch':
+            (tmp_path / f'{CELL.record.stem}.xml').write_text('<x><testsuite><testcase name="a"/></testsuite></x>')
+        return True
+
+    found = subprocess.CompletedProcess([], 0, json.dumps({**RESULT['found'], 'ops': ops}))
+    monkeypatch.setattr(run_matrix, 'make', make)
+    monkeypatch.setattr(run_matrix, 'find_interpreter', lambda python: sys.executable)
+    monkeypatch.setattr(run_matrix, 'ROOT', tmp_path)
+    monkeypatch.setattr(run_matrix.subprocess, 'run', lambda *args, **kwargs: found)
+    record = run_matrix.run_cell(CELL, [], 2, True, tmp_path)
+    assert record.get('passed') == (1 if ops else None)
+    assert bool(record.get('here')) == (not ops)
 
 
 def test_the_table(tmp_path: Path) -> None:
