@@ -7,6 +7,7 @@ prints the id of the process, and then its exit code. ``command_line.python`` as
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -22,6 +23,9 @@ def _prepare(request: dict[str, Any]) -> None:
     """Make this process what the interpreter would find at its start."""
     # not to be looked through, and copied for it, by each collection of garbage and at the end
     gc.freeze()
+    if 'triton' in sys.modules:
+        # in Python 3.13, nanobind (of the Triton of torch 2.15) writes on stderr that what is still frozen at the end has leaked
+        atexit.register(gc.unfreeze)
     os.setsid()
     os.chdir(request['cwd'])
     os.environ.clear()
