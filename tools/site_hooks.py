@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the version of the package beside its name on every page, and the cross-references of docstrings."""
+"""Hooks of mkdocs: the version of the package on every page, the cross-references of docstrings, and where lines may break."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from typing import Any
 
 # as a docstring writes it and Markdown renders it: :func:`~amp_wrapper.resolve`
 REFERENCE = re.compile(r':(?:attr|class|data|func|meth|mod):<code>(~?)([^<]+)</code>')
+# a block of output, and a line of four columns or more; a block with at least so many of them is a table or a drawing
+OUTPUT = re.compile(r'<div class="language-(?:console|text) highlight">.*?</div>', re.DOTALL)
+COLUMNS, ALIGNED_LINES = re.compile(r'(?:\S.*? {2,}){3}\S'), 3
+# cells and headings, the names in them, and the places in a name at which a line may break
+CELL = re.compile(r'<t[dh][ >].*?</t[dh]>', re.DOTALL)
+HEADING = re.compile(r'<h[1-3][ >].*?</h[1-3]>', re.DOTALL)
+CODE = re.compile(r'(?<=<code>)[^<]+(?=</code>)')
+DOTTED = re.compile(r'(?<![\w.&#])[A-Za-z_]\w*(?:\.\w+)+(?=[^>]*<)')
+BREAK = re.compile(r'(?<=[\w)\]][_./=,])(?=[A-Za-z_])|(?<=[a-z0-9])(?=[A-Z])')
 VERSION = Path(__file__).resolve().parents[1] / 'amp_wrapper' / 'version.py'
 
 
@@ -34,7 +43,8 @@ def on_page_content(html: str, **_: Any) -> str:
         html: The page. ``:func:`~a.b``` of a docstring stands there as ``:func:<code>~a.b</code>``.
 
     Returns:
-        The page with references as code: their last part where a ``~`` asks for it, and as links where the page describes them.
+        The page with references as code: their last part where a ``~`` asks for it, and as links where the page describes them;
+        output that has columns is of the class ``aligned``, so that its lines are not wrapped.
     """
     described = set(re.findall(r'\bid="([\w.]+)"', html))
 
@@ -43,4 +53,26 @@ def on_page_content(html: str, **_: Any) -> str:
         code = f'<code>{path.rsplit(".", 1)[-1] if reference[1] else path}</code>'
         return f'<a href="#{path}">{code}</a>' if path in described else code
 
-    return REFERENCE.sub(shown, html)
+    def marked(block: re.Match[str]) -> str:
+        lines = re.sub(r'<[^>]+>', '', block[0]).splitlines()
+        is_aligned = sum(bool(COLUMNS.search(line)) for line in lines) >= ALIGNED_LINES
+        return block[0].replace(' highlight">', ' highlight aligned">', 1) if is_aligned else block[0]
+
+    return OUTPUT.sub(marked, REFERENCE.sub(shown, html))
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Called by mkdocs with each whole page, after the index of the search was made.
+
+    Args:
+        output: The page.
+
+    Returns:
+        The page; long names in tables and headings may break after a dot, a slash, an underscore, or before a capital letter.
+    """
+
+    def broken(name: re.Match[str]) -> str:
+        return BREAK.sub('<wbr>', name[0])
+
+    output = CELL.sub(lambda cell: CODE.sub(broken, cell[0]), output)
+    return HEADING.sub(lambda heading: DOTTED.sub(broken, heading[0]), output)

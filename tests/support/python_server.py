@@ -24,7 +24,7 @@ def _prepare(request: dict[str, Any]) -> None:
     # not to be looked through, and copied for it, by each collection of garbage and at the end
     gc.freeze()
     if 'triton' in sys.modules:
-        # in Python 3.13, nanobind (of the Triton of torch 2.15) writes on stderr that what is still frozen at the end has leaked
+        # in Python 3.13, nanobind (of the Triton of torch 2.15) says on stderr that what is still frozen at the end has leaked
         atexit.register(gc.unfreeze)
     os.setsid()
     os.chdir(request['cwd'])

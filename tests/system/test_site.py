@@ -115,6 +115,35 @@ def test_references_of_docstrings_are_code_and_links(monkeypatch: pytest.MonkeyP
         assert on_page_content(heading + written, page=None) == heading + shown
 
 
+def test_output_with_columns_keeps_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    from site_hooks import on_page_content
+
+    block = '<div class="language-console highlight"><pre><code>{}</code></pre></div>'
+    table = 'level  <span>time</span>  memory  loss\nO0     1.00  1.00    0.1\nO5     0.66  0.58    0.1'
+    for output in ('a sentence', table.replace('  ', ' '), 'Epoch  1  2  3\nEpoch  2  2  3'):
+        assert on_page_content(block.format(output), page=None) == block.format(output)
+    assert on_page_content(block.format(table), page=None) == block.format(table).replace('light"', 'light aligned"')
+
+
+def test_names_in_tables_and_headings_may_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    from site_hooks import on_post_page
+
+    for written, shown in (
+        ('<td><code>grad_norm</code></td>', '<td><code>grad_<wbr>norm</code></td>'),
+        ('<td>see <code>AmpError</code></td>', '<td>see <code>Amp<wbr>Error</code></td>'),
+        ('<td><code>scale: 0.25</code></td>', '<td><code>scale: 0.25</code></td>'),
+        ('<td>grad_norm</td><p><code>grad_norm</code></p>',) * 2,
+        (
+            '<h2 id="a.b.c"><span>amp.state_dict</span></h2>',
+            '<h2 id="a.b.c"><span>amp.<wbr>state_<wbr>dict</span></h2>',
+        ),
+        ('<h2>NaN and overflow</h2><pre>a.b</pre>',) * 2,
+    ):
+        assert on_post_page(written) == shown
+
+
 def test_files_to_write_are_tried_here() -> None:
     """``test_docs.py`` leaves blocks with a file name to this file, which knows one page of them."""
     assert [page for page in PAGES if titled(page.read_text())] == [FIRST_CONFIG]
