@@ -43,15 +43,14 @@ def on_page_content(html: str, **_: Any) -> str:
         html: The page. ``:func:`~a.b``` of a docstring stands there as ``:func:<code>~a.b</code>``.
 
     Returns:
-        The page with references as code: their last part where a ``~`` asks for it, and as links where the page describes them;
-        output that has columns is of the class ``aligned``, so that its lines are not wrapped.
+        The page with references as code: their last part where a ``~`` asks for it. mkdocs-autorefs makes links of those that a
+        page of the site describes. Output that has columns is of the class ``aligned``, so that its lines are not wrapped.
     """
-    described = set(re.findall(r'\bid="([\w.]+)"', html))
 
     def shown(reference: re.Match[str]) -> str:
         path = reference[2]
         code = f'<code>{path.rsplit(".", 1)[-1] if reference[1] else path}</code>'
-        return f'<a href="#{path}">{code}</a>' if path in described else code
+        return f'<autoref identifier="{path}" optional>{code}</autoref>'
 
     def marked(block: re.Match[str]) -> str:
         lines = re.sub(r'<[^>]+>', '', block[0]).splitlines()

@@ -31,7 +31,7 @@ from ..diagnostics.precision_report import report
 from ..diagnostics.suggest_level import suggest_level
 from ..policy import OPTIONS, OptLevel
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
-from ..policy.resolve import Fp32Names
+from ..policy.resolution import Fp32Names
 from . import arguments as amp_arguments
 from . import session as amp_session
 from .arguments import InitializeOptions

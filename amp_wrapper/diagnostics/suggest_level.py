@@ -19,7 +19,7 @@ from ..errors import AmpConfigError, AmpUsageError
 from ..optim import FusedAdamW
 from ..policy import LEVELS, OptLevel, Policy, resolve
 from ..policy.options import is_whole
-from ..policy.resolve import PolicyOptions
+from ..policy.resolution import PolicyOptions
 from .level_phases import REFERENCE, LevelPhases
 from .level_study import Study
 from .level_trial import check_functions, check_options

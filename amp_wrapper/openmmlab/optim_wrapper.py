@@ -24,7 +24,7 @@ from ..engine.loss_scale import LossScaler
 from ..engine.overflow import COLUMNS, StepResult
 from ..policy import OptLevel, Policy
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
-from ..policy.resolve import Fp32Names
+from ..policy.resolution import Fp32Names
 from ..registry import OPTIM_WRAPPERS
 from . import arguments, attaching, patches, wrapper_state
 from .device_log import DeviceLog

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..errors import AmpConfigError, nearest
 from ..policy import OptLevel, Policy, resolve
 from ..policy.options import is_count
-from ..policy.resolve import overrides_of
+from ..policy.resolution import overrides_of
 from .wrappers import amp_wrappers
 
 #: What to do where a config cannot be tried.

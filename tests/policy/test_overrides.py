@@ -11,7 +11,7 @@ from torch import nn
 
 from amp_wrapper.errors import AmpConfigError
 from amp_wrapper.policy import LEVELS, resolve
-from amp_wrapper.policy.resolve import overrides_of
+from amp_wrapper.policy.resolution import overrides_of
 
 
 @pytest.mark.parametrize('level', LEVELS)

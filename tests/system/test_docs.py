@@ -576,9 +576,10 @@ def test_the_main_class_has_an_example() -> None:
     assert 'amp_wrapper.openmmlab.optim_wrapper.AmpOptimWrapper' in names
 
 
-def test_api_page_names_every_public_name() -> None:
-    """What ``from amp_wrapper import ...`` offers is on the page, and what is on the page exists."""
-    listed = re.findall(r'^::: ([\w.]+)$', (ROOT / 'docs/api.md').read_text(), re.MULTILINE)
+def test_api_pages_name_every_public_name() -> None:
+    """What ``from amp_wrapper import ...`` offers is on a page, and what is on a page exists."""
+    pages = [path.read_text() for path in sorted((ROOT / 'docs').glob('api_*.md'))]
+    listed = re.findall(r'^::: ([\w.]+)$', '\n'.join(pages), re.MULTILINE)
     objects = []
     for path in listed:
         module, _, name = path.rpartition('.')

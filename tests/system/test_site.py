@@ -62,8 +62,30 @@ def test_the_kinds_of_errors_are_those_of_the_page() -> None:
     assert not issubclass(BuildError, errors.AmpError)
 
 
-def test_every_public_name_is_on_the_api_page_under_its_public_path() -> None:
-    text = (ROOT / 'docs/api.md').read_text()
+def pages_of_the_api() -> dict[str, str]:
+    """The pages that describe names, without the one that lists them."""
+    return {path.name: path.read_text() for path in sorted((ROOT / 'docs').glob('api_*.md'))}
+
+
+def described(page: str) -> list[str]:
+    """The names with a heading, in the order of the page."""
+    names = []
+    for path, options in re.findall(r'^::: ([\w.]+)\n((?:    .*\n)*)', page, re.MULTILINE):
+        members = re.findall(r'^ +- (\w+)$', options, re.MULTILINE)
+        hidden = 'show_root_heading: false' in options
+        names += [f'{path}.{name}' for name in members] if hidden else [path]
+    return names
+
+
+def test_the_overview_of_the_api_links_to_every_name_in_order() -> None:
+    overview = (ROOT / 'docs/api.md').read_text()
+    sections = re.split(r'^\*\*\[.+\]\((\w+\.md)\)\*\*', overview, flags=re.MULTILINE)[1:]
+    linked = {page: re.findall(r'\]\[([\w.]+)\]', text) for page, text in zip(sections[::2], sections[1::2])}
+    assert linked == {page: described(text) for page, text in pages_of_the_api().items()}
+
+
+def test_every_public_name_is_on_a_page_of_the_api_under_its_public_path() -> None:
+    text = '\n'.join(pages_of_the_api().values())
     listed = set(re.findall(r'^::: amp_wrapper\.(\w+)$', text, re.MULTILINE))
     # a module, by its functions; and a class of mmengine, by a sentence
     by_words = {'amp', 'TorchAmpOptimWrapper'}
@@ -102,17 +124,14 @@ def test_references_of_docstrings_are_code_and_links(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
     from site_hooks import on_page_content
 
-    heading = '<h2 id="amp_wrapper.resolve">resolve</h2>'
+    link = '<autoref identifier="{}" optional><code>{}</code></autoref>'
     for written, shown in (
-        (
-            ':func:<code>amp_wrapper.resolve</code>',
-            '<a href="#amp_wrapper.resolve"><code>amp_wrapper.resolve</code></a>',
-        ),
-        (':func:<code>~amp_wrapper.resolve</code>', '<a href="#amp_wrapper.resolve"><code>resolve</code></a>'),
-        (':class:<code>~torch.optim.SGD</code>', '<code>SGD</code>'),
+        (':func:<code>amp_wrapper.resolve</code>', link.format('amp_wrapper.resolve', 'amp_wrapper.resolve')),
+        (':func:<code>~amp_wrapper.resolve</code>', link.format('amp_wrapper.resolve', 'resolve')),
+        (':class:<code>~torch.optim.SGD</code>', link.format('torch.optim.SGD', 'SGD')),
         ('nothing: <code>x</code>', 'nothing: <code>x</code>'),
     ):
-        assert on_page_content(heading + written, page=None) == heading + shown
+        assert on_page_content(written, page=None) == shown
 
 
 def test_output_with_columns_keeps_its_lines(monkeypatch: pytest.MonkeyPatch) -> None:
