@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the version of the package on every page, the cross-references of docstrings, and where lines may break."""
+"""Hooks of mkdocs: the version on every page, the pages of measurements, references in docstrings, and where lines may break."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ CELL = re.compile(r'<t[dh][ >].*?</t[dh]>', re.DOTALL)
 HEADING = re.compile(r'<h[1-3][ >].*?</h[1-3]>', re.DOTALL)
 CODE = re.compile(r'(?<=<code>)[^<]+(?=</code>)')
 DOTTED = re.compile(r'(?<![\w.&#])[A-Za-z_]\w*(?:\.\w+)+(?=[^>]*<)')
-BREAK = re.compile(r'(?<=[\w)\]][_./=,])(?=[A-Za-z_])|(?<=[a-z0-9])(?=[A-Z])')
-VERSION = Path(__file__).resolve().parents[1] / 'amp_wrapper' / 'version.py'
+BREAK = re.compile(r'(?<=[\w)\]][_./=,])(?=[A-Za-z_])|(?<=[a-z0-9]{3})(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]{3})')
+# names that are not broken; and what is on one line in a table
+SHORT = 15
+DATE = re.compile(r'\b20\d\d-\d\d-\d\d\b')
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = ROOT / 'amp_wrapper' / 'version.py'
+# measurements: in the repository beside docs/, on the site in a folder of the pages
+RESULTS, RESULTS_ON_SITE = 'benchmarks/results', 'results'
 
 
 def on_config(config: Any) -> Any:
@@ -34,6 +40,42 @@ def on_config(config: Any) -> Any:
         raise ValueError(f'{VERSION} has no line __version__ = ...')
     config.site_name = f'{config.site_name} {found[1]}'
     return config
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Called by mkdocs with the files of ``docs/``.
+
+    Args:
+        files: Them.
+        config: What mkdocs.yml says.
+
+    Returns:
+        The same object, with the pages and pictures of ``benchmarks/results``.
+    """
+    # the tests of the other hooks run without mkdocs
+    from mkdocs.structure.files import File
+
+    for path in sorted((ROOT / RESULTS).iterdir()):
+        if path.suffix in {'.md', '.svg', '.png'}:
+            files.append(File.generated(config, f'{RESULTS_ON_SITE}/{path.name}', abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    """Called by mkdocs with the source of each page.
+
+    Args:
+        markdown: The source.
+        page: Its page.
+
+    Returns:
+        The source. Links to ``benchmarks/results`` lead to the pages of the site. A page of measurements has a way back, and
+        the pages that it names as code are links.
+    """
+    if not page.file.src_uri.startswith(f'{RESULTS_ON_SITE}/'):
+        return markdown.replace(f'](../{RESULTS}/', f']({RESULTS_ON_SITE}/')
+    markdown = re.sub(r'`docs/(\w+\.md)`', r'[\1](../\1)', markdown)
+    return f'[All measurements](../measurements.md)\n\n{markdown}'
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -67,11 +109,15 @@ def on_post_page(output: str, **_: Any) -> str:
         output: The page.
 
     Returns:
-        The page; long names in tables and headings may break after a dot, a slash, an underscore, or before a capital letter.
+        The page; long names in tables and headings may break after a dot, a slash, an underscore, or where a word of the name
+        begins. Dates in tables do not break.
     """
 
     def broken(name: re.Match[str]) -> str:
-        return BREAK.sub('<wbr>', name[0])
+        return name[0] if len(name[0]) <= SHORT else BREAK.sub('<wbr>', name[0])
 
-    output = CELL.sub(lambda cell: CODE.sub(broken, cell[0]), output)
+    def laid_out(cell: re.Match[str]) -> str:
+        return DATE.sub(r'<span class="date">\g<0></span>', CODE.sub(broken, cell[0]))
+
+    output = CELL.sub(laid_out, output)
     return HEADING.sub(lambda heading: DOTTED.sub(broken, heading[0]), output)

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -69,12 +70,7 @@ def pages_of_the_api() -> dict[str, str]:
 
 def described(page: str) -> list[str]:
     """The names with a heading, in the order of the page."""
-    names = []
-    for path, options in re.findall(r'^::: ([\w.]+)\n((?:    .*\n)*)', page, re.MULTILINE):
-        members = re.findall(r'^ +- (\w+)$', options, re.MULTILINE)
-        hidden = 'show_root_heading: false' in options
-        names += [f'{path}.{name}' for name in members] if hidden else [path]
-    return names
+    return re.findall(r'^::: ([\w.]+)$', page, re.MULTILINE)
 
 
 def test_the_overview_of_the_api_links_to_every_name_in_order() -> None:
@@ -150,17 +146,40 @@ def test_names_in_tables_and_headings_may_break(monkeypatch: pytest.MonkeyPatch)
     from site_hooks import on_post_page
 
     for written, shown in (
-        ('<td><code>grad_norm</code></td>', '<td><code>grad_<wbr>norm</code></td>'),
-        ('<td>see <code>AmpError</code></td>', '<td>see <code>Amp<wbr>Error</code></td>'),
+        ('<td><code>last_step_skipped</code></td>', '<td><code>last_<wbr>step_<wbr>skipped</code></td>'),
+        ('<td>see <code>AmpCheckpointError</code></td>', '<td>see <code>Amp<wbr>Checkpoint<wbr>Error</code></td>'),
+        ('<td><code>FusedBiasLeakyReLUFunction</code></td>', '<td><code>Fused<wbr>Bias<wbr>LeakyReLU<wbr>Function</code></td>'),
+        ('<td><code>AmpOptimWrapper</code></td>',) * 2,
+        ('<td>on 2026-11-26</td><p>2026-11-26</p>', '<td>on <span class="date">2026-11-26</span></td><p>2026-11-26</p>'),
         ('<td><code>scale: 0.25</code></td>', '<td><code>scale: 0.25</code></td>'),
-        ('<td>grad_norm</td><p><code>grad_norm</code></p>',) * 2,
+        ('<td>last_step_skipped</td><p><code>last_step_skipped</code></p>',) * 2,
         (
-            '<h2 id="a.b.c"><span>amp.state_dict</span></h2>',
-            '<h2 id="a.b.c"><span>amp.<wbr>state_<wbr>dict</span></h2>',
+            '<h2 id="a.b.c"><span>amp.load_state_dict</span></h2>',
+            '<h2 id="a.b.c"><span>amp.<wbr>load_<wbr>state_<wbr>dict</span></h2>',
         ),
         ('<h2>NaN and overflow</h2><pre>a.b</pre>',) * 2,
     ):
         assert on_post_page(written) == shown
+
+
+def test_links_to_measurements_lead_to_the_pages_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    from site_hooks import on_page_markdown
+
+    page = SimpleNamespace(file=SimpleNamespace(src_uri='numbers.md'))
+    written = '[a](../benchmarks/results/step_cpu.md) [b](nan.md) `docs/ops.md`'
+    assert on_page_markdown(written, page=page) == '[a](results/step_cpu.md) [b](nan.md) `docs/ops.md`'
+    page.file.src_uri = 'results/step_cpu.md'
+    shown = on_page_markdown('# Title\n\nsee `docs/ops.md`, ![plot](step_cpu.svg)', page=page)
+    assert shown == '[All measurements](../measurements.md)\n\n# Title\n\nsee [ops.md](../ops.md), ![plot](step_cpu.svg)'
+
+
+def test_every_page_of_measurements_is_listed() -> None:
+    listed = re.findall(r'\]\(\.\./benchmarks/results/([\w.]+)\)', (ROOT / 'docs/measurements.md').read_text())
+    written = {path.name for path in (ROOT / 'benchmarks/results').glob('*.md')}
+    # what a run on a GPU writes is listed when it is committed
+    on_a_gpu = {name for name in written if re.search('gpu|_cuda', name)}
+    assert written - on_a_gpu - {*listed} == set() == {*listed} - written
 
 
 def test_files_to_write_are_tried_here() -> None:
