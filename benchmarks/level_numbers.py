@@ -55,8 +55,8 @@ MEASURED = (
 )
 #: Models whose activations are counted: how to build one, and the shape of one sample.
 ACTIVATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    'ResNet-50, an image of 224 x 224': (lambda: resnet(64, (3, 4, 6, 3)), (3, 224, 224)),
-    '12 transformer blocks of width 768, a sequence of 196': (lambda: Transformer(768, 12), (196, 768)),
+    'ResNet-50': (lambda: resnet(64, (3, 4, 6, 3)), (3, 224, 224)),
+    'transformer': (lambda: Transformer(768, 12), (196, 768)),
 }
 
 
@@ -116,18 +116,20 @@ def process_table(
 def activation_table(
     say: Callable[[str], object], models: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = ACTIVATIONS
 ) -> list[str]:
-    """What a forward pass keeps for the backward pass: for each sample, and whatever the batch is."""
-    rows = []
+    """What a forward pass keeps for the backward pass: for each sample, and whatever the batch is; a row for each level."""
+    names = (*TORCH_TYPES, *LEVELS)
+    rows = [[shown(name)] for name in names]
     for title, (build, shape) in models.items():
         base = 0.0
-        for name in (*TORCH_TYPES, *LEVELS):
+        for name, row in zip(names, rows):
             setup = Setup(name, 'SGD', 'torch') if name in TORCH_TYPES else Setup(name, 'FusedSGD')
             one, two = (saved_bytes(setup, build(), torch.zeros(count, *shape)) for count in (1, 2))
             each, fixed = two - one, 2 * one - two
             base = base or each
-            rows.append([title, shown(name), f'{each / 1e6:.1f}', f'{each / base:.2f}', f'{fixed / 1e6:.1f}'])
-            say(' | '.join(rows[-1]))
-    return table(['model', 'level', 'MB for each sample', 'of FP32', 'MB whatever the batch is'], rows)
+            row += [f'{each / 1e6:.1f}', f'{each / base:.2f}', f'{fixed / 1e6:.1f}']
+            say(f'{title}: {" | ".join([row[0], *row[-3:]])}')
+    heads = [f'{title}: {what}' for title in models for what in ('MB for each sample', 'of FP32', 'fixed MB')]
+    return table(['level', *heads], rows)
 
 
 def time_table(rounds: int, trainings: Sequence[Training] = CPU_TRAININGS) -> list[str]:
@@ -191,7 +193,12 @@ def page(tables: dict[str, list[str]], count: int) -> str:
         ('Together, AdamW, by formula', '', 'adamw'),
         ('Together, SGD with momentum, by formula', '', 'sgd'),
         ('Bytes for each parameter, measured', f'A perceptron of {count / 1e6:.1f} million parameters.', 'process'),
-        ('Activations, measured', 'What a forward pass in training mode keeps for the backward pass.', 'activations'),
+        (
+            'Activations, measured',
+            'What a forward pass in training mode keeps for the backward pass: for each sample, and fixed, whatever the batch '
+            'is. A sample is an image of 224 x 224 (ResNet-50), or a sequence of 196 (12 transformer blocks of width 768).',
+            'activations',
+        ),
         (
             'Whole training steps, measured',
             f'Inputs: {inputs()}. Time of the process, variants by turns, medians.',

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the version on every page, the pages of measurements, references in docstrings, and where lines may break."""
+"""Hooks of mkdocs: the version on every page, pages of measurements, references in docstrings, and where lines may break."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """``from amp_wrapper import amp``: the functional interface of ``apex.amp``, over the engine of the mmengine wrapper.
 
-.. code-block:: python
+```python
+from amp_wrapper import amp
 
-    from amp_wrapper import amp
-
-    model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
-    for inputs, target in loader:
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), target)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
+for inputs, target in loader:
+    optimizer.zero_grad()
+    loss = criterion(model(inputs), target)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+```
 """
 
 from __future__ import annotations
@@ -182,12 +182,12 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """Give the loss times its scale for ``backward()``; on leaving, gradients are unscaled and checked. No host read.
 
-    .. code-block:: python
-
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-        optimizer.step()
+    ```python
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    ```
 
     Each block adds to what is there, in FP32 where the optimizer has masters. Where a gradient of any of the optimizers is
     non-finite, the next ``step()`` of all of them is left out, and the scale of the loss falls with it.

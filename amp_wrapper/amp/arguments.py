@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -83,27 +84,31 @@ def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
         word: What it has to be, in words.
 
     Raises:
-        TypeError: Something else.
+        AmpConfigError: Something else; a ``TypeError`` as well.
     """
     if isinstance(value, kind):
         return [value]
     if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
-        raise TypeError(
-            f'{name}={_short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
-            f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
+        raise AmpConfigError(
+            [
+                f'{name}={_short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
+                f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
+            ]
         )
     if not isinstance(value, (list, tuple)) or isinstance(value, nn.ModuleList):
-        raise TypeError(
-            f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.'
+        swapped = isinstance(value, Optimizer if kind is nn.Module else nn.Module)
+        order = ' The model comes first: amp.initialize(model, optimizer).' if swapped else ''
+        raise AmpConfigError(
+            [f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.{order}']
         )
     for index, item in enumerate(value):
         if not isinstance(item, kind):
-            raise TypeError(f'{name}[{index}]={_short(item)} must be {word}, but is {type(item).__name__}.')
+            raise AmpConfigError([f'{name}[{index}]={_short(item)} must be {word}, but is {type(item).__name__}.'])
     return list(value)
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = ' '.join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + '...'
 
 
@@ -209,6 +214,11 @@ def print_options(policy: Policy, given: Mapping[str, Any], session: Session) ->
     scale, options = policy.loss_scale, policy.to_dict()
     options['patch_torch_functions'] = policy.patch_torch_functions
     options['loss_scale'] = 'dynamic' if scale.dynamic else scale.init_scale
+    # as in the table of levels: None is what does not apply
+    if policy.cast_model_type in (None, torch.float32):
+        options['keep_batchnorm_fp32'] = None
+    if policy.cast_model_type is None:
+        options['master_weights'] = None
     for name in ('enabled', 'opt_level', *_PRINTED[:5]):
         print(f'    {name:<22}: {options[name]}')
     if policy.verbosity >= 2 and policy.cast_model_type is not None:

@@ -51,7 +51,7 @@ def half_function(function: _Function) -> _Function:
     Returns:
         The function, wrapped.
 
-    Example:
+    Examples:
         >>> @half_function
         ... def attention(q, k):
         ...     return q @ k.mT

@@ -1,12 +1,12 @@
 """The oldest interface of ``apex.amp``: a handle that turns the casts of O1 on for everything, and scales losses.
 
-.. code-block:: python
-
-    amp_handle = amp.init()
-    optimizer = amp_handle.wrap_optimizer(optimizer)
-    with optimizer.scale_loss(loss) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+```python
+amp_handle = amp.init()
+optimizer = amp_handle.wrap_optimizer(optimizer)
+with optimizer.scale_loss(loss) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+```
 """
 
 from __future__ import annotations

@@ -182,10 +182,10 @@ def monitor(
     The numbers are those of :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS`, ``amp_scale`` and ``amp_skipped``.
     They are computed on the device, and handed on when they have reached the host, without waiting for it.
 
-    .. code-block:: python
-
-        model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
-        watch = amp.monitor(optimizer, folder='runs/1', log=lambda step, numbers: writer.add_scalars('amp', numbers, step))
+    ```python
+    model, optimizer = amp.initialize(model, optimizer, opt_level='O2')
+    watch = amp.monitor(optimizer, folder='runs/1', log=lambda step, numbers: writer.add_scalars('amp', numbers, step))
+    ```
 
     Args:
         optimizer: An initialised one; with ``enabled=False`` nothing is watched.

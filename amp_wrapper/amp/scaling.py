@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -49,8 +49,11 @@ def scaled(
     if all(engine.is_plain for engine in engines):
         yield result
         return
-    with first.receiving(loss_id, rest, beyond) as begins:
+    watches = [(watch, engine) for engine in engines if (watch := engine.parts.block_watch) is not None]
+    with first.receiving(loss_id, rest, beyond) as begins, ExitStack() as watching:
         ran: list[bool] = []
+        for watch, engine in watches:
+            watching.enter_context(watch.watching(result, engine.weights()))
 
         def begin(gradient: Tensor) -> None:
             # blocks of several optimizers may be open: gradients belong to the loss whose backward() runs

@@ -28,12 +28,11 @@ from ..compiler_internals import is_called_by_compiled_code, untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
-from ..engine.pass_watch import PassWatch
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.nested import parameters_of
 from ..policy.policy import Policy
 from ..torch_internals import note_step
-from . import known_models
+from . import known_models, watches
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -87,10 +86,8 @@ class Session:
         if len(optimizers) > 1:
             for index, engine in enumerate(self.engines):
                 engine.parts.label = f'optimizer {index}'
-        if tells and not self.scalers[0].is_one:
-            for engine, optimizer in zip(self.engines, optimizers):
-                name = type(optimizer).__name__ + (f' ({engine.parts.label})' if engine.parts.label else '')
-                engine.parts.pass_watch = PassWatch(name, policy.verbosity >= 1)
+        if tells:
+            watches.add(self.engines, policy)
         if optimizers:
             # passes of this session look at the others: not at those that nobody uses any more
             _forget_dead()
@@ -395,4 +392,9 @@ def sessions(optimizers: Any = None) -> list[Session]:
 def master_params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     """What an optimizer steps, initialised or not."""
     session = session_of(optimizer)
-    return parameters_of(optimizer) if session is None else session.engine(optimizer).master_params()
+    if session is None:
+        return parameters_of(optimizer)
+    engine = session.engine(optimizer)
+    if engine.parts.block_watch is not None:
+        engine.parts.block_watch.see_masters()
+    return engine.master_params()

@@ -22,7 +22,7 @@ class GlobalCasts:
         allow_banned: Whether ``binary_cross_entropy`` runs in FP32 on 16-bit tensors, where it is refused otherwise.
         device_types: Where autocast is on; None for the CPU, and CUDA if there is a GPU.
 
-    Example:
+    Examples:
         >>> casts = GlobalCasts(torch.bfloat16)
         >>> casts.start()
         >>> torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype

@@ -196,15 +196,15 @@ def fully_shard(
 ) -> _Model:
     """Shard a model for a level, in place, before its optimizer is built. Every rank of the mesh calls it.
 
-    .. code-block:: python
-
-        with torch.device('meta'):
-            model = Transformer()
-        amp_wrapper.fully_shard(model, 'O5', mesh=mesh)
-        model.to_empty(device='cuda')
-        model.load_state_dict(...)                    # or whatever initialises it
-        optimizer = amp_wrapper.FusedAdamW(model.parameters())
-        model, optimizer = amp.initialize(model, optimizer, opt_level='O5')
+    ```python
+    with torch.device('meta'):
+        model = Transformer()
+    amp_wrapper.fully_shard(model, 'O5', mesh=mesh)
+    model.to_empty(device='cuda')
+    model.load_state_dict(...)                    # or whatever initialises it
+    optimizer = amp_wrapper.FusedAdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level='O5')
+    ```
 
     ``torch.distributed.fsdp.fully_shard`` does the work; the groups that it makes have the types which the level needs. A model
     that is small enough to be whole on each rank needs no such call: ``amp.initialize(model, optimizer, mesh=mesh)``.

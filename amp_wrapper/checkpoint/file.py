@@ -256,7 +256,9 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
         return torch.load(path, map_location=map_location, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         reason = _reason(error)
-        if 'GLOBAL' in reason or 'getattr' in reason or 'Unsupported class' in reason:
+        asks = 'GLOBAL' in reason or 'getattr' in reason or 'Unsupported class' in reason
+        # the first letter of a text may be an instruction of a pickle
+        if asks and (_is_archive(path) or _is_pickle(path)):
             raise AmpCheckpointError(
                 f'{path} is refused: it asks for code to run while it is read ({reason}). If you trust the file, allow '
                 f'the class by torch.serialization.add_safe_globals([...]) and read it again.'
@@ -265,6 +267,12 @@ def load(path: str | os.PathLike[str], map_location: Any = 'cpu', check: bool = 
     except Exception as error:  # the many ways in which a damaged pickle fails
         reason = f'{type(error).__name__}: {_reason(error)}'
         raise AmpCheckpointError(f'{path} is no checkpoint, or a damaged one ({reason}).') from error
+
+
+def _is_pickle(path: Path) -> bool:
+    """Whether a file begins as the pickles that torch.save wrote before there were archives."""
+    with open(path, 'rb') as file:
+        return file.read(1) == b'\x80'
 
 
 def _reason(error: Exception) -> str:

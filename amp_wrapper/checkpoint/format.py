@@ -159,7 +159,7 @@ def read(state: Mapping[str, Any], form: Collection[str] | None = None) -> Saved
     """Take a state dict apart and validate every part of ours, applying nothing.
 
     Args:
-        state: From :func:`write`, from mmengine's stock wrappers, from apex, or from a bare optimizer; not changed.
+        state: From :func:`write`, from mmengine's own wrappers, from apex, or from a bare optimizer; not changed.
         form: The keys of the optimizer's part where they are others than torch's, from :func:`own_form`; the optimizer alone
             knows what they hold.
 

@@ -49,7 +49,8 @@ def _levels(text: str) -> Sequence[str]:
     listed = [level.strip() for level in text.split(',') if level.strip()]
     unknown = [level for level in listed if level not in options.LEVELS]
     if unknown or not listed:
-        raise argparse.ArgumentTypeError(f'{text!r} must be levels with commas between them, such as O0,O2,O5')
+        which = f': {", ".join(unknown)} is none of {", ".join(options.LEVELS)}' if unknown else ''
+        raise argparse.ArgumentTypeError(f'{text!r} must be levels with commas between them, such as O0,O2,O5{which}')
     return listed
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import torch
 
 from .deviations import Deviation
 from .keep_fp32_search import KeepSearch
 from .level_verdicts import LevelFacts, Limits
 from .side_by_side import LevelRun
+
+
+def spread(run: LevelRun) -> float:
+    """How far apart the quartiles of the seconds of its steps are, over the median; NaN without any that counts."""
+    if not run.seconds:
+        return math.nan
+    low, high = np.quantile(list(run.seconds.values()), (0.25, 0.75))
+    return float(high - low) / run.median
 
 
 @dataclasses.dataclass

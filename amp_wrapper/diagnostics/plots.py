@@ -69,6 +69,9 @@ def _draw(runs: Sequence[Run], wanted: Sequence[str], title: str) -> Figure:
     for name in wanted:
         panel = PANELS[name]
         there = {number: words for number, words in panel.numbers.items() if any(has(run, number) for run in runs)}
+        if there.keys() == {'amp_skipped'} and len(wanted) > 1 and not _skipped(runs):
+            # neither a loss scale nor a skipped step
+            continue
         if len(there) > 1 and len(lines) > 1 and name != 'scale':
             # one line a run: it is the run that the line's look tells
             shown += [
@@ -89,6 +92,10 @@ def _draw(runs: Sequence[Run], wanted: Sequence[str], title: str) -> Figure:
     figure.align_ylabels(list(grid))
     _head(figure, lines, title)
     return figure
+
+
+def _skipped(runs: Sequence[Run]) -> bool:
+    return any(len(skips.values) > 0 for run in runs for skips in run.skips.values())
 
 
 def _head(figure: Figure, lines: Sequence[Line], title: str) -> None:

@@ -45,7 +45,8 @@ class PrecisionReport:
     """What :func:`report` found. ``print(report)`` shows the tables.
 
     Attributes:
-        data: All of it, as plain dicts, lists, strings and numbers: the JSON. Its keys are described in ``docs/report.md``.
+        data: All of it, as plain dicts, lists, strings and numbers: the JSON. The page on the precision report describes its
+            keys.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:
@@ -126,7 +127,7 @@ def report(
         AmpAttachError: The level cannot be had for this model.
         Exception: What the model raises in FP32 or at the level.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from amp_wrapper import amp
         >>> found = amp.report(torch.nn.Linear(4, 2), torch.ones(1, 4), opt_level='O5')

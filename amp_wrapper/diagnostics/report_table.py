@@ -161,7 +161,7 @@ class _Tables:
     def _memory(self, wide: bool) -> Table:
         table = _table('Memory of one training step by level, counted')
         words = {'optimizer_state': 'optimizer', 'measured_peak': 'GPU peak'}
-        keys = [key for key in _MEMORY if wide or key not in ('buffers', 'gradients')]
+        keys = [key for key in _MEMORY if wide or key != 'buffers']
         keys = [key for key in keys if key != 'measured_peak' or is_measured(self._data)]
         table.add_column('level')
         for key in keys:

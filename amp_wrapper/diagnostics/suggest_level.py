@@ -56,11 +56,11 @@ def suggest_level(
     updates would be lost without masters. Where a level fails because of a few modules, these are found by trying, and put into
     ``keep_fp32``. Ctrl-C ends it early with what is known by then.
 
-    .. code-block:: python
-
-        found = amp.suggest_level(model, lambda model, batch: criterion(model(batch[0]), batch[1]), loader)
-        print(found)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=found.level, keep_fp32=list(found.keep_fp32))
+    ```python
+    found = amp.suggest_level(model, lambda model, batch: criterion(model(batch[0]), batch[1]), loader)
+    print(found)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=found.level, keep_fp32=list(found.keep_fp32))
+    ```
 
     Args:
         model: On its device, with the weights that training begins with. It may be attached already. Nothing of it changes.

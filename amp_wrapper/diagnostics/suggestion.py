@@ -14,7 +14,7 @@ from ..policy.policy import MEANINGS
 from . import pages
 from .deviations import ModuleDeviation
 from .keep_fp32_search import KeepSearch
-from .level_study import Study
+from .level_study import Study, spread
 from .level_verdicts import LevelFacts, percent
 from .side_by_side import WARM_UP
 from .suggestion_text import FIRST_STEPS, device_name, notes, reason, without_masters
@@ -211,6 +211,7 @@ def _entry(study: Study, facts: LevelFacts) -> dict[str, Any]:
         'time': {
             'ratio': facts.time_ratio,
             'seconds': None if run is None or not run.seconds else run.median,
+            'spread': None if run is None or not run.seconds else spread(run),
             'steps': 0 if run is None else len(run.seconds),
         },
         'memory': {

@@ -10,12 +10,14 @@ import torch
 
 from ..policy.policy import MEANINGS
 from .keep_fp32_search import KeepSearch
-from .level_study import Study
+from .level_study import Study, spread
 from .level_verdicts import MEMORY, SPEED, TIE, LevelFacts, difference, percent, times
 from .side_by_side import WARM_UP
 
 #: The first steps, whose losses are compared one by one.
 FIRST_STEPS = 5
+#: Quartiles of the times of FP32's steps that are further apart than this, over the median, are told.
+UNSTEADY = 0.25
 
 
 def device_name(device: torch.device) -> str:
@@ -76,7 +78,7 @@ def reason(study: Study) -> str:
     gains = _gains(study, chosen)
     text += f' {gains}.' if gains else '.'
     if chosen.time_ratio is not None and chosen.time_ratio > 1 + TIE and study.prefer == MEMORY:
-        text += f" If you train on this device, ask for the fastest: prefer='{SPEED}'."
+        text += f' If you train on this device, ask for the fastest: {_ask(SPEED)}.'
     if chosen.loss_after is not None:
         done = study.steps if chosen.run is None else len(chosen.run.losses)
         text += f' After {done} steps its loss is {chosen.loss_after:.2g} off that of FP32'
@@ -113,7 +115,7 @@ def _why_fp32(study: Study) -> str:
         ratio = percent(best.measure(study.prefer) or 0.0)
         text += f'no level that suits the model saves a tenth of the {what} on this device ({study.device.type}); '
         kept = f' with {", ".join(best.keep_fp32)} in FP32' if best.keep_fp32 else ''
-        text += f"{best.level}{kept} takes {ratio} of that of FP32. prefer='{other}' asks for the other of the two."
+        text += f'{best.level}{kept} takes {ratio} of that of FP32. {_ask(other)} asks for the other of the two.'
         return text
     slow = [each for each in tried if [why.kind for why in each.reasons] == ['slow']]
     if slow:
@@ -121,9 +123,15 @@ def _why_fp32(study: Study) -> str:
         text += f'all other levels that suit the model are slower on this device ({study.device.type}).'
         if saving:
             least = min(saving, key=lambda each: each.memory_ratio or math.inf)
-            text += f" {least.level} takes {percent(least.memory_ratio or 0.0)} of the memory: prefer='memory' asks for that."
+            share = percent(least.memory_ratio or 0.0)
+            text += f' {least.level} takes {share} of the memory: {_ask(MEMORY)} asks for that.'
         return text
     return f'{text}no other level suits. {_ruled_out([each for each in tried if each.reasons])}.'
+
+
+def _ask(prefer: str) -> str:
+    """How scripts and the command ask for it."""
+    return f"prefer='{prefer}' (--prefer {prefer})"
 
 
 def notes(study: Study) -> list[str]:
@@ -138,6 +146,12 @@ def notes(study: Study) -> list[str]:
         found.append(
             f'Time and memory are ratios to FP32 (O0). Each level took {study.steps} steps{ways[study.side_by_side]}, of which '
             f'the first {WARM_UP} were not timed, on {device_name(study.device)}. Optimizer: {study.optimizer}.'
+        )
+    reference = study.runs.get('O0')
+    if reference is not None and spread(reference) > UNSTEADY:
+        found.append(
+            f'The times are unsteady: of the steps of FP32, the middle half differs by {percent(spread(reference))} of their '
+            f'median. Try again when nothing else computes on this machine, or with more steps.'
         )
     if study.compiled:
         found.append(

@@ -386,7 +386,7 @@ class AmpEngine:
         """Take over a state dict; before or after :meth:`attach`.
 
         Args:
-            state: From :meth:`state_dict`, from mmengine's stock wrappers, from apex or from a bare optimizer. Not
+            state: From :meth:`state_dict`, from mmengine's own wrappers, from apex or from a bare optimizer. Not
                 changed, and not aliased.
 
         Returns:

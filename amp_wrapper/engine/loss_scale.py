@@ -26,7 +26,7 @@ class LossScaler:
     """One loss scale and its trackers.
 
     State, all on the device of the gradients: ``scale`` (float32), ``growth_tracker`` and ``hysteresis_tracker``
-    (int32), and the counters of :attr:`counts` (int64). Nothing here reads the device but what says "Syncs.".
+    (int32), and the counters of :attr:`counts` (int64). Methods that wait for the device say "Syncs.".
 
     The rule, once per optimizer step, after everything else of the step:
 

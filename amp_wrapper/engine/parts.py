@@ -21,6 +21,7 @@ from ..fsdp_internals import Reductions
 from ..ops import attributes
 from ..policy import Policy
 from ..shards import local
+from .block_watch import BlockWatch
 from .buffers.snapshots import BufferSnapshots
 from .clipping import ShardNorm
 from .ddp.reducers import Reducers
@@ -77,6 +78,7 @@ class EngineParts:
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
         pass_watch: Warns of gradients that did not come from ``amp.scale_loss``; None where there is no such function.
+        block_watch: Warns of gradients that are clipped or read before they are unscaled; None likewise.
         casts: The handle that takes the casts off the model; None without.
         op_set: The registered functions that the model can reach.
         label: What log lines call this engine, where there are several.
@@ -108,6 +110,7 @@ class EngineParts:
         self.buffers: BufferSnapshots | None = None
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
+        self.block_watch: BlockWatch | None = None
         self.casts: plan.CastHandle | None = None
         self.op_set: OpSet | None = None
         #: Read from a checkpoint before there was a model to put it into.

@@ -18,7 +18,7 @@ from .. import policy
 from ..checkpoint import newest
 from ..errors import AmpConfigError, AmpUsageError, nearest
 from ..policy import OPTIONS
-from . import arguments
+from . import arguments, config_errors
 from .apex_optim_wrapper import ApexOptimWrapper
 from .optim_wrapper import AmpOptimWrapper
 
@@ -38,6 +38,7 @@ def check_wrappers(cfg: Config) -> None:
     problems: list[str] = []
     if 'optimizer' in words or 'type' in words:
         problems += _wrapper_problems(words, 'constructor' not in words)
+        problems += config_errors.paramwise_problems(words)
     else:
         for name, member in words.items():
             if isinstance(member, Mapping):

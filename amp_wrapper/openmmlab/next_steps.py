@@ -63,6 +63,16 @@ def lines(runner: Any, args: argparse.Namespace, checkpoint: Path) -> list[str]:
     return [*found, title, _line(words, options)]
 
 
+def resuming(args: argparse.Namespace) -> str:
+    """The command that goes on with a training that was interrupted, from its newest checkpoint.
+
+    Args:
+        args: The options of ``amp-wrapper train``.
+    """
+    options = _typed_options(args, ('resume', 'load_from'))
+    return _line([*_train(args), '--resume', *_flags(args, args.work_dir)], options)
+
+
 def _schedules(node: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The schedules of a config, with the keys that lead to them: one, a list, or some for each optimizer."""
     if isinstance(node, Mapping) and 'type' in node:

@@ -143,7 +143,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """The autocast type, under the name the stock wrapper uses; None without autocast."""
+        """The autocast type, under the name that mmengine's own wrapper uses; None without autocast."""
         return self._engine.policy.autocast_dtype
 
     @property
@@ -158,7 +158,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     @property
     def in_window(self) -> bool:
-        """Whether accumulated gradients wait for their step. Gradients of other members' losses alone do not count."""
+        """Whether accumulated gradients of this wrapper's own losses wait for their step."""
         return self._engine.parts.is_accumulating and self._engine.parts.overflow.is_used
 
     @property
@@ -365,7 +365,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._engine.check_state_dict(state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from our own checkpoints, those of mmengine's stock wrappers or apex's; logs what cannot be kept.
+        """Resume from our own checkpoints, those of mmengine's own wrappers or apex's; logs what cannot be kept.
 
         Args:
             state_dict: Not changed.

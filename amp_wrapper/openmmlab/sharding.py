@@ -41,10 +41,10 @@ _KINDS_SHOWN = f'known are {", ".join(map(repr, shard_files.KINDS))}'
 class MMFullyShard(nn.Module):
     """Shards a model of mmengine over all ranks, by FSDP2, in place of ``MMDistributedDataParallel``.
 
-    .. code-block:: python
-
-        model_wrapper_cfg = dict(type='amp_wrapper.MMFullyShard', blocks=['SwinBlock'])
-        optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=...)
+    ```python
+    model_wrapper_cfg = dict(type='amp_wrapper.MMFullyShard', blocks=['SwinBlock'])
+    optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=...)
+    ```
 
     Runner builds it before there is an optimizer wrapper, so nothing is sharded then; that happens before a checkpoint is
     loaded, for the level of the wrapper.

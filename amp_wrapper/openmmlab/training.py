@@ -16,7 +16,7 @@ from .. import start
 from ..checkpoint import file as checkpoint_file
 from ..checkpoint import newest
 from ..errors import AmpConfigError, AmpUsageError
-from . import config_checks, next_steps
+from . import config_checks, config_errors, next_steps
 from .config_options import nested_keys, read_config
 
 
@@ -29,20 +29,31 @@ def train(args: argparse.Namespace) -> None:
     Raises:
         AmpError: Config, options or checkpoint cannot be used; nothing has been written.
         SystemExit: With 0, after a SIGTERM for which everything has been saved.
+        KeyboardInterrupt: Ctrl-C, after it was said how to go on.
     """
     cfg = load_config(args)
+    runner = None
     if '://' not in cfg.work_dir and os.environ.get('RANK', '0') == '0':
         checkpoint_file.check_writable(cfg.work_dir)
     start_processes_on_cpu(cfg)
+    metrics: dict[str, Any] = {}
     try:
-        with nested_keys(cfg, args.cfg_options):
+        with nested_keys(cfg, args.cfg_options), config_errors.typed(cfg, metrics):
             runner = build_runner(cfg)
             config_checks.say_where_data_are_missing(runner)
-            runner.train()
+            config_errors.say_unmatched_keys(runner, cfg)
+            try:
+                runner.train()
+            finally:
+                metrics.update(validated(runner))
     except SystemExit as ended:
         # saved on SIGTERM: a clean end as well
         if ended.code == 0:
             end_processes()
+        raise
+    except KeyboardInterrupt:
+        if runner is not None and runner.rank == 0:
+            say_interrupted(runner, args)
         raise
     report(runner, args)
     del runner
@@ -179,17 +190,34 @@ def build_runner(cfg: Config) -> Any:
     return RUNNERS.build(cfg)
 
 
+def say_interrupted(runner: Any, args: argparse.Namespace) -> None:
+    """What an interrupted training has left, and the command that goes on from it."""
+    print(f'\nInterrupted: epoch {runner.epoch + 1}, iteration {runner.iter}.', end=' ')
+    last = Path(runner.work_dir) / 'last_checkpoint'
+    saved = Path(last.read_text().strip()) if last.is_file() else None
+    if saved is None:
+        print('No checkpoint was saved.', flush=True)
+        return
+    print(f'The newest checkpoint is {start.short(saved)}. Go on from it:')
+    print(next_steps.resuming(args), flush=True)
+
+
+def validated(runner: Any) -> dict[str, float]:
+    """The metrics of the last validation, by name."""
+    scalars = runner.message_hub.log_scalars
+    return {
+        name.removeprefix('val/'): buffer.current()
+        for name, buffer in scalars.items()
+        if name.startswith('val/') and not name.endswith('time')
+    }
+
+
 def report(runner: Any, args: argparse.Namespace) -> None:
     """End with what was reached and what to type next."""
     if runner.rank != 0:
         return
-    scalars = runner.message_hub.log_scalars
-    metrics = [
-        f'{name[4:]} {buffer.current():.2f}'
-        for name, buffer in scalars.items()
-        if name.startswith('val/') and not name.endswith('time')
-    ]
-    print(f'\nFinished: epoch {runner.epoch}, iteration {runner.iter}' + ''.join(f', {metric}' for metric in metrics))
+    metrics = ''.join(f', {name} {value:.2f}' for name, value in validated(runner).items())
+    print(f'\nFinished: epoch {runner.epoch}, iteration {runner.iter}{metrics}')
     last = Path(runner.work_dir) / 'last_checkpoint'
     if not last.is_file():
         return

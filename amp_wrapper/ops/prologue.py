@@ -130,7 +130,7 @@ def step_prologue(
 
     Raises:
         ValueError: A tensor of another shape or dtype, or on another device; what is written shares memory with anything
-            else; an impossible number. Nothing is written then.
+            else; a number that is NaN or infinite where it must not be. Nothing is written then.
     """
     device = decision.device
     check_step_tables(decision, rows, len(steps), True)

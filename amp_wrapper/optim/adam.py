@@ -190,11 +190,13 @@ class FusedAdamW(_AdamSteps, torch.optim.AdamW):
         ValueError: As torch's own.
 
     Examples:
-        In a config::
+        In a config:
 
-            optim_wrapper = dict(
-                type='AmpOptimWrapper', opt_level='O2',
-                optimizer=dict(type='FusedAdamW', lr=1e-3, weight_decay=0.05))
+        ```python
+        optim_wrapper = dict(
+            type='AmpOptimWrapper', opt_level='O2', optimizer=dict(type='FusedAdamW', lr=1e-3, weight_decay=0.05)
+        )
+        ```
     """
 
     _algorithm = _Adam('AdamW')

@@ -30,6 +30,63 @@ from amp_wrapper.errors import AmpUsageError
 MASTERS = ('O2', 'O5')
 
 
+# -- gradients that are clipped before they are unscaled ------------------------------------------------------------------
+
+
+def clip_norm(parameters: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+def clip_value(parameters: Any) -> None:
+    torch.nn.utils.clip_grad_value_(parameters, 1.0)
+
+
+@pytest.mark.parametrize('clip', [clip_norm, clip_value])
+@pytest.mark.parametrize('scale', [1.0, 1024.0])
+@pytest.mark.parametrize('level', LEVELS)
+def test_clipping_inside_of_the_block_is_told_once(
+    level: str, scale: float, clip: Callable[[Any], None], device: torch.device
+) -> None:
+    """Of the model's parameters where gradients have a scale; of masters, which have no gradients there."""
+    for whose in ('model', 'optimizer'):
+        net, optimizer = scaled(level, device, scale=scale)
+        with logged() as lines:
+            for index in range(3):
+                optimizer.zero_grad()
+                with amp.scale_loss(net(data(index, device)), optimizer) as loss:
+                    loss.backward()
+                    clip(net.parameters() if whose == 'model' else amp.master_params(optimizer))
+                optimizer.step()
+        matters = scale != 1 if whose == 'model' or level not in MASTERS else True
+        told = [line for line in lines if 'inside of a "with amp.scale_loss' in line]
+        assert len(told) == matters, (whose, lines)
+        assert all(line.startswith('amp: SGD ') for line in told)
+
+
+@pytest.mark.parametrize('clip', [clip_norm, clip_value])
+@pytest.mark.parametrize('level', LEVELS)
+def test_what_is_no_clipping_of_scaled_gradients_is_not_told(
+    level: str, clip: Callable[[Any], None], device: torch.device
+) -> None:
+    """After the block, before the backward pass, of another model; and masks, which may be applied at any scale."""
+    net, optimizer = scaled(level, device)
+    other = nn.Linear(2, 2).to(device)
+    other(torch.ones(1, 2, device=device)).sum().backward()
+    with logged() as lines:
+        for index in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(net(data(index, device)), optimizer) as loss:
+                penalty = sum(master.detach().norm() for master in amp.master_params(optimizer))
+                (loss + 0 * penalty).backward()
+                clip(other.parameters())
+                for weight in net.parameters():
+                    if weight.grad is not None:
+                        weight.grad.mul_(1.0)
+            clip(amp.master_params(optimizer))
+            optimizer.step()
+    assert lines == []
+
+
 # -- gradients that came past the scaled losses -------------------------------------------------------------------------
 
 

@@ -213,6 +213,70 @@ def test_errors_of_train_and_test(project: Path, monkeypatch: pytest.MonkeyPatch
     assert read_config('config.py', {'model.type': 'Other'}).model == Config(dict(model=dict(type='Other'))).model
 
 
+def test_errors_of_mmengine_are_one_line(project: Path) -> None:
+    """What it notices while it builds and trains: a type that nothing registers, and a metric that there is not."""
+    (project / 'metric.py').write_text(
+        CONFIG.replace('num_workers=1', 'num_workers=0').replace("multiprocessing_context='spawn',", '')
+        + """
+val_dataloader = {**train_dataloader, 'sampler': dict(type='DefaultSampler', shuffle=False)}
+val_evaluator = dict(type='Counted')
+val_cfg = dict()
+default_hooks = dict(checkpoint=dict(type='CheckpointHook', save_best='acuracy', rule='greater'))
+"""
+    )
+    (project / 'my_project.py').write_text(
+        PROJECT
+        + """
+from mmengine.evaluator import BaseMetric
+from mmengine.registry import METRICS
+
+
+@METRICS.register_module()
+class Counted(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results += [1]
+
+    def compute_metrics(self, results):
+        return dict(accuracy=float(len(results)), extra=0.0)
+"""
+    )
+    for config, option, text in (
+        (
+            'config.py',
+            'model.type=Tinny',
+            "type='Tinny' is not in the registry of mmengine for model (did you mean 'Tiny'?): ",
+        ),
+        (
+            'config.py',
+            'train_dataloader.dataset.type=Ram',
+            "type='Ram' is not in the registry of mmengine for dataset ",
+        ),
+        (
+            'config.py',
+            'optim_wrapper.optimizer.type=AdmW',
+            "optimizer.type='AdmW' is not in the registry of mmengine for ",
+        ),
+        (
+            'metric.py',
+            'val_dataloader.num_workers=0',
+            "save_best='acuracy' (did you mean 'accuracy'?): the validation gives",
+        ),
+    ):
+        done = typed('train', config, '--cfg-options', option, cwd=project)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(f'amp-wrapper train: error: {text}'), done.stderr
+        assert 'Traceback' not in done.stderr
+    done = typed('test', 'metric.py', 'metric.py', '--cfg-options', 'test_cfg={}', cwd=project)
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+
+
+def test_keys_that_no_parameter_has_are_told(project: Path) -> None:
+    typed_keys = ['optim_wrapper.paramwise_cfg.custom_keys.fcc.lr_mult=2', 'log_level=WARNING']
+    done = typed('train', 'config.py', '--cfg-options', *typed_keys, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert "custom_keys has 'fcc' (did you mean 'fc'?), which is in no name of a parameter" in done.stdout + done.stderr
+
+
 def test_values_of_cfg_options() -> None:
     assert parse_options(['a.b=1', 'c=[1,2]', 'd=x=y']) == {'a.b': 1, 'c': [1, 2], 'd': 'x=y'}
     for word in ('a', 'a=[1,2'):
@@ -225,6 +289,8 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.chdir(project)
     monkeypatch.setattr(sys, 'path', list(sys.path))
+    # which pickle would read as an instruction to import something
+    (project / 'text.py').write_text(CONFIG.lstrip())
     for line, text in (
         ('train none.py', "the config 'none.py' is no file."),
         ('train config.py --resume none.pth', '--resume none.pth: there is no such checkpoint.'),
@@ -241,8 +307,13 @@ def test_errors_are_one_line(
             'train config.py --cfg-options train_cfg.max_epoch=2',
             "train_cfg has an unknown key 'max_epoch' (did you mean ",
         ),
+        (
+            'train config.py --cfg-options optim_wrapper.paramwise_cfg.norm_deca_mult=0',
+            "paramwise_cfg has an unknown key 'norm_deca_mult' (did you mean 'norm_decay_mult'?)",
+        ),
         ('test config.py none.pth', "the checkpoint 'none.pth' does not exist."),
         ('test config.py config.py', 'config.py is no checkpoint, or a damaged one ('),
+        ('test config.py text.py', 'text.py is no checkpoint, or a damaged one ('),
         ('test config.py .', "the checkpoint '.' is a folder, and no checkpoint."),
         ('convert none.pth --inspect', 'none.pth is not there, or no file: check the path.'),
         ('convert config.py --inspect', 'config.py is no checkpoint, or a damaged one ('),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 import torch
 
 from amp_wrapper.diagnostics.deviations import Deviation, Distance, ModuleDeviation
-from amp_wrapper.diagnostics.level_study import Study
+from amp_wrapper.diagnostics.level_study import Study, spread
 from amp_wrapper.diagnostics.level_verdicts import (
     LevelFacts,
     Limits,
@@ -22,7 +23,7 @@ from amp_wrapper.diagnostics.level_verdicts import (
 )
 from amp_wrapper.diagnostics.memory import MemoryCount
 from amp_wrapper.diagnostics.side_by_side import LevelRun
-from amp_wrapper.diagnostics.suggestion_text import reason
+from amp_wrapper.diagnostics.suggestion_text import UNSTEADY, notes, reason
 from amp_wrapper.policy import LEVELS, resolve
 
 LIMITS = Limits(gradient_noise=1.0, loss_noise=0.01, first_loss=2.0)
@@ -44,6 +45,19 @@ def facts(level: str, prefer: str = 'memory', lost: float = 0.0, **words: Any) -
 def chosen(facts: list[LevelFacts], prefer: str = 'memory', allowed: tuple[str, ...] = LEVELS) -> str | None:
     found = choose(facts, prefer, allowed)
     return None if found is None else found.level
+
+
+@pytest.mark.parametrize('apart', [0.9, 1.1])
+def test_unsteady_times_are_told(apart: float) -> None:
+    """The distance of the quartiles of FP32's times, over their median."""
+    study = Study(CPU, LEVELS, 'speed', 5, 0, 1, 'SGD', 0, {})
+    width = apart * UNSTEADY
+    seconds = [1.0 + width * place for place in (-1, -0.5, 0, 0.5, 1)]
+    study.runs['O0'] = dataclasses.replace(run(), seconds=dict(enumerate(seconds)))
+    study.side_by_side = True
+    assert spread(study.runs['O0']) == pytest.approx(width)
+    assert any('times are unsteady' in line for line in notes(study)) == (apart > 1)
+    assert math.isnan(spread(dataclasses.replace(run(), seconds={})))
 
 
 def test_the_one_that_takes_least() -> None:

@@ -100,6 +100,16 @@ def test_skips_without_a_scale() -> None:
     assert axes.get_title('left').startswith('Skipped steps')
 
 
+def test_there_is_no_panel_for_a_scale_that_is_always_1() -> None:
+    """As at O5, where the log has a count of skipped steps, and no step was skipped."""
+    whole = training()
+    run = Run('O5', {name: line for name, line in whole.numbers.items() if name != 'amp_scale'}, {'': series([], [])})
+    ids = [axes.get_gid() for axes in plot_runs([run]).axes]
+    assert 'panel_loss' in ids and not any('amp_skipped' in (gid or '') for gid in ids)
+    # unless it is all that was asked for
+    assert len(plot_runs([run], panels=['scale']).axes) == 1
+
+
 def test_nonfinite_numbers_have_marks_and_leave_gaps() -> None:
     run = training()
     run.numbers['loss'].values[[1, 3]] = NAN, math.inf

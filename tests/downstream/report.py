@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,26 +54,38 @@ def tables(found: Rows) -> str:
     lines = [
         *(f'Measured: {place}.' for place in where),
         '',
-        '**Against FP32**: distance of the first loss from that of FP32; the same for weights that were trained in FP32 for a '
-        'dozen steps; and what 36 steps on one batch make of the loss (mean of the last five, as a part of the first).',
+        '**Loss against FP32**, in per cent: the distance of the loss from that of FP32, at the first weights, and at weights '
+        'that were trained in FP32 for a dozen steps.',
         '',
-        '| model | FP32 | O1 | O2 | O4 | O5 |',
-        '| --- | --- | --- | --- | --- | --- |',
+        f'| model | {" | ".join(f"{weights}, {level}" for weights in ("first", "trained") for level in LEVELS)} |',
+        f'|{" --- |" * (1 + 2 * len(LEVELS))}',
     ]
     for model, levels in found.items():
-        cells = [_cell(levels, level, _judged) for level in LEVELS]
+        cells = [_cell(levels, level, key, 100) for key in ('off', 'warm_off') for level in LEVELS]
+        lines.append(f'| {model} | {" | ".join(cells)} |')
+    lines += [
+        '',
+        '**What 36 steps on one batch make of the loss**: the mean of the last five losses, divided by the first one.',
+        '',
+        f'| model | FP32 | {" | ".join(LEVELS)} |',
+        f'|{" --- |" * (2 + len(LEVELS))}',
+    ]
+    for model, levels in found.items():
+        cells = [_cell(levels, level, 'fall') for level in LEVELS]
         fp32 = next((row['fp32_fall'] for row in levels.values() if 'fp32_fall' in row), None)
         lines.append(f'| {model} | {"" if fp32 is None else f"{fp32:.3f}"} | {" | ".join(cells)} |')
     lines += [
         '',
-        '**Weights and gradients**: their bytes, as a part of FP32; masters, their gradients and optimizer state are not in it '
-        '([numbers](numbers.md)). The rest above a half is BatchNorm.',
+        '**Memory of weights and gradients**, in per cent of FP32; masters, their gradients and optimizer state are not in it '
+        '([numbers](numbers.md)). What is above a half is BatchNorm.',
         '',
-        '| model | O1, O4 | O2, O5 |',
-        '| --- | --- | --- |',
+        '| model | weights, O1 and O4 | gradients, O1 and O4 | weights, O2 and O5 | gradients, O2 and O5 |',
+        '| --- | --- | --- | --- | --- |',
     ]
     for model, levels in found.items():
-        cells = [_memory(levels, pair) for pair in (('O1', 'O4'), ('O2', 'O5'))]
+        cells = [
+            _memory(levels, pair, key) for pair in (('O1', 'O4'), ('O2', 'O5')) for key in ('weights', 'gradients')
+        ]
         lines.append(f'| {model} | {" | ".join(cells)} |')
     lines += [
         '',
@@ -100,11 +112,12 @@ def two_ranks(rows: list[dict[str, Any]]) -> str:
     order = {case.name: index for index, case in enumerate(CASES)}
     lines = [
         '',
-        '**Two ranks**: the largest distance of a gradient that the optimizer used from the mean of those that the ranks had '
-        "computed, in roundings of the weight's type; and the part of the gradient in which a rank's own is further away than "
-        'that, at least, so that one not averaged would show.',
+        '**Two ranks**: gradients that the optimizer used, compared with the mean of those that the two ranks had computed. '
+        "*Distance* is the largest difference, where 1 is the rounding error of one addition in the gradient's type. *Would "
+        "show* is the share of elements in which a rank's own gradient is further from the mean than the test allows: there, a "
+        'gradient that was not averaged would be noticed.',
         '',
-        '| model | level | with | steps | distance | told apart |',
+        '| model | level | with | steps | distance | would show |',
         '| --- | --- | --- | --- | --- | --- |',
     ]
     for row in sorted(rows, key=lambda row: (order[row['model']], row['what'])):
@@ -114,22 +127,14 @@ def two_ranks(rows: list[dict[str, Any]]) -> str:
     return '\n'.join(lines) + '\n' if rows else ''
 
 
-def _cell(levels: dict[str, dict[str, Any]], level: str, show: Callable[[dict[str, Any]], str]) -> str:
+def _cell(levels: dict[str, dict[str, Any]], level: str, key: str, times: float = 1) -> str:
     row = levels.get(level, {})
-    return show(row) if 'off' in row else ''
+    return f'{times * row[key]:.3f}' if 'off' in row else ''
 
 
-def _memory(levels: dict[str, dict[str, Any]], pair: tuple[str, str]) -> str:
-    values = {
-        f'{100 * levels[level]["weights"]:.1f} %, {100 * levels[level]["gradients"]:.1f} %'
-        for level in pair
-        if 'weights' in levels.get(level, {})
-    }
+def _memory(levels: dict[str, dict[str, Any]], pair: tuple[str, str], key: str) -> str:
+    values = {f'{100 * levels[level][key]:.1f}' for level in pair if key in levels.get(level, {})}
     return '; '.join(sorted(values))
-
-
-def _judged(row: dict[str, Any]) -> str:
-    return f'{100 * row["off"]:.3f} %, {100 * row["warm_off"]:.3f} %, {row["fall"]:.3f}'
 
 
 def _wide(row: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from mmengine.config import Config
 from mmengine.registry import PARAM_SCHEDULERS
 
 from amp_wrapper import cli
-from amp_wrapper.openmmlab import next_steps
+from amp_wrapper.openmmlab import next_steps, training
 from amp_wrapper.openmmlab.config_options import merge_options, parse_options
 
 EPOCHS, LENGTH = 6, 5
@@ -154,6 +154,42 @@ def test_a_new_training_is_not_resumed(typed: tuple[str, ...]) -> None:
     # weights that a training begins with are kept
     assert parsed(lines(cfg, '--cfg-options', 'load_from=w.pth')[-1]).cfg_options['load_from'] == 'w.pth'
     assert parsed(testing).cfg_options is None
+
+
+@pytest.mark.parametrize('saved', [False, True])
+def test_what_an_interrupted_training_says(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C: the newest checkpoint, and a command that goes on from it with the options that were typed."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / 'work'
+    folder.mkdir()
+    if saved:
+        (folder / 'last_checkpoint').write_text(str(folder / 'epoch_2.pth'))
+
+    class Interrupted:
+        rank, epoch, iter, work_dir = 0, 2, 12, str(folder)
+        model, message_hub = torch.nn.Linear(1, 1), SimpleNamespace(log_scalars={})
+
+        def train(self) -> None:
+            raise KeyboardInterrupt
+
+    typed = ['config.py', '--resume', 'work/epoch_1.pth', '--work-dir', 'work', '--cfg-options', 'seed=1']
+    args = cli.parser_of('train')[1].parse_args(typed)
+    monkeypatch.setattr(training, 'load_config', lambda args: Config(dict(work_dir='work', launcher='none')))
+    monkeypatch.setattr(training, 'build_runner', lambda cfg: Interrupted())
+    monkeypatch.setattr(training.config_checks, 'say_where_data_are_missing', lambda runner: None)
+    with pytest.raises(KeyboardInterrupt):
+        training.train(args)
+    said = capsys.readouterr().out
+    assert 'Interrupted: epoch 3, iteration 12.' in said
+    if not saved:
+        assert said.endswith('No checkpoint was saved.\n')
+        return
+    assert 'The newest checkpoint is work/epoch_2.pth.' in said
+    again = parsed(said.splitlines()[-1])
+    assert (again.command, again.config, again.resume, again.work_dir) == ('train', 'config.py', 'auto', 'work')
+    assert again.cfg_options == {'seed': 1}
 
 
 def test_what_to_test() -> None:

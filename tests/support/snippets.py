@@ -108,6 +108,7 @@ def pages_of(nav: list[Any]) -> list[str]:
     """The files of a navigation, its groups opened."""
     found = []
     for entry in nav:
-        for value in entry.values():
+        # without a label the title of the page is taken
+        for value in [entry] if isinstance(entry, str) else entry.values():
             found += pages_of(value) if isinstance(value, list) else [value]
     return found

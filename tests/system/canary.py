@@ -28,7 +28,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The files of the package that have the private names of torch.
-INTERNALS = ('torch_internals.py', 'compiler_internals.py', 'graph_internals.py', 'fsdp_internals.py')
+INTERNALS = (
+    'torch_internals.py',
+    'compiler_internals.py',
+    'graph_internals.py',
+    'fsdp_internals.py',
+    'ddp_internals.py',
+)
 RECORD = ROOT / 'tests' / 'data' / 'private_names.json'
 #: Where a name is that only the compiled part of torch has.
 COMPILED = 'C++'

@@ -208,13 +208,17 @@ def test_numbers_of_the_readme_are_those_of_the_page_on_numbers() -> None:
     rows = {row[0]: dict(zip(LEVELS, row[1:])) for row in table((ROOT / 'README.md').read_text(), 'measured')[1:]}
     page = (ROOT / 'docs/numbers.md').read_text()
     found = {}
-    for name, key, value in (('parts', 0, 5), ('activations', 1, 3), ('times', 1, 4)):
+    for name, key, value in (('parts', 0, 5), ('times', 1, 4)):
         lines = page.split(f'<!-- {name}: ')[1].split(f'<!-- end of {name}')[0].splitlines()
         for cells in (
             [cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')
         ):
             if cells[key] in LEVELS:
                 found[name, cells[0] if key else '', cells[key]] = cells[value]
+    header, *lines = table(page.split('<!-- activations: ')[1].split('<!-- end of activations')[0], 'level')
+    for place, title in enumerate(header):
+        if title.endswith(': of FP32'):
+            found |= {('activations', title, line[0]): line[place] for line in lines if line[0] in LEVELS}
     kinds = dict(
         zip(
             [words for words in rows if not words.startswith('the same with')],
@@ -279,7 +283,7 @@ def test_defaults_of_the_arguments() -> None:
         name: option.default for name, option in OPTIONS.items()
     }
     for names, values, _ in rows[1:]:
-        stated = values.replace('2^24', str(2.0**24)).split(', ')
+        stated = values.replace('2²⁴', str(2.0**24)).split(', ')
         for name, value in zip(re.findall(r'`(\w+)`', names), stated, strict=True):
             assert repr(defaults[name]) == value, name
 

@@ -1,4 +1,4 @@
-"""Private names of torch are in four files, those that end with ``_internals.py``, but for a few exceptions.
+"""Private names of torch are in five files, those that end with ``_internals.py``, but for a few exceptions.
 
 Those are in a list with reasons.
 

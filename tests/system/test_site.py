@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -13,11 +14,13 @@ import pytest
 import yaml
 from command_line import python
 from snippets import FENCE, PAGES, ROOT, pages_of, snippets, table, titled
+from torch import nn
 
 import amp_wrapper
 from amp_wrapper import errors
 from amp_wrapper.diagnostics.sandbox import CannotCopyError
 from amp_wrapper.ops.building import BuildError
+from amp_wrapper.policy import LEVELS
 
 FIRST_CONFIG = ROOT / 'docs/first_config.md'
 
@@ -96,6 +99,15 @@ def test_every_public_name_is_on_a_page_of_the_api_under_its_public_path() -> No
     assert {name for name in amp_wrapper.amp.__all__ if name[0].islower()} <= functions
 
 
+def test_printed_properties_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``amp.initialize`` prints, at each level without overrides, None included."""
+    rows = table((ROOT / 'docs/opt_levels.md').read_text(), 'property')
+    for place, level in enumerate(LEVELS, start=1):
+        amp_wrapper.amp.initialize(nn.Linear(2, 2), opt_level=level)
+        printed = dict(re.findall(r'^    (\w+) *: (.+)$', capsys.readouterr().out, re.MULTILINE))
+        assert {name.strip('`'): cells[place - 1] for name, *cells in rows[1:]}.items() <= printed.items(), level
+
+
 def test_the_navigation_has_the_groups_of_readers() -> None:
     nav = yaml.safe_load((ROOT / 'mkdocs.yml').read_text())['nav']
     groups = {name: value for entry in nav for name, value in entry.items() if isinstance(value, list)}
@@ -147,10 +159,16 @@ def test_names_in_tables_and_headings_may_break(monkeypatch: pytest.MonkeyPatch)
 
     for written, shown in (
         ('<td><code>last_step_skipped</code></td>', '<td><code>last_<wbr>step_<wbr>skipped</code></td>'),
-        ('<td>see <code>AmpCheckpointError</code></td>', '<td>see <code>Amp<wbr>Checkpoint<wbr>Error</code></td>'),
-        ('<td><code>FusedBiasLeakyReLUFunction</code></td>', '<td><code>Fused<wbr>Bias<wbr>LeakyReLU<wbr>Function</code></td>'),
+        ('<td>see <code>AmpCheckpointError</code></td>', '<td>see <code>AmpCheckpoint<wbr>Error</code></td>'),
+        (
+            '<td><code>FusedBiasLeakyReLUFunction</code></td>',
+            '<td><code>Fused<wbr>Bias<wbr>Leaky<wbr>ReLU<wbr>Function</code></td>',
+        ),
         ('<td><code>AmpOptimWrapper</code></td>',) * 2,
-        ('<td>on 2026-11-26</td><p>2026-11-26</p>', '<td>on <span class="date">2026-11-26</span></td><p>2026-11-26</p>'),
+        (
+            '<td>on 2026-11-26</td><p>2026-11-26</p>',
+            '<td>on <span class="date">2026-11-26</span></td><p>2026-11-26</p>',
+        ),
         ('<td><code>scale: 0.25</code></td>', '<td><code>scale: 0.25</code></td>'),
         ('<td>last_step_skipped</td><p><code>last_step_skipped</code></p>',) * 2,
         (
@@ -171,7 +189,9 @@ def test_links_to_measurements_lead_to_the_pages_of_the_site(monkeypatch: pytest
     assert on_page_markdown(written, page=page) == '[a](results/step_cpu.md) [b](nan.md) `docs/ops.md`'
     page.file.src_uri = 'results/step_cpu.md'
     shown = on_page_markdown('# Title\n\nsee `docs/ops.md`, ![plot](step_cpu.svg)', page=page)
-    assert shown == '[All measurements](../measurements.md)\n\n# Title\n\nsee [ops.md](../ops.md), ![plot](step_cpu.svg)'
+    assert (
+        shown == '[All measurements](../measurements.md)\n\n# Title\n\nsee [ops.md](../ops.md), ![plot](step_cpu.svg)'
+    )
 
 
 def test_every_page_of_measurements_is_listed() -> None:
@@ -180,6 +200,20 @@ def test_every_page_of_measurements_is_listed() -> None:
     # what a run on a GPU writes is listed when it is committed
     on_a_gpu = {name for name in written if re.search('gpu|_cuda', name)}
     assert written - on_a_gpu - {*listed} == set() == {*listed} - written
+
+
+def test_fragments_of_python_can_be_parsed() -> None:
+    """Blocks of ``py`` name things of the reader, so they are not run."""
+    fragments = [code for page in PAGES for _, code in snippets(page.read_text(), 'py')]
+    assert fragments
+    for code in fragments:
+        ast.parse(code)
+
+
+def test_lines_of_python_fit_beside_the_navigation() -> None:
+    """At 1280 pixels; the size of code in ``docs/stylesheets/pages.css`` is made for this."""
+    code = [code for page in PAGES for language in ('python', 'py') for _, code in snippets(page.read_text(), language)]
+    assert max(len(line) for block in code for line in block.splitlines()) <= 118
 
 
 def test_files_to_write_are_tried_here() -> None:

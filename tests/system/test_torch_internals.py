@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +18,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.library import Library
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from tried_names import public_names, tried_names
 
 import amp_wrapper
-from amp_wrapper import torch_internals
+from amp_wrapper import ddp_internals, torch_internals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +42,7 @@ def test_the_versions_that_were_tried() -> None:
 
 def test_each_name_is_tried_here() -> None:
     """Whatever ``torch_internals`` has, this file calls or compares."""
-    names = public_names(torch_internals)
+    names = public_names(torch_internals) | public_names(ddp_internals)
     assert len(names) > 30
     # that one says what versions do, and asks for no name
     assert names - tried_names(__file__) == {'COUNTS_BROADCASTS', 'VERSION'}
@@ -56,6 +58,31 @@ def test_graph_task_id() -> None:
         y.backward()
     assert -1 not in seen and len(set(seen)) == 2
     assert torch_internals.graph_task_id() == -1
+
+
+def test_clipped_gradients() -> None:
+    """Both functions, also under a name of their own, and nested; afterwards nothing is left."""
+    before = vars(clip_grad).copy()
+    by_name = torch.nn.utils.clip_grad_norm_
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    seen: list[str] = []
+    with torch_internals.clipped_gradients(lambda found: seen.append(f'outer {found[0] is weight.grad}')):
+        by_name([weight], 1.0)
+        assert seen and set(seen) == {'outer True'}
+        with torch_internals.clipped_gradients(lambda found: seen.append(f'inner {found[0] is weight.grad}')):
+            seen.clear()
+            torch.nn.utils.clip_grad_value_([weight], 0.1)
+            assert set(seen) == {'inner True', 'outer True'}
+    seen.clear()
+    by_name([weight], 1.0)
+    assert seen == [] and vars(clip_grad) == before
+    # where torch has no such name
+    without = SimpleNamespace()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_internals, 'clip_grad', without)
+        with torch_internals.clipped_gradients(lambda found: None):
+            assert vars(without) == {}
 
 
 def test_current_node() -> None:
@@ -296,23 +323,23 @@ def test_ddp(one_process: None) -> None:
 
     class Model(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            active.append(torch_internals.active_ddp())
+            active.append(ddp_internals.active_ddp())
             return super().forward(x)
 
     model = Model(2, 2)
     model.bias.requires_grad_(False)
     ddp = DistributedDataParallel(model)
-    assert list(torch_internals.ddp_parameters(ddp)) == [model.weight, model.bias]
-    assert list(torch_internals.reducer_parameters(ddp)) == [model.weight]
-    log = torch_internals.ddp_log(ddp)
+    assert list(ddp_internals.ddp_parameters(ddp)) == [model.weight, model.bias]
+    assert list(ddp_internals.reducer_parameters(ddp)) == [model.weight]
+    log = ddp_internals.ddp_log(ddp)
     assert (log['num_parameter_tensors'], log['total_parameter_size_bytes']) == (1, 16)
-    assert {'_join_config', 'require_backward_grad_sync'} <= vars(ddp).keys() & {*torch_internals.DDP_FIELDS}
+    assert {'_join_config', 'require_backward_grad_sync'} <= vars(ddp).keys() & {*ddp_internals.DDP_FIELDS}
     ddp(torch.ones(1, 2)).sum().backward()
-    assert active == [ddp] and torch_internals.active_ddp() is None
-    assert not torch_internals.delays_all_reduce(ddp)
-    assert not torch_internals.joins(ddp)
+    assert active == [ddp] and ddp_internals.active_ddp() is None
+    assert not ddp_internals.delays_all_reduce(ddp)
+    assert not ddp_internals.joins(ddp)
     with ddp.join():
-        assert torch_internals.joins(ddp)
+        assert ddp_internals.joins(ddp)
 
 
 def test_ddp_that_waits_for_gradients(one_process: None) -> None:
@@ -323,27 +350,27 @@ def test_ddp_that_waits_for_gradients(one_process: None) -> None:
     ddp = DistributedDataParallel(TwoOutputs(2, 2))
     first, second = ddp(torch.ones(1, 2))
     first.sum().backward()
-    assert not torch_internals.is_finalized(ddp)
+    assert not ddp_internals.is_finalized(ddp)
     second.sum().backward()
-    assert torch_internals.is_finalized(ddp)
+    assert ddp_internals.is_finalized(ddp)
 
 
 def test_ddp_that_delays_all_reduce(one_process: None) -> None:
     model = nn.Linear(2, 2)
     named = [('weight', model.weight)]
     ddp = DistributedDataParallel(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model.bias)
-    assert torch_internals.delays_all_reduce(ddp)
+    assert ddp_internals.delays_all_reduce(ddp)
 
 
 def test_communication_hooks(one_process: None) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    assert torch_internals.comm_hooks(ddp) == []
+    assert ddp_internals.comm_hooks(ddp) == []
     ddp.register_comm_hook('its state', default_hooks.fp16_compress_hook)
-    assert torch_internals.comm_hooks(ddp) == [(default_hooks.fp16_compress_hook, 'its state')]
+    assert ddp_internals.comm_hooks(ddp) == [(default_hooks.fp16_compress_hook, 'its state')]
     other = DistributedDataParallel(nn.Linear(2, 2))
-    torch_internals.register_builtin_comm_hook(other, torch_internals.builtin_comm_hooks()['FP16_COMPRESS'])
-    assert torch_internals.ddp_log(other)['comm_hook'].endswith('FP16_COMPRESS')
-    assert torch_internals.comm_hooks(other) == []
+    ddp_internals.register_builtin_comm_hook(other, ddp_internals.builtin_comm_hooks()['FP16_COMPRESS'])
+    assert ddp_internals.ddp_log(other)['comm_hook'].endswith('FP16_COMPRESS')
+    assert ddp_internals.comm_hooks(other) == []
 
 
 def test_hooks_of_ddp_for_the_compiler(one_process: None) -> None:
@@ -351,16 +378,16 @@ def test_hooks_of_ddp_for_the_compiler(one_process: None) -> None:
     with torch._dynamo.config.patch(optimize_ddp='python_reducer'):
         ddp = DistributedDataParallel(model)
     assert model.weight._post_accumulate_grad_hooks
-    torch_internals.remove_accumulate_hooks(ddp)
+    ddp_internals.remove_accumulate_hooks(ddp)
     assert not model.weight._post_accumulate_grad_hooks
 
 
 def test_optimizers_that_step_in_backward() -> None:
     pytest.importorskip('torch.distributed.optim')
     model = nn.Linear(2, 2)
-    assert not torch_internals.steps_in_backward(model.weight)
+    assert not ddp_internals.steps_in_backward(model.weight)
     torch.distributed.optim._apply_optimizer_in_backward(torch.optim.SGD, [model.weight], {'lr': 1.0})
-    assert torch_internals.steps_in_backward(model.weight) and not torch_internals.steps_in_backward(model.bias)
+    assert ddp_internals.steps_in_backward(model.weight) and not ddp_internals.steps_in_backward(model.bias)
 
 
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])

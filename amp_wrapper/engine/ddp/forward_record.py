@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import torch_internals
+from ... import ddp_internals, torch_internals
 from ...casting.cast_hooks import AmpHook
 from ...compiler_internals import never_compiled
 
@@ -93,7 +93,7 @@ class NoticeDdp(AmpHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             return
-        ddp = torch_internals.active_ddp()
+        ddp = ddp_internals.active_ddp()
         if ddp is not None:
             self.ddp = ref(ddp)
             record = record_of(ddp)

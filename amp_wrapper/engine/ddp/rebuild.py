@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ... import torch_internals
+from ... import ddp_internals
 from .forward_record import record_of
 
 # arguments of DDP's constructor that it keeps under their names
@@ -33,7 +33,7 @@ def look_at(ddp: DistributedDataParallel) -> list[nn.Parameter]:
         record.reduced = _listens_to(ddp, parameters)
     if list(map(id, record.parameters)) != list(map(id, parameters)):
         record.parameters, record.flags = parameters, None
-    before = set(map(id, torch_internals.ddp_parameters(ddp))) | set(map(id, getattr(ddp, 'modules_buffers', ())))
+    before = set(map(id, ddp_internals.ddp_parameters(ddp))) | set(map(id, getattr(ddp, 'modules_buffers', ())))
     named = (*ddp.module.named_parameters(), *ddp.module.named_buffers())
     new = [tensor for name, tensor in named if id(tensor) not in before and name not in ddp.parameters_to_ignore]
     if new and has_several_ranks(ddp):
@@ -82,13 +82,13 @@ def _parameters(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 def _listens_to(ddp: DistributedDataParallel, parameters: list[nn.Parameter]) -> frozenset[int]:
     """What the reducer of a DDP that we did not build listens to, by id."""
-    logged = torch_internals.ddp_log(ddp)
+    logged = ddp_internals.ddp_log(ddp)
     # torch logs number and size; where they are those of all parameters, it is all of them
     size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
     if logged.get('num_parameter_tensors') == len(parameters) and logged.get('total_parameter_size_bytes') == size:
         return frozenset(map(id, parameters))
     try:
-        return frozenset(map(id, torch_internals.reducer_parameters(ddp)))
+        return frozenset(map(id, ddp_internals.reducer_parameters(ddp)))
     except RuntimeError:
         # sparse gradients have no bucket before the first backward pass: build it anew at the first forward call
         return frozenset()
@@ -105,26 +105,26 @@ def rebuild_ddp(ddp: DistributedDataParallel) -> None:
     """
     settings = _settings(ddp)
     before = dict(ddp.__dict__)
-    comm_hooks = torch_internals.comm_hooks(ddp)
+    comm_hooks = ddp_internals.comm_hooks(ddp)
     builtin = _builtin_comm_hook(ddp)
-    torch_internals.remove_accumulate_hooks(ddp)
+    ddp_internals.remove_accumulate_hooks(ddp)
     # the old reducer takes its hooks along, and its buckets need not lie beside the new ones
     del ddp.reducer, before['reducer']
     del ddp.logger, before['logger']
     DistributedDataParallel.__init__(ddp, ddp.module, **settings)
-    for name in (*_MODULE_FIELDS, *torch_internals.DDP_FIELDS):
+    for name in (*_MODULE_FIELDS, *ddp_internals.DDP_FIELDS):
         if name in before:
             ddp.__dict__[name] = before[name]
     for hook, state in comm_hooks:
         ddp.register_comm_hook(state, hook)
     if builtin is not None:
-        torch_internals.register_builtin_comm_hook(ddp, builtin)
+        ddp_internals.register_builtin_comm_hook(ddp, builtin)
 
 
 def _builtin_comm_hook(ddp: DistributedDataParallel) -> Any:
     """torch keeps built-in communication hooks in the reducer alone; their name is in its log."""
-    name = str(torch_internals.ddp_log(ddp).get('comm_hook', '')).rpartition('.')[2]
-    return torch_internals.builtin_comm_hooks().get(name)
+    name = str(ddp_internals.ddp_log(ddp).get('comm_hook', '')).rpartition('.')[2]
+    return ddp_internals.builtin_comm_hooks().get(name)
 
 
 def _settings(ddp: DistributedDataParallel) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""Mistakes in a config that mmengine notices while it builds or trains, as errors of one line; and keys that match nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import mmengine.registry
+from mmengine.config import Config
+from mmengine.registry import OPTIMIZERS, Registry
+
+from ..errors import AmpConfigError, nearest
+
+#: What mmengine's ``DefaultOptimWrapperConstructor`` reads of ``paramwise_cfg``.
+PARAMWISE = (
+    'lr_mult',
+    'decay_mult',
+    'bias_lr_mult',
+    'bias_decay_mult',
+    'norm_decay_mult',
+    'flat_decay_mult',
+    'dwconv_decay_mult',
+    'dcn_offset_lr_mult',
+    'bypass_duplicate',
+    'custom_keys',
+)
+_NOT_REGISTERED = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry')
+
+
+@contextmanager
+def typed(cfg: Config, metrics: Mapping[str, Any]) -> Iterator[None]:
+    """Around what mmengine builds and trains: some of its errors become an ``AmpConfigError``.
+
+    Args:
+        cfg: The config.
+        metrics: The numbers of the last validation, by their names in the log; filled while this is open.
+
+    Raises:
+        AmpConfigError: A type that no registry has; a metric in ``save_best`` that the validation does not give.
+    """
+    try:
+        yield
+    except (KeyError, TypeError) as error:
+        problem = _unknown_type(error) or _unknown_optimizer(error, cfg) or _unknown_metric(error, cfg, metrics)
+        if problem is None:
+            raise
+        raise AmpConfigError([problem]) from error
+
+
+def _unknown_type(error: Exception) -> str | None:
+    found = _NOT_REGISTERED.search(str(error.args[0])) if error.args else None
+    if found is None:
+        return None
+    name, kind = found[1], found[2]
+    roots = [each for each in vars(mmengine.registry).values() if isinstance(each, Registry) and each.name == kind]
+    known = {name for root in roots for name in _names(root)}
+    return (
+        f'type={name!r} is not in the registry of mmengine for {kind}{nearest(name, known)}: correct it, or import the module '
+        f"that registers it, by custom_imports = dict(imports=['...']) in the config."
+    )
+
+
+def _names(registry: Registry) -> Iterator[str]:
+    for each in (registry, *registry.children.values()):
+        yield from each.module_dict
+
+
+def _unknown_optimizer(error: Exception, cfg: Config) -> str | None:
+    """mmengine asks for the signature of what the registry did not have."""
+    if str(error) != 'None is not a callable object':
+        return None
+    for words in _wrappers(cfg):
+        optimizer = words.get('optimizer')
+        kind = optimizer.get('type') if isinstance(optimizer, Mapping) else None
+        if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
+            return (
+                f'optimizer.type={kind!r} is not in the registry of mmengine for optimizers'
+                f'{nearest(kind, set(_names(OPTIMIZERS)))}.'
+            )
+    return None
+
+
+def _unknown_metric(error: Exception, cfg: Config, metrics: Mapping[str, Any]) -> str | None:
+    checkpoint = (cfg.get('default_hooks') or {}).get('checkpoint')
+    asked = checkpoint.get('save_best') if isinstance(checkpoint, Mapping) else None
+    name = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if name is None or not metrics or name not in (asked if isinstance(asked, (list, tuple)) else [asked]):
+        return None
+    return f'save_best={name!r}{nearest(str(name), metrics)}: the validation gives {", ".join(metrics)}.'
+
+
+def _wrappers(cfg: Config) -> Iterator[Mapping[str, Any]]:
+    words = cfg.get('optim_wrapper')
+    if not isinstance(words, Mapping):
+        return
+    members = [words] if 'optimizer' in words or 'type' in words else list(words.values())
+    yield from (member for member in members if isinstance(member, Mapping))
+
+
+def paramwise_problems(words: Mapping[str, Any]) -> list[str]:
+    """Keys of ``paramwise_cfg`` that mmengine would pass over.
+
+    Args:
+        words: A wrapper of the config. With a ``constructor`` of its own, nothing is known of the keys.
+    """
+    given = words.get('paramwise_cfg')
+    if not isinstance(given, Mapping) or words.get('constructor', 'DefaultOptimWrapperConstructor') != (
+        'DefaultOptimWrapperConstructor'
+    ):
+        return []
+    unknown = [key for key in given if key not in PARAMWISE]
+    return [
+        f'paramwise_cfg has an unknown key {key!r}{near}: mmengine would pass over it. It reads {", ".join(PARAMWISE)}.'
+        for key in unknown
+        if (near := nearest(str(key), PARAMWISE))
+    ]
+
+
+def say_unmatched_keys(runner: Any, cfg: Config) -> None:
+    """Warn of entries of ``custom_keys`` that are in no name of a parameter: mmengine passes over them.
+
+    Args:
+        runner: Its model is built.
+        cfg: The config.
+    """
+    names = [name for name, _ in runner.model.named_parameters()]
+    for words in _wrappers(cfg):
+        given = words.get('paramwise_cfg')
+        keys = given.get('custom_keys') if isinstance(given, Mapping) and 'constructor' not in words else None
+        for key in keys if isinstance(keys, Mapping) else ():
+            if not any(str(key) in name for name in names):
+                parts = {part for name in names for part in name.split('.')}
+                runner.logger.warning(
+                    f'paramwise_cfg.custom_keys has {str(key)!r}{nearest(str(key), parts)}, which is in no name of a '
+                    f'parameter: it changes nothing.'
+                )
