@@ -332,7 +332,7 @@ def _dropped(saved: SavedAmp) -> list[str]:
     notes = [f'left out: level and overrides ({saved.opt_level})']
     if saved.window is not None:
         count = sum(gradient is not None for gradient in saved.window.gradients)
-        notes.append(f'left out: the gradients of the open accumulation window ({count}), which starts anew')
+        notes.append(f'left out: the gradients of an unfinished accumulation ({count}), which starts anew')
     for index, scaler in enumerate(saved.loss_scalers):
         label = f' of loss {index}' if len(saved.loss_scalers) > 1 else ''
         if scaler.get('steps'):

@@ -171,10 +171,10 @@ def _optimizer(saved: SavedAmp) -> list[tuple[str, str]]:
     if saved.kind == 'own':
         window = saved.window
         if window is None:
-            rows.append(('window', 'no open accumulation window'))
+            rows.append(('accumulated', 'nothing: it was saved after a step'))
         else:
             count = sum(gradient is not None for gradient in window.gradients)
-            rows.append(('window', f'open: gradients of {count} parameters, {sum(window.used)} losses so far'))
+            rows.append(('accumulated', f'gradients of {count} parameters, {sum(window.used)} losses so far'))
     return rows
 
 

@@ -65,7 +65,7 @@ def describe(
         kept.append('optimizer state')
     kept += _scales(scales)
     if saved.window is not None and policy.enabled and window_fits(saved, policy):
-        kept.append('the gradients of the open accumulation window')
+        kept.append('the gradients of an unfinished accumulation')
     begun = [f'{phrase}, which the checkpoint does not hold' for phrase in _scales(new)]
     rows = (('kept', ', ', kept), ('converted', ', ', converted), ('dropped', '; ', dropped), ('new', ', ', begun))
     return [f'{header}: {verb}: {comma.join(items)}' for verb, comma, items in rows if items]

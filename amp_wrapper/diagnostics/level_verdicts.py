@@ -302,7 +302,8 @@ def _judge_gradients(facts: LevelFacts, limits: Limits) -> None:
             )
         )
     elif not facts.accurate:
-        text = f'gradients are {percent(deviation.error)} off FP32, where up to {percent(allowed)} would not matter'
+        error = percent(deviation.error)
+        text = f'gradients are {error} off FP32, more than the limit of {percent(allowed)}: compare the accuracy'
         if deviation.error > max(MOST_ERROR, TIMES_SENSITIVITY * sensitivity):
             facts.reasons.append(Reason('gradients', text))
         else:

@@ -18,7 +18,8 @@ NUMBERS: tuple[str, ...] = (
 MEANINGS: Mapping[str, str] = {
     'amp_skip_rate': 'share of the steps since the last measurement that were skipped',
     'amp_grad_underflow': 'share of gradient elements that are zero in the 16-bit type, whatever made them zero',
-    'amp_grad_tiny': 'share of gradient elements in the last two powers of two above zero of the 16-bit type',
+    'amp_grad_tiny': 'share of gradient elements that are not zero, but less than four times the smallest positive number of '
+    'the 16-bit type',
     'amp_grad_peak': 'largest finite gradient, times the loss scale, in powers of two from the largest number of the 16-bit '
     'type: 0 is the end of the range, -10 a thousandth of it',
     'amp_weight_peak': 'largest finite weight, in powers of two from the largest number of the 16-bit type',

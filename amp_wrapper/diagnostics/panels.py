@@ -28,7 +28,7 @@ PANELS: Mapping[str, Panel] = {
     'scale': Panel('Loss scale', {'amp_scale': 'loss scale', 'amp_skipped': 'skipped step'}, 1.2),
     'small': Panel(
         'Gradients near zero, share of elements',
-        {'amp_grad_underflow': 'zero in 16-bit', 'amp_grad_tiny': 'in the last two powers of two above'},
+        {'amp_grad_underflow': 'zero in 16-bit', 'amp_grad_tiny': 'just above zero'},
     ),
     'peak': Panel(
         'Largest number, in powers of two from overflow',

@@ -127,7 +127,7 @@ def take_over(parts: EngineParts, models: Sequence[nn.Module]) -> None:
 def detach_model(parts: EngineParts) -> None:
     """Take the hooks off and give back FP32 weights; see :meth:`AmpEngine.detach`."""
     if parts.is_accumulating and parts.policy.enabled:
-        raise AmpUsageError('detach() in the middle of an accumulation window would lose its gradients: step() first.')
+        raise AmpUsageError('detach() in the middle of an accumulation would lose its gradients: step() first.')
     # what an interrupted forward call left open
     regions.unwind_stale()
     params = parts.params

@@ -279,7 +279,7 @@ def _check_not_mixed(other: EngineParts, both: Sequence[Tensor]) -> None:
     if both and not other.gradients.unscaled and other.is_accumulating and other.has_gradient(both):  # type: ignore[arg-type]
         raise AmpUsageError(
             'backward() of one wrapper while another one, which steps the same parameters, has gradients waiting: '
-            'two losses would be mixed that carry different scales. Finish one window before the other begins.'
+            'two losses would be mixed that carry different scales. Finish one accumulation before the other begins.'
         )
 
 

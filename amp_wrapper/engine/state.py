@@ -45,8 +45,8 @@ def _open_accumulation(parts: EngineParts) -> checkpoint.Window | None:
         _say(
             parts,
             logging.WARNING,
-            'amp: saved inside an accumulation window of several processes: the gradients of the open window are '
-            'not in the checkpoint. Save at the end of a window for an exact resume.',
+            'amp: saved in the middle of an accumulation of several processes: the gradients so far are '
+            'not in the checkpoint. Save after a step for an exact resume.',
         )
         return None
     gradients, overflow, buffers = parts.gradients, parts.overflow, parts.buffers
@@ -97,7 +97,7 @@ def load_state(parts: EngineParts, state: Mapping[str, Any]) -> list[str]:
     parts.monitor.start(int(parts.scales.first.counts[2]))
     if saved.window is not None:
         if not report.window_fits(saved, policy):
-            dropped.append('the gradients of the open accumulation window, which belong to another configuration')
+            dropped.append('the gradients of an unfinished accumulation, which belong to another configuration')
         elif parts.attached:
             restore_accumulation(parts, saved.window)
         else:
@@ -135,7 +135,7 @@ def restore_accumulation(parts: EngineParts, window: checkpoint.Window) -> None:
     _say(
         parts,
         logging.INFO,
-        'amp: the gradients of the open accumulation window were in the checkpoint and are back: nothing of it is lost',
+        'amp: the gradients of an unfinished accumulation were in the checkpoint and are back: nothing of it is lost',
     )
 
 

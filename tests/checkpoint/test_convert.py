@@ -79,7 +79,7 @@ def test_several_losses_and_accumulated_gradients_are_told() -> None:
     said = '\n'.join(notes)
     for words in (
         'loss 1: 512, loss 2: 1024',
-        'open accumulation window (5)',
+        'unfinished accumulation (5)',
         'hysteresis of loss 2 (2)',
         '9 steps, 1 skipped',
     ):

@@ -93,7 +93,7 @@ def test_the_commit_of_the_users_repository_is_not_mmengines_version(
 def test_inspect_our_own(own: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for level, path in own.items():
         rows = inspected(capsys, path)
-        assert rows['kind'].startswith('own (') and rows['window'] == 'no open accumulation window'
+        assert rows['kind'].startswith('own (') and rows['accumulated'] == 'nothing: it was saved after a step'
         changed = (
             " with loss_scale={'dynamic': True, 'init_scale': 1024.0" if level in ('O1', 'O2') else ', no overrides'
         )
@@ -107,7 +107,7 @@ def test_inspect_our_own(own: dict[str, Path], tmp_path: Path, capsys: pytest.Ca
     file['state_dict'] = {**file['state_dict'], 'stem.bias': torch.full((4,), float('nan'))}
     checkpoint_file.save(file, tmp_path / 'file.pth')
     rows = inspected(capsys, tmp_path / 'file.pth')
-    assert rows['window'] == 'open: gradients of 5 parameters, 3 losses so far'
+    assert rows['accumulated'] == 'gradients of 5 parameters, 3 losses so far'
     assert rows['non-finite'] == 'stem.bias' and rows['random'] == 'states of the random generators'
     assert rows['loss scale 2'] == '1024 (dynamic), 2 clean steps of 2000 to the next growth; 9 steps, 2 skipped'
     checkpoint_file.save({key: file[key] for key in ('state_dict', 'optimizer')}, tmp_path / 'bare.pth')

@@ -152,7 +152,7 @@ def test_accumulated_gradients_go_into_a_file_and_come_back(level: str, wide: bo
     other_kind = AmpOptimWrapper(**words, accumulate_in_fp32=not wide)
     with toy.captured_log() as lines:
         other_kind.load_state_dict(state)
-    assert any('open accumulation window, which belong to another configuration' in line for line in lines)
+    assert any('unfinished accumulation, which belong to another configuration' in line for line in lines)
 
 
 def test_files_from_before_the_option_resume_with_their_gradients(device: torch.device) -> None:

@@ -158,7 +158,7 @@ def test_detach(level: str, device: torch.device) -> None:
 def test_detach_during_accumulation(device: torch.device) -> None:
     run = Run('O2', device)
     run.backward()
-    with pytest.raises(AmpUsageError, match='accumulation window'):
+    with pytest.raises(AmpUsageError, match='middle of an accumulation'):
         run.engine.detach()
     assert run.parameter('fc.weight').dtype is F16
     run.engine.step()

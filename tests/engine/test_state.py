@@ -46,7 +46,7 @@ def test_resume_during_accumulation_is_exact(level: str, num_losses: int, when: 
     if when == 'after':
         part.engine.attach(part.model)
     notes = part.engine.load_state_dict(optimizer)
-    assert not any('dropped' in note for note in notes) and any('open accumulation window' in note for note in notes)
+    assert not any('dropped' in note for note in notes) and any('unfinished accumulation' in note for note in notes)
     part.engine.attach(part.model)
     assert part.engine.stage is Stage.ACCUMULATING
     assert differing(whole.bits(), part.bits()) == []
@@ -191,5 +191,5 @@ def test_accumulated_gradients_of_another_configuration_are_dropped(device: torc
     source, run = Run('O2', device), Run('O5', device)
     source.backward()
     notes = run.engine.load_state_dict(source.engine.state_dict())
-    assert any('dropped' in note and 'window' in note for note in notes) and run.engine.stage is Stage.READY
+    assert any('dropped' in note and 'accumulation' in note for note in notes) and run.engine.stage is Stage.READY
     assert run.parameter('fc.weight').grad is None

@@ -168,7 +168,7 @@ class Reducers:
         left = not ddp.find_unused_parameters and waiting(known - now)
         if left or (ddp.find_unused_parameters and waiting(known | now)):
             raise AmpUsageError(
-                'parameters were frozen or unfrozen in the middle of an accumulation window, and DistributedDataParallel would '
+                'parameters were frozen or unfrozen in the middle of an accumulation, and DistributedDataParallel would '
                 'leave the gradients that are waiting on their ranks: change requires_grad between two steps.'
             )
 

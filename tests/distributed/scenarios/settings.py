@@ -314,7 +314,7 @@ def refusals(here: Here) -> None:
                     net.first.requires_grad_(True)
                 else:
                     net.side.requires_grad_(False)
-                with refused(AmpUsageError, 'in the middle of an accumulation window'):
+                with refused(AmpUsageError, 'in the middle of an accumulation'):
                     with wrapper.optim_context(model):
                         raise RuntimeError('not reached')
                 net.first.requires_grad_(False)
