@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from amp_wrapper import AmpOptimWrapper
 from amp_wrapper.optim import FusedSGD
 
+from .pages import processor
 from .step_training import resnet
 
 RESULTS = Path(__file__).parent / 'results'
@@ -194,7 +195,7 @@ def report(device: torch.device, rounds: int, shape: tuple[int, ...], depths: tu
     if device.type == 'cpu':
         torch.set_num_threads(1)
     steps, parts, size = measure(device, rounds, shape, depths)
-    where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{platform.machine()}, one thread'
+    where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{processor()}, one thread'
     lines = [
         '# Cost of giving buffers back',
         '',

@@ -37,7 +37,7 @@ from torch.library import Library
 
 from amp_wrapper import FusedAdamW, amp, compiler_internals
 
-from .pages import add_write
+from .pages import add_write, processor
 
 _LEVELS = {'cpu': ('O4', 'O5'), 'cuda': ('O1', 'O2', 'O4', 'O5')}
 
@@ -351,7 +351,9 @@ def main() -> None:
     chosen = [
         case for case in cases(arguments.batch, arguments.size) if not arguments.models or case.name in arguments.models
     ]
-    machine = torch.cuda.get_device_name() if arguments.device == 'cuda' else f'CPU, {arguments.threads} threads'
+    machine = (
+        torch.cuda.get_device_name() if arguments.device == 'cuda' else f'{processor()}, {arguments.threads} threads'
+    )
     parts = [
         '# Training steps, eager and compiled',
         '',

@@ -25,8 +25,7 @@ from .fidelity_page import page, parts
 from .fidelity_plot import draw
 from .fidelity_tasks import TASKS, VARIANTS, recipe_digest, run
 from .fidelity_text import digest
-from .pages import RESULTS, add_write, put
-from .step_page import processor
+from .pages import RESULTS, add_write, processor, put
 from .wrapping import mmengine_version
 
 SEEDS = (0, 1, 2, 3, 4)

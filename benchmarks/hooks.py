@@ -25,7 +25,7 @@ from amp_wrapper.casting.cast_hooks import CastInputs
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.policy import resolve
 
-from .pages import add_write
+from .pages import add_write, processor
 
 
 def microseconds(function: Callable[[], Any], calls: int = 2000, rounds: int = 15) -> float:
@@ -179,7 +179,7 @@ def table(rows: list[tuple[str, float, str]]) -> str:
     lines = [
         '# Cost of the casts on the host',
         '',
-        f'{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, '
+        f'{datetime.date.today()}, {processor()}, Python {platform.python_version()}, torch {torch.__version__}, '
         f'one thread; thread time; medians of 15 rounds in one run of `python -m benchmarks.hooks`. '
         'The last six rows: medians of 25 rounds in which they take turns.',
         '',

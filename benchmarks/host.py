@@ -29,8 +29,7 @@ from typing import Any
 
 import torch
 
-from .ops import processor
-from .pages import add_write
+from .pages import add_write, processor
 from .wrapping import mmengine_version
 
 ROOT = Path(__file__).resolve().parents[1]

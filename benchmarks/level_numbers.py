@@ -20,8 +20,7 @@ from amp_wrapper import ops
 from amp_wrapper.policy import LEVELS
 
 from .numbers_memory import PARTS, Setup, formula, measure, saved_bytes, setups
-from .pages import add_write, put, table
-from .step_page import processor
+from .pages import add_write, processor, put, table
 from .step_training import CPU_TRAININGS, TORCH_TYPES, Training, Transformer, resnet
 from .step_training import measure as measure_steps
 from .wrapping import mmengine_version

@@ -24,7 +24,7 @@ from amp_wrapper.openmmlab.monitor_hook import AmpMonitorHook, attach_members
 from amp_wrapper.optim import FusedSGD
 from examples.classification import ConvNet
 
-from .pages import RESULTS
+from .pages import RESULTS, processor
 from .step_training import resnet
 
 INTERVAL = 50
@@ -129,7 +129,7 @@ def report(device: torch.device, rounds: int, levels: tuple[str, ...] = ('O2', '
             # float16 convolutions of this size take seconds on a CPU
             if not (model == 'ResNet-18' and level == 'O2' and device.type == 'cpu'):
                 rows += measure(level, model, device, rounds if model == 'digits CNN' else max(rounds // 8, 6))
-    where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{platform.machine()}, one thread'
+    where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{processor()}, one thread'
     clock = 'time of the process' if device.type == 'cpu' else 'wall time'
     default = AmpMonitorHook()._interval
     assert default == INTERVAL

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import datetime
 import math
-import os
 import platform
 import statistics
 import sys
@@ -23,6 +22,8 @@ import torch
 from torch import Tensor
 
 from amp_wrapper import ops
+
+from .pages import processor
 
 RESULTS = Path(__file__).parent / 'results'
 Shapes = list[tuple[int, ...]]
@@ -361,18 +362,6 @@ HEAD = [
     'fastest of torch, microseconds',
     'ratio',
 ]
-
-
-def processor() -> str:
-    """What the machine calls its processor, and the instructions that torch and the ops use of it."""
-    try:
-        lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
-    except OSError:
-        lines = []
-    name = next(
-        (line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')), platform.processor()
-    )
-    return f'{name} with {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores'
 
 
 def main() -> None:

@@ -1,11 +1,15 @@
-"""Where the pages of benchmarks are kept, and how tables come to them."""
+"""Where the pages of benchmarks are kept, how tables come to them, and what they call the machine."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+import torch
 
 RESULTS = Path(__file__).parent / 'results'
 
@@ -68,3 +72,18 @@ def _parted(path: Path, name: str) -> tuple[str, str, str]:
     if found is None:
         raise ValueError(f'{path} has no part {name!r}: <!-- {name}: by whom --> and <!-- end of {name} -->.')
     return found[1], found[2], found[3]
+
+
+def processor() -> str:
+    """What the machine calls its processor, and the instructions that torch and the ops use of it."""
+    try:
+        lines = Path('/proc/cpuinfo').read_text(encoding='utf-8').splitlines()
+    except OSError:
+        lines = []
+    name = next(
+        (line.split(':', 1)[1].strip() for line in lines if line.startswith('model name')), platform.processor()
+    )
+    flags = next((line.split(':', 1)[1].split() for line in lines if line.startswith('flags')), [])
+    known = ' and '.join(each for each in ('avx512_bf16', 'amx_bf16', 'avx512_fp16', 'amx_fp16') if each in flags)
+    capability = torch.backends.cpu.get_cpu_capability() + (f' ({known})' if known else '')
+    return f'{name} with {capability}, {os.cpu_count()} cores'

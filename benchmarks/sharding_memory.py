@@ -175,7 +175,7 @@ def main() -> None:
     full = 4 * count
     # in the processes: what is freed goes back to the system at once, and does not count any more
     os.environ.update(MALLOC_MMAP_THRESHOLD_='65536', MALLOC_TRIM_THRESHOLD_='65536')
-    what = torch.cuda.get_device_name() if args.device == 'cuda' else f'{platform.machine()}, {os.cpu_count()} cores'
+    what = torch.cuda.get_device_name() if args.device == 'cuda' else pages.processor()
     lines = [
         '# Memory of sharded training, measured',
         '',

@@ -14,7 +14,7 @@ import torch
 
 from amp_wrapper import ops
 
-from .ops import processor
+from .pages import processor
 from .step_counting import Counts
 from .step_models import MODELS, TITLES, elements
 from .step_ways import BEST_OF, GROUPS, Case, Way

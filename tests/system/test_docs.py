@@ -208,7 +208,7 @@ def test_numbers_of_the_readme_are_those_of_the_page_on_numbers() -> None:
     rows = {row[0]: dict(zip(LEVELS, row[1:])) for row in table((ROOT / 'README.md').read_text(), 'measured')[1:]}
     page = (ROOT / 'docs/numbers.md').read_text()
     found = {}
-    for name, key, value in (('parts', 0, 5), ('times', 1, 4)):
+    for name, key, value in (('parts', 0, 5), ('times', 1, 4), ('xeon', 1, 4)):
         lines = page.split(f'<!-- {name}: ')[1].split(f'<!-- end of {name}')[0].splitlines()
         for cells in (
             [cell.strip(' *') for cell in line.strip('|').split('|')] for line in lines if line.startswith('|')
@@ -222,10 +222,16 @@ def test_numbers_of_the_readme_are_those_of_the_page_on_numbers() -> None:
     kinds = dict(
         zip(
             [words for words in rows if not words.startswith('the same with')],
-            (('parts', ''), ('activations', 'ResNet-50'), ('activations', 'transformer'), ('times', 'transformer')),
+            (
+                ('parts', ''),
+                ('activations', 'ResNet-50'),
+                ('activations', 'transformer'),
+                ('times', 'transformer'),
+                ('xeon', 'transformer'),
+            ),
         )
     )
-    assert len(kinds) == 4
+    assert len(kinds) == 5
     header, *lines = table(page.split('<!-- adamw: ')[1].split('<!-- end of adamw')[0], 'level')
     place = header.index("`AmpOptimWrapper`, torch's `AdamW`")
     bytes_of = {line[0]: line[place] for line in lines}

@@ -105,6 +105,11 @@ def test_published_tables_are_those_of_the_results() -> None:
         assert lines and lines in text, name
 
 
+def test_times_of_the_other_processor_are_those_of_its_page() -> None:
+    lines = '\n'.join(pages.part(level_numbers.PAGE, 'xeon'))
+    assert lines and lines in (ROOT / 'benchmarks/results/numbers_xeon.md').read_text(encoding='utf-8')
+
+
 def test_a_page_without_the_part_is_refused(tmp_path: Path) -> None:
     page = tmp_path / 'page.md'
     page.write_text('<!-- a: by hand -->\nold\n<!-- end of a -->\nrest\n')
