@@ -17,8 +17,10 @@ HEADING = re.compile(r'<h[1-3][ >].*?</h[1-3]>', re.DOTALL)
 CODE = re.compile(r'(?<=<code>)[^<]+(?=</code>)')
 DOTTED = re.compile(r'(?<![\w.&#])[A-Za-z_]\w*(?:\.\w+)+(?=[^>]*<)')
 BREAK = re.compile(r'(?<=[\w)\]][_./=,])(?=[A-Za-z_])|(?<=[a-z0-9]{3})(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]{3})')
-# names that are not broken; and what is on one line in a table
+# names up to this length are broken on a phone alone (docs/stylesheets/pages.css); and what is on one line in a table
 SHORT = 15
+# an underscore that is not in code: an even number of backticks follows
+UNDERSCORE = re.compile(r'_(?=(?:[^`]*`[^`]*`)*[^`]*$)')
 DATE = re.compile(r'\b20\d\d-\d\d-\d\d\b')
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = ROOT / 'amp_wrapper' / 'version.py'
@@ -75,6 +77,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if not page.file.src_uri.startswith(f'{RESULTS_ON_SITE}/'):
         return markdown.replace(f'](../{RESULTS}/', f']({RESULTS_ON_SITE}/')
     markdown = re.sub(r'`docs/(\w+\.md)`', r'[\1](../\1)', markdown)
+    # names of functions in tables are no emphasis
+    rows = (UNDERSCORE.sub(r'\\_', line) if line.startswith('|') else line for line in markdown.split('\n'))
+    markdown = '\n'.join(rows)
     return f'[All measurements](../measurements.md)\n\n{markdown}'
 
 
@@ -114,7 +119,7 @@ def on_post_page(output: str, **_: Any) -> str:
     """
 
     def broken(name: re.Match[str]) -> str:
-        return name[0] if len(name[0]) <= SHORT else BREAK.sub('<wbr>', name[0])
+        return BREAK.sub('<wbr>' if len(name[0]) > SHORT else '<wbr class="phone">', name[0])
 
     def laid_out(cell: re.Match[str]) -> str:
         return DATE.sub(r'<span class="date">\g<0></span>', CODE.sub(broken, cell[0]))

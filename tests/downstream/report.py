@@ -74,18 +74,18 @@ def tables(found: Rows) -> str:
         cells = [_cell(levels, level, 'fall') for level in LEVELS]
         fp32 = next((row['fp32_fall'] for row in levels.values() if 'fp32_fall' in row), None)
         lines.append(f'| {model} | {"" if fp32 is None else f"{fp32:.3f}"} | {" | ".join(cells)} |')
+    whole = {_memory(levels, ('O1', 'O4'), key) for levels in found.values() for key in ('weights', 'gradients')} - {''}
     lines += [
         '',
         '**Memory of weights and gradients**, in per cent of FP32; masters, their gradients and optimizer state are not in it '
-        '([numbers](numbers.md)). What is above a half is BatchNorm.',
+        f'([numbers](numbers.md)). What is above a half is BatchNorm. At O1 and O4 it is {", ".join(sorted(whole))} for all '
+        'models.',
         '',
-        '| model | weights, O1 and O4 | gradients, O1 and O4 | weights, O2 and O5 | gradients, O2 and O5 |',
-        '| --- | --- | --- | --- | --- |',
+        '| model | weights, O2 and O5 | gradients, O2 and O5 |',
+        '| --- | --- | --- |',
     ]
     for model, levels in found.items():
-        cells = [
-            _memory(levels, pair, key) for pair in (('O1', 'O4'), ('O2', 'O5')) for key in ('weights', 'gradients')
-        ]
+        cells = [_memory(levels, ('O2', 'O5'), key) for key in ('weights', 'gradients')]
         lines.append(f'| {model} | {" | ".join(cells)} |')
     lines += [
         '',

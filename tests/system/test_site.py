@@ -164,7 +164,10 @@ def test_names_in_tables_and_headings_may_break(monkeypatch: pytest.MonkeyPatch)
             '<td><code>FusedBiasLeakyReLUFunction</code></td>',
             '<td><code>Fused<wbr>Bias<wbr>Leaky<wbr>ReLU<wbr>Function</code></td>',
         ),
-        ('<td><code>AmpOptimWrapper</code></td>',) * 2,
+        (
+            '<td><code>AmpOptimWrapper</code></td>',
+            '<td><code>AmpOptim<wbr class="phone">Wrapper</code></td>',
+        ),
         (
             '<td>on 2026-11-26</td><p>2026-11-26</p>',
             '<td>on <span class="date">2026-11-26</span></td><p>2026-11-26</p>',
@@ -188,6 +191,8 @@ def test_links_to_measurements_lead_to_the_pages_of_the_site(monkeypatch: pytest
     written = '[a](../benchmarks/results/step_cpu.md) [b](nan.md) `docs/ops.md`'
     assert on_page_markdown(written, page=page) == '[a](results/step_cpu.md) [b](nan.md) `docs/ops.md`'
     page.file.src_uri = 'results/step_cpu.md'
+    rows = '| _foreach_copy_, `_x_` | a_b |\n_text_'
+    assert on_page_markdown(rows, page=page).endswith('| \\_foreach\\_copy\\_, `_x_` | a\\_b |\n_text_')
     shown = on_page_markdown('# Title\n\nsee `docs/ops.md`, ![plot](step_cpu.svg)', page=page)
     assert (
         shown == '[All measurements](../measurements.md)\n\n# Title\n\nsee [ops.md](../ops.md), ![plot](step_cpu.svg)'
