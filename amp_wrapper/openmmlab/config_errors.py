@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ PARAMWISE = (
     'bypass_duplicate',
     'custom_keys',
 )
+_NO_ARGUMENT = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _NOT_REGISTERED = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry')
 
 
@@ -38,12 +40,18 @@ def typed(cfg: Config, metrics: Mapping[str, Any]) -> Iterator[None]:
         metrics: The numbers of the last validation, by their names in the log; filled while this is open.
 
     Raises:
-        AmpConfigError: A type that no registry has; a metric in ``save_best`` that the validation does not give.
+        AmpConfigError: A type that no registry has; an argument that a type does not take; a metric in ``save_best`` that the
+            validation does not give.
     """
     try:
         yield
     except (KeyError, TypeError) as error:
-        problem = _unknown_type(error) or _unknown_optimizer(error, cfg) or _unknown_metric(error, cfg, metrics)
+        problem = (
+            _unknown_type(error)
+            or _unknown_argument(error)
+            or _unknown_optimizer(error, cfg)
+            or _unknown_metric(error, cfg, metrics)
+        )
         if problem is None:
             raise
         raise AmpConfigError([problem]) from error
@@ -60,6 +68,20 @@ def _unknown_type(error: Exception) -> str | None:
         f'type={name!r} is not in the registry of mmengine for {kind}{nearest(name, known)}: correct it, or import the module '
         f"that registers it, by custom_imports = dict(imports=['...']) in the config."
     )
+
+
+def _unknown_argument(error: Exception) -> str | None:
+    """Where the call of mmengine's ``build_from_cfg`` itself failed: errors inside of a constructor have further frames."""
+    found = _NO_ARGUMENT.search(str(error))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    built = None if trace is None else trace.tb_frame.f_locals.get('obj_cls')
+    if found is None or trace is None or trace.tb_frame.f_code.co_name != 'build_from_cfg' or not callable(built):
+        return None
+    known = [name for name in inspect.signature(built).parameters if name not in ('self', 'args', 'kwargs')]
+    name = getattr(built, '__name__', str(built))
+    return f'type={name!r} takes no argument {found[1]!r}{nearest(found[1], known)}: it takes {", ".join(known)}.'
 
 
 def _names(registry: Registry) -> Iterator[str]:

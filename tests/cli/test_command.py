@@ -215,6 +215,7 @@ def test_errors_of_train_and_test(project: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_errors_of_mmengine_are_one_line(project: Path) -> None:
     """What it notices while it builds and trains: a type that nothing registers, and a metric that there is not."""
+    (project / 'argument.py').write_text(CONFIG.replace('lr=0.1', 'lr=0.1, momentun=0.9'))
     (project / 'metric.py').write_text(
         CONFIG.replace('num_workers=1', 'num_workers=0').replace("multiprocessing_context='spawn',", '')
         + """
@@ -250,6 +251,11 @@ class Counted(BaseMetric):
             'config.py',
             'train_dataloader.dataset.type=Ram',
             "type='Ram' is not in the registry of mmengine for dataset ",
+        ),
+        (
+            'argument.py',
+            'randomness.seed=1',
+            "type='FusedSGD' takes no argument 'momentun' (did you mean 'momentum'?): it takes ",
         ),
         (
             'config.py',
