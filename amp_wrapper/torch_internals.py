@@ -9,8 +9,8 @@ torch itself tells its users to use, and those that every version has had for ye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -243,32 +243,27 @@ global_pre_hooks: Any = _global_optimizer_pre_hooks
 global_post_hooks: Any = _global_optimizer_post_hooks
 
 
-@contextmanager
-def clipped_gradients(see: Callable[[Sequence[Tensor]], None]) -> Iterator[None]:
-    """While this is open, learn what the functions of ``torch.nn.utils`` clip, however their caller has imported them.
+def watch_clipping(see: Callable[[Sequence[Tensor]], None]) -> None:
+    """From now on, learn what gradients ``torch.nn.utils`` clips or takes the norm of, however their caller has imported it.
 
-    All of them sort gradients by one function of their module, which has been there in every version since 2.0. Where it is
-    missing, nothing is seen.
+    All its functions sort gradients by one function of their module, which has been there in every version since 2.0. Where it
+    is missing, nothing is seen; nor is code that is being compiled.
 
     Args:
-        see: Gets the gradients, before they are changed.
+        see: Gets the gradients on the thread of the caller, before they are changed. It must keep nothing alive.
     """
-    sort = getattr(clip_grad, '_group_tensors_by_device_and_dtype', None)
+    functions = cast('Any', clip_grad)
+    sort = getattr(functions, '_group_tensors_by_device_and_dtype', None)
     if sort is None:
-        yield
         return
 
+    @functools.wraps(sort)
     def watched(lists: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
-        see(lists[0])
+        if not torch.compiler.is_compiling():
+            see(lists[0])
         return sort(lists, *args, **kwargs)
 
-    functions = cast('Any', clip_grad)
     functions._group_tensors_by_device_and_dtype = watched
-    try:
-        yield
-    finally:
-        if functions._group_tensors_by_device_and_dtype is watched:
-            functions._group_tensors_by_device_and_dtype = sort
 
 
 def step_pre_hooks(optimizer: Optimizer) -> _Hooks | None:

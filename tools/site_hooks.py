@@ -21,7 +21,7 @@ BREAK = re.compile(r'(?<=[\w)\]][_./=,])(?=[A-Za-z_])|(?<=[a-z0-9]{3})(?=[A-Z])|
 SHORT = 15
 # an underscore that is not in code: an even number of backticks follows
 UNDERSCORE = re.compile(r'_(?=(?:[^`]*`[^`]*`)*[^`]*$)')
-DATE = re.compile(r'\b20\d\d-\d\d-\d\d\b')
+DATE = re.compile(r'\b20\d\d-\d\d-\d\d\b(?![^<>]*>)')
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = ROOT / 'amp_wrapper' / 'version.py'
 # measurements: in the repository beside docs/, on the site in a folder of the pages

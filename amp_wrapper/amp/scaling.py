@@ -53,7 +53,7 @@ def scaled(
     with first.receiving(loss_id, rest, beyond) as begins, ExitStack() as watching:
         ran: list[bool] = []
         for watch, engine in watches:
-            watching.enter_context(watch.watching(result, engine.weights()))
+            watching.enter_context(watch.watching(result, engine.weights))
 
         def begin(gradient: Tensor) -> None:
             # blocks of several optimizers may be open: gradients belong to the loss whose backward() runs

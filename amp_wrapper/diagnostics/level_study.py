@@ -15,12 +15,16 @@ from .level_verdicts import LevelFacts, Limits
 from .side_by_side import LevelRun
 
 
-def spread(run: LevelRun) -> float:
-    """How far apart the quartiles of the seconds of its steps are, over the median; NaN without any that counts."""
-    if not run.seconds:
+def spread(run: LevelRun, reference: LevelRun) -> float:
+    """How far apart the quartiles of the ratios of its steps to the same steps of another run are, over their median.
+
+    Batches of different sizes do not matter so. NaN without steps that both have taken.
+    """
+    ratios = [run.seconds[step] / reference.seconds[step] for step in run.seconds.keys() & reference.seconds.keys()]
+    if not ratios:
         return math.nan
-    low, high = np.quantile(list(run.seconds.values()), (0.25, 0.75))
-    return float(high - low) / run.median
+    low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+    return float((high - low) / middle)
 
 
 @dataclasses.dataclass

@@ -69,9 +69,6 @@ def _draw(runs: Sequence[Run], wanted: Sequence[str], title: str) -> Figure:
     for name in wanted:
         panel = PANELS[name]
         there = {number: words for number, words in panel.numbers.items() if any(has(run, number) for run in runs)}
-        if there.keys() == {'amp_skipped'} and len(wanted) > 1 and not _skipped(runs):
-            # neither a loss scale nor a skipped step
-            continue
         if len(there) > 1 and len(lines) > 1 and name != 'scale':
             # one line a run: it is the run that the line's look tells
             shown += [
@@ -79,6 +76,9 @@ def _draw(runs: Sequence[Run], wanted: Sequence[str], title: str) -> Figure:
             ]
         elif there:
             shown.append((panel.title, there, panel.height))
+    if not _skipped(runs):
+        # without a loss scale either there is nothing to draw in this panel; it stays where it is the only one
+        shown = [each for each in shown if each[1].keys() != {'amp_skipped'}] or shown
     heights = [height for *_, height in shown]
     figure = Figure(figsize=(8.0, 0.9 + 1.25 * sum(heights)), layout='constrained')
     grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]

@@ -161,8 +161,11 @@ class _Tables:
     def _memory(self, wide: bool) -> Table:
         table = _table('Memory of one training step by level, counted')
         words = {'optimizer_state': 'optimizer', 'measured_peak': 'GPU peak'}
-        keys = [key for key in _MEMORY if wide or key != 'buffers']
-        keys = [key for key in keys if key != 'measured_peak' or is_measured(self._data)]
+        measured = is_measured(self._data)
+        # eighty columns have room for six numbers
+        narrow = ('buffers', 'gradients') if measured else ('buffers',)
+        keys = [key for key in _MEMORY if wide or key not in narrow]
+        keys = [key for key in keys if key != 'measured_peak' or measured]
         table.add_column('level')
         for key in keys:
             table.add_column(words.get(key, key), justify='right')

@@ -211,7 +211,7 @@ def _entry(study: Study, facts: LevelFacts) -> dict[str, Any]:
         'time': {
             'ratio': facts.time_ratio,
             'seconds': None if run is None or not run.seconds else run.median,
-            'spread': None if run is None or not run.seconds else spread(run),
+            'spread': None if run is None or reference is None or not run.seconds else spread(run, reference),
             'steps': 0 if run is None else len(run.seconds),
         },
         'memory': {

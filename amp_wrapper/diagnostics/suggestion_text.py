@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..policy.policy import MEANINGS
+from ..policy.policy import LEVELS, MEANINGS
 from .keep_fp32_search import KeepSearch
 from .level_study import Study, spread
 from .level_verdicts import MEMORY, SPEED, TIE, LevelFacts, difference, percent, times
@@ -16,7 +17,7 @@ from .side_by_side import WARM_UP
 
 #: The first steps, whose losses are compared one by one.
 FIRST_STEPS = 5
-#: Quartiles of the times of FP32's steps that are further apart than this, over the median, are told.
+#: Quartiles of the ratios of times that are further apart than this, over their median, are told.
 UNSTEADY = 0.25
 
 
@@ -148,10 +149,14 @@ def notes(study: Study) -> list[str]:
             f'the first {WARM_UP} were not timed, on {device_name(study.device)}. Optimizer: {study.optimizer}.'
         )
     reference = study.runs.get('O0')
-    if reference is not None and spread(reference) > UNSTEADY:
+    spreads = (
+        [] if reference is None else [spread(run, reference) for name, run in study.runs.items() if name in LEVELS[1:]]
+    )
+    apart = float(np.nanmedian(spreads)) if np.isfinite(spreads).any() else 0.0
+    if apart > UNSTEADY:
         found.append(
-            f'The times are unsteady: of the steps of FP32, the middle half differs by {percent(spread(reference))} of their '
-            f'median. Try again when nothing else computes on this machine, or with more steps.'
+            f'The times are unsteady: from step to step, the middle half of the ratios to FP32 differs by {percent(apart)}. '
+            f'Try again when nothing else computes on this machine, or with more steps.'
         )
     if study.compiled:
         found.append(

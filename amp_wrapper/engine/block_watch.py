@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from ..torch_internals import clipped_gradients
+from ..torch_internals import watch_clipping
 
 logger = logging.getLogger('amp_wrapper')
 
-#: How many blocks are watched: what a loop does in its block, it does in the first ones.
-BLOCKS = 64
 _CLIPPED = (
-    'had gradients clipped inside of a "with amp.scale_loss(...)" block. There they are multiplied by the loss scale, and so '
-    'is their norm. Clip after the block: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm).'
+    'had gradients clipped, or their norm taken, inside of a "with amp.scale_loss(...)" block. There they are multiplied by '
+    'the loss scale. Clip after the block: torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm).'
 )
 _READ = (
     'was asked for amp.master_params() inside of a "with amp.scale_loss(...)" block, after the backward pass. FP32 masters '
     'have their gradients when the block has ended: clip and read them after it.'
 )
+
+
+class _OpenBlocks(threading.local):
+    """The blocks that are open on a thread. One may end on another thread, or before those that began later: generators."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[[Sequence[Tensor]], None]] = []
+
+
+_open = _OpenBlocks()
+
+
+def _see(gradients: Sequence[Tensor]) -> None:
+    for block in tuple(_open.all):
+        block(gradients)
+
+
+@functools.cache
+def _watch() -> None:
+    """Once in a process; it costs a look into an empty list for each clipping outside of blocks."""
+    watch_clipping(_see)
 
 
 class BlockWatch:
@@ -35,45 +56,49 @@ class BlockWatch:
 
     def __init__(self, label: str, scales: bool, masters: bool) -> None:
         self._label, self._scales, self._masters = label, scales, masters
-        self._left = BLOCKS
-        self._has_run = False
+        self._is_on, self._has_run = True, False
+        if scales:
+            _watch()
 
     @contextmanager
-    def watching(self, loss: Tensor, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    def watching(self, loss: Tensor, weights: Callable[[], Sequence[nn.Parameter]]) -> Iterator[None]:
         """Around a block.
 
         Args:
             loss: What the block gives.
-            weights: The model's parameters that the optimizer steps.
+            weights: Gives the model's parameters that the optimizer steps.
         """
         self._has_run = False
-        if not self._left or not loss.requires_grad:
+        if not self._is_on or not loss.requires_grad:
             yield
             return
-        self._left -= 1
 
         def begin(gradient: Tensor) -> None:
             self._has_run = True
 
         def see(gradients: Sequence[Tensor]) -> None:
-            own = {id(weight.grad) for weight in weights if weight.grad is not None}
-            if self._has_run and self._scales and any(id(gradient) in own for gradient in gradients):
+            if not self._has_run or not self._scales or not self._is_on:
+                return
+            clipped = set(map(id, gradients))
+            if any(id(weight.grad) in clipped for weight in weights() if weight.grad is not None):
                 self._warn(_CLIPPED)
 
         hook = loss.register_hook(begin)  # type: ignore[no-untyped-call]
+        blocks = _open.all
+        blocks.append(see)
         try:
-            with clipped_gradients(see):
-                yield
+            yield
         finally:
+            blocks.remove(see)
             hook.remove()
             self._has_run = False
 
     def see_masters(self) -> None:
         """Somebody reads what the optimizer steps."""
-        if self._has_run and self._masters and self._left:
+        if self._has_run and self._masters:
             self._warn(_READ)
 
     def _warn(self, text: str) -> None:
-        if self._left:
-            self._left = 0
+        if self._is_on:
+            self._is_on = False
             logger.warning(f'amp: {self._label} {text}')

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mmengine.registry
 from mmengine.config import Config
 from mmengine.registry import OPTIMIZERS, Registry
+from torch import nn
 
 from ..errors import AmpConfigError, nearest
 
@@ -27,6 +31,7 @@ PARAMWISE = (
     'bypass_duplicate',
     'custom_keys',
 )
+_CONSTRUCTOR = 'DefaultOptimWrapperConstructor'
 _NO_ARGUMENT = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _NOT_REGISTERED = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry')
 
@@ -59,7 +64,7 @@ def typed(cfg: Config, metrics: Mapping[str, Any]) -> Iterator[None]:
 
 def _unknown_type(error: Exception) -> str | None:
     found = _NOT_REGISTERED.search(str(error.args[0])) if error.args else None
-    if found is None:
+    if found is None or not Path(_last_frame(error).f_code.co_filename).match('mmengine/registry/*.py'):
         return None
     name, kind = found[1], found[2]
     roots = [each for each in vars(mmengine.registry).values() if isinstance(each, Registry) and each.name == kind]
@@ -72,16 +77,25 @@ def _unknown_type(error: Exception) -> str | None:
 
 def _unknown_argument(error: Exception) -> str | None:
     """Where the call of mmengine's ``build_from_cfg`` itself failed: errors inside of a constructor have further frames."""
-    found = _NO_ARGUMENT.search(str(error))
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    built = None if trace is None else trace.tb_frame.f_locals.get('obj_cls')
-    if found is None or trace is None or trace.tb_frame.f_code.co_name != 'build_from_cfg' or not callable(built):
+    found, frame = _NO_ARGUMENT.search(str(error)), _last_frame(error)
+    built = frame.f_locals.get('obj_cls')
+    if found is None or frame.f_code.co_name != 'build_from_cfg' or not callable(built):
         return None
     known = [name for name in inspect.signature(built).parameters if name not in ('self', 'args', 'kwargs')]
     name = getattr(built, '__name__', str(built))
     return f'type={name!r} takes no argument {found[1]!r}{nearest(found[1], known)}: it takes {", ".join(known)}.'
+
+
+def _frames(error: Exception) -> Iterator[FrameType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _last_frame(error: Exception) -> FrameType:
+    """Where it was raised."""
+    return list(_frames(error))[-1]
 
 
 def _names(registry: Registry) -> Iterator[str]:
@@ -108,7 +122,8 @@ def _unknown_metric(error: Exception, cfg: Config, metrics: Mapping[str, Any]) -
     checkpoint = (cfg.get('default_hooks') or {}).get('checkpoint')
     asked = checkpoint.get('save_best') if isinstance(checkpoint, Mapping) else None
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
-    if name is None or not metrics or name not in (asked if isinstance(asked, (list, tuple)) else [asked]):
+    is_asked = name in (asked if isinstance(asked, (list, tuple)) else [asked])
+    if not is_asked or not metrics or name in metrics or _last_frame(error).f_code.co_name != '_save_best_checkpoint':
         return None
     return f'save_best={name!r}{nearest(str(name), metrics)}: the validation gives {", ".join(metrics)}.'
 
@@ -128,9 +143,7 @@ def paramwise_problems(words: Mapping[str, Any]) -> list[str]:
         words: A wrapper of the config. With a ``constructor`` of its own, nothing is known of the keys.
     """
     given = words.get('paramwise_cfg')
-    if not isinstance(given, Mapping) or words.get('constructor', 'DefaultOptimWrapperConstructor') != (
-        'DefaultOptimWrapperConstructor'
-    ):
+    if not isinstance(given, Mapping) or not _is_default(words):
         return []
     unknown = [key for key in given if key not in PARAMWISE]
     return [
@@ -140,21 +153,33 @@ def paramwise_problems(words: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def say_unmatched_keys(runner: Any, cfg: Config) -> None:
-    """Warn of entries of ``custom_keys`` that are in no name of a parameter: mmengine passes over them.
+def _is_default(words: Mapping[str, Any]) -> bool:
+    return words.get('constructor', _CONSTRUCTOR) in (_CONSTRUCTOR, f'mmengine.{_CONSTRUCTOR}')
+
+
+def say_misspelt_keys(runner: Any, cfg: Config) -> None:
+    """Warn of entries of ``custom_keys`` that are in no name of a parameter, and nearly are: mmengine passes over them.
+
+    Others are not told: configs that several models share name parts that some of them lack.
 
     Args:
-        runner: Its model is built.
+        runner: Its model is built, unless it is a ``FlexibleRunner``.
         cfg: The config.
     """
-    names = [name for name, _ in runner.model.named_parameters()]
-    for words in _wrappers(cfg):
-        given = words.get('paramwise_cfg')
-        keys = given.get('custom_keys') if isinstance(given, Mapping) and 'constructor' not in words else None
-        for key in keys if isinstance(keys, Mapping) else ():
-            if not any(str(key) in name for name in names):
-                parts = {part for name in names for part in name.split('.')}
+    words = cfg.get('optim_wrapper')
+    if not isinstance(runner.model, nn.Module) or not isinstance(words, Mapping) or not _is_default(words):
+        return
+    model = getattr(runner.model, 'module', runner.model)
+    # as mmengine names them: those of the model itself begin with a dot
+    names = [name if '.' in name else f'.{name}' for name, _ in model.named_parameters(remove_duplicate=False)]
+    parts = {part for name in names for part in name.split('.')}
+    for member in filter(_is_default, _wrappers(cfg)):
+        given = member.get('paramwise_cfg')
+        keys = given.get('custom_keys') if isinstance(given, Mapping) else None
+        for key in map(str, keys if isinstance(keys, Mapping) else ()):
+            near = difflib.get_close_matches(key, parts, n=1, cutoff=0.75)
+            if near and not any(key in name for name in names):
                 runner.logger.warning(
-                    f'paramwise_cfg.custom_keys has {str(key)!r}{nearest(str(key), parts)}, which is in no name of a '
-                    f'parameter: it changes nothing.'
+                    f'paramwise_cfg.custom_keys has {key!r} (did you mean {near[0]!r}?), which is in no name of a parameter: '
+                    f'it changes nothing.'
                 )

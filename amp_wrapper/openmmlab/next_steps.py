@@ -63,14 +63,16 @@ def lines(runner: Any, args: argparse.Namespace, checkpoint: Path) -> list[str]:
     return [*found, title, _line(words, options)]
 
 
-def resuming(args: argparse.Namespace) -> str:
-    """The command that goes on with a training that was interrupted, from its newest checkpoint.
+def resuming(args: argparse.Namespace, checkpoint: str | None) -> str:
+    """The command that goes on with a training that was interrupted.
 
     Args:
         args: The options of ``amp-wrapper train``.
+        checkpoint: From where; None for the newest.
     """
     options = _typed_options(args, ('resume', 'load_from'))
-    return _line([*_train(args), '--resume', *_flags(args, args.work_dir)], options)
+    place = [] if checkpoint is None else [checkpoint]
+    return _line([*_train(args), '--resume', *place, *_flags(args, args.work_dir)], options)
 
 
 def _schedules(node: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -151,7 +153,7 @@ def _train(args: argparse.Namespace) -> list[str]:
     """The beginning of the command that was typed, with the config, for as many processes: only then it is bit for bit."""
     command = [*start.typed('train'), args.config]
     if args.launcher != 'pytorch':
-        return command
+        return command if args.launcher == 'none' else [*command, '--launcher', args.launcher]
     if start.script():
         folder = start.short(Path(start.script()).resolve().parent)
         return [f'{folder}/dist_train.sh', args.config, str(torch.distributed.get_world_size())]

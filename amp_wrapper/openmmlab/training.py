@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def train(args: argparse.Namespace) -> None:
         KeyboardInterrupt: Ctrl-C, after it was said how to go on.
     """
     cfg = load_config(args)
-    runner = None
+    runner, began = None, time.time()
     if '://' not in cfg.work_dir and os.environ.get('RANK', '0') == '0':
         checkpoint_file.check_writable(cfg.work_dir)
     start_processes_on_cpu(cfg)
@@ -41,7 +42,7 @@ def train(args: argparse.Namespace) -> None:
         with nested_keys(cfg, args.cfg_options), config_errors.typed(cfg, metrics):
             runner = build_runner(cfg)
             config_checks.say_where_data_are_missing(runner)
-            config_errors.say_unmatched_keys(runner, cfg)
+            config_errors.say_misspelt_keys(runner, cfg)
             try:
                 runner.train()
             finally:
@@ -53,7 +54,7 @@ def train(args: argparse.Namespace) -> None:
         raise
     except KeyboardInterrupt:
         if runner is not None and runner.rank == 0:
-            say_interrupted(runner, args)
+            say_interrupted(runner, args, began)
         raise
     report(runner, args)
     del runner
@@ -190,16 +191,26 @@ def build_runner(cfg: Config) -> Any:
     return RUNNERS.build(cfg)
 
 
-def say_interrupted(runner: Any, args: argparse.Namespace) -> None:
-    """What an interrupted training has left, and the command that goes on from it."""
-    print(f'\nInterrupted: epoch {runner.epoch + 1}, iteration {runner.iter}.', end=' ')
+def say_interrupted(runner: Any, args: argparse.Namespace, began: float) -> None:
+    """What an interrupted training has left, and the command that goes on from it.
+
+    Args:
+        runner: Of the training.
+        args: The options of ``amp-wrapper train``.
+        began: When it began: checkpoints that are older are not of this training.
+    """
+    epochs = '' if runner.cfg.train_cfg.get('by_epoch') is False else f'{runner.epoch} epochs, '
+    print(f'\nInterrupted after {epochs}{runner.iter} iterations.', end=' ')
     last = Path(runner.work_dir) / 'last_checkpoint'
-    saved = Path(last.read_text().strip()) if last.is_file() else None
-    if saved is None:
+    if last.is_file() and last.stat().st_mtime >= began:
+        saved = Path(last.read_text().strip())
+        print(f'The newest checkpoint is {start.short(saved)}. Go on from it:')
+        print(next_steps.resuming(args, start.short(saved)), flush=True)
+    elif args.resume is not None:
+        print('No checkpoint was saved since it was resumed. The same again:')
+        print(next_steps.resuming(args, None if args.resume == 'auto' else args.resume), flush=True)
+    else:
         print('No checkpoint was saved.', flush=True)
-        return
-    print(f'The newest checkpoint is {start.short(saved)}. Go on from it:')
-    print(next_steps.resuming(args), flush=True)
 
 
 def validated(runner: Any) -> dict[str, float]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -84,6 +87,45 @@ def test_what_is_no_clipping_of_scaled_gradients_is_not_told(
                         weight.grad.mul_(1.0)
             clip(amp.master_params(optimizer))
             optimizer.step()
+    assert lines == []
+
+
+def test_blocks_of_threads_and_generators_are_apart(device: torch.device) -> None:
+    """Blocks that end in the order in which they began: nothing is told, and no model stays alive."""
+    pairs = [scaled('O2', device) for _ in range(2)]
+    models = [weakref.ref(net) for net, _ in pairs]
+
+    def block(net: Net, optimizer: Optimizer) -> Iterator[None]:
+        with amp.scale_loss(net(data(0, device)), optimizer) as loss:
+            loss.backward()
+            yield
+        clip_norm(amp.master_params(optimizer))
+
+    with logged() as lines:
+        blocks = [block(*pair) for pair in pairs]
+        for each in (*blocks, *blocks):
+            next(each, None)
+        threads = [threading.Thread(target=lambda pair=pair: [*block(*pair)]) for pair in pairs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert lines == []
+    del pairs, blocks, threads, each, thread
+    gc.collect()
+    assert [model() for model in models] == [None, None]
+
+
+def test_a_clip_in_another_thread_is_not_of_an_open_block(device: torch.device) -> None:
+    net, optimizer = scaled('O2', device)
+    other = nn.Linear(2, 2).to(device)
+    other(torch.ones(1, 2, device=device)).sum().backward()
+    with logged() as lines, amp.scale_loss(net(data(0, device)), optimizer) as loss:
+        loss.backward()
+        for parameters in (other.parameters(), net.parameters()):
+            thread = threading.Thread(target=clip_norm, args=(parameters,))
+            thread.start()
+            thread.join()
     assert lines == []
 
 

@@ -276,7 +276,7 @@ class Counted(BaseMetric):
     assert done.returncode == 1 and 'Traceback' not in done.stderr
 
 
-def test_keys_that_no_parameter_has_are_told(project: Path) -> None:
+def test_misspelt_keys_of_parameters_are_told(project: Path) -> None:
     typed_keys = ['optim_wrapper.paramwise_cfg.custom_keys.fcc.lr_mult=2', 'log_level=WARNING']
     done = typed('train', 'config.py', '--cfg-options', *typed_keys, cwd=project)
     assert done.returncode == 0, done.stderr

@@ -49,15 +49,18 @@ def chosen(facts: list[LevelFacts], prefer: str = 'memory', allowed: tuple[str, 
 
 @pytest.mark.parametrize('apart', [0.9, 1.1])
 def test_unsteady_times_are_told(apart: float) -> None:
-    """The distance of the quartiles of FP32's times, over their median."""
+    """The distance of the quartiles of the ratios to FP32, over their median; batches of different sizes do not matter."""
     study = Study(CPU, LEVELS, 'speed', 5, 0, 1, 'SGD', 0, {})
     width = apart * UNSTEADY
-    seconds = [1.0 + width * place for place in (-1, -0.5, 0, 0.5, 1)]
-    study.runs['O0'] = dataclasses.replace(run(), seconds=dict(enumerate(seconds)))
+    sizes = [1.0, 7.0, 2.0, 30.0, 5.0]
+    ratios = [2.0 * (1 + width * place) for place in (-1, -0.5, 0, 0.5, 1)]
+    study.runs['O0'] = dataclasses.replace(run(), seconds=dict(enumerate(sizes)))
+    times = dict(enumerate(size * ratio for size, ratio in zip(sizes, ratios)))
+    study.runs['O2'] = dataclasses.replace(run(), seconds=times)
     study.side_by_side = True
-    assert spread(study.runs['O0']) == pytest.approx(width)
+    assert spread(study.runs['O2'], study.runs['O0']) == pytest.approx(width)
     assert any('times are unsteady' in line for line in notes(study)) == (apart > 1)
-    assert math.isnan(spread(dataclasses.replace(run(), seconds={})))
+    assert math.isnan(spread(dataclasses.replace(run(), seconds={}), study.runs['O0']))
 
 
 def test_the_one_that_takes_least() -> None:

@@ -107,7 +107,10 @@ def test_there_is_no_panel_for_a_scale_that_is_always_1() -> None:
     ids = [axes.get_gid() for axes in plot_runs([run]).axes]
     assert 'panel_loss' in ids and not any('amp_skipped' in (gid or '') for gid in ids)
     # unless it is all that was asked for
-    assert len(plot_runs([run], panels=['scale']).axes) == 1
+    for panels in (['scale'], ['scale', 'lost'], ['scale', 'scale']):
+        assert len(plot_runs([run], panels=panels).axes) == 1, panels
+    only = Run('O5', {'amp_skipped': series([1, 2], [0.0, 0.0])}, {'': series([], [])})
+    assert len(plot_runs([only]).axes) == 1
 
 
 def test_nonfinite_numbers_have_marks_and_leave_gaps() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,25 +157,45 @@ def test_a_new_training_is_not_resumed(typed: tuple[str, ...]) -> None:
     assert parsed(testing).cfg_options is None
 
 
-@pytest.mark.parametrize('saved', [False, True])
+@pytest.mark.parametrize(
+    ('resume', 'saves', 'words', 'again'),
+    [
+        (None, True, 'The newest checkpoint is work/epoch_2.pth. Go on from it:', 'work/epoch_2.pth'),
+        ('work/epoch_1.pth', True, 'The newest checkpoint is work/epoch_2.pth. Go on from it:', 'work/epoch_2.pth'),
+        ('work/epoch_1.pth', False, 'No checkpoint was saved since it was resumed.', 'work/epoch_1.pth'),
+        ('auto', False, 'No checkpoint was saved since it was resumed.', 'auto'),
+        (None, False, 'No checkpoint was saved.', None),
+    ],
+)
 def test_what_an_interrupted_training_says(
-    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    resume: str | None,
+    saves: bool,
+    words: str,
+    again: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Ctrl-C: the newest checkpoint, and a command that goes on from it with the options that were typed."""
+    """Ctrl-C: what this training has saved, not an earlier one in the same folder, and a command with what was typed."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / 'work'
     folder.mkdir()
-    if saved:
-        (folder / 'last_checkpoint').write_text(str(folder / 'epoch_2.pth'))
+    last = folder / 'last_checkpoint'
+    last.write_text(str(folder / 'epoch_9.pth'))
+    os.utime(last, (1e9, 1e9))
 
     class Interrupted:
         rank, epoch, iter, work_dir = 0, 2, 12, str(folder)
+        cfg = Config(dict(train_cfg=dict(by_epoch=True)))
         model, message_hub = torch.nn.Linear(1, 1), SimpleNamespace(log_scalars={})
 
         def train(self) -> None:
+            if saves:
+                last.write_text(str(folder / 'epoch_2.pth'))
             raise KeyboardInterrupt
 
-    typed = ['config.py', '--resume', 'work/epoch_1.pth', '--work-dir', 'work', '--cfg-options', 'seed=1']
+    typed = ['config.py', '--work-dir', 'work', '--cfg-options', 'seed=1']
+    typed += [] if resume is None else ['--resume', *([] if resume == 'auto' else [resume])]
     args = cli.parser_of('train')[1].parse_args(typed)
     monkeypatch.setattr(training, 'load_config', lambda args: Config(dict(work_dir='work', launcher='none')))
     monkeypatch.setattr(training, 'build_runner', lambda cfg: Interrupted())
@@ -182,14 +203,19 @@ def test_what_an_interrupted_training_says(
     with pytest.raises(KeyboardInterrupt):
         training.train(args)
     said = capsys.readouterr().out
-    assert 'Interrupted: epoch 3, iteration 12.' in said
-    if not saved:
-        assert said.endswith('No checkpoint was saved.\n')
+    assert f'Interrupted after 2 epochs, 12 iterations. {words}' in said
+    if again is None:
+        assert said.endswith(f'{words}\n')
         return
-    assert 'The newest checkpoint is work/epoch_2.pth.' in said
-    again = parsed(said.splitlines()[-1])
-    assert (again.command, again.config, again.resume, again.work_dir) == ('train', 'config.py', 'auto', 'work')
-    assert again.cfg_options == {'seed': 1}
+    command = parsed(said.splitlines()[-1])
+    assert (command.command, command.config, command.resume, command.work_dir) == ('train', 'config.py', again, 'work')
+    assert command.cfg_options == {'seed': 1}
+
+
+@pytest.mark.parametrize('launcher', ['slurm', 'mpi'])
+def test_the_launcher_is_kept(launcher: str) -> None:
+    args = cli.parser_of('train')[1].parse_args(['config.py', '--launcher', launcher])
+    assert parsed(next_steps.resuming(args, None)).launcher == launcher
 
 
 def test_what_to_test() -> None:

@@ -219,18 +219,12 @@ def test_numbers_of_the_readme_are_those_of_the_page_on_numbers() -> None:
     for place, title in enumerate(header):
         if title.endswith(': of FP32'):
             found |= {('activations', title, line[0]): line[place] for line in lines if line[0] in LEVELS}
-    kinds = dict(
-        zip(
-            [words for words in rows if not words.startswith('the same with')],
-            (
-                ('parts', ''),
-                ('activations', 'ResNet-50'),
-                ('activations', 'transformer'),
-                ('times', 'transformer'),
-                ('xeon', 'transformer'),
-            ),
-        )
-    )
+    order = [
+        ('parts', ''),
+        ('activations', 'ResNet-50'),
+        *((name, 'transformer') for name in ('activations', 'times', 'xeon')),
+    ]
+    kinds = dict(zip([words for words in rows if not words.startswith('the same with')], order))
     assert len(kinds) == 5
     header, *lines = table(page.split('<!-- adamw: ')[1].split('<!-- end of adamw')[0], 'level')
     place = header.index("`AmpOptimWrapper`, torch's `AdamW`")

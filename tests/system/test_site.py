@@ -168,6 +168,7 @@ def test_names_in_tables_and_headings_may_break(monkeypatch: pytest.MonkeyPatch)
             '<td><code>AmpOptimWrapper</code></td>',
             '<td><code>AmpOptim<wbr class="phone">Wrapper</code></td>',
         ),
+        ('<td><a href="2026-11-26.html">a</a></td>',) * 2,
         (
             '<td>on 2026-11-26</td><p>2026-11-26</p>',
             '<td>on <span class="date">2026-11-26</span></td><p>2026-11-26</p>',

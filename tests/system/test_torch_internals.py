@@ -60,29 +60,29 @@ def test_graph_task_id() -> None:
     assert torch_internals.graph_task_id() == -1
 
 
-def test_clipped_gradients() -> None:
-    """Both functions, also under a name of their own, and nested; afterwards nothing is left."""
-    before = vars(clip_grad).copy()
+def test_watch_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both functions, also under a name of their own; not in compiled code, and not where torch lacks the name."""
+    sort = '_group_tensors_by_device_and_dtype'
+    # restored afterwards
+    monkeypatch.setattr(clip_grad, sort, getattr(clip_grad, sort))
     by_name = torch.nn.utils.clip_grad_norm_
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    seen: list[str] = []
-    with torch_internals.clipped_gradients(lambda found: seen.append(f'outer {found[0] is weight.grad}')):
-        by_name([weight], 1.0)
-        assert seen and set(seen) == {'outer True'}
-        with torch_internals.clipped_gradients(lambda found: seen.append(f'inner {found[0] is weight.grad}')):
-            seen.clear()
-            torch.nn.utils.clip_grad_value_([weight], 0.1)
-            assert set(seen) == {'inner True', 'outer True'}
-    seen.clear()
+    seen: list[bool] = []
+    torch_internals.watch_clipping(lambda found: seen.append(found[0] is weight.grad))
     by_name([weight], 1.0)
-    assert seen == [] and vars(clip_grad) == before
-    # where torch has no such name
+    assert seen and all(seen)
+    assert torch.allclose(weight.grad, torch.full((2,), 2**-0.5), atol=1e-5)
+    seen.clear()
+    torch.nn.utils.clip_grad_value_([weight], 0.1)
+    assert seen and all(seen) and weight.grad.tolist() == pytest.approx([0.1, 0.1])
+    seen.clear()
+    torch.compile(lambda: by_name([weight], 1.0), fullgraph=True, backend='eager')()
+    assert seen == []
     without = SimpleNamespace()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_internals, 'clip_grad', without)
-        with torch_internals.clipped_gradients(lambda found: None):
-            assert vars(without) == {}
+    monkeypatch.setattr(torch_internals, 'clip_grad', without)
+    torch_internals.watch_clipping(lambda found: None)
+    assert vars(without) == {}
 
 
 def test_current_node() -> None:
