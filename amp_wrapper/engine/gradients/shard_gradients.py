@@ -15,7 +15,7 @@ from ...compiler_internals import untraced
 from ...fsdp_internals import is_fully_sharded, shard_groups
 from ...policy.nested import HALF_TYPES, map_tensors
 
-#: Whether a gradient may have another type than its parameter. torch 2.13 has ``Tensor.grad_dtype``, torch 2.6 has not.
+#: Whether a gradient may have another type than its parameter. torch 2.13 has ``Tensor.grad_dtype``, torch 2.9 has not.
 CAN_DIFFER = hasattr(Tensor, 'grad_dtype')
 
 
