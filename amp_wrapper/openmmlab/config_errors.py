@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import mmengine.registry
@@ -17,6 +14,7 @@ from mmengine.registry import OPTIMIZERS, Registry
 from torch import nn
 
 from ..errors import AmpConfigError, nearest
+from .config_options import last_frame
 
 #: What mmengine's ``DefaultOptimWrapperConstructor`` reads of ``paramwise_cfg``.
 PARAMWISE = (
@@ -32,7 +30,6 @@ PARAMWISE = (
     'custom_keys',
 )
 _CONSTRUCTOR = 'DefaultOptimWrapperConstructor'
-_NO_ARGUMENT = re.compile(r"got an unexpected keyword argument '(\w+)'")
 _NOT_REGISTERED = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry')
 
 
@@ -45,18 +42,12 @@ def typed(cfg: Config, metrics: Mapping[str, Any]) -> Iterator[None]:
         metrics: The numbers of the last validation, by their names in the log; filled while this is open.
 
     Raises:
-        AmpConfigError: A type that no registry has; an argument that a type does not take; a metric in ``save_best`` that the
-            validation does not give.
+        AmpConfigError: A type that no registry has; a metric in ``save_best`` that the validation does not give.
     """
     try:
         yield
     except (KeyError, TypeError) as error:
-        problem = (
-            _unknown_type(error)
-            or _unknown_argument(error)
-            or _unknown_optimizer(error, cfg)
-            or _unknown_metric(error, cfg, metrics)
-        )
+        problem = _unknown_type(error) or _unknown_optimizer(error, cfg) or _unknown_metric(error, cfg, metrics)
         if problem is None:
             raise
         raise AmpConfigError([problem]) from error
@@ -64,7 +55,7 @@ def typed(cfg: Config, metrics: Mapping[str, Any]) -> Iterator[None]:
 
 def _unknown_type(error: Exception) -> str | None:
     found = _NOT_REGISTERED.search(str(error.args[0])) if error.args else None
-    if found is None or not Path(_last_frame(error).f_code.co_filename).match('mmengine/registry/*.py'):
+    if found is None or not _module_of(error).startswith('mmengine.registry.'):
         return None
     name, kind = found[1], found[2]
     roots = [each for each in vars(mmengine.registry).values() if isinstance(each, Registry) and each.name == kind]
@@ -75,27 +66,16 @@ def _unknown_type(error: Exception) -> str | None:
     )
 
 
-def _unknown_argument(error: Exception) -> str | None:
-    """Where the call of mmengine's ``build_from_cfg`` itself failed: errors inside of a constructor have further frames."""
-    found, frame = _NO_ARGUMENT.search(str(error)), _last_frame(error)
-    built = frame.f_locals.get('obj_cls')
-    if found is None or frame.f_code.co_name != 'build_from_cfg' or not callable(built):
-        return None
-    known = [name for name in inspect.signature(built).parameters if name not in ('self', 'args', 'kwargs')]
-    name = getattr(built, '__name__', str(built))
-    return f'type={name!r} takes no argument {found[1]!r}{nearest(found[1], known)}: it takes {", ".join(known)}.'
+def _module_of(error: Exception) -> str:
+    """The module that raised it."""
+    frame = last_frame(error)
+    return '' if frame is None else str(frame.f_globals.get('__name__', ''))
 
 
-def _frames(error: Exception) -> Iterator[FrameType]:
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame
-        trace = trace.tb_next
-
-
-def _last_frame(error: Exception) -> FrameType:
-    """Where it was raised."""
-    return list(_frames(error))[-1]
+def _function_of(error: Exception) -> str:
+    """The function that raised it."""
+    frame = last_frame(error)
+    return '' if frame is None else frame.f_code.co_name
 
 
 def _names(registry: Registry) -> Iterator[str]:
@@ -123,7 +103,7 @@ def _unknown_metric(error: Exception, cfg: Config, metrics: Mapping[str, Any]) -
     asked = checkpoint.get('save_best') if isinstance(checkpoint, Mapping) else None
     name = error.args[0] if isinstance(error, KeyError) and error.args else None
     is_asked = name in (asked if isinstance(asked, (list, tuple)) else [asked])
-    if not is_asked or not metrics or name in metrics or _last_frame(error).f_code.co_name != '_save_best_checkpoint':
+    if not is_asked or not metrics or name in metrics or _function_of(error) != '_save_best_checkpoint':
         return None
     return f'save_best={name!r}{nearest(str(name), metrics)}: the validation gives {", ".join(metrics)}.'
 

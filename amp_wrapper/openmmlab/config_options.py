@@ -166,10 +166,11 @@ def _check_keys(cfg: Config, options: dict[str, Any]) -> None:
 
 @contextmanager
 def nested_keys(cfg: Config, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Around what builds from a config: an entry of the command line that a class does not take is an error of one line.
+    """Around what builds from a config: an entry of it that a class does not take is an error of one line.
 
-    Only mmengine's own calls count. An argument that code of the user's project hands on is that code's error, with its
-    traceback, and so is one that no option has brought.
+    Only mmengine's own calls count: for an entry of the command line all of them, for others those that build an object. An
+    argument that code of the user's project hands on is that code's error, with its traceback, and so is one that is no key of
+    the config.
 
     Args:
         cfg: With the options in it; not changed.
@@ -183,23 +184,31 @@ def nested_keys(cfg: Config, options: Mapping[str, Any] | None) -> Iterator[None
         yield
     except TypeError as error:
         found = _REFUSED.search(str(error))
-        frame = _last_frame(error)
+        frame = last_frame(error)
         if found is None or frame is None or not frame.f_globals.get('__name__', '').startswith('mmengine.'):
             raise
         key = found['key']
-        option = next((each for each in beside if key in each.split('.')[1:]), None)
-        if option is None:
-            raise
-        parts = option.split('.')
-        entry = '.'.join(parts[: parts.index(key, 1) + 1])
         what = found['name'] + (found['method'] or '').replace('.__init__', '')
-        known = [*_taken(found['name'], frame), *(name for name in beside[option].get(entry, ()) if name != key)]
-        raise AmpConfigError(
-            [f'--cfg-options {option}: {what} takes no {key!r}{nearest(key, dict.fromkeys(known))}.']
-        ) from error
+        known = _taken(found['name'], frame)
+        option = next((each for each in beside if key in each.split('.')[1:]), None)
+        if option is not None:
+            parts = option.split('.')
+            entry = '.'.join(parts[: parts.index(key, 1) + 1])
+            known += [name for name in beside[option].get(entry, ()) if name != key]
+        elif frame.f_code.co_name != 'build_from_cfg' or not _has_key(cfg.to_dict(), key):
+            raise
+        place = 'the config' if option is None else f'--cfg-options {option}'
+        problem = f'{place}: {what} takes no {key!r}{nearest(key, dict.fromkeys(known))}.'
+        raise AmpConfigError([problem]) from error
 
 
 _REFUSED = re.compile(r"(?P<name>\w+)(?P<method>\.\w+)?\(\) got an unexpected keyword argument '(?P<key>\w+)'")
+
+
+def _has_key(node: Any, key: str) -> bool:
+    if isinstance(node, Mapping):
+        return key in node or any(_has_key(value, key) for value in node.values())
+    return isinstance(node, (list, tuple)) and any(_has_key(value, key) for value in node)
 
 
 def _beside(cfg: Any, parts: Sequence[str]) -> dict[str, list[str]]:
@@ -214,7 +223,7 @@ def _beside(cfg: Any, parts: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _last_frame(error: BaseException) -> FrameType | None:
+def last_frame(error: BaseException) -> FrameType | None:
     """The one that made the call: a call with an argument too many has no frame of its own."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

@@ -255,7 +255,7 @@ class Counted(BaseMetric):
         (
             'argument.py',
             'randomness.seed=1',
-            "type='FusedSGD' takes no argument 'momentun' (did you mean 'momentum'?): it takes ",
+            "the config: FusedSGD takes no 'momentun' (did you mean 'momentum'?).",
         ),
         (
             'config.py',

@@ -287,7 +287,7 @@ def test_errors_of_user_code_keep_their_traceback() -> None:
         with pytest.raises(TypeError, match='depth') as caught, nested_keys(cfg, options):
             takes_little(depth=3)  # type: ignore[call-arg]
         assert not isinstance(caught.value, AmpConfigError)
-    # mmengine's own call, of something that no option has brought
+    # mmengine's own call, of something that neither an option nor the file has brought
     for options in ({'model.width': 2}, {'depth': 3}, None):
         with pytest.raises(TypeError, match='depth') as caught, nested_keys(cfg, options):
             MODELS.build(dict(type=torch.nn.ReLU, depth=3))
@@ -296,6 +296,9 @@ def test_errors_of_user_code_keep_their_traceback() -> None:
         pytest.raises(AmpConfigError, match=r"--cfg-options model.depth: ReLU takes no 'depth'"),
         nested_keys(cfg, {'model.depth': 3}),
     ):
+        MODELS.build(dict(type=torch.nn.ReLU, depth=3))
+    cfg.model.parts = [dict(depth=3)]
+    with pytest.raises(AmpConfigError, match="the config: ReLU takes no 'depth'"), nested_keys(cfg, {'model.width': 2}):
         MODELS.build(dict(type=torch.nn.ReLU, depth=3))
     # other errors are nobody's matter here
     with pytest.raises(TypeError, match='something else'), nested_keys(cfg, {'model.depth': 3}):

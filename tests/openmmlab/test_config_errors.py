@@ -54,11 +54,6 @@ def wrong_argument_inside() -> None:
     [
         (lambda: MODELS.build(dict(type='Conv2dd')), {}, "type='Conv2dd' is not in the registry of mmengine for model"),
         (
-            lambda: MODELS.build(dict(type='BaseDataPreprocessor', non_blockin=True)),
-            {},
-            "takes no argument 'non_blockin'",
-        ),
-        (
             asks_for('accuracy'),
             {'accuracy': 1.0},
             "save_best='acc' (did you mean 'accuracy'?): the validation gives accuracy",
