@@ -149,7 +149,11 @@ def chance(records: Sequence[Mapping[str, Any]]) -> str:
     from scipy.stats import t
 
     seeds = len({record['seed'] for record in records})
-    compared = sum(len(ordered(records, task.name)) - 1 for task in tasks_of(records))
+    others = [
+        level for task in tasks_of(records) for level in ordered(records, task.name) if level.variant != REFERENCE
+    ]
+    # a level whose runs all failed has no metric
+    compared = sum(len(level.differences) > 0 for level in others)
     if seeds < 2:
         return 'With one seed nothing can be said about chance.'
     share = 2 * float(t.sf(LIMIT, seeds - 1))
