@@ -34,12 +34,11 @@ _NOT_REGISTERED = re.compile(r'(\S+) is not in the (?:\S+::)?([\w ]+) registry')
 
 
 @contextmanager
-def typed(cfg: Config, metrics: Mapping[str, Any]) -> Iterator[None]:
+def typed(cfg: Config) -> Iterator[None]:
     """Around what mmengine builds and trains: some of its errors become an ``AmpConfigError``.
 
     Args:
         cfg: The config.
-        metrics: The numbers of the last validation, by their names in the log; filled while this is open.
 
     Raises:
         AmpConfigError: A type that no registry has; a metric in ``save_best`` that the validation does not give.
@@ -47,7 +46,7 @@ def typed(cfg: Config, metrics: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError) as error:
-        problem = _unknown_type(error) or _unknown_optimizer(error, cfg) or _unknown_metric(error, cfg, metrics)
+        problem = _unknown_type(error) or _unknown_optimizer(error, cfg) or _unknown_metric(error)
         if problem is None:
             raise
         raise AmpConfigError([problem]) from error
@@ -72,12 +71,6 @@ def _module_of(error: Exception) -> str:
     return '' if frame is None else str(frame.f_globals.get('__name__', ''))
 
 
-def _function_of(error: Exception) -> str:
-    """The function that raised it."""
-    frame = last_frame(error)
-    return '' if frame is None else frame.f_code.co_name
-
-
 def _names(registry: Registry) -> Iterator[str]:
     for each in (registry, *registry.children.values()):
         yield from each.module_dict
@@ -98,12 +91,13 @@ def _unknown_optimizer(error: Exception, cfg: Config) -> str | None:
     return None
 
 
-def _unknown_metric(error: Exception, cfg: Config, metrics: Mapping[str, Any]) -> str | None:
-    checkpoint = (cfg.get('default_hooks') or {}).get('checkpoint')
-    asked = checkpoint.get('save_best') if isinstance(checkpoint, Mapping) else None
-    name = error.args[0] if isinstance(error, KeyError) and error.args else None
-    is_asked = name in (asked if isinstance(asked, (list, tuple)) else [asked])
-    if not is_asked or not metrics or name in metrics or _function_of(error) != '_save_best_checkpoint':
+def _unknown_metric(error: Exception) -> str | None:
+    """Where mmengine's ``CheckpointHook`` looks for the number that it is to compare."""
+    frame = last_frame(error)
+    if frame is None or frame.f_code.co_name != '_save_best_checkpoint' or not isinstance(error, KeyError):
+        return None
+    name, metrics = error.args[0], frame.f_locals.get('metrics')
+    if not isinstance(metrics, Mapping) or name in metrics:
         return None
     return f'save_best={name!r}{nearest(str(name), metrics)}: the validation gives {", ".join(metrics)}.'
 

@@ -41,7 +41,7 @@ def test(args: argparse.Namespace) -> dict[str, float]:
     if args.opt_level:
         hooks = list(cfg.get('custom_hooks') or [])
         cfg.custom_hooks = [*hooks, dict(type='amp_wrapper.AmpInferenceHook', opt_level=args.opt_level)]
-    with nested_keys(cfg, args.cfg_options), config_errors.typed(cfg, {}):
+    with nested_keys(cfg, args.cfg_options), config_errors.typed(cfg):
         runner = Runner.from_cfg(cfg)
         config_checks.say_where_data_are_missing(runner)
         metrics: dict[str, float] = runner.test()

@@ -37,16 +37,12 @@ def train(args: argparse.Namespace) -> None:
     if '://' not in cfg.work_dir and os.environ.get('RANK', '0') == '0':
         checkpoint_file.check_writable(cfg.work_dir)
     start_processes_on_cpu(cfg)
-    metrics: dict[str, Any] = {}
     try:
-        with nested_keys(cfg, args.cfg_options), config_errors.typed(cfg, metrics):
+        with nested_keys(cfg, args.cfg_options), config_errors.typed(cfg):
             runner = build_runner(cfg)
             config_checks.say_where_data_are_missing(runner)
             config_errors.say_misspelt_keys(runner, cfg)
-            try:
-                runner.train()
-            finally:
-                metrics.update(validated(runner))
+            runner.train()
     except SystemExit as ended:
         # saved on SIGTERM: a clean end as well
         if ended.code == 0:
@@ -213,22 +209,17 @@ def say_interrupted(runner: Any, args: argparse.Namespace, began: float) -> None
         print('No checkpoint was saved.', flush=True)
 
 
-def validated(runner: Any) -> dict[str, float]:
-    """The metrics of the last validation, by name."""
-    scalars = runner.message_hub.log_scalars
-    return {
-        name.removeprefix('val/'): buffer.current()
-        for name, buffer in scalars.items()
-        if name.startswith('val/') and not name.endswith('time')
-    }
-
-
 def report(runner: Any, args: argparse.Namespace) -> None:
     """End with what was reached and what to type next."""
     if runner.rank != 0:
         return
-    metrics = ''.join(f', {name} {value:.2f}' for name, value in validated(runner).items())
-    print(f'\nFinished: epoch {runner.epoch}, iteration {runner.iter}{metrics}')
+    scalars = runner.message_hub.log_scalars
+    metrics = [
+        f'{name[4:]} {buffer.current():.2f}'
+        for name, buffer in scalars.items()
+        if name.startswith('val/') and not name.endswith('time')
+    ]
+    print(f'\nFinished: epoch {runner.epoch}, iteration {runner.iter}' + ''.join(f', {metric}' for metric in metrics))
     last = Path(runner.work_dir) / 'last_checkpoint'
     if not last.is_file():
         return
