@@ -90,6 +90,28 @@ def test_what_is_no_clipping_of_scaled_gradients_is_not_told(
     assert lines == []
 
 
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_clip_is_not_told_beside_a_backward_of_the_wrong_loss(level: str, device: torch.device) -> None:
+    """These gradients carry no scale; what is wrong with them is told when the block ends."""
+    net, optimizer = scaled(level, device)
+    with logged() as lines:
+        loss = net(data(0, device))
+        with amp.scale_loss(loss, optimizer):
+            loss.backward()
+            clip_norm(net.parameters())
+    assert [line for line in lines if 'clipped' in line] == []
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_without_verbosity_a_clip_is_not_told(level: str, device: torch.device) -> None:
+    net, optimizer = scaled(level, device, verbosity=0)
+    with logged() as lines, amp.scale_loss(net(data(0, device)), optimizer) as loss:
+        loss.backward()
+        clip_norm(net.parameters())
+        clip_norm(amp.master_params(optimizer))
+    assert lines == []
+
+
 def test_blocks_of_threads_and_generators_are_apart(device: torch.device) -> None:
     """Blocks that end in the order in which they began: nothing is told, and no model stays alive."""
     pairs = [scaled('O2', device) for _ in range(2)]
