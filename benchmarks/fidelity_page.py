@@ -221,7 +221,7 @@ def page(records: Sequence[Mapping[str, Any]], more: Sequence[Mapping[str, Any]]
         '',
         *deviation_table(records),
         '',
-        'The curves of the losses: `docs/fidelity_losses.png` and `docs/fidelity_losses.svg`.',
+        'The curves of the losses: [picture](../../docs/fidelity_losses.png), [as SVG](../../docs/fidelity_losses.svg).',
         '',
         '## What differs from O0',
         '',

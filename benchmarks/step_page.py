@@ -253,8 +253,9 @@ def page(blocks: Sequence[Block], command: str, plot: str | None, rounds: int) -
         'bytes moved by caches and by passes inside an operation',
         *(['launches, device waits and everything else of a GPU: there was none'] if cpu else []),
     ]
+    models = '; '.join(dict.fromkeys(TITLES[block.model] for block in blocks))
     lines = [
-        '# The optimizer step, side by side',
+        f'# The optimizer step, side by side: {models}',
         '',
         f'`{command}`: {datetime.date.today()}, {machine}, Python {platform.python_version()}, torch {torch.__version__}, '
         f'{mmengine_version()}, {ops.backend_of(device)}. Load of the machine: {os.getloadavg()[0]:.2f}. '

@@ -21,11 +21,20 @@ BREAK = re.compile(r'(?<=[\w)\]][_./=,])(?=[A-Za-z_])|(?<=[a-z0-9]{3})(?=[A-Z])|
 SHORT = 15
 # an underscore that is not in code: an even number of backticks follows
 UNDERSCORE = re.compile(r'_(?=(?:[^`]*`[^`]*`)*[^`]*$)')
+# in code: an option of a command, in a piece of text between tags
+OPTION = re.compile(r'(?<![\w-])--[a-z][a-z0-9-]*(?=[^<>]*<)')
+# ... and the places at which a long line of code may break: behind an opening bracket, and behind =
+OPENED = re.compile(r'<span class="p">[^<]*[(\[{]</span>|<span class="o">=</span>')
+CODE_ELEMENT = re.compile(r'<code[ >].*?</code>', re.DOTALL)
 DATE = re.compile(r'\b20\d\d-\d\d-\d\d\b(?![^<>]*>)')
 ROOT = Path(__file__).resolve().parents[1]
 VERSION = ROOT / 'amp_wrapper' / 'version.py'
 # measurements: in the repository beside docs/, on the site in a folder of the pages
 RESULTS, RESULTS_ON_SITE = 'benchmarks/results', 'results'
+# What a page counts in the search, where not 1: guides come before the API, and that before pages of measurements. Of two pages with equally
+# many hits the one for a newcomer comes first.
+BOOSTS = {'opt_levels.md': 2.0, 'distributed.md': 2.0, 'nan.md': 1.5, 'first_config.md': 1.5, 'first_script.md': 1.5}
+API_BOOST, RESULTS_BOOST = 0.4, 0.2
 
 
 def on_config(config: Any) -> Any:
@@ -71,12 +80,19 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         page: Its page.
 
     Returns:
-        The source. Links to ``benchmarks/results`` lead to the pages of the site. A page of measurements has a way back, and
-        the pages that it names as code are links.
+        The source. Links to ``benchmarks/results`` lead to the pages of the site. A page of measurements has a way back, its
+        heading as title, and the pages that it names as code are links.
     """
-    if not page.file.src_uri.startswith(f'{RESULTS_ON_SITE}/'):
+    name = page.file.src_uri
+    is_result = name.startswith(f'{RESULTS_ON_SITE}/')
+    boost = RESULTS_BOOST if is_result else BOOSTS.get(name, API_BOOST if name.startswith('api') else 1.0)
+    page.meta.setdefault('search', {}).setdefault('boost', boost)
+    if not is_result:
         return markdown.replace(f'](../{RESULTS}/', f']({RESULTS_ON_SITE}/')
-    markdown = re.sub(r'`docs/(\w+\.md)`', r'[\1](../\1)', markdown)
+    heading = re.search(r'^# (.+)$', markdown, re.MULTILINE)
+    if heading is not None:
+        page.meta.setdefault('title', heading[1])
+    markdown = re.sub(r'`docs/(\w+\.md)`', r'[\1](../\1)', markdown).replace('](../../docs/', '](../')
     # names of functions in tables are no emphasis
     rows = (UNDERSCORE.sub(r'\\_', line) if line.startswith('|') else line for line in markdown.split('\n'))
     markdown = '\n'.join(rows)
@@ -115,7 +131,8 @@ def on_post_page(output: str, **_: Any) -> str:
 
     Returns:
         The page; long names in tables and headings may break after a dot, a slash, an underscore, or where a word of the name
-        begins. Dates in tables do not break.
+        begins, and lines of code behind an opening bracket and ``=``. Dates in tables do not break, nor do options such as
+        ``--json`` in code.
     """
 
     def broken(name: re.Match[str]) -> str:
@@ -124,5 +141,8 @@ def on_post_page(output: str, **_: Any) -> str:
     def laid_out(cell: re.Match[str]) -> str:
         return DATE.sub(r'<span class="date">\g<0></span>', CODE.sub(broken, cell[0]))
 
-    output = CELL.sub(laid_out, output)
+    def unbroken(code: re.Match[str]) -> str:
+        return OPENED.sub(r'\g<0><wbr>', OPTION.sub(r'<span class="option">\g<0></span>', code[0]))
+
+    output = CODE_ELEMENT.sub(unbroken, CELL.sub(laid_out, output))
     return HEADING.sub(lambda heading: DOTTED.sub(broken, heading[0]), output)

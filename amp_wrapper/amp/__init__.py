@@ -113,9 +113,9 @@ def initialize(  # type: ignore[misc]
             own.
         cast_model_outputs: Type of the models' floating outputs; FP32 where None.
         num_losses: Losses with a scale of their own, chosen by ``loss_id``.
-        verbosity: 0 silent, 1 the options and skipped steps, 2 a line for each cast too.
+        verbosity: 0 silent, 1 warnings, the options and skipped steps, 2 a line for each cast too.
         min_loss_scale: Floor of a dynamic scale.
-        max_loss_scale: Ceiling of a dynamic scale, or None.
+        max_loss_scale: Ceiling of a dynamic scale, or None; default 2**24.
         keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32. With several models,
             the names are those within each.
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the registry

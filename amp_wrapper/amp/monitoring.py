@@ -33,7 +33,7 @@ _MORE = ('amp_scale', 'amp_skipped')
 
 
 class TrainingMonitor:
-    """Measures every so manieth step of an optimizer, and examines those that are skipped; made by :func:`monitor`.
+    """Measures one step in every ``interval`` of an optimizer, and examines those that are skipped; made by :func:`monitor`.
 
     Attributes:
         diagnoses: What was found out about skipped steps.

@@ -223,7 +223,7 @@ class Monitor:
 
 
 def _masters_of(parts: EngineParts) -> list[Tensor]:
-    """Copies of the FP32 values of 16-bit weights; of large models, of every so manieth element."""
+    """Copies of the FP32 values of 16-bit weights; of large models, of a part of the elements."""
     if not parts.policy.casts_model:
         return []
     weights = [weight for weight in parts.weights() if weight.requires_grad]

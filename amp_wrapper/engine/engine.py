@@ -32,12 +32,13 @@ class AmpEngine:
 
     The path of one update:
 
-    1. :meth:`scale`: the loss times the loss scale, which does not move from here to 7;
+    1. :meth:`scale`: the loss times the loss scale, which does not change before 7;
     2. :meth:`backward`: gradients arrive on the model weights, 16-bit where these are, and are averaged over the ranks;
     3. :meth:`step` looks for weights that somebody else changed (they win over their masters),
     4. finds out whether any gradient element is non-finite, and how long the gradient is,
     5. decides, the same on every rank,
-    6. unscales, clips, steps the optimizer and brings masters to the model weights, or skips it all; 7. moves the loss scale.
+    6. unscales, clips, steps the optimizer and copies masters to the model weights, or skips all of this,
+    7. moves the loss scale.
 
     With the optimizers of :mod:`amp_wrapper.optim` 4 is one pass over the gradients, 5 and 7 are one small kernel, 6 is one
     pass over everything, and the host reads nothing (:class:`~amp_wrapper.engine.step.FusedStep`). With any other one,

@@ -57,9 +57,9 @@ class AmpOptimWrapper(OptimWrapper):
             weight and a 16-bit remainder, which only this package's fused optimizers can step.
         cast_model_outputs: Type of the model's floating outputs; FP32 at the levels that cast.
         num_losses: Losses with a scale of their own, chosen by ``loss_id``.
-        verbosity: 0 silent, 1 skipped steps, 2 every cast too.
+        verbosity: 0 silent, 1 warnings and skipped steps, 2 a line for each cast too.
         min_loss_scale: Floor of a dynamic scale.
-        max_loss_scale: Ceiling of a dynamic scale, or None.
+        max_loss_scale: Ceiling of a dynamic scale, or None; default 2**24.
         keep_fp32: Module classes, class names or glob patterns over qualified names that stay FP32.
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the
             registry (:data:`amp_wrapper.policy.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as

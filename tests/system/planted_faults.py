@@ -187,7 +187,9 @@ def table(rows: Iterable[tuple[Fault, str, str, str]]) -> str:
     ]
     for fault, state, where, said in sorted(rows, key=lambda row: row[0].room):
         test = said.partition(' - ')[0].rpartition('/')[2] if state == 'red' else said
-        cells = (fault.room, fault.name, fault.promise, where, 'yes' if state == 'red' else f'**{state}**', test)
+        test = f'`{test}`' if state == 'red' else test
+        file = f'`{where.removeprefix("amp_wrapper/")}`'
+        cells = (fault.room, fault.name, fault.promise, file, 'yes' if state == 'red' else f'**{state}**', test)
         lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
     return '\n'.join([*lines, ''])
 

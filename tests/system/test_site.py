@@ -180,6 +180,20 @@ def test_names_in_tables_and_headings_may_break(monkeypatch: pytest.MonkeyPatch)
             '<h2 id="a.b.c"><span>amp.<wbr>load_<wbr>state_<wbr>dict</span></h2>',
         ),
         ('<h2>NaN and overflow</h2><pre>a.b</pre>',) * 2,
+        (
+            '<pre><code>plot <span class="w">a</span> --from 3</code></pre><p>--from</p>',
+            '<pre><code>plot <span class="w">a</span> <span class="option">--from</span> 3</code></pre><p>--from</p>',
+        ),
+        (
+            '<td><code>--cfg-options AB</code> a--b</td>',
+            '<td><code><span class="option">--cfg-options</span> AB</code> a--b</td>',
+        ),
+        ('<code class="-x--y">a--b 1 --2</code>',) * 2,
+        (
+            '<code>dict<span class="p">(</span><span class="n">a</span><span class="o">=</span>1<span class="p">)</span></code>',
+            '<code>dict<span class="p">(</span><wbr><span class="n">a</span><span class="o">=</span><wbr>1'
+            '<span class="p">)</span></code>',
+        ),
     ):
         assert on_post_page(written) == shown
 
@@ -188,7 +202,7 @@ def test_links_to_measurements_lead_to_the_pages_of_the_site(monkeypatch: pytest
     monkeypatch.syspath_prepend(str(ROOT / 'tools'))
     from site_hooks import on_page_markdown
 
-    page = SimpleNamespace(file=SimpleNamespace(src_uri='numbers.md'))
+    page = SimpleNamespace(file=SimpleNamespace(src_uri='numbers.md'), meta={})
     written = '[a](../benchmarks/results/step_cpu.md) [b](nan.md) `docs/ops.md`'
     assert on_page_markdown(written, page=page) == '[a](results/step_cpu.md) [b](nan.md) `docs/ops.md`'
     page.file.src_uri = 'results/step_cpu.md'
@@ -198,6 +212,31 @@ def test_links_to_measurements_lead_to_the_pages_of_the_site(monkeypatch: pytest
     assert (
         shown == '[All measurements](../measurements.md)\n\n# Title\n\nsee [ops.md](../ops.md), ![plot](step_cpu.svg)'
     )
+    assert '[curves](../losses.png)' in on_page_markdown('[curves](../../docs/losses.png)', page=page)
+
+
+def test_pages_of_measurements_have_their_headings_as_titles_and_come_last_in_the_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
+    from site_hooks import BOOSTS, on_page_markdown
+
+    boosts = {}
+    for name in ('results/step_cpu.md', 'api_amp.md', 'checkpoints.md', 'opt_levels.md'):
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=name), meta={})
+        on_page_markdown('# The step\n\n# b', page=page)
+        assert page.meta.get('title') == ('The step' if name.startswith('results/') else None)
+        boosts[name] = page.meta['search']['boost']
+    assert list(boosts.values()) == sorted(boosts.values())
+    assert len(set(boosts.values())) == len(boosts)
+    assert all((ROOT / 'docs' / name).is_file() for name in BOOSTS)
+
+
+def test_the_search_finds_names_inside_of_code() -> None:
+    plugins = yaml.safe_load((ROOT / 'mkdocs.yml').read_text())['plugins']
+    separator = next(plugin['search']['separator'] for plugin in plugins if 'search' in plugin)
+    words = re.split(separator, 'nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.5)')
+    assert {'clip_grad_norm_', 'master_params', 'optimizer', '1.5'} <= set(words)
 
 
 def test_every_page_of_measurements_is_listed() -> None:
