@@ -90,6 +90,12 @@ def some(names: Collection[Any], most: int = 5, form: Callable[[Any], str] = str
     return f'{shown} and {len(names) - most} more' if len(names) > most else shown
 
 
+def short(value: Any) -> str:
+    """The ``repr`` of a value on one line of at most 60 characters: that of a model has a line for each layer."""
+    text = ' '.join(repr(value).split())
+    return text if len(text) <= 60 else text[:57] + '...'
+
+
 def nearest(word: str, known: Iterable[str], ending: str = '') -> str:
     """`` (did you mean 'x'?)`` for the closest of ``known``, or an empty string when nothing is close. ``ending`` is added."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -201,7 +201,8 @@ def report(device: torch.device, rounds: int, shape: tuple[int, ...], depths: tu
         '',
         f'{datetime.date.today()}, {where}, Python {platform.python_version()}, torch {torch.__version__}; '
         f'`python -m benchmarks.buffers --device {device.type}`. ResNet-50, batches of {tuple(shape)}, `FusedSGD`, '
-        f'{rounds} steps of each by turns; no step is skipped. Medians; the differences are medians of the differences of neighbouring pairs, so that one may have another sign than the difference of the medians.',
+        f'{rounds} steps of each by turns; no step is skipped. Medians; the differences are medians of the differences of '
+        'neighbouring pairs, so that one may have another sign than the difference of the medians.',
         '',
         '| level | ms, off | ms, on | difference | CPU ms, off | CPU ms, on | difference |',
         '| --- | --- | --- | --- | --- | --- | --- |',

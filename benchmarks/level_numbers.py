@@ -200,7 +200,8 @@ def page(tables: dict[str, list[str]], count: int) -> str:
         ),
         (
             'Whole training steps, measured',
-            f'Inputs: {inputs()}. Time of the process, variants by turns, medians; the ratios are medians of the ratios of each round.',
+            f'Inputs: {inputs()}. Time of the process, variants by turns, medians; the ratios are medians of those of '
+            'each round.',
             'times',
         ),
     ]

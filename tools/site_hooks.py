@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSION = ROOT / 'amp_wrapper' / 'version.py'
 # measurements: in the repository beside docs/, on the site in a folder of the pages
 RESULTS, RESULTS_ON_SITE = 'benchmarks/results', 'results'
-# What a page counts in the search, where not 1: guides come before the API, and that before pages of measurements. Of two pages with equally
-# many hits the one for a newcomer comes first.
+# What a page counts in the search, where not 1: guides come before the API, and that before pages of measurements. Of two
+# pages with equally many hits the one for a newcomer comes first.
 BOOSTS = {'opt_levels.md': 2.0, 'distributed.md': 2.0, 'nan.md': 1.5, 'first_config.md': 1.5, 'first_script.md': 1.5}
 API_BOOST, RESULTS_BOOST = 0.4, 0.2
 

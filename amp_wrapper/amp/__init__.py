@@ -29,6 +29,7 @@ from ..casting.sharding import shard
 from ..compiler_internals import eager_block
 from ..diagnostics.precision_report import report
 from ..diagnostics.suggest_level import suggest_level
+from ..errors import AmpUsageError, short
 from ..policy import OPTIONS, OptLevel
 from ..policy.loss_scale import DEFAULT_MAX_LOSS_SCALE
 from ..policy.resolution import Fp32Names
@@ -225,7 +226,15 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
 
     Yields:
         Parameters, in the order of the groups.
+
+    Raises:
+        AmpUsageError: No optimizer.
     """
+    if not hasattr(optimizer, 'param_groups'):
+        raise AmpUsageError(
+            f'optimizer={short(optimizer)} must be a torch optimizer, but is {type(optimizer).__name__}: '
+            'amp.master_params(optimizer).'
+        )
     yield from amp_session.master_params_of(optimizer)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from .. import compiler_internals
 from ..casting.find_hooks import holds_casts
 from ..casting.sharding import Sharding
-from ..errors import AmpAttachError, AmpConfigError
+from ..errors import AmpAttachError, AmpConfigError, short
 from ..policy import OPTIONS, OptLevel, Policy, SharedOptions, resolve
 from . import known_models
 from .session import Session
@@ -57,6 +57,11 @@ def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
     Raises:
         AmpConfigError: Every conflict of the configuration in one message.
     """
+    enabled = given['enabled']
+    if isinstance(enabled, (str, nn.Module, Optimizer)):
+        several = 'several models go in a list: amp.initialize([model1, model2], optimizer)'
+        remedy = f'write opt_level={enabled!r}' if isinstance(enabled, str) else several
+        raise AmpConfigError([f'enabled={short(enabled)}, the third argument, must be True or False: {remedy}.'])
     masters = given['master_weights']
     if masters is not None and not isinstance(masters, bool):
         raise AmpConfigError(
@@ -91,7 +96,7 @@ def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
     if kind is Optimizer and hasattr(value, 'param_groups') and hasattr(value, 'step'):
         raise AmpConfigError(
             [
-                f'{name}={_short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
+                f'{name}={short(value)} is no torch.optim.Optimizer, but {type(value).__name__}, which behaves like one: '
                 f'initialize the optimizer that it is built around, and then build {type(value).__name__} around that.'
             ]
         )
@@ -99,17 +104,12 @@ def listed(value: Any, kind: type, name: str, word: str) -> list[Any]:
         swapped = isinstance(value, Optimizer if kind is nn.Module else nn.Module)
         order = ' The model comes first: amp.initialize(model, optimizer).' if swapped else ''
         raise AmpConfigError(
-            [f'{name}={_short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.{order}']
+            [f'{name}={short(value)} must be {word} or a list or tuple of them, but is {type(value).__name__}.{order}']
         )
     for index, item in enumerate(value):
         if not isinstance(item, kind):
-            raise AmpConfigError([f'{name}[{index}]={_short(item)} must be {word}, but is {type(item).__name__}.'])
+            raise AmpConfigError([f'{name}[{index}]={short(item)} must be {word}, but is {type(item).__name__}.'])
     return list(value)
-
-
-def _short(value: Any) -> str:
-    text = ' '.join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + '...'
 
 
 def like(value: Any, items: list[Any]) -> Any:

@@ -78,6 +78,11 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         )
     if not scalers and not state_dict:
         return
+    if not state_dict:
+        raise AmpCheckpointError(
+            'amp state is empty: it was saved where mixed precision was not enabled. To go on with the loss scales as they '
+            'are, do not load it.'
+        )
     saved = apex.read(state_dict, 'amp state')
     if not scalers:
         logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')

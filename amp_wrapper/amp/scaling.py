@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..autocast import regions
 from ..compiler_internals import eager_block
 from ..engine import AmpEngine
+from ..engine.pass_watch import PassWatch
 from ..errors import AmpUsageError
 
 
@@ -70,7 +71,15 @@ def scaled(
             if hook is not None:
                 # scripts keep the scaled loss: its hook would keep the engine, and with it the optimizer
                 hook.remove()
-        if not ran and result is not loss and not waits:
+        if not ran and result is not loss:
             for engine in engines:
                 if engine.parts.pass_watch is not None:
-                    engine.parts.pass_watch.see_block(engine.weights())
+                    _watch_unused(result, engine.parts.pass_watch, () if waits else engine.weights())
+
+
+def _watch_unused(loss: Tensor, watch: PassWatch, weights: Iterable[nn.Parameter]) -> None:
+    """At the end of a block whose scaled loss had no backward pass."""
+    watch.see_block(weights)
+    if loss.requires_grad:
+        # keeps the watch, which knows no engine
+        loss.register_hook(lambda gradient: watch.see_late())  # type: ignore[no-untyped-call]

@@ -28,7 +28,7 @@ from ..compiler_internals import is_called_by_compiled_code, untraced
 from ..engine import AmpEngine, attach_together, inner_optimizers, new_scalers
 from ..engine.attach import take_over
 from ..engine.host_read import LateRead
-from ..errors import AmpAttachError, AmpUsageError
+from ..errors import AmpAttachError, AmpUsageError, short
 from ..policy.nested import parameters_of
 from ..policy.policy import Policy
 from ..torch_internals import note_step
@@ -310,7 +310,7 @@ def engines_of(optimizers: Any) -> list[AmpEngine]:
     for optimizer in given:
         if not isinstance(optimizer, Optimizer):
             raise AmpUsageError(
-                f'optimizers={optimizers!r} must be a torch optimizer or a list of them, but holds {type(optimizer).__name__}.'
+                f'optimizers={short(optimizers)} must be a torch optimizer or several, but holds {type(optimizer).__name__}.'
             )
         session = session_of(optimizer)
         if session is not None:

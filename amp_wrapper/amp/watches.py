@@ -1,11 +1,11 @@
-"""What warns scripts of gradients that were not scaled, or are not unscaled yet."""
+"""What warns scripts of gradients that were not scaled, are not unscaled yet, or are clipped where it has no effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from ..engine import AmpEngine
-from ..engine.block_watch import BlockWatch
+from ..engine.block_watch import BlockWatch, note_clips_of
 from ..engine.pass_watch import PassWatch
 from ..policy import Policy
 
@@ -21,6 +21,8 @@ def add(engines: Iterable[AmpEngine], policy: Policy) -> None:
     for engine in engines:
         parts = engine.parts
         name = type(parts.optimizer).__name__ + (f' ({parts.label})' if parts.label else '')
+        if policy.master_weights:
+            note_clips_of(parts)
         scales = not engine.scalers[0].is_one
         if scales:
             parts.pass_watch = PassWatch(name, speaks)

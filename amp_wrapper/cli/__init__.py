@@ -25,6 +25,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from .. import __version__, _complete, start
 from ..errors import AmpError, nearest
@@ -44,7 +45,7 @@ COMMANDS = {
 }
 #: Packages that not everybody has installed, and the words for pip.
 OPTIONAL = {
-    'mmengine': 'mmengine==0.10.7 mmcv-lite==2.1.0',
+    'mmengine': 'mmengine==0.10.7 "setuptools<82"',
     'mmcv': 'mmcv-lite==2.1.0',
     'pkg_resources': '"setuptools<82"',
     'libcst': 'libcst',
@@ -107,9 +108,24 @@ def parser_of(name: str, prog: str = '') -> tuple[ModuleType, argparse.ArgumentP
         prog: How the command is called in its help; ``amp-wrapper NAME`` by default.
     """
     module = importlib.import_module(f'.{name.replace("-", "_")}', __name__)
-    parser = argparse.ArgumentParser(prog=prog or f'{_program()} {name}', description=module.HELP)
+    parser = _Parser(prog=prog or f'{_program()} {name}', description=module.HELP)
     module.add_arguments(parser)
     return module, parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the option that a misspelt one may have been."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with the usage and the error.
+
+        Args:
+            message: What argparse says.
+        """
+        words = message.partition('unrecognized arguments: ')[2].split()
+        known = [option for action in self._actions for option in action.option_strings]
+        near = next((nearest(word, known) for word in words if word.startswith('-')), '')
+        super().error(message + near)
 
 
 def _program() -> str:

@@ -63,7 +63,7 @@ def parse_args(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpars
     if args.to != 'stock' and (args.epoch, args.iter) != (None, None):
         parser.error('--epoch and --iter are for --to stock')
     if args.to is None and not args.inspect:
-        parser.error('nothing to do: give --inspect, --to or --publish')
+        parser.error(f'nothing to do with {args.source}: give --inspect, --to or --publish')
     if args.out and not args.to:
         parser.error('OUT is written with --to or --publish only')
     return args

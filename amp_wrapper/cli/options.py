@@ -40,6 +40,14 @@ def positive(text: str) -> int:
     return _whole(text, 1)
 
 
+def seed(text: str) -> int:
+    """Type of an option: what NumPy and torch take as a seed, a whole number from 0 to 2**32 - 1."""
+    number = count(text)
+    if number >= 2**32:
+        raise argparse.ArgumentTypeError(f'{text!r} must be a whole number below 2**32')
+    return number
+
+
 def _whole(text: str, least: int) -> int:
     try:
         number = int(text)

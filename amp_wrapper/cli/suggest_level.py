@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--max-trials', type=int, default=32, metavar='N', help='of the search for keep_fp32, in all; default: 32'
     )
-    parser.add_argument('--seed', type=int, default=0, metavar='N', help='of the random generators; default: 0')
+    parser.add_argument(
+        '--seed', type=options.seed, default=0, metavar='N', help='of the random generators; default: 0'
+    )
     parser.add_argument('--device', metavar='DEVICE', help='default: the first GPU, or the CPU')
 
 

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action='store_true',
         help="scale the learning rate to the real batch size, by the config's rule",
     )
-    parser.add_argument('--seed', type=int, help='seed of all random generators; a resumed run keeps its own')
+    parser.add_argument('--seed', type=options.seed, help='seed of all random generators; a resumed run keeps its own')
     options.add_launcher(parser)
 
 

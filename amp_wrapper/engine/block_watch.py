@@ -1,4 +1,8 @@
-"""Warns, once, of gradients that are clipped or read inside of an ``amp.scale_loss`` block, where they are not unscaled yet."""
+"""Warns, once, of gradients that are clipped or read inside of an ``amp.scale_loss`` block, where they are not unscaled yet.
+
+Behind a block, those of 16-bit weights that have FP32 masters are clipped without an effect: their gradients are noted, so that
+a factor of 0 is not taken for ``zero_grad``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from ..torch_internals import watch_clipping
@@ -31,12 +38,33 @@ class _OpenBlocks(threading.local):
         self.all: list[Callable[[Sequence[Tensor]], None]] = []
 
 
+class _HasMasters(Protocol):
+    """What has 16-bit weights with FP32 masters."""
+
+    def note_clipped(self, gradients: set[int]) -> None:
+        """Gradients are about to be clipped, by id."""
+
+
 _open = _OpenBlocks()
+_with_masters: WeakSet[_HasMasters] = WeakSet()
 
 
-def _see(gradients: Sequence[Tensor]) -> None:
+def _see(gradients: Sequence[Tensor], are_written: bool) -> None:
     for block in tuple(_open.all):
         block(gradients)
+    clipped = {id(gradient) for gradient in gradients if gradient.dtype is not torch.float32} if are_written else set()
+    for parts in tuple(_with_masters) if clipped else ():
+        parts.note_clipped(clipped)
+
+
+def note_clips_of(parts: _HasMasters) -> None:
+    """From now on, tell what has masters when gradients are clipped that are not FP32.
+
+    Args:
+        parts: Those of an engine; not kept alive.
+    """
+    _watch()
+    _with_masters.add(parts)
 
 
 @functools.cache

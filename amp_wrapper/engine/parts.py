@@ -286,6 +286,10 @@ class EngineParts:
             if flag is not None:
                 self.add_of_others(flag)
 
+    def note_clipped(self, gradients: set[int]) -> None:
+        """Gradients are about to be clipped by their norm, by id: perhaps those of weights, which masters do not follow."""
+        self.gradients.note_clipped([weight for weight, _ in self.params.pairs if id(weight.grad) in gradients])
+
     def check_rest(self) -> None:
         """Check once per step the gradients that were there before the first scaled backward pass."""
         if not self.scales.are_shared or self.overflow.checked_before or not self.scales.check:

@@ -23,6 +23,10 @@ _NOT_THE_SCALED = (
     'got gradients inside of a "with amp.scale_loss(...) as scaled_loss" block, while the backward pass of scaled_loss itself '
     'did not run: they were divided by a scale that they do not carry. Call scaled_loss.backward(), not loss.backward().'
 )
+_LATE = (
+    'got gradients from scaled_loss.backward() after the end of its "with amp.scale_loss(...) as scaled_loss" block: they '
+    'still carry the loss scale. Call it inside of the block.'
+)
 
 
 class PassWatch:
@@ -35,7 +39,7 @@ class PassWatch:
 
     def __init__(self, label: str, warns: bool) -> None:
         self._label = label
-        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED} if warns else set()
+        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED, _LATE} if warns else set()
         # a gradient that was there when the last step was over, and its version
         self._stepped: tuple[ReferenceType[Tensor], int] | None = None
         self._cleared = False
@@ -90,6 +94,10 @@ class PassWatch:
         """
         if _NOT_THE_SCALED in self._open and any(weight.grad is not None for weight in weights):
             self._warn(_NOT_THE_SCALED)
+
+    def see_late(self) -> None:
+        """A scaled loss has a backward pass although its block is over."""
+        self._warn(_LATE)
 
     def _warn(self, text: str) -> None:
         if text in self._open:

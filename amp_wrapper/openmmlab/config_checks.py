@@ -26,6 +26,26 @@ from .optim_wrapper import AmpOptimWrapper
 _LOOPS = {'val_cfg': ValLoop, 'test_cfg': TestLoop}
 
 
+def check_parts(cfg: Config, *names: str) -> None:
+    """Look for the entries that a command cannot do without.
+
+    Args:
+        cfg: The config.
+        *names: Of the entries.
+
+    Raises:
+        AmpConfigError: Some are missing, or None.
+    """
+    missing = [name for name in names if cfg.get(name) is None]
+    if missing:
+        raise AmpConfigError(
+            [
+                f'the config has no {", ".join(missing)}: a config of mmengine is expected, with {", ".join(names)}, or one '
+                'that inherits them from a _base_.'
+            ]
+        )
+
+
 def check_wrappers(cfg: Config) -> None:
     """Read the arguments of the optimizer wrappers as their constructors will; nothing is built.
 

@@ -12,6 +12,7 @@ import mmengine.registry
 from mmengine.config import Config
 from mmengine.registry import OPTIMIZERS, Registry
 from torch import nn
+from torch.optim import Optimizer
 
 from ..errors import AmpConfigError, nearest
 from .config_options import last_frame
@@ -41,12 +42,18 @@ def typed(cfg: Config) -> Iterator[None]:
         cfg: The config.
 
     Raises:
-        AmpConfigError: A type that no registry has; a metric in ``save_best`` that the validation does not give.
+        AmpConfigError: A type that no registry has; an argument that an optimizer of torch or of this package refuses; a
+            metric in ``save_best`` that the validation does not give.
     """
     try:
         yield
-    except (KeyError, TypeError) as error:
-        problem = _unknown_type(error) or _unknown_optimizer(error, cfg) or _unknown_metric(error)
+    except (KeyError, TypeError, ValueError) as error:
+        problem = (
+            _unknown_type(error)
+            or _unknown_optimizer(error, cfg)
+            or _optimizer_argument(error)
+            or _unknown_metric(error)
+        )
         if problem is None:
             raise
         raise AmpConfigError([problem]) from error
@@ -89,6 +96,18 @@ def _unknown_optimizer(error: Exception, cfg: Config) -> str | None:
                 f'{nearest(kind, set(_names(OPTIMIZERS)))}.'
             )
     return None
+
+
+def _optimizer_argument(error: Exception) -> str | None:
+    """What the constructor of an optimizer did not take: a learning rate that is negative, or no number."""
+    frame = last_frame(error)
+    made = None if frame is None or frame.f_code.co_name != '__init__' else frame.f_locals.get('self')
+    if frame is None or not isinstance(made, Optimizer) or isinstance(error, KeyError | AmpConfigError):
+        return None
+    names = frame.f_code.co_varnames[2 : frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+    given = ', '.join(f'{name}={frame.f_locals[name]!r}' for name in names if name in frame.f_locals)
+    text = ' '.join(str(error).split())
+    return f'optimizer.type={type(made).__name__!r} refuses its arguments ({given}): {text}. Correct optim_wrapper.optimizer.'
 
 
 def _unknown_metric(error: Exception) -> str | None:

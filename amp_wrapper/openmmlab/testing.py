@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
+from typing import Any
 
+from mmengine.hooks import Hook
 from mmengine.runner import Runner
+from mmengine.runner.checkpoint import get_state_dict
 
 from ..checkpoint import sharded
 from ..errors import AmpUsageError, nearest
@@ -35,6 +39,7 @@ def test(args: argparse.Namespace) -> dict[str, float]:
     cfg = read_config(args.config, args.cfg_options)
     config_checks.check_loops(cfg, 'test_cfg')
     config_checks.check_checkpoint(args.checkpoint)
+    config_checks.check_parts(cfg, 'model', 'test_dataloader', 'test_cfg', 'test_evaluator')
     cfg.launcher = args.launcher
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)
     cfg.load_from = args.checkpoint
@@ -44,5 +49,44 @@ def test(args: argparse.Namespace) -> dict[str, float]:
     with nested_keys(cfg, args.cfg_options), config_errors.typed(cfg):
         runner = Runner.from_cfg(cfg)
         config_checks.say_where_data_are_missing(runner)
+        fit = _Fit()
+        runner.register_hook(fit)
         metrics: dict[str, float] = runner.test()
+    if fit.others:
+        shown = ', '.join(fit.others[:3]) + (', ...' if len(fit.others) > 3 else '')
+        print(
+            f'\n{len(fit.others)} of the {fit.count} parameters and buffers of the model are not those of the checkpoint, '
+            f'which lacks them or has them in another shape ({shown}): what was tested is not the model that was trained.'
+        )
     return metrics
+
+
+class _Fit(Hook):
+    """Looks which parameters and buffers of the model a checkpoint has; mmengine loads what fits, and goes on.
+
+    Attributes:
+        others: The names of those that it has not.
+        count: Of all.
+    """
+
+    def __init__(self) -> None:
+        self.others: list[str] = []
+        self.count = 0
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Called by mmengine before the model takes the values.
+
+        Args:
+            runner: With the model.
+            checkpoint: As it was read.
+        """
+        own = get_state_dict(runner.model)
+        found = {
+            re.sub('^module\\.', '', name): value for name, value in checkpoint.get('state_dict', checkpoint).items()
+        }
+        self.count = len(own)
+        self.others = [
+            name
+            for name, value in own.items()
+            if getattr(found.get(name), 'shape', None) != getattr(value, 'shape', None)
+        ]

@@ -15,7 +15,7 @@ from mmengine.runner import Runner
 
 from .. import start
 from ..checkpoint import file as checkpoint_file
-from ..checkpoint import newest
+from ..checkpoint import newest, sharded
 from ..errors import AmpConfigError, AmpUsageError
 from . import config_checks, config_errors, next_steps
 from .config_options import nested_keys, read_config
@@ -69,6 +69,7 @@ def load_config(args: argparse.Namespace) -> Config:
         AmpCheckpointError: The checkpoint is not there, or is none.
     """
     cfg = read_config(args.config, args.cfg_options)
+    config_checks.check_parts(cfg, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     cfg.launcher = args.launcher
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or str(Path('work_dirs') / Path(args.config).stem)
     if args.amp or args.opt_level:
@@ -83,6 +84,13 @@ def load_config(args: argparse.Namespace) -> Config:
         if args.resume != 'auto' and '://' not in args.resume and not Path(args.resume).exists():
             raise AmpUsageError(
                 f'--resume {args.resume}: there is no such checkpoint. Without a path, the newest is taken.'
+            )
+        if Path(args.resume).is_dir() and not sharded.is_folder(args.resume):
+            beside = sorted(Path(args.resume).glob('*.pth'), key=lambda path: path.stat().st_mtime)
+            remedy = f'--resume {beside[-1]}, or ' if beside else ''
+            raise AmpUsageError(
+                f'--resume {args.resume} is a folder, and no checkpoint: write {remedy}--work-dir {args.resume} --resume for '
+                'the newest in it.'
             )
         cfg.resume = True
         cfg.load_from = None if args.resume == 'auto' else args.resume

@@ -31,7 +31,7 @@ from toy_amp import (
 )
 
 from amp_wrapper import FusedSGD, amp
-from amp_wrapper.errors import AmpAttachError, AmpConfigError, AmpUsageError
+from amp_wrapper.errors import AmpAttachError, AmpCheckpointError, AmpConfigError, AmpUsageError
 
 F16, F32 = torch.float16, torch.float32
 
@@ -102,6 +102,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     'a half model at O0': (lambda: (Net().half(), None), {'opt_level': 'O0'}, AmpAttachError, 'fc.weight'),
     'LBFGS': (lambda: (Net(), LBFGS(Net().parameters())), {}, AmpAttachError, 'LBFGS'),
     'no level': (lambda: (Net(), None), {'opt_level': 'o2'}, AmpConfigError, 'o2'),
+    'a level as third argument': (lambda: (Net(), None), {'enabled': 'O2'}, AmpConfigError, "opt_level='O2'"),
+    'models one by one': (
+        lambda: (Net(), None), {'enabled': NET()}, AmpConfigError, r'enabled=Net.*several models go in a list'),
     'a zero': (lambda: (Net(), None), {'opt_level': '01'}, AmpConfigError, 'letter O'),
     'a number': (lambda: (Net(), None), {'opt_level': 1}, AmpConfigError, '1'),
     'a scale': (lambda: (Net(), None), {'loss_scale': 0.0}, AmpConfigError, 'loss_scale'),
@@ -216,6 +219,25 @@ def test_before_initialize() -> None:
             amp.scale_loss(net(data(0)), sgd([net])).__enter__()
     # what an optimizer steps is known of any
     assert list(amp.master_params(sgd([net]))) == net.trained
+
+
+def test_something_else_than_an_optimizer_is_named_in_a_line(device: torch.device) -> None:
+    """A model has a line for each layer."""
+    make('O2', device)
+    deep = nn.Sequential(*(nn.Linear(2, 2) for _ in range(60)))
+    for call in (amp.loss_scale, amp.skipped_steps, amp.monitor, lambda model: list(amp.master_params(model))):
+        with pytest.raises(AmpUsageError, match=r'optimizer.*=Sequential.*Sequential') as caught:
+            call(deep)
+        assert '\n' not in str(caught.value) and len(str(caught.value)) < 250
+    with pytest.raises(AmpUsageError, match='optimizers=Sequential') as caught:
+        amp.scale_loss(torch.ones(()), deep).__enter__()
+    assert '\n' not in str(caught.value)
+
+
+def test_an_empty_state_is_told(device: torch.device) -> None:
+    _, optimizer = make('O2', device)
+    with pytest.raises(AmpCheckpointError, match='amp state is empty'):
+        amp.load_state_dict({}, optimizers=optimizer)
 
 
 # -- enabled=False ------------------------------------------------------------------------------------------------------

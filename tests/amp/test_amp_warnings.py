@@ -29,6 +29,7 @@ from toy_amp import (
 from amp_wrapper import AmpOptimWrapper, amp
 from amp_wrapper.amp import session
 from amp_wrapper.errors import AmpUsageError
+from amp_wrapper.optim import FusedSGD
 
 MASTERS = ('O2', 'O5')
 
@@ -294,6 +295,34 @@ def test_the_loss_itself_inside_the_block(level: str, device: torch.device) -> N
     assert len(lines) == 1 and 'Call scaled_loss.backward()' in lines[0]
 
 
+@pytest.mark.parametrize('speaks', [0, 1])
+@pytest.mark.parametrize('scale', [1.0, 1024.0])
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_backward_after_its_block_is_told_once(level: str, scale: float, speaks: int, device: torch.device) -> None:
+    """An indentation too little: the gradients keep their scale. The scaled loss keeps no optimizer alive."""
+    net, optimizer = scaled(level, device, verbosity=speaks, scale=scale)
+    kept = []
+    with logged() as lines:
+        for index in range(2):
+            optimizer.zero_grad()
+            with amp.scale_loss(net(data(index, device)), optimizer) as loss:
+                pass
+            kept.append(loss)
+            loss.backward()
+    told = [line for line in lines if 'after the end of its "with amp.scale_loss' in line]
+    assert len(told) == (speaks and scale != 1.0)
+    with logged() as lines:
+        with amp.scale_loss(net(data(2, device)), optimizer) as loss:
+            loss.backward()
+        with amp.scale_loss(net(data(2, device)), optimizer):
+            pass
+    assert not any('after the end' in line for line in lines)
+    gone = weakref.ref(optimizer)
+    del net, optimizer
+    gc.collect()
+    assert gone() is None and len(kept) == 2
+
+
 @pytest.mark.parametrize('level', LEVELS)
 def test_an_optimizer_that_no_block_names(level: str, device: torch.device) -> None:
     nets = [Net().to(device), Net(2).to(device)]
@@ -339,6 +368,56 @@ def test_clipping_the_weights_of_masters_is_told(clip: Any, level: str, device: 
             optimizer.step()
     assert len(lines) == (level in MASTERS)
     assert all('amp.master_params(optimizer)' in line for line in lines)
+
+
+@pytest.mark.parametrize('fused', [False, True])
+@pytest.mark.parametrize('set_to_none', [True, False])
+@pytest.mark.parametrize('by_model', [False, True])
+@pytest.mark.parametrize('max_norm', [1e-30, 1e-3, 1.0])
+@pytest.mark.parametrize('factor', [1.0, 1e3, 1e4])
+@pytest.mark.parametrize('speaks', [0, 1])
+def test_clipping_the_weights_of_masters_has_no_effect(
+    fused: bool, set_to_none: bool, by_model: bool, max_norm: float, factor: float, speaks: int, device: torch.device
+) -> None:
+    """Whatever the norm: it is infinite, and all gradients become 0, where scaled ones are large in float16; small ones become
+    0 where the norm is far above the limit. Bit for bit the steps without the clip, and told in each case."""
+
+    def train(clips: bool, takes_norm: bool = False) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+        optimizer: Optimizer = FusedSGD(net.parameters(), lr=0.01) if fused else SGD(net.parameters(), lr=0.01)
+        amp.initialize(net, optimizer, opt_level='O2', loss_scale=64.0, verbosity=speaks)
+        for index in range(4):
+            x = torch.ones(3, 4, device=device) * (index + 1)
+            with amp.scale_loss(net(x).float().square().sum() * factor, optimizer) as loss:
+                loss.backward()
+            if clips:
+                nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+            if takes_norm:
+                nn.utils.get_total_norm([p.grad for p in net.parameters() if p.grad is not None])
+            optimizer.step()
+            (net if by_model else optimizer).zero_grad(set_to_none=set_to_none)
+        return values([], [optimizer])
+
+    wanted = train(False)
+    with logged() as lines:
+        assert differing(train(False, takes_norm=True), wanted) == []
+    assert not any('master_params' in line for line in lines)
+    with logged() as lines:
+        assert differing(train(True), wanted) == []
+    assert [('That has no effect' in line) for line in lines if 'master_params' in line] == [True] * speaks
+
+
+def test_gradients_that_were_clipped_may_be_cleared_before_the_step(device: torch.device) -> None:
+    """Zeros that ``zero_grad`` writes behind a clip are its own: a script may skip a step whose norm it does not like."""
+    net, optimizer = scaled('O2', device)
+    for index in range(2):
+        backward(net(data(index, device)), optimizer)
+        nn.utils.clip_grad_norm_(net.trained, 1e-3)
+        net.zero_grad(set_to_none=False)
+    before = [master.detach().clone() for master in amp.master_params(optimizer)]
+    optimizer.step()
+    assert all(torch.equal(master, other) for master, other in zip(amp.master_params(optimizer), before))
 
 
 # -- closures that are called in the middle of a step -------------------------------------------------------------------

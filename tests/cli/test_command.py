@@ -297,9 +297,23 @@ def test_errors_are_one_line(
     monkeypatch.setattr(sys, 'path', list(sys.path))
     # which pickle would read as an instruction to import something
     (project / 'text.py').write_text(CONFIG.lstrip())
+    (project / 'bare.py').write_text('a = 1\n')
+    (project / 'empty').mkdir()
+    (project / 'old').mkdir()
+    for number in (9, 10):
+        checkpoint = project / 'old' / f'epoch_{number}.pth'
+        checkpoint.write_bytes(b'')
+        os.utime(checkpoint, (number, number))
+    newest = Path('old', 'epoch_10.pth')
     for line, text in (
         ('train none.py', "the config 'none.py' is no file."),
         ('train config.py --resume none.pth', '--resume none.pth: there is no such checkpoint.'),
+        ('train config.py --resume old', f'--resume old is a folder, and no checkpoint: write --resume {newest}, or '),
+        (
+            'train config.py --resume empty',
+            '--resume empty is a folder, and no checkpoint: write --work-dir empty --resume ',
+        ),
+        ('train bare.py', 'the config has no model, train_dataloader, train_cfg, optim_wrapper: a config of mmengine'),
         ('train config.py --auto-scale-lr', '--auto-scale-lr: the config has no auto_scale_lr'),
         ('train config.py --resume config.py', 'config.py is no checkpoint, or a damaged one ('),
         ('train config.py --cfg-options load_from=none.pth', 'none.pth is not there, or no file: check the path.'),
@@ -334,6 +348,19 @@ def test_errors_are_one_line(
         assert caught.value.code == 2
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith(f'amp-wrapper {line.split()[0]}: error: '), last
+    for line, text in (
+        ('train config.py --opt-levle O2', "unrecognized arguments: --opt-levle O2 (did you mean '--opt-level'?)"),
+        ('convert x.pth --inpsect', "unrecognized arguments: --inpsect (did you mean '--inspect'?)"),
+        ('train config.py --xyzzy', 'unrecognized arguments: --xyzzy'),
+        ('train config.py --seed -1', "argument --seed: '-1' must be a whole number of at least 0"),
+        ('train config.py --seed 4294967296', "argument --seed: '4294967296' must be a whole number below 2**32"),
+        ('suggest-level config.py --seed -1', "argument --seed: '-1' must be a whole number of at least 0"),
+        ('convert x.pth', 'nothing to do with x.pth: give --inspect'),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(line.split())
+        said = capsys.readouterr().err.splitlines()[-1].partition('error: ')[2]
+        assert said.startswith(text) and ('did you mean' in said) == ('did you mean' in text), said
     assert not (project / 'work_dirs').exists()
 
 

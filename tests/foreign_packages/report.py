@@ -21,7 +21,8 @@ Written by `make test-foreign`. Each trial of `tests/foreign_packages` is held a
   state are equal bits.
 - *refused*: a typed error whose words the test asks for.
 
-A cell is empty where nothing was tried. It has the fall of the loss, mean of the last five as a part of the first (FP32's in a column of its own), and the cosine.
+A cell is empty where nothing was tried. It has the fall of the loss, mean of the last five as a part of the first (FP32's in a
+column of its own), and the cosine.
 """
 
 

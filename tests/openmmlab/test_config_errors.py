@@ -10,7 +10,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, OPTIMIZERS
 from torch import nn
 
 from amp_wrapper import AmpConfigError
@@ -49,6 +49,11 @@ def wrong_argument_inside() -> None:
     MODELS.build(dict(type='PartThatFails'))
 
 
+class Picky:
+    def __init__(self, value: Any) -> None:
+        raise ValueError(f'value={value} is not liked')
+
+
 @pytest.mark.parametrize(
     ('work', 'text'),
     [
@@ -57,7 +62,16 @@ def wrong_argument_inside() -> None:
             asks_for('accuracy'),
             "save_best='acc' (did you mean 'accuracy'?): the validation gives accuracy",
         ),
+        (
+            lambda: OPTIMIZERS.build(dict(type='SGD', params=[nn.Parameter(torch.ones(1))], lr='abc', momentum=0.5)),
+            "optimizer.type='SGD' refuses its arguments (lr='abc', momentum=0.5, ",
+        ),
+        (
+            lambda: OPTIMIZERS.build(dict(type='FusedAdamW', params=[nn.Parameter(torch.ones(1))], lr=-1.0)),
+            "optimizer.type='FusedAdamW' refuses its arguments (lr=-1.0, ",
+        ),
         # errors of the user's own
+        (lambda: Picky(None), None),
         (fails('cat is not in the word registry'), None),
         (fails('cat is not in the model registry'), None),
         (fails('acc'), None),

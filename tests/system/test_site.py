@@ -190,7 +190,8 @@ def test_names_in_tables_and_headings_may_break(monkeypatch: pytest.MonkeyPatch)
         ),
         ('<code class="-x--y">a--b 1 --2</code>',) * 2,
         (
-            '<code>dict<span class="p">(</span><span class="n">a</span><span class="o">=</span>1<span class="p">)</span></code>',
+            '<code>dict<span class="p">(</span><span class="n">a</span><span class="o">=</span>1'
+            '<span class="p">)</span></code>',
             '<code>dict<span class="p">(</span><wbr><span class="n">a</span><span class="o">=</span><wbr>1'
             '<span class="p">)</span></code>',
         ),

@@ -6,7 +6,7 @@ import importlib
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.library import Library
 from torch.nn.parallel import DistributedDataParallel
@@ -61,7 +61,8 @@ def test_graph_task_id() -> None:
 
 
 def test_watch_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both functions, also under a name of their own; not in compiled code, and not where torch lacks the name."""
+    """Both functions, also under a name of their own; not in compiled code, and not where torch lacks the name. The norm
+    itself is taken first, and writes nothing."""
     sort = '_group_tensors_by_device_and_dtype'
     # restored afterwards
     monkeypatch.setattr(clip_grad, sort, getattr(clip_grad, sort))
@@ -69,19 +70,45 @@ def test_watch_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     seen: list[bool] = []
-    torch_internals.watch_clipping(lambda found: seen.append(found[0] is weight.grad))
+
+    def clip_compiled() -> None:
+        torch.compiler.reset()
+        torch.compile(lambda: by_name([weight], 1.0), fullgraph=True, backend='eager')()
+
+    try:
+        clip_compiled()
+        compiles = True
+    except torch._dynamo.exc.Unsupported:
+        # torch 2.9, whatever stands there
+        compiles = False
+    weight.grad = torch.ones(2)
+    writes: list[bool] = []
+
+    def see(found: Sequence[Tensor], are_written: bool) -> None:
+        seen.append(found[0] is weight.grad)
+        writes.append(are_written)
+
+    torch_internals.watch_clipping(see)
     by_name([weight], 1.0)
     assert seen and all(seen)
+    assert writes == [False, True]
+    if hasattr(torch.nn.utils, 'get_total_norm'):
+        writes.clear()
+        torch.nn.utils.get_total_norm([weight.grad])
+        assert writes == [False]
     assert torch.allclose(weight.grad, torch.full((2,), 2**-0.5), atol=1e-5)
     seen.clear()
+    writes.clear()
     torch.nn.utils.clip_grad_value_([weight], 0.1)
+    assert writes == [True]
     assert seen and all(seen) and weight.grad.tolist() == pytest.approx([0.1, 0.1])
     seen.clear()
-    torch.compile(lambda: by_name([weight], 1.0), fullgraph=True, backend='eager')()
+    if compiles:
+        clip_compiled()
     assert seen == []
     without = SimpleNamespace()
     monkeypatch.setattr(torch_internals, 'clip_grad', without)
-    torch_internals.watch_clipping(lambda found: None)
+    torch_internals.watch_clipping(lambda found, are_written: None)
     assert vars(without) == {}
 
 

@@ -18,8 +18,8 @@ import pytest
 from command_line import python
 from migration import ROOT, Note, calls, files, fp16_optimizer, migrate, migrated, tables
 
-import amp_wrapper.amp
-from amp_wrapper import cli
+import amp_wrapper
+from amp_wrapper import amp, cli
 from amp_wrapper.cli import apex_migration
 
 SCRIPTS = ROOT / 'tests' / 'data' / 'migration_scripts'
@@ -127,6 +127,14 @@ def test_every_name_that_is_written_exists() -> None:
         found: object = {'torch': torch, 'amp_wrapper': amp_wrapper}[target.split('.')[0]]
         for part in target.split('.')[1:]:
             found = getattr(found, part)
+
+
+def test_what_a_migrated_script_uses_of_this_package_is_not_left_over() -> None:
+    assert sorted((*tables.AMP_NAMES, *tables.OWN_NAMES)) == sorted(amp.__all__)
+    used = '\n'.join(f'print(amp.{name}(o).x)' for name in amp.__all__ if name not in ('init', 'initialize'))
+    assert migrate(f'from amp_wrapper import amp\n{used}\n'.encode()).notes == ()
+    left = migrate(b'from amp_wrapper import amp\nprint(amp.loss_scael(o))\n').notes
+    assert len(left) == 1 and 'loss_scael' in str(left[0])
 
 
 def test_every_listed_name_says_what_to_write() -> None:

@@ -52,6 +52,12 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
     testing = ['--work-dir', str(tmp_path / 'test'), '--cfg-options', 'log_level=WARNING']
     said = tool('tools/test.py', config, checkpoint, '--opt-level', 'O4', *testing)
     assert 'Tested at O4: accuracy/top1 ' in said
+    assert 'what was tested is not the model' not in said
+    said = tool(
+        'tools/test.py', config, checkpoint, *testing, 'model.backbone.channels=[16,32,48]', 'model.in_channels=48'
+    )
+    told = re.search(r'\n(\d+) of the (\d+) parameters and buffers of the model are not those of the checkpoint', said)
+    assert told is not None and 0 < int(told[1]) < int(told[2]) and said.index('Tested at FP32') > told.start()
 
 
 @grid

@@ -32,7 +32,7 @@ def decide(source: Source) -> None:
         found = tables.find(dotted)
         if found is not None and tables.WITH_CALL.get(found[0]) == 'loss_scalers':
             _loss_scale(source, use, dotted)
-        elif found is None and dotted != use.dotted:
+        elif found is None and dotted != use.dotted and dotted.split('.')[2] not in tables.OWN_NAMES:
             source.hand(use.node, dotted, tables.advice(dotted))
     known = {use.root for use in source.uses}
     for node in source.nodes:

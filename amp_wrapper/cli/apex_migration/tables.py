@@ -23,6 +23,18 @@ AMP_NAMES = (
     'register_promote_function',
 )
 
+#: What :mod:`amp_wrapper.amp` has beside them: scripts that use it were migrated already.
+OWN_NAMES = (
+    'last_step_skipped',
+    'loss_scale',
+    'masters_changed',
+    'monitor',
+    'report',
+    'skipped_steps',
+    'suggest_level',
+    'weights_changed',
+)
+
 #: Names whose meaning survives a change of name. What hangs below a name moves with it.
 RENAMED: dict[str, str] = {
     'apex': 'amp_wrapper',

@@ -22,6 +22,8 @@ class AddedGradients:
         self._versions = b''
         # id of a weight -> its gradient, the version
         self._others: dict[int, tuple[Tensor, int]] = {}
+        # id of a weight -> the version of its gradient before torch.nn.utils clipped it
+        self._clipped: dict[int, int] = {}
 
     def __bool__(self) -> bool:
         return bool(self._weights or self._others)
@@ -29,6 +31,8 @@ class AddedGradients:
     def note(self, weights: Sequence[Tensor]) -> None:
         """The gradients of these weights have been added."""
         self._spread()
+        for weight in weights if self._clipped else ():
+            self._clipped.pop(id(weight), None)
         self._weights, self._gradients = weights, attributes.gradients(weights)
         self._versions = attributes.versions(self._gradients)
 
@@ -59,6 +63,15 @@ class AddedGradients:
         self._spread()
         for weight in weights if self._others else ():
             self._others.pop(id(weight), None)
+
+    def note_clipped(self, weights: Sequence[Tensor]) -> None:
+        """The gradients of these weights are about to be multiplied by a factor, once: clipped by their norm."""
+        self._clipped.update({id(weight): weight.grad._version for weight in weights if weight.grad is not None})
+
+    def was_clipped(self, weight: Tensor) -> bool:
+        """Whether the last that was written to the weight's gradient was that factor, which may be 0."""
+        version = self._clipped.get(id(weight))
+        return version is not None and weight.grad is not None and weight.grad._version == version + 1
 
     def _spread(self) -> None:
         for weight, gradient, version in zip(self._weights, self._gradients, attributes.numbers_of(self._versions)):

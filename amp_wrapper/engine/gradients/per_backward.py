@@ -89,6 +89,10 @@ class UnscaledGradients(ScaledGradients):
             else:
                 self._note_added([weight])
 
+    def note_clipped(self, weights: Sequence[nn.Parameter]) -> None:
+        """The gradients of these weights are about to be clipped by their norm; those of masters stay as they are."""
+        self.added.note_clipped(weights)
+
     def clear(self, params: ParamPairs) -> None:
         """Gradients were cleared, of weights and masters."""
         weights = _weights_of(params.pairs)
@@ -173,10 +177,15 @@ class UnscaledGradients(ScaledGradients):
                 self.added.note([weight])
 
     def _take_up_written(self, pairs: Sequence[Pair], makes_room: bool) -> None:
-        """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs."""
+        """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs.
+
+        Zeros are of the former, unless the last to write was ``torch.nn.utils.clip_grad_norm_``: the norm of gradients that
+        carry the loss scale is often infinite in float16, and the factor 0.
+        """
         given = [(weight.grad.coalesce()._values() if weight.grad.is_sparse else weight.grad) for weight, _ in pairs
                  if weight.grad is not None]  # fmt: skip
         zero = torch.stack([~gradient.any() for gradient in given]).tolist()
+        zero = [is_zero and not self.added.was_clipped(weight) for is_zero, (weight, _) in zip(zero, pairs)]
         for (weight, master), cleared in zip(pairs, zero):
             if cleared and master.grad is not None:
                 master.grad = None if master.grad.is_sparse else torch.zeros_like(master.grad)
