@@ -10,7 +10,7 @@ torch itself tells its users to use, and those that every version has had for ye
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -244,25 +244,35 @@ global_pre_hooks: Any = _global_optimizer_pre_hooks
 global_post_hooks: Any = _global_optimizer_post_hooks
 
 
-def watch_clipping(see: Callable[[Sequence[Tensor], bool], None]) -> None:
+def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:
     """From now on, learn what gradients ``torch.nn.utils`` clips or takes the norm of, however their caller has imported it.
 
     All its functions sort gradients by one function of their module, which has been there in every version since 2.0. Where it
     is missing, nothing is seen; nor is code that is being compiled.
 
     Args:
-        see: Gets the gradients on the thread of the caller, before they are changed, and whether they will be: a function that
-            takes their norm only reads them. It must keep nothing alive.
+        see: Gets the gradients on the thread of the caller, before they are changed, and how often each will be written to: a
+            function that takes their norm only reads them, and ``clip_grad_value_`` writes the lower and the upper limit apart
+            where it handles lists. It must keep nothing alive.
     """
     functions = cast('Any', clip_grad)
     sort = getattr(functions, '_group_tensors_by_device_and_dtype', None)
     if sort is None:
         return
 
+    def writes() -> int:
+        frame = inspect.currentframe()
+        # of this function, of the one below, and of the caller
+        caller = frame and frame.f_back and frame.f_back.f_back
+        if caller is None or 'total_norm' in caller.f_code.co_name:
+            return 0
+        by_value = caller.f_code.co_name == 'clip_grad_value_'
+        return 2 if by_value and caller.f_locals.get('foreach') is not False else 1
+
     @functools.wraps(sort)
     def watched(lists: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            see(lists[0], 'total_norm' not in sys._getframe(1).f_code.co_name)
+            see(lists[0], writes())
         return sort(lists, *args, **kwargs)
 
     functions._group_tensors_by_device_and_dtype = watched

@@ -15,7 +15,7 @@ from .. import compiler_internals
 from ..casting.find_hooks import holds_casts
 from ..casting.sharding import Sharding
 from ..errors import AmpAttachError, AmpConfigError, short
-from ..policy import OPTIONS, OptLevel, Policy, SharedOptions, resolve
+from ..policy import LEVELS, OPTIONS, OptLevel, Policy, SharedOptions, resolve
 from . import known_models
 from .session import Session
 
@@ -58,9 +58,10 @@ def policy_of(opt_level: OptLevel, given: Mapping[str, Any]) -> Policy:
         AmpConfigError: Every conflict of the configuration in one message.
     """
     enabled = given['enabled']
-    if isinstance(enabled, (str, nn.Module, Optimizer)):
+    is_level = isinstance(enabled, str) and enabled.upper() in LEVELS
+    if is_level or isinstance(enabled, (nn.Module, Optimizer)):
         several = 'several models go in a list: amp.initialize([model1, model2], optimizer)'
-        remedy = f'write opt_level={enabled!r}' if isinstance(enabled, str) else several
+        remedy = f'write opt_level={enabled.upper()!r}' if is_level else several
         raise AmpConfigError([f'enabled={short(enabled)}, the third argument, must be True or False: {remedy}.'])
     masters = given['master_weights']
     if masters is not None and not isinstance(masters, bool):

@@ -78,16 +78,18 @@ def load_state_dict(state_dict: Mapping[str, Any], optimizers: Optimizer | Seque
         )
     if not scalers and not state_dict:
         return
+    speaks = any(session.policy.verbosity >= 1 for session in sessions)
     if not state_dict:
-        raise AmpCheckpointError(
-            'amp state is empty: it was saved where mixed precision was not enabled. To go on with the loss scales as they '
-            'are, do not load it.'
-        )
+        if speaks:
+            logger.warning(
+                'amp: the state is empty, for it was saved where mixed precision was not enabled: the loss scales stay as '
+                'they are.'
+            )
+        return
     saved = apex.read(state_dict, 'amp state')
     if not scalers:
         logger.warning('amp: the loss scales of the checkpoint are not used, for mixed precision is not enabled.')
         return
-    speaks = any(session.policy.verbosity >= 1 for session in sessions)
     if len(saved) != len(scalers) and speaks:
         several = (
             f' Those are of {len(sessions)} calls of amp.initialize() whose optimizers somebody still holds; '

@@ -65,9 +65,14 @@ def scaled(
         if result.requires_grad and result is not loss:
             hook = result.register_hook(begin)  # type: ignore[no-untyped-call]
         waits = any(engine.parts.gradients.held is not None for engine in engines)
+        passes = [engine.parts.pass_watch for engine in engines if engine.parts.pass_watch is not None]
+        for each in passes:
+            each.blocks += 1
         try:
             yield result
         finally:
+            for each in passes:
+                each.blocks -= 1
             if hook is not None:
                 # scripts keep the scaled loss: its hook would keep the engine, and with it the optimizer
                 hook.remove()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -123,8 +124,8 @@ class _Parser(argparse.ArgumentParser):
             message: What argparse says.
         """
         words = message.partition('unrecognized arguments: ')[2].split()
-        known = [option for action in self._actions for option in action.option_strings]
-        near = next((nearest(word, known) for word in words if word.startswith('-')), '')
+        known = set(re.findall(r'--[a-z][a-z0-9_-]*', self.format_help()))
+        near = next((nearest(word, known) for word in words if word.startswith('--')), '')
         super().error(message + near)
 
 

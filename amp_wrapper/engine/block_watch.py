@@ -41,20 +41,20 @@ class _OpenBlocks(threading.local):
 class _HasMasters(Protocol):
     """What has 16-bit weights with FP32 masters."""
 
-    def note_clipped(self, gradients: set[int]) -> None:
-        """Gradients are about to be clipped, by id."""
+    def note_clipped(self, gradients: set[int], writes: int) -> None:
+        """Gradients are about to be clipped, by id; each is written to so often."""
 
 
 _open = _OpenBlocks()
 _with_masters: WeakSet[_HasMasters] = WeakSet()
 
 
-def _see(gradients: Sequence[Tensor], are_written: bool) -> None:
+def _see(gradients: Sequence[Tensor], writes: int) -> None:
     for block in tuple(_open.all):
         block(gradients)
-    clipped = {id(gradient) for gradient in gradients if gradient.dtype is not torch.float32} if are_written else set()
+    clipped = {id(gradient) for gradient in gradients if gradient.dtype is not torch.float32} if writes else set()
     for parts in tuple(_with_masters) if clipped else ():
-        parts.note_clipped(clipped)
+        parts.note_clipped(clipped, writes)
 
 
 def note_clips_of(parts: _HasMasters) -> None:

@@ -286,9 +286,9 @@ class EngineParts:
             if flag is not None:
                 self.add_of_others(flag)
 
-    def note_clipped(self, gradients: set[int]) -> None:
-        """Gradients are about to be clipped by their norm, by id: perhaps those of weights, which masters do not follow."""
-        self.gradients.note_clipped([weight for weight, _ in self.params.pairs if id(weight.grad) in gradients])
+    def note_clipped(self, gradients: set[int], writes: int) -> None:
+        """Gradients are about to be clipped, by id: perhaps those of weights, which masters do not follow."""
+        self.gradients.note_clipped([weight for weight, _ in self.params.pairs if id(weight.grad) in gradients], writes)
 
     def check_rest(self) -> None:
         """Check once per step the gradients that were there before the first scaled backward pass."""

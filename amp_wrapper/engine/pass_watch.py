@@ -24,8 +24,8 @@ _NOT_THE_SCALED = (
     'did not run: they were divided by a scale that they do not carry. Call scaled_loss.backward(), not loss.backward().'
 )
 _LATE = (
-    'got gradients from scaled_loss.backward() after the end of its "with amp.scale_loss(...) as scaled_loss" block: they '
-    'still carry the loss scale. Call it inside of the block.'
+    'saw a backward pass of scaled_loss after the end of its "with amp.scale_loss(...) as scaled_loss" block: gradients of it '
+    'carry the loss scale. Call scaled_loss.backward() inside of the block.'
 )
 
 
@@ -43,6 +43,8 @@ class PassWatch:
         # a gradient that was there when the last step was over, and its version
         self._stepped: tuple[ReferenceType[Tensor], int] | None = None
         self._cleared = False
+        #: How many blocks of the optimizer are open: what runs in one of them is unscaled at its end.
+        self.blocks = 0
 
     def note_clear(self, named: bool) -> None:
         """Note that gradients are cleared: a script may have kept those of a block, to write back what it computes of them
@@ -97,7 +99,8 @@ class PassWatch:
 
     def see_late(self) -> None:
         """A scaled loss has a backward pass although its block is over."""
-        self._warn(_LATE)
+        if not self.blocks:
+            self._warn(_LATE)
 
     def _warn(self, text: str) -> None:
         if text in self._open:

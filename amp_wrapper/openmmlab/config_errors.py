@@ -104,6 +104,11 @@ def _optimizer_argument(error: Exception) -> str | None:
     made = None if frame is None or frame.f_code.co_name != '__init__' else frame.f_locals.get('self')
     if frame is None or not isinstance(made, Optimizer) or isinstance(error, KeyError | AmpConfigError):
         return None
+    if frame.f_code is Optimizer.__init__.__code__ or not _module_of(error).startswith(
+        ('torch.optim.', 'amp_wrapper.')
+    ):
+        # parameters rather than arguments, or code of the user
+        return None
     names = frame.f_code.co_varnames[2 : frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
     given = ', '.join(f'{name}={frame.f_locals[name]!r}' for name in names if name in frame.f_locals)
     text = ' '.join(str(error).split())

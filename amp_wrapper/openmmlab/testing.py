@@ -9,7 +9,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
-from mmengine.runner.checkpoint import get_state_dict
+from torch import Tensor
 
 from ..checkpoint import sharded
 from ..errors import AmpUsageError, nearest
@@ -69,9 +69,14 @@ class _Fit(Hook):
         count: Of all.
     """
 
+    # before one casts the model
+    priority = 'HIGHEST'
+
     def __init__(self) -> None:
         self.others: list[str] = []
         self.count = 0
+        # those of the model that the checkpoint lacks under this name or in this shape, and their versions
+        self._missing: dict[str, tuple[Tensor, int]] = {}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Called by mmengine before the model takes the values.
@@ -80,13 +85,31 @@ class _Fit(Hook):
             runner: With the model.
             checkpoint: As it was read.
         """
-        own = get_state_dict(runner.model)
-        found = {
-            re.sub('^module\\.', '', name): value for name, value in checkpoint.get('state_dict', checkpoint).items()
-        }
+        values = checkpoint.get('state_dict', checkpoint)
+        shapes = {re.sub(r'^module\.', '', name): getattr(value, 'shape', None) for name, value in values.items()}
+        own = _tensors(runner.model)
         self.count = len(own)
+        self._missing = {
+            name: (value, value._version) for name, value in own.items() if shapes.get(name) != value.shape
+        }
+
+    def before_test(self, runner: Any) -> None:
+        """Called by mmengine after the model has taken the values: a module may have renamed or resized some.
+
+        Args:
+            runner: With the model.
+        """
+        own = _tensors(runner.model)
         self.others = [
             name
-            for name, value in own.items()
-            if getattr(found.get(name), 'shape', None) != getattr(value, 'shape', None)
+            for name, (value, version) in self._missing.items()
+            # mmengine and torch go without this one
+            if own.get(name) is value and value._version == version and not name.endswith('num_batches_tracked')
         ]
+        self._missing = {}
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """Parameters and buffers that checkpoints hold, without the name of a wrapper."""
+    found = model.state_dict(keep_vars=True)
+    return {re.sub(r'^module\.', '', name): value for name, value in found.items() if isinstance(value, Tensor)}

@@ -85,7 +85,7 @@ def load_config(args: argparse.Namespace) -> Config:
             raise AmpUsageError(
                 f'--resume {args.resume}: there is no such checkpoint. Without a path, the newest is taken.'
             )
-        if Path(args.resume).is_dir() and not sharded.is_folder(args.resume):
+        if args.resume != 'auto' and Path(args.resume).is_dir() and not sharded.is_folder(args.resume):
             beside = sorted(Path(args.resume).glob('*.pth'), key=lambda path: path.stat().st_mtime)
             remedy = f'--resume {beside[-1]}, or ' if beside else ''
             raise AmpUsageError(

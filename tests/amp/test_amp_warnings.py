@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from bits import differing
+from grid import grid
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from toy_amp import (
@@ -317,6 +319,13 @@ def test_a_backward_after_its_block_is_told_once(level: str, scale: float, speak
         with amp.scale_loss(net(data(2, device)), optimizer):
             pass
     assert not any('after the end' in line for line in lines)
+    # the sum of two scaled losses, of which one is of an earlier block, is unscaled at the end of the open one
+    with logged() as lines:
+        with amp.scale_loss(net(data(2, device)), optimizer) as first:
+            pass
+        with amp.scale_loss(net(data(2, device)), optimizer) as second:
+            (first + second).backward()
+    assert not any('after the end' in line for line in lines)
     gone = weakref.ref(optimizer)
     del net, optimizer
     gc.collect()
@@ -405,7 +414,52 @@ def test_clipping_the_weights_of_masters_has_no_effect(
     assert not any('master_params' in line for line in lines)
     with logged() as lines:
         assert differing(train(True), wanted) == []
-    assert [('That has no effect' in line) for line in lines if 'master_params' in line] == [True] * speaks
+    assert [('That has no effect on them' in line) for line in lines if 'master_params' in line] == [True] * speaks
+
+
+# c: clips by the norm, C: by value, each to zeros in float16; z, n and o: clears by the model with zeros, by the model, by the
+# optimizer with zeros
+ACTS = 'bcCznos'
+
+
+def act(acts: Sequence[str], foreach: bool | None, device: torch.device) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(device)
+    optimizer = SGD(net.parameters(), lr=0.01, momentum=0.5)
+    amp.initialize(net, optimizer, opt_level='O2', loss_scale=64.0, verbosity=0)
+    for index, name in enumerate(acts):
+        if name == 'b':
+            x = torch.ones(3, 4, device=device) * (index + 1)
+            with amp.scale_loss(net(x).float().square().sum(), optimizer) as loss:
+                loss.backward()
+        elif name == 'c':
+            nn.utils.clip_grad_norm_(net.parameters(), 1e-30, foreach=foreach)
+        elif name == 'C' and net[0].weight.grad is not None:
+            # torch takes no empty list
+            nn.utils.clip_grad_value_(net.parameters(), 1e-9, foreach=foreach)
+        elif name in 'zn':
+            net.zero_grad(set_to_none=name == 'n')
+        elif name == 'o':
+            optimizer.zero_grad(set_to_none=False)
+        elif name == 's':
+            optimizer.step()
+    return values([], [optimizer])
+
+
+@pytest.mark.parametrize('foreach', [None, True, False])
+@pytest.mark.parametrize('length', [2, 3, pytest.param(4, marks=grid)])
+def test_clips_of_the_weights_of_masters_in_any_order(length: int, foreach: bool | None, device: torch.device) -> None:
+    """Between a backward pass and two steps, clips change nothing: neither what is cleared, nor what is kept."""
+    wrong = []
+    for acts in itertools.product(ACTS, repeat=length):
+        if not {'c', 'C'} & set(acts):
+            continue
+        whole = ('b', *acts, 's', 'b', 's')
+        # a dot does nothing: the inputs of a pass depend on its place
+        unclipped = ['.' if name in 'cC' else name for name in whole]
+        if differing(act(whole, foreach, device), act(unclipped, foreach, device)):
+            wrong.append(''.join(whole))
+    assert wrong == []
 
 
 def test_gradients_that_were_clipped_may_be_cleared_before_the_step(device: torch.device) -> None:

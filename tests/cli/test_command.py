@@ -352,6 +352,7 @@ def test_errors_are_one_line(
         ('train config.py --opt-levle O2', "unrecognized arguments: --opt-levle O2 (did you mean '--opt-level'?)"),
         ('convert x.pth --inpsect', "unrecognized arguments: --inpsect (did you mean '--inspect'?)"),
         ('train config.py --xyzzy', 'unrecognized arguments: --xyzzy'),
+        ('convert x.pth -x', 'unrecognized arguments: -x'),
         ('train config.py --seed -1', "argument --seed: '-1' must be a whole number of at least 0"),
         ('train config.py --seed 4294967296', "argument --seed: '4294967296' must be a whole number below 2**32"),
         ('suggest-level config.py --seed -1', "argument --seed: '-1' must be a whole number of at least 0"),

@@ -49,6 +49,12 @@ def wrong_argument_inside() -> None:
     MODELS.build(dict(type='PartThatFails'))
 
 
+class PickySGD(torch.optim.SGD):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        raise ValueError('not today')
+
+
 class Picky:
     def __init__(self, value: Any) -> None:
         raise ValueError(f'value={value} is not liked')
@@ -70,7 +76,10 @@ class Picky:
             lambda: OPTIMIZERS.build(dict(type='FusedAdamW', params=[nn.Parameter(torch.ones(1))], lr=-1.0)),
             "optimizer.type='FusedAdamW' refuses its arguments (lr=-1.0, ",
         ),
+        # no argument is wrong
+        (lambda: OPTIMIZERS.build(dict(type='SGD', params=[], lr=0.1)), None),
         # errors of the user's own
+        (lambda: PickySGD([nn.Parameter(torch.ones(1))], lr=0.1), None),
         (lambda: Picky(None), None),
         (fails('cat is not in the word registry'), None),
         (fails('cat is not in the model registry'), None),

@@ -82,33 +82,38 @@ def test_watch_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
         # torch 2.9, whatever stands there
         compiles = False
     weight.grad = torch.ones(2)
-    writes: list[bool] = []
+    writes: list[int] = []
 
-    def see(found: Sequence[Tensor], are_written: bool) -> None:
+    def see(found: Sequence[Tensor], written: int) -> None:
         seen.append(found[0] is weight.grad)
-        writes.append(are_written)
+        writes.append(written)
 
     torch_internals.watch_clipping(see)
     by_name([weight], 1.0)
     assert seen and all(seen)
-    assert writes == [False, True]
+    assert writes == [0, 1]
     if hasattr(torch.nn.utils, 'get_total_norm'):
         writes.clear()
         torch.nn.utils.get_total_norm([weight.grad])
-        assert writes == [False]
+        assert writes == [0]
     assert torch.allclose(weight.grad, torch.full((2,), 2**-0.5), atol=1e-5)
     seen.clear()
-    writes.clear()
-    torch.nn.utils.clip_grad_value_([weight], 0.1)
-    assert writes == [True]
-    assert seen and all(seen) and weight.grad.tolist() == pytest.approx([0.1, 0.1])
+    for foreach in (None, True, False):
+        for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+            writes.clear()
+            version = weight.grad._version
+            clip([weight], 0.1, foreach=foreach)
+            # each gradient is written to as often as was said
+            assert weight.grad._version == version + sum(writes) > version
+    torch.nn.utils.clip_grad_value_([weight], 0.05)
+    assert seen and all(seen) and weight.grad.tolist() == pytest.approx([0.05, 0.05])
     seen.clear()
     if compiles:
         clip_compiled()
     assert seen == []
     without = SimpleNamespace()
     monkeypatch.setattr(torch_internals, 'clip_grad', without)
-    torch_internals.watch_clipping(lambda found, are_written: None)
+    torch_internals.watch_clipping(lambda found, written: None)
     assert vars(without) == {}
 
 

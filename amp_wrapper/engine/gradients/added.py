@@ -22,7 +22,7 @@ class AddedGradients:
         self._versions = b''
         # id of a weight -> its gradient, the version
         self._others: dict[int, tuple[Tensor, int]] = {}
-        # id of a weight -> the version of its gradient before torch.nn.utils clipped it
+        # id of a weight -> the version of its gradient after torch.nn.utils has clipped it
         self._clipped: dict[int, int] = {}
 
     def __bool__(self) -> bool:
@@ -64,14 +64,24 @@ class AddedGradients:
         for weight in weights if self._others else ():
             self._others.pop(id(weight), None)
 
-    def note_clipped(self, weights: Sequence[Tensor]) -> None:
-        """The gradients of these weights are about to be multiplied by a factor, once: clipped by their norm."""
-        self._clipped.update({id(weight): weight.grad._version for weight in weights if weight.grad is not None})
+    def note_clipped(self, weights: Sequence[Tensor], writes: int) -> None:
+        """The gradients of these weights are about to be clipped.
+
+        Args:
+            weights: Those whose gradient was written to by somebody else before are passed over.
+            writes: How often each gradient is written to.
+        """
+        for weight in weights:
+            known, gradient = self.get(weight), weight.grad
+            if known is None or gradient is not known[0]:
+                continue
+            version = self._clipped.get(id(weight), known[1])
+            if gradient._version == version:
+                self._clipped[id(weight)] = version + writes
 
     def was_clipped(self, weight: Tensor) -> bool:
-        """Whether the last that was written to the weight's gradient was that factor, which may be 0."""
-        version = self._clipped.get(id(weight))
-        return version is not None and weight.grad is not None and weight.grad._version == version + 1
+        """Whether clipping is all that has been written to the weight's gradient since it was added; it may be 0 by that."""
+        return weight.grad is not None and self._clipped.get(id(weight)) == weight.grad._version
 
     def _spread(self) -> None:
         for weight, gradient, version in zip(self._weights, self._gradients, attributes.numbers_of(self._versions)):

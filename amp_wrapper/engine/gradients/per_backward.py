@@ -89,9 +89,9 @@ class UnscaledGradients(ScaledGradients):
             else:
                 self._note_added([weight])
 
-    def note_clipped(self, weights: Sequence[nn.Parameter]) -> None:
-        """The gradients of these weights are about to be clipped by their norm; those of masters stay as they are."""
-        self.added.note_clipped(weights)
+    def note_clipped(self, weights: Sequence[nn.Parameter], writes: int) -> None:
+        """The gradients of these weights are about to be clipped; those of masters stay as they are."""
+        self.added.note_clipped(weights, writes)
 
     def clear(self, params: ParamPairs) -> None:
         """Gradients were cleared, of weights and masters."""
@@ -179,8 +179,8 @@ class UnscaledGradients(ScaledGradients):
     def _take_up_written(self, pairs: Sequence[Pair], makes_room: bool) -> None:
         """``zero_grad(set_to_none=False)``, or somebody who does not know of masters. Syncs.
 
-        Zeros are of the former, unless the last to write was ``torch.nn.utils.clip_grad_norm_``: the norm of gradients that
-        carry the loss scale is often infinite in float16, and the factor 0.
+        Zeros are of the former, unless ``torch.nn.utils`` has clipped: the norm of gradients that carry the loss scale is
+        often infinite in float16, and the factor 0.
         """
         given = [(weight.grad.coalesce()._values() if weight.grad.is_sparse else weight.grad) for weight, _ in pairs
                  if weight.grad is not None]  # fmt: skip
@@ -196,7 +196,8 @@ class UnscaledGradients(ScaledGradients):
             self._warned = True
             logger.warning(
                 f'amp: the gradients of {zero.count(False)} 16-bit model weights were written to after scale_loss(), by a '
-                f'backward() outside of it or by clipping them. That has no effect: the optimizer steps FP32 masters. Clip '
+                f'backward() outside of it or by clipping them. That has no effect on them: the optimizer steps their FP32 '
+                f'masters. (FP32 weights, such as those of BatchNorm, were clipped too, by the norm of scaled gradients.) Clip '
                 f'amp.master_params(optimizer), and scale every loss.'
             )
 

@@ -58,8 +58,8 @@ class ScaledGradients:
     def take_over(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Masters may have gradients of an optimizer that nobody has any more; only what is unscaled there counts."""
 
-    def note_clipped(self, weights: Sequence[nn.Parameter]) -> None:
-        """The gradients of these weights are about to be clipped by their norm. They are what the step takes."""
+    def note_clipped(self, weights: Sequence[nn.Parameter], writes: int) -> None:
+        """The gradients of these weights are about to be clipped. They are what the step takes."""
 
     def before_backward(self, averaged: Container[int]) -> None:
         """A backward pass begins.
