@@ -319,17 +319,27 @@ def test_a_backward_after_its_block_is_told_once(level: str, scale: float, speak
         with amp.scale_loss(net(data(2, device)), optimizer):
             pass
     assert not any('after the end' in line for line in lines)
-    # the sum of two scaled losses, of which one is of an earlier block, is unscaled at the end of the open one
+    gone = weakref.ref(optimizer)
+    del net, optimizer
+    gc.collect()
+    assert gone() is None and len(kept) == 2
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_scaled_loss_of_an_earlier_block_in_an_open_one(level: str, device: torch.device) -> None:
+    """The sum of two scaled losses is unscaled at the end of the block whose backward pass it is."""
+    net, optimizer = scaled(level, device, scale=1024.0)
     with logged() as lines:
         with amp.scale_loss(net(data(2, device)), optimizer) as first:
             pass
         with amp.scale_loss(net(data(2, device)), optimizer) as second:
             (first + second).backward()
-    assert not any('after the end' in line for line in lines)
-    gone = weakref.ref(optimizer)
-    del net, optimizer
-    gc.collect()
-    assert gone() is None and len(kept) == 2
+    assert lines == []
+    other, single = scaled(level, device, scale=1024.0)
+    with amp.scale_loss(other(data(2, device)) * 2, single) as loss:
+        loss.backward()
+    wanted, found = ([p.grad for p in amp.master_params(o)] for o in (single, optimizer))
+    assert len(found) > 1 and all(torch.allclose(a, b) for a, b in zip(wanted, found, strict=True))
 
 
 @pytest.mark.parametrize('level', LEVELS)

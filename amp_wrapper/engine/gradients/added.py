@@ -68,16 +68,14 @@ class AddedGradients:
         """The gradients of these weights are about to be clipped.
 
         Args:
-            weights: Those whose gradient was written to by somebody else before are passed over.
+            weights: Those whose gradient is not the one that was added are passed over.
             writes: How often each gradient is written to.
         """
         for weight in weights:
-            known, gradient = self.get(weight), weight.grad
-            if known is None or gradient is not known[0]:
-                continue
-            version = self._clipped.get(id(weight), known[1])
-            if gradient._version == version:
-                self._clipped[id(weight)] = version + writes
+            known = self.get(weight)
+            if known is not None and weight.grad is known[0]:
+                # from the version that was added, so that what others write makes a difference
+                self._clipped[id(weight)] = self._clipped.get(id(weight), known[1]) + writes
 
     def was_clipped(self, weight: Tensor) -> bool:
         """Whether clipping is all that has been written to the weight's gradient since it was added; it may be 0 by that."""
