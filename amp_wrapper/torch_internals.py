@@ -10,7 +10,7 @@ torch itself tells its users to use, and those that every version has had for ye
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -261,13 +261,13 @@ def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:
         return
 
     def writes() -> int:
-        frame = inspect.currentframe()
-        # of this function, of the one below, and of the caller
-        caller = frame and frame.f_back and frame.f_back.f_back
-        if caller is None or 'total_norm' in caller.f_code.co_name:
+        # of the caller of the function below. Never a variable for a function's own frame: that is a cycle, which keeps the
+        # frames before it, and with them the gradients, until Python looks for cycles
+        frame = sys._getframe(2)
+        if 'total_norm' in frame.f_code.co_name:
             return 0
-        by_value = caller.f_code.co_name == 'clip_grad_value_'
-        return 2 if by_value and caller.f_locals.get('foreach') is not False else 1
+        by_value = frame.f_code.co_name == 'clip_grad_value_'
+        return 2 if by_value and frame.f_locals.get('foreach') is not False else 1
 
     @functools.wraps(sort)
     def watched(lists: Sequence[Sequence[Tensor]], *args: Any, **kwargs: Any) -> Any:

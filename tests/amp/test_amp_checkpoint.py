@@ -260,7 +260,6 @@ def test_a_static_scale_stays(level: str, device: torch.device) -> None:
 GOOD = {'loss_scale': 4.0, 'unskipped': 1}
 DAMAGED: dict[str, Any] = {
     'no dict': [GOOD],
-    'nothing': {},
     'None': None,
     'another key': {'loss_scaler0': GOOD, 'loss_scaler1': GOOD, 'model': {}},
     'a hole': {'loss_scaler0': GOOD, 'loss_scaler2': GOOD},

@@ -471,6 +471,7 @@ def test_what_does_not_fit_into_memory_is_left_out(monkeypatch: pytest.MonkeyPat
     # 5,341 elements: 16 bytes each fit into six tenths of this, 20 do not
     monkeypatch.setattr(step, 'free_bytes', lambda _: 5341 * 30)
     block = step.measure('tiny', case, 1, 4)
+    assert not block.rows[0].reason, (block.rows[0].reason, block.rows[0].estimate)
     assert [len(row.times) for row in block.rows] == [2, 0, 0] and not block.kept
     assert block.rows[1].reason == 'needs 0.0 GB and room to build them, and 0.0 GB are free'
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import pickle
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +99,20 @@ def test_watch_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.nn.utils.get_total_norm([weight.grad])
         assert writes == [0]
     assert torch.allclose(weight.grad, torch.full((2,), 2**-0.5), atol=1e-5)
+    seen.clear()
+    # and keeps none alive, not even until Python looks for cycles
+    gc.disable()
+    try:
+        other = torch.nn.Parameter(torch.ones(2))
+        for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+            for foreach in (None, True, False):
+                other.grad = torch.ones(2)
+                gone = weakref.ref(other.grad)
+                clip([other], 0.1, foreach=foreach)
+                other.grad = None
+                assert gone() is None
+    finally:
+        gc.enable()
     seen.clear()
     for foreach in (None, True, False):
         for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
