@@ -10,7 +10,7 @@ torch itself tells its users to use, and those that every version has had for ye
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -261,10 +261,12 @@ def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:
         return
 
     def writes() -> int:
-        # of the caller of the function below. Never a variable for a function's own frame: that is a cycle, which keeps the
-        # frames before it, and with them the gradients, until Python looks for cycles
-        frame = sys._getframe(2)
-        if 'total_norm' in frame.f_code.co_name:
+        # A variable that keeps a function's own frame is a cycle: the frames before it, and with them the gradients, would wait
+        # for Python to find it. This one goes on to the caller of the function below.
+        frame = inspect.currentframe()
+        for _ in range(2):
+            frame = frame and frame.f_back
+        if frame is None or 'total_norm' in frame.f_code.co_name:
             return 0
         by_value = frame.f_code.co_name == 'clip_grad_value_'
         return 2 if by_value and frame.f_locals.get('foreach') is not False else 1

@@ -235,7 +235,12 @@ def sandbox(
         optimizer = None if make_optimizer is None else made_optimizer(make_optimizer, copied)
         engine = AmpEngine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
         attach(engine, copied)
-        yield Sandbox(copied, engine)
+        try:
+            yield Sandbox(copied, engine)
+        finally:
+            # model and engine hold each other: their memory would wait for Python to find that cycle
+            strip_hooks(copied)
+            engine.parts.reset()
 
 
 def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:
