@@ -22,6 +22,7 @@ from ..checkpoint import random_state
 from ..compiler_internals import eager
 from ..engine import AmpEngine, attach_together
 from ..engine.buffers.hooks import BufferHook
+from ..engine.ddp.reducers import Reducers
 from ..errors import AmpUsageError
 from ..graph_internals import COMPILED_CALL
 from ..policy import Policy
@@ -241,6 +242,8 @@ def sandbox(
             # model and engine hold each other: their memory would wait for Python to find that cycle
             strip_hooks(copied)
             engine.parts.reset()
+            # those of an engine hold it
+            engine.parts.ddp = Reducers(None, list)
 
 
 def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
-from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,8 +33,7 @@ class Reducers:
 
     Args:
         model: The model, wrapped in DDP, holding DDP modules, or neither.
-        weights: A method that returns the model's parameters that the optimizer steps: weights, not their masters. Its object,
-            which owns these reducers, is not kept alive.
+        weights: Returns the model's parameters that the optimizer steps: weights, not their masters.
         named: The model's parameters by name, for messages.
         speaks: Whether there are messages.
     """
@@ -48,8 +46,7 @@ class Reducers:
         speaks: bool = True,
     ) -> None:
         self.ddps: list[DistributedDataParallel] = []
-        # the owner itself would be a cycle, and its tensors would wait for Python to find it
-        self._weights = WeakMethod(weights)
+        self._weights = weights
         self._names = {id(parameter): name for name, parameter in named}
         self._ids: list[int] = []
         self._mine: list[DistributedDataParallel] = []
@@ -184,8 +181,7 @@ class Reducers:
         # mmengine's MMSeparateDistributedDataParallel is a DDP by name that never ran the constructor
         new = [module for module in found if _is_ddp(module) and module not in self.ddps]
         self.ddps += new
-        owner = self._weights()
-        weights = owner() if owner is not None and self.ddps else []
+        weights = self._weights() if self.ddps else []
         ids = [id(weight) for weight in weights]
         if not new and ids == self._ids:
             return
