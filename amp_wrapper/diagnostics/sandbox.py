@@ -21,8 +21,8 @@ from ..casting.roots import unwrap
 from ..checkpoint import random_state
 from ..compiler_internals import eager
 from ..engine import AmpEngine, attach_together
+from ..engine.attach import let_go
 from ..engine.buffers.hooks import BufferHook
-from ..engine.ddp.reducers import Reducers
 from ..errors import AmpUsageError
 from ..graph_internals import COMPILED_CALL
 from ..policy import Policy
@@ -235,15 +235,11 @@ def sandbox(
         copied = fp32_copy(model)
         optimizer = None if make_optimizer is None else made_optimizer(make_optimizer, copied)
         engine = AmpEngine(dataclasses.replace(policy, verbosity=0, from_16bit=True), optimizer)
-        attach(engine, copied)
         try:
+            attach(engine, copied)
             yield Sandbox(copied, engine)
         finally:
-            # model and engine hold each other: their memory would wait for Python to find that cycle
-            strip_hooks(copied)
-            engine.parts.reset()
-            # those of an engine hold it
-            engine.parts.ddp = Reducers(None, list)
+            let_go(engine.parts, copied)
 
 
 def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:

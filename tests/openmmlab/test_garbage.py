@@ -20,7 +20,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpOptimWrapper, FusedAdamW, amp
-from amp_wrapper.diagnostics.sandbox import sandbox
+from amp_wrapper.diagnostics.sandbox import attach_whole, sandbox
+from amp_wrapper.engine import AmpEngine
+from amp_wrapper.errors import AmpAttachError
 from amp_wrapper.policy import LEVELS, resolve
 
 Step = Callable[[int], None]
@@ -166,4 +168,21 @@ def test_copies_that_were_tried_leave_none(level: str, kind: str, device: torch.
             box.engine.backward(loss)
             box.engine.step()
         del box, loss
+    assert [tuple(tensor.shape) for tensor in found] == []
+
+
+def test_reports_leave_none(device: torch.device) -> None:
+    """Nor a level that is refused when a part of the copy has its hooks already."""
+    net = Net().to(device)
+    with uncollected() as found:
+        amp.report(net, (torch.randn(6, 1, 5, 5, device=device),), opt_level='O2')
+    assert [tuple(tensor.shape) for tensor in found] == []
+
+    def refuse(engine: AmpEngine, model: nn.Module) -> None:
+        attach_whole(engine, model)
+        raise AmpAttachError('this level is refused')
+
+    with uncollected() as found:
+        with pytest.raises(AmpAttachError), sandbox(net, resolve('O2'), OPTIMIZERS['SGD'], refuse):
+            pass
     assert [tuple(tensor.shape) for tensor in found] == []
