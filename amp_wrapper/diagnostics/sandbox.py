@@ -239,7 +239,7 @@ def sandbox(
             attach(engine, copied)
             yield Sandbox(copied, engine)
         finally:
-            let_go(engine.parts, copied)
+            let_go(engine.parts)
 
 
 def made_optimizer(make_optimizer: Callable[[nn.Module], Optimizer], model: nn.Module) -> Optimizer:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .. import fsdp_internals
 from ..autocast import regions
 from ..casting import given_weights, ownership, roots
-from ..casting.find_hooks import copies_are_fp32, strip_hooks
+from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
 from ..casting.modules import module_device
 from ..casting.plan import CastHandle, CastPlan
@@ -145,16 +145,15 @@ def detach_model(parts: EngineParts) -> None:
     parts.reset()
 
 
-def let_go(parts: EngineParts, model: nn.Module) -> None:
+def let_go(parts: EngineParts) -> None:
     """For a model that nobody uses any more: its memory, and that of masters and optimizer, is freed with the last reference.
 
-    Model and engine hold each other, and an engine and its reducers: all of it would wait for Python to find that cycle.
+    The hooks of a model hold its engine. An engine holds what it has of the model, and its reducers hold the engine: all of it
+    would wait for Python to find these cycles.
 
     Args:
-        parts: Not to be used any more.
-        model: Attached to them, in part at least. It cannot be trained any more.
+        parts: Not to be used any more, nor the model; attached, or in the middle of it.
     """
-    strip_hooks(model)
     parts.reset()
     parts.ddp = Reducers(None, list)
 
