@@ -254,12 +254,26 @@ def failures(records: Iterable[dict[str, Any]]) -> str:
     )
 
 
+def missing(records: Iterable[dict[str, Any]]) -> str:
+    """The cells of which nothing is kept, by engine and torch."""
+    kept = {Cell(row['python'], row['torch'], row['engine']) for row in records}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for cell in all_cells():
+        if cell not in kept:
+            groups.setdefault((cell.engine, cell.torch), []).append(cell.python)
+    if not groups:
+        return ''
+    lines = [f'- {engine}, torch {torch}: Python {", ".join(pythons)}' for (engine, torch), pythons in groups.items()]
+    count = sum(map(len, groups.values()))
+    return '\n'.join(['', f'Not run, {count} of {len(all_cells())} cells:', '', *lines, ''])
+
+
 def write_page(page: Path, records: list[dict[str, Any]]) -> None:
     """Put the table between its markers."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, found, after = rest.partition(END)
     assert found, f'{page} has no {BEGIN} ... {END}'
-    page.write_text(f'{before}{BEGIN}\n\n{table(records)}{failures(records)}\n{END}{after}')
+    page.write_text(f'{before}{BEGIN}\n\n{table(records)}{failures(records)}{missing(records)}\n{END}{after}')
 
 
 def read_records() -> list[dict[str, Any]]:

@@ -52,24 +52,25 @@ def go_on(kind: type[Script] | type[Wrapped], case: Any, saved: Any, after: Any,
     assert differences(after, end, strict=True) == []
 
 
-# what was 16-bit before rounds what is loaded before it is initialised
-@pytest.mark.parametrize('early', [False, True], ids=['late', 'early'])
-@pytest.mark.parametrize('name', names('scripts'))
+def both_ways(cases: dict[str, Any], kind: str) -> list[Any]:
+    """Loaded late, and early; a model that was 16-bit before it is initialised would round what is loaded early."""
+    pairs = [(name, early) for name in names(kind) for early in (False, True)]
+    return [
+        pytest.param(name, early, id=f'{name}-{"early" if early else "late"}')
+        for name, early in pairs
+        if not early or cases[name].sixteen is None
+    ]
+
+
+@pytest.mark.parametrize(('name', 'early'), both_ways(SCRIPTS, 'scripts'))
 def test_scripts_go_on(name: str, early: bool) -> None:
-    case = SCRIPTS[name]
-    if early and case.sixteen is not None:
-        early = False
-    go_on(Script, case, *kept('scripts', name), early)
+    go_on(Script, SCRIPTS[name], *kept('scripts', name), early)
 
 
-@pytest.mark.parametrize('early', [False, True], ids=['late', 'early'])
-@pytest.mark.parametrize('name', names('wrapped'))
+@pytest.mark.parametrize(('name', 'early'), both_ways(WRAPPED, 'wrapped'))
 def test_wrappers_go_on(name: str, early: bool) -> None:
     pytest.importorskip('mmengine')
-    case = WRAPPED[name]
-    if early and case.sixteen is not None:
-        early = False
-    go_on(Wrapped, case, *kept('wrapped', name), early)
+    go_on(Wrapped, WRAPPED[name], *kept('wrapped', name), early)
 
 
 @pytest.mark.parametrize('name', names('runners'))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -138,6 +139,21 @@ def test_the_table(tmp_path: Path) -> None:
         '| 2.15.0+cu132 | 3.11.7 | mmengine 0.10.7, mmcv-lite 2.1.0 | `tests/policy` | 3 | 1 | 2 | 2026-11-24 |',
     ]
     assert '- 2.15.0, Python 3.11, mmengine: `tests/policy/test_policy.py` 1' in text
+
+
+def test_the_page_names_the_cells_that_were_not_run() -> None:
+    """A cell that pip cannot install is in the table, and one with a record of some tests as well."""
+    records = [dataclasses.asdict(cell) for cell in run_matrix.all_cells()]
+    assert run_matrix.missing(records) == ''
+    gaps = [Cell('3.12', '2.6.0', 'onedl'), CELL, Cell('3.13', '2.15.0', 'mmengine')]
+    text = run_matrix.missing([row for row in records if Cell(**row) not in gaps])
+    assert text.splitlines() == [
+        '',
+        'Not run, 3 of 48 cells:',
+        '',
+        '- mmengine, torch 2.15.0: Python 3.11, 3.13',
+        '- onedl, torch 2.6.0: Python 3.12',
+    ]
 
 
 def test_the_page_has_what_was_kept(tmp_path: Path) -> None:
