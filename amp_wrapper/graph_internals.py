@@ -7,12 +7,15 @@ As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .compiler_internals import constant_when_traced
 
 # where torch.fx runs a graph: code that it has made, and its interpreter
 _GRAPH_FILES = ('torch/fx/_lazy_graph_module.py', 'torch/fx/graph_module.py', 'torch/fx/interpreter.py')
@@ -90,6 +93,26 @@ def were_written(before: TracedTensors) -> bool:
         if written_storages & before.storages:
             return True
     return False
+
+
+_COPY = 'amp_wrapper_copy'
+_numbers = itertools.count()
+
+
+@constant_when_traced
+def mark_last_tensor() -> int:
+    """Give the last tensor of the graph that is being traced a number. In every version since 2.1."""
+    number = next(_numbers)
+    node = next(node for node in reversed(_traced_nodes()) if isinstance(node.meta.get('example_value'), Tensor))
+    node.meta[_COPY] = number
+    return number
+
+
+@constant_when_traced
+def was_written(number: int) -> bool:
+    """Whether the graph that is being traced has written to the tensor with a number of :func:`mark_last_tensor`."""
+    node = next(node for node in _traced_nodes() if node.meta.get(_COPY) == number)
+    return node.meta['example_value']._version > 0
 
 
 def trace_anew(reason: str) -> None:

@@ -93,6 +93,37 @@ def keys_below(key: str) -> Any:
     return torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
 
 
+#: The autocast key of a kind of device that no tensor has, and torch has no kernels for. Since 1.13.
+SPARE_KEY = 'AutocastIPU'
+
+
+@functools.cache
+def fall_through(key: str) -> None:
+    """Let ops that have no kernel at a dispatch key pass it by, those of higher order too.
+
+    ``torch.library`` has fallbacks of its own since 2.7, for functions of Python alone. In every version since 2.6.
+    """
+    fallback = torch._C._dispatch_library('IMPL', '_', key)
+    fallback.fallback_fallthrough()
+    _fallbacks.append(fallback)
+    dispatch_key = getattr(torch._C.DispatchKey, key)
+    for op in torch._ops._higher_order_ops.values():
+        op.fallthrough(dispatch_key)
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(dispatch_key)
+
+
+# torch takes a fallback out when its library dies
+_fallbacks: list[Any] = []
+
+
+def include_key(key: str) -> Callable[[bool], None]:
+    """A function that lets the ops of its thread come to a dispatch key that their tensors do not have, or not any more.
+
+    In every version since 1.13.
+    """
+    return functools.partial(torch._C._dispatch_tls_set_dispatch_key_included, getattr(torch._C.DispatchKey, key))
+
+
 def variable_function(name: str) -> Callable[..., Any] | None:
     """The binding of an op that ``torch.name`` is, which reads its arguments faster than the op of ``torch.ops`` does.
 

@@ -11,8 +11,8 @@ import torch
 from .. import torch_internals
 from ..errors import AmpUsageError
 from ..policy.fp32_registry import Fp32Op
-from ..policy.nested import HALF_TYPES, cast_tensors, map_tensors
-from .call import Copies, autocast_off, devices_of, is_narrow, narrowed, tensors_in
+from ..policy.nested import HALF_TYPES, Copies, cast_tensors
+from .call import autocast_off, devices_of, is_narrow, narrowed, tensors_in
 
 _MARK = '_amp_wrapper_fp32'
 _WRAPPED = '_amp_wrapper_backward'
@@ -45,8 +45,8 @@ def _fp32_forward(active: ActiveOp, forward: Callable[..., Any], with_context: b
         with autocast_off(op, devices_of(tensors), forward):
             if not is_narrow(op, tensors):
                 return forward(*args, **kwargs)
-            result = forward(*map_tensors(copies.cast, args), **map_tensors(copies.cast, kwargs))
-        given = narrowed(op, tensors, copies.write_back(result))
+            result = forward(*copies.cast(args), **copies.cast(kwargs))
+        given = narrowed(op, tensors, copies.originals(result, copies.write_back()))
         if with_context:
             context = args[0]
             _mark(context)

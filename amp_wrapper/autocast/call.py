@@ -17,7 +17,7 @@ from .. import graph_internals
 from ..compiler_internals import constant_when_traced, untraced
 from ..errors import BannedOpError
 from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
-from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
+from ..policy.nested import CASTABLE, HALF_TYPES, Copies, cast_tensors, map_tensors
 from . import graph, graph_region, listening, state
 from .graph_region import GraphRegion
 from .state import AutocastOff, autocast_is_on
@@ -54,55 +54,6 @@ def tensors_in(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-class Copies:
-    """The copies of one call in another type: one for each tensor, so that arguments that are one object stay one.
-
-    Args:
-        target: The type of the copies.
-        sources: The types that are copied; everything else is left alone.
-    """
-
-    def __init__(self, target: torch.dtype, sources: frozenset[torch.dtype]) -> None:
-        self._target, self._sources = target, sources
-        # id of a tensor -> itself, its copy, the version of that copy
-        self._copies: dict[int, tuple[Tensor, Tensor, int | None]] = {}
-
-    def cast(self, tensor: Tensor) -> Tensor:
-        """The copy of ``tensor``, or itself where it has the type already."""
-        if tensor.dtype is self._target or tensor.dtype not in self._sources:
-            return tensor
-        known = self._copies.get(id(tensor))
-        if known is None:
-            copy = tensor.to(self._target)
-            known = self._copies[id(tensor)] = (tensor, copy, _version(copy))
-        return known[1]
-
-    def write_back(self, result: Any) -> Any:
-        """In-place changes reach the caller's tensors, and results that are arguments become the caller's objects."""
-        changed = {
-            id(copy): (tensor, copy)
-            for tensor, copy, version in self._copies.values()
-            if version is not None and _version(copy) != version
-        }
-        for tensor, copy in changed.values():
-            if tensor.shape != copy.shape:
-                # an empty tensor that was given as ``out``
-                tensor.resize_(copy.shape)
-            tensor.copy_(copy)
-        return self.originals(result, changed) if changed else result
-
-    def originals(self, result: Any, among: dict[int, tuple[Tensor, Tensor]] | None = None) -> Any:
-        """``result`` with the caller's tensors in place of their copies."""
-        if among is None:
-            among = {id(copy): (tensor, copy) for tensor, copy, _ in self._copies.values()}
-        return map_tensors(lambda t: among[id(t)][0] if id(t) in among else t, result)
-
-
-def _version(tensor: Tensor) -> int | None:
-    # dynamo and inference tensors keep no count
-    return None if torch.compiler.is_dynamo_compiling() or tensor.is_inference() else tensor._version
-
-
 def _cast_call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -113,8 +64,8 @@ def _cast_call(
 ) -> Any:
     """Call ``function`` with copies of its arguments, but for the first ``held``."""
     copies = Copies(target, sources)
-    result = function(*args[:held], *map_tensors(copies.cast, args[held:]), **map_tensors(copies.cast, kwargs))
-    return copies.write_back(result)
+    result = function(*args[:held], *copies.cast(args[held:]), **copies.cast(kwargs))
+    return copies.originals(result, copies.write_back())
 
 
 # -- by the FP32 registry ----------------------------------------------------------------------------------------------
@@ -222,8 +173,9 @@ def call_in_graph(
     off = [device for device in devices if region.autocast_type(device) in op.avoids(device)]
     if not narrow:
         return _run(region, function, args, kwargs, off, None)
-    wide = [*args[:held], *cast_tensors(args[held:], torch.float32, HALF_TYPES)]
-    result = _run(region, function, wide, cast_tensors(kwargs, torch.float32, HALF_TYPES), off, None, copies=True)
+    copies = Copies(torch.float32, HALF_TYPES)
+    wide = [*args[:held], *copies.cast(args[held:])]
+    result = _run(region, function, wide, copies.cast(kwargs), off, None, copies)
     return narrowed(op, tensors, result, region)
 
 
@@ -234,7 +186,7 @@ def _run(
     kwargs: dict[str, Any],
     devices: list[str],
     dtype: torch.dtype | None,
-    copies: bool = False,
+    copies: Copies | None = None,
 ) -> Any:
     """Call a function in a graph with autocast of ``dtype``, None for off, on some devices; elsewhere as the region has it.
 
@@ -243,7 +195,7 @@ def _run(
     device = devices[0] if devices else None
     if not _is_op(function):
         # what is written in Python calls functions of torch, which come to the region by themselves
-        if copies:
+        if copies is not None:
             _begin_body()
         if device is None:
             result = function(*args, **kwargs)
@@ -252,8 +204,10 @@ def _run(
             graph.enter(inside)
             result = function(*args, **kwargs)
             graph.leave(inside)
-        if copies and _body_has_written():
-            graph.break_graph()
+        if copies is not None:
+            if _body_has_written():
+                graph.break_graph()
+            copies.write_back()
         return result
     if device is None:
         return region.run(function, tuple(args), kwargs)
@@ -349,10 +303,11 @@ def call_by_rule_in_graph(
     if _writes(function, kwargs):
         return call_by_rule(rule, function, tensors, args, kwargs, held)
     target, is_op, devices = _target(rule, function, tensors, kwargs), _is_op(function), devices_of(tensors)
-    copies = target is not None and any(t.dtype in CASTABLE and t.dtype is not target for t in tensors)
-    if target is not None:
-        args = (*args[:held], *cast_tensors(args[held:], target))
-        kwargs = cast_tensors(kwargs, target)
+    copies: Copies | None = None
+    if target is not None and any(t.dtype in CASTABLE and t.dtype is not target for t in tensors):
+        copies = Copies(target)
+        args = (*args[:held], *copies.cast(args[held:]))
+        kwargs = copies.cast(kwargs)
     if is_op or rule.dtype is torch.float32:
         on = [device for device in devices if region.autocast_type(device) is not None]
         return _run(region, function, args, kwargs, on, None, copies)

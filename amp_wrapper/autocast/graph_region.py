@@ -16,6 +16,7 @@ from torch.utils import checkpoint
 
 from .. import compiler_internals
 from ..compiler_internals import constant_when_traced
+from ..policy.nested import CASTABLE, Copies
 from . import state
 from .state import CASTS
 
@@ -63,8 +64,10 @@ class GraphRegion(TorchFunctionMode):
         caller: Of an FP32 region: the 16-bit type that the caller came with.
 
     Attributes:
+        copies: Of an FP32 region: the arguments that were cast.
         key_sets: What is active: its own keys, and those of the regions around it.
         casts: Whether the tables of O1 and O4 act.
+        operands: The type of the autocast by which operands of unlike types meet: see :mod:`.operands`.
         marks: Whether they act here, or in a region around it: calls say then which it is.
         covers: Whether it, or one around it, keeps casts of other models out.
         suspended: Whether nothing that O1 and O4 cast is cast inside.
@@ -82,6 +85,7 @@ class GraphRegion(TorchFunctionMode):
         self.outer = outer
         self.module: nn.Module | None = None
         self.caller = caller
+        self.copies: Copies | None = None
         self.covers: bool = outer is not None and outer.covers
         self.suspended: bool = outer is not None and outer.suspended
         # whether ``outer`` was at the top of the stack, and waits to be put back there
@@ -94,7 +98,9 @@ class GraphRegion(TorchFunctionMode):
         self.depth: int = outer.depth if device is None and outer is not None else _autocast_depth()
         # a region around it may be open outside of the graph, where the tables act
         self.marks: bool = self.casts or (outer is not None and outer.marks)
+        self.operands: torch.dtype | None = None if outer is None else outer.operands
         if keys is not None:
+            self.operands = state.operands_type(keys)
             self.key_sets = (*self.key_sets, keys)
             self.casts = CASTS in keys and not self.suspended
             self.marks = self.marks or self.casts
@@ -152,15 +158,31 @@ class GraphRegion(TorchFunctionMode):
             return function(*args[:first], *[self.around(each) for each in args[first:end]], *args[end:], **kwargs)
         if self.marks:
             torch.ops.amp_wrapper_graph.casts(self.casts)
-        if self.device is None or not self.sets_autocast():
-            result = function(*args, **kwargs)
+        if self.operands is not None and _are_unlike(args, kwargs):
+            with torch.autocast(state.SPARE, dtype=self.operands):
+                result = self._call(function, args, kwargs)
         else:
-            # the cache of cast weights ends with each call: the compiler finds casts that are made twice
-            with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None):
-                result = function(*args, **kwargs)
+            result = self._call(function, args, kwargs)
         if self.marks:
             torch.ops.amp_wrapper_graph.casts(None)
         return result
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.device is None or not self.sets_autocast():
+            return function(*args, **kwargs)
+        # the cache of cast weights ends with each call: the compiler finds casts that are made twice
+        with torch.autocast(self.device, dtype=self.dtype, enabled=self.dtype is not None):
+            return function(*args, **kwargs)
+
+
+def _are_unlike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors of two floating types are among the arguments of a call."""
+    types = []
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor) and item.dtype in CASTABLE and item.dtype not in types:
+                types.append(item.dtype)
+    return len(types) > 1
 
 
 @constant_when_traced

@@ -42,7 +42,7 @@ def install(device_type: str) -> None:
         key = _KEYS[device_type]
         library = Library('aten', 'IMPL')  # type: ignore[no-untyped-call]
         for rule in missing(device_type):
-            op = _overload(rule.op)
+            op = overload_of(rule.op)
             library.impl(op, _kernel(op, rule, device_type, key), key, with_keyset=True)  # type: ignore[no-untyped-call]
         _libraries[device_type] = library
 
@@ -61,12 +61,13 @@ def missing(device_type: str) -> list[OpRule]:
         rule
         for rule in OP_RULES.values()
         if (device_type == 'cpu' or not rule.cpu_only)
-        and _overload(rule.op) is not None
+        and overload_of(rule.op) is not None
         and not torch_internals.has_kernel(f'aten::{rule.op}', key)
     ]
 
 
-def _overload(name: str) -> Any:
+def overload_of(name: str) -> Any:
+    """The overload of an op of torch by a name such as 'softmax.int'; None where this torch has none."""
     packet, _, overload = name.partition('.')
     found = getattr(torch.ops.aten, packet, None)
     return None if found is None else getattr(found, overload or 'default', None)
@@ -77,7 +78,7 @@ def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., 
     name = rule.op.partition('.')[0]
     writes = rule.rule == WRITE
     fixed = torch.float32 if rule.rule in (FLOAT32, WRITE) else None
-    run = _without_schema(op)
+    run = without_schema(op)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # a call may say by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys
@@ -110,7 +111,7 @@ def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., 
     return kernel
 
 
-def _without_schema(op: Any) -> Callable[..., Any]:
+def without_schema(op: Any) -> Callable[..., Any]:
     """The function of ``torch`` for an op, which reads its arguments faster than the op itself; the op where there is none.
 
     Both take the same arguments in the same order, and both end in the dispatcher.

@@ -52,6 +52,7 @@ class OpSet:
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``ENTRY_METHODS`` open a region.
         casts: Whether the tables of O1 and O4 act in its regions, and what the user registered.
         allow_banned: Whether these run in FP32 what they refuse otherwise.
+        operands: Whether products of 16-bit and FP32 operands compute in 16-bit.
 
     Attributes:
         keys: What is active, for :func:`amp_wrapper.autocast.regions.enter`.
@@ -63,10 +64,11 @@ class OpSet:
         classes: Iterable[type] = (),
         casts: bool = False,
         allow_banned: bool = False,
+        operands: bool = False,
     ) -> None:
         self.extra = tuple(dict.fromkeys(Fp32Op(op) if isinstance(op, str) else op for op in extra))
         self.classes = tuple(cls for cls in classes if any(hasattr(cls, name) for name in ENTRY_METHODS))
-        self.casts, self.allow_banned = casts, allow_banned
+        self.casts, self.allow_banned, self.operands = casts, allow_banned, operands
         recompute.install()
         patches.add({_config_key(op): op for op in self.extra})
         self.keys = _DEFAULT_KEYS | {_config_key(op) for op in self.extra}
@@ -74,6 +76,8 @@ class OpSet:
             patches.add({_cast_key(name): op for name, op in CAST_OPS.items()})
             changed = {n for n, op in CAST_OPS.items() if not (allow_banned and op.output == REFUSED)}
             self.keys = (self.keys - changed) | {_cast_key(name) for name in changed} | {state.CASTS}
+        else:
+            self.keys |= {state.OPERANDS if operands else state.DESTINATIONS}
         for cls in self.classes:
             for name in ENTRY_METHODS:
                 _wrap_method(cls, name)
@@ -84,11 +88,12 @@ class OpSet:
             dict.fromkeys((*self.classes, *other.classes)),
             self.casts or other.casts,
             self.allow_banned or other.allow_banned,
+            self.operands or other.operands,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # another process has to know its names and wrap its methods, too
-        return OpSet, (self.extra, self.classes, self.casts, self.allow_banned)
+        return OpSet, (self.extra, self.classes, self.casts, self.allow_banned, self.operands)
 
 
 def refuses_bce() -> bool:

@@ -25,7 +25,7 @@ from ..compiler_internals import (
     may_be_called_by_compiled_code,
     untraced,
 )
-from . import graph, state
+from . import graph, operands, state
 from .patching import patches
 from .state import Region, thread
 
@@ -79,6 +79,8 @@ def enter(
     if autocast is not None:
         autocast.__enter__()
         region.autocast = autocast
+    if keys is not None:
+        region.operands = operands.begin(keys)
     if region.agrees or may_be_called_by_compiled_code():
         compiling()
         region.agrees = True
@@ -144,6 +146,8 @@ def leave() -> None:
         if region.autocast is not None:
             region.autocast.__exit__(None, None, None)
     finally:
+        if region.operands is not None:
+            operands.end(region.operands)
         if region.agrees:
             graph.agree()
         if region.acquired:

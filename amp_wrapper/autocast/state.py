@@ -21,11 +21,18 @@ import torch
 from torch import nn
 
 from .. import compiler_internals, graph_internals, torch_internals
+from ..policy.nested import Copies
 
 #: The device types that are asked whether autocast is on.
 AUTOCAST_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')
 #: Active in a region of a model whose forwards the functional API casts op by op.
 CASTS = '@casts'
+#: Active in a region of a model whose weights are 16-bit: products of unlike operands compute in 16-bit.
+OPERANDS = '@operands'
+#: Active in a region without CASTS: what is written into a tensor takes its type.
+DESTINATIONS = '@destinations'
+#: A kind of device that no tensor has: whether :mod:`.operands` acts is its autocast, and its type says what acts.
+SPARE = 'ipu'
 
 
 class Region:
@@ -44,8 +51,10 @@ class Region:
         dtype: Of a region that is its own ``cover``: the type of its autocast, None where that is off.
         grad: Of the same: whether gradients were enabled when weights were last cast in it.
         caller: Of an FP32 region: the 16-bit type that the caller came with.
+        copies: Of the same: the arguments that were cast.
         patched: Whether the functions of the registry are patched for it or for a region around it.
         acquired: Whether for itself.
+        operands: What :func:`amp_wrapper.autocast.operands.end` restores; None where the region leaves that as it is.
         agrees: Whether the stack of function modes says what is open, since code inside of it is compiled.
     """
 
@@ -66,9 +75,16 @@ class Region:
         self.dtype: torch.dtype | None = None
         self.grad = True
         self.caller: torch.dtype | None = None
+        self.copies: Copies | None = None
         self.patched: bool = outer is not None and outer.patched
         self.acquired = False
+        self.operands: tuple[bool, torch.dtype] | None = None
         self.agrees: bool = outer is not None and outer.agrees
+
+
+def operands_type(keys: frozenset[str]) -> torch.dtype | None:
+    """The type of the autocast of :data:`SPARE` in a region with these keys; None for off."""
+    return torch.bfloat16 if OPERANDS in keys else torch.float16 if DESTINATIONS in keys else None
 
 
 class _Thread(threading.local):
@@ -86,6 +102,8 @@ class _Thread(threading.local):
         self.overruled = 0
         # open segments that run again
         self.resumed = 0
+        # modules whose inputs were cast, and their copies
+        self.cast_calls: list[tuple[nn.Module, Copies | None]] = []
         # whether nn.Module._apply of an attached model is under way, which calls it for the children
         self.in_apply = False
         # whether the tables of O1 and O4 act in the call that a graph is at, None between such calls; and which graph

@@ -86,7 +86,7 @@ def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> No
             continue
         if policy.casts_model:
             if not has_hook(module, CastInputs):
-                module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
+                CastInputs(torch.float32).put(module)
         elif region_on(module, FP32) is None:
             run_in_fp32(module, gives_back=False)
 

@@ -19,9 +19,13 @@ from torch.nn.utils.weight_norm import WeightNorm
 from ..autocast import generators, state
 from ..compiler_internals import FREEZING, constant_when_traced, freezes, never_compiled, traced_as, untraced
 from ..errors import AmpConfigError, ScriptingError
-from ..policy.nested import CASTABLE, EnterObject, cast_tensors
+from ..policy.nested import CASTABLE, Copies, EnterObject, cast_tensors
 from ..torch_internals import forward_pre_hooks
 from . import fp32_values
+
+
+#: The calls under way whose arguments were cast, the innermost last: the module, and the copies; None where there are none.
+CastCalls = list[tuple[nn.Module, 'Copies | None']]
 
 
 class _Unscriptable:
@@ -42,8 +46,14 @@ def _synchronise(module: nn.Module) -> None:
     fp32_values.synchronise(module.parameters())
 
 
+def _cast_in_graph(module: nn.Module, calls: CastCalls, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    copies = Copies(dtype)
+    calls.append((module, copies))
+    return copies.cast(args), copies.cast(kwargs)
+
+
 #: Between two graphs, casts are not worth one of their own.
-_cast = untraced(cast_tensors)
+_cast = untraced(_cast_in_graph)
 
 
 def refuse_frozen_weights() -> None:
@@ -116,6 +126,13 @@ class CastInputs(AmpHook):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        # of calls that are part of a graph; those of others are kept by their thread
+        self.traced_calls: CastCalls = []
+
+    def put(self, module: nn.Module) -> None:
+        """Register the hook, and the one behind the forward that writes back."""
+        module.register_forward_pre_hook(self, with_kwargs=True)
+        module.register_forward_hook(WriteBack(self), always_call=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_traced = torch.compiler.is_dynamo_compiling()
@@ -129,6 +146,7 @@ class CastInputs(AmpHook):
                 # with those below, which some modules use without calling them
                 _synchronise(module)
         dtype = self.dtype
+        calls = self.traced_calls if is_traced else state.thread.cast_calls
         # the usual case, tensors of the right type and a few flags, must cost next to nothing
         for values in (args, kwargs.values()) if kwargs else (args,):
             for value in values:
@@ -140,12 +158,13 @@ class CastInputs(AmpHook):
                 continue
             break
         else:
+            if calls and calls[-1][0] is module:
+                # a module that calls itself: so that each call finds its own copies
+                calls.append((module, None))
             return None
         if is_traced:
-            # torch.compile does not compare tuples by identity
-            return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-        new_args, new_kwargs = _cast(args, dtype), _cast(kwargs, dtype)
-        return None if new_args is args and new_kwargs is kwargs else (new_args, new_kwargs)
+            return _cast_in_graph(module, calls, dtype, args, kwargs)
+        return _cast(module, calls, dtype, args, kwargs)
 
     never_compiled(__call__)
 
@@ -160,6 +179,26 @@ class CastInputs(AmpHook):
     def __getstate__(self) -> dict[str, Any]:
         # it belongs to the masters of this process
         return {name: value for name, value in super().__getstate__().items() if name != 'follower'}
+
+
+class WriteBack(AmpHook):
+    """Forward hook, called after every exception too: what the module wrote to copies of its arguments reaches the caller's.
+
+    Args:
+        inputs: The hook that made the copies.
+    """
+
+    def __init__(self, inputs: CastInputs) -> None:
+        self.inputs = inputs
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        calls = self.inputs.traced_calls if torch.compiler.is_dynamo_compiling() else state.thread.cast_calls
+        if calls and calls[-1][0] is module:
+            copies = calls.pop()[1]
+            if copies is not None:
+                copies.write_back()
+
+    never_compiled(__call__, with_callees=True)
 
 
 class Fp32Inputs(CastInputs):

@@ -120,7 +120,7 @@ class CastPlan:
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
             classes = sorted({type(m) for m in self._modules()}, key=lambda cls: f'{cls.__module__}.{cls.__qualname__}')
-            self.ops = OpSet(policy.fp32_ops, classes, casts=self.casts_ops)
+            self.ops = OpSet(policy.fp32_ops, classes, casts=self.casts_ops, operands=policy.casts_model)
 
     @property
     def casts_ops(self) -> bool:
@@ -263,7 +263,7 @@ class CastPlan:
             if policy.cast_model_type is not None:
                 if not has_hook(root, CastInputs):
                     inputs = CastInputs(policy.cast_model_type) if policy.casts_model else Fp32Inputs()
-                    root.register_forward_pre_hook(inputs, with_kwargs=True)
+                    inputs.put(root)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif self.casts_ops:
                 pass  # the hooks that close a region cast outputs
@@ -322,7 +322,7 @@ class CastPlan:
         if any(dtype in HALF_TYPES for _, dtype in with_weights):
             for module, dtype in with_weights:
                 if not has_hook(module, CastInputs):
-                    module.register_forward_pre_hook(Fp32Inputs(dtype), with_kwargs=True)
+                    Fp32Inputs(dtype).put(module)
 
     def _apply_casts(self, dtype: torch.dtype) -> None:
         for tensor in (*self.parameters.values(), *self._buffers.values()):
@@ -334,11 +334,11 @@ class CastPlan:
                 module.register_forward_pre_hook(CastComputed(computed, dtype))
             own = module.parameters(recurse=False)
             if computed or is_parametrized(module) or any(p.dtype is dtype or id(p) in gathered for p in own):
-                module.register_forward_pre_hook(CastInputs(dtype), with_kwargs=True)
+                CastInputs(dtype).put(module)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         for module, starts, gives_back in self._kept_modules:
-            module.register_forward_pre_hook(CastInputs(torch.float32), with_kwargs=True)
+            CastInputs(torch.float32).put(module)
             if starts and gives_back:
                 module.register_forward_hook(CastOutputs(dtype))
         cast_modules = set(self._cast_modules)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autocast import generators, graph, graph_region, kernels, regions, state
+from ..autocast import generators, graph, graph_region, kernels, operands, regions, state
 from ..autocast.call import tensors_in
 from ..autocast.graph_region import GraphRegion
 from ..autocast.op_set import OpSet, refuses_bce, refuses_bce_in
@@ -20,7 +20,7 @@ from ..compiler_internals import constant_when_traced, traced_as
 from ..errors import AmpAttachError, AmpUsageError, BannedOpError
 from ..graph_internals import is_fake, trace_anew
 from ..policy.fp32_registry import BCE_REASON
-from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
+from ..policy.nested import HALF_TYPES, Copies, EnterObject, cast_tensors
 from ..torch_internals import first_pre_hook, forward_hooks, forward_pre_hooks
 from .cast_hooks import AmpHook, CastOutputs, refuse_frozen_weights
 from .find_hooks import drop_hooks
@@ -96,9 +96,7 @@ class EnterRegion(AmpHook):
         region = GraphRegion(outer, None, device if is_on else None, None, caller)
         region.module = module
         graph.enter(region)
-        if caller is None:
-            return None
-        return cast_tensors(args, torch.float32, HALF_TYPES), cast_tensors(kwargs, torch.float32, HALF_TYPES)
+        return _raised(region, args, kwargs)
 
     @traced_as(in_graph)
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -144,10 +142,17 @@ class EnterRegion(AmpHook):
         if caller is not None and isinstance(module, nn.BCELoss) and refuses_bce():
             raise BannedOpError('nn.BCELoss', BCE_REASON)
         devices = {tensor.device.type for tensor in tensors} or {module_device(module).type}
-        regions.enter(None, module, AutocastOff([d for d in devices if autocast_is_on(d)])).caller = caller
-        if caller is None:
-            return None
-        return cast_tensors(args, torch.float32, HALF_TYPES), cast_tensors(kwargs, torch.float32, HALF_TYPES)
+        region = regions.enter(None, module, AutocastOff([d for d in devices if autocast_is_on(d)]))
+        region.caller = caller
+        return _raised(region, args, kwargs)
+
+
+def _raised(region: Region | GraphRegion, args: Any, kwargs: Any) -> Any:
+    """The arguments of a call in an FP32 region, where 16-bit tensors are among them."""
+    if region.caller is None:
+        return None
+    region.copies = Copies(torch.float32, HALF_TYPES)
+    return region.copies.cast(args), region.copies.cast(kwargs)
 
 
 class LeaveRegion(AmpHook):
@@ -174,6 +179,8 @@ class LeaveRegion(AmpHook):
         if region is None or region.module is not module:
             return None
         graph.leave(region)
+        if region.copies is not None:
+            region.copies.write_back()
         if self.kind == CASTS:
             return self.cast(output)
         if region.caller is not None and self.gives_back:
@@ -189,9 +196,12 @@ class LeaveRegion(AmpHook):
         # a pre-hook that failed before ours leaves nothing of this module open
         if not regions.is_innermost(module):
             return None
-        cast = self._cast_of(state.thread.regions[-1])
+        region = state.thread.regions[-1]
+        cast = self._cast_of(region)
         result = generators.resuming(output, cast)
         regions.leave()
+        if region.copies is not None:
+            region.copies.write_back()
         if result is output and cast is not None:
             result = cast(output)
         return None if result is output else result
@@ -251,6 +261,7 @@ def drop_regions(module: nn.Module, kinds: Collection[str]) -> None:
 @constant_when_traced
 def _keep_patched() -> bool:
     regions.listen()
+    operands.prepare()
     is_first = regions.compiling()
     if patches.keep() or is_first:
         trace_anew('functions of the FP32 registry stay patched')

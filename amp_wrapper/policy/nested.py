@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..graph_internals import mark_last_tensor, was_written
+
 #: The floating types that mixed precision moves between. float64 and complex tensors are always left alone.
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 #: The 16-bit floating types.
@@ -44,7 +46,14 @@ def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None = None) -> Any:
+#: Lists, dicts and dataclasses that were rebuilt, by the id of the original: the original, what was made of it, and what that
+#: held then.
+Rebuilt = dict[int, tuple[Any, Any, Any]]
+
+
+def map_tensors(
+    function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None = None, rebuilt: Rebuilt | None = None
+) -> Any:
     """Apply ``function`` to every tensor inside ``value``.
 
     Lists, tuples, named tuples, dicts, dataclasses and subclasses of these are entered, and rebuilt as the same type
@@ -55,6 +64,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
         function: Maps a tensor to a tensor; returns the same object for "no change".
         value: Any object.
         enter: Called for objects of unknown kinds; None leaves them alone.
+        rebuilt: Gets what can be written to and was rebuilt; what is in it already stays one object.
 
     Returns:
         ``value`` itself where nothing changed, else a new container of the same type.
@@ -63,47 +73,66 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any, enter: EnterOb
         return function(value)
     if value is None or isinstance(value, _PLAIN):
         return value
+    if rebuilt and id(value) in rebuilt:
+        return rebuilt[id(value)][1]
     if isinstance(value, dict):
-        changed = _changed(function, value, enter)
+        changed = _changed(function, value, enter, rebuilt)
         if not changed:
             return value
         result = dict(value) if type(value) is dict else copy.copy(value)
         for key, item in changed.items():
             result[key] = item
-        return result
+        return _noted(value, result, rebuilt)
     if isinstance(value, (list, tuple)):
-        items = [map_tensors(function, item, enter) for item in value]
+        items = [map_tensors(function, item, enter, rebuilt) for item in value]
         if all(new is old for new, old in zip(items, value)):
             return value
-        if type(value) is list:
-            return items
         if isinstance(value, list):
-            sequence = copy.copy(value)
+            sequence = items if type(value) is list else copy.copy(value)
             sequence[:] = items
-            return sequence
+            return _noted(value, sequence, rebuilt)
         make = getattr(type(value), '_make', type(value))
         return make(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in dataclasses.fields(value))
         fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        changed = _changed(function, fields, enter)
+        changed = _changed(function, fields, enter, rebuilt)
         if not changed:
             return value
         duplicate: Any = copy.copy(value)
         for name, item in changed.items():
             # object.__setattr__ also reaches the fields of a frozen dataclass; the copy is ours alone
             object.__setattr__(duplicate, name, item)
-        return duplicate
+        return _noted(value, duplicate, rebuilt)
     return value if enter is None else enter(function, value)
 
 
+def _noted(value: Any, result: Any, rebuilt: Rebuilt | None) -> Any:
+    if rebuilt is not None:
+        rebuilt[id(value)] = (value, result, _held_by(result))
+    return result
+
+
+def _held_by(container: Any) -> dict[Any, Any] | list[Any]:
+    """What a list, dict or dataclass holds now, in a container of its own."""
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, list):
+        return list(container)
+    names = [*(field.name for field in dataclasses.fields(container)), *getattr(container, '__dict__', ())]
+    return {name: getattr(container, name) for name in names if hasattr(container, name)}
+
+
 def _changed(
-    function: Callable[[Tensor], Tensor], items: Mapping[Any, Any], enter: EnterObject | None
+    function: Callable[[Tensor], Tensor],
+    items: Mapping[Any, Any],
+    enter: EnterObject | None,
+    rebuilt: Rebuilt | None = None,
 ) -> dict[Any, Any]:
     # torch.compile cannot trace a comprehension that binds a name
     changed = {}
     for key, item in items.items():
-        new = map_tensors(function, item, enter)
+        new = map_tensors(function, item, enter, rebuilt)
         if new is not item:
             changed[key] = new
     return changed
@@ -133,6 +162,101 @@ def cast_tensors(
     return map_tensors(cast, value, enter)
 
 
+class Copies:
+    """Arguments of one call in another type. What the callee writes to them reaches the caller's objects afterwards.
+
+    Tensors, lists, dicts and dataclasses that are given several times stay one object.
+
+    Args:
+        target: The type.
+        sources: The types that are cast; everything else is left alone.
+    """
+
+    def __init__(self, target: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE) -> None:
+        self._target, self._sources = target, sources
+        # by the id of a tensor: itself, its copy, and by what to see whether that was written to
+        self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
+        self._rebuilt: Rebuilt = {}
+
+    def cast(self, value: Any) -> Any:
+        """``value``, any nesting, with copies of the tensors that have to be cast; itself where there are none."""
+        if torch.compiler.is_dynamo_compiling():
+            needed = _has_to_cast(value, self._target, self._sources, None)
+            return _map_in_graph(self._cast, value, None, self._rebuilt) if needed else value
+        return map_tensors(self._cast, value, rebuilt=self._rebuilt)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        # the comparison is cheaper than the set lookup, and most tensors have the type already
+        if tensor.dtype is self._target or tensor.dtype not in self._sources:
+            return tensor
+        known = self._tensors.get(id(tensor))
+        if known is None:
+            made = tensor.to(self._target)
+            known = self._tensors[id(tensor)] = (tensor, made, _version(made))
+        return known[1]
+
+    def write_back(self) -> dict[int, tuple[Any, Any]]:
+        """Let what was written to copies reach the originals.
+
+        Returns:
+            The tensors that were written to, by the id of the copy: the original and the copy.
+        """
+        written = {
+            id(made): (tensor, made) for tensor, made, before in self._tensors.values() if _was_written(made, before)
+        }
+        for tensor, made in written.values():
+            if tensor.shape != made.shape:
+                # an empty tensor that was given as ``out``
+                tensor.resize_(made.shape)
+            tensor.copy_(made)
+        for original, made, held in self._rebuilt.values():
+            now = _held_by(made)
+            if isinstance(now, list):
+                if len(now) != len(held) or any(new is not old for new, old in zip(now, held)):
+                    original[:] = [self._original(item) for item in now]
+                continue
+            is_dict = isinstance(original, dict)
+            for key in held:
+                if key not in now and is_dict:
+                    del original[key]
+                elif key not in now:
+                    delattr(original, key)
+            for key, item in now.items():
+                if key in held and item is held[key]:
+                    continue
+                if is_dict:
+                    original[key] = self._original(item)
+                else:
+                    setattr(original, key, self._original(item))
+        return written
+
+    def _original(self, value: Any) -> Any:
+        """What stands behind a copy; anything else is its own."""
+        for original, made, _ in (*self._rebuilt.values(), *self._tensors.values()):
+            if made is value:
+                return original
+        return value
+
+    def originals(self, result: Any, among: dict[int, tuple[Any, Any]] | None = None) -> Any:
+        """``result`` with the caller's tensors in place of their copies."""
+        if among is None:
+            among = {id(made): (tensor, made) for tensor, made, _ in self._tensors.values()}
+        return map_tensors(lambda t: among[id(t)][0] if id(t) in among else t, result) if among else result
+
+
+def _version(tensor: Tensor) -> int | None:
+    if torch.compiler.is_dynamo_compiling():
+        return mark_last_tensor()
+    # inference tensors keep no count
+    return None if tensor.is_inference() else tensor._version
+
+
+def _was_written(made: Tensor, before: int | None) -> bool:
+    if before is None:
+        return False
+    return was_written(before) if torch.compiler.is_dynamo_compiling() else made._version != before
+
+
 def _has_to_cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype], enter: EnterObject | None) -> bool:
     """Whether :func:`cast_tensors` would make a new object. torch.compile does not compare containers by identity."""
     if isinstance(value, Tensor):
@@ -149,20 +273,21 @@ def _has_to_cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype]
     return any(_has_to_cast(item, dtype, sources, enter) for item in items)
 
 
-def _map_in_graph(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None) -> Any:
+def _map_in_graph(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None, rebuilt: Rebuilt | None = None) -> Any:
     """:func:`map_tensors`, where a graph is traced: containers are made anew without a look at what has changed in them."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (dict, OrderedDict):
-        pairs = {key: _map_in_graph(function, item, enter) for key, item in value.items()}
-        return pairs if type(value) is dict else OrderedDict(pairs)
+        pairs = {key: _map_in_graph(function, item, enter, rebuilt) for key, item in value.items()}
+        return _noted(value, pairs if type(value) is dict else OrderedDict(pairs), rebuilt)
     if isinstance(value, dict) and dataclasses.is_dataclass(value):
         # the outputs of transformers are dicts and dataclasses
-        return type(value)(**{key: _map_in_graph(function, item, enter) for key, item in value.items()})
+        fields = {key: _map_in_graph(function, item, enter, rebuilt) for key, item in value.items()}
+        return _noted(value, type(value)(**fields), rebuilt)
     if type(value) is list:
-        return [_map_in_graph(function, item, enter) for item in value]
+        return _noted(value, [_map_in_graph(function, item, enter, rebuilt) for item in value], rebuilt)
     if type(value) is tuple:
-        return tuple([_map_in_graph(function, item, enter) for item in value])
+        return tuple([_map_in_graph(function, item, enter, rebuilt) for item in value])
     if isinstance(value, tuple) and hasattr(type(value), '_make'):
-        return type(value)(*[_map_in_graph(function, item, enter) for item in value])
-    return map_tensors(function, value, enter)
+        return type(value)(*[_map_in_graph(function, item, enter, rebuilt) for item in value])
+    return map_tensors(function, value, enter, rebuilt)
