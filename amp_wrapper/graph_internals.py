@@ -112,7 +112,7 @@ def mark_last_tensor() -> int:
 def was_written(number: int) -> bool:
     """Whether the graph that is being traced has written to the tensor with a number of :func:`mark_last_tensor`."""
     node = next(node for node in _traced_nodes() if node.meta.get(_COPY) == number)
-    return node.meta['example_value']._version > 0
+    return bool(node.meta['example_value']._version > 0)
 
 
 def trace_anew(reason: str) -> None:

@@ -108,7 +108,7 @@ def fall_through(key: str) -> None:
     _fallbacks.append(fallback)
     dispatch_key = getattr(torch._C.DispatchKey, key)
     for op in torch._ops._higher_order_ops.values():
-        op.fallthrough(dispatch_key)
+        op.fallthrough(dispatch_key)  # type: ignore[no-untyped-call]
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(dispatch_key)
 
 

@@ -87,6 +87,7 @@ def initialize(  # type: ignore[misc]
     *,
     keep_fp32: str | type | Sequence[str | type] | None = None,
     fp32_ops: Fp32Names | None = None,
+    keep_inputs: str | Sequence[str] | None = None,
     from_16bit: bool = False,
     restore_buffers_on_skip: bool = True,
     mesh: DeviceMesh | None = None,
@@ -122,6 +123,8 @@ def initialize(  # type: ignore[misc]
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the registry
             (:data:`amp_wrapper.policy.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
             ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
+        keep_inputs: Names of arguments of ``forward``, of a model or of a module below it, whose floating tensors stay as they
+            are: time steps, coordinates, positions. At the levels that cast the model.
         from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
             Frozen 16-bit weights are always taken.
         restore_buffers_on_skip: Whether a skipped step gives buffers (BatchNorm's statistics, counters) back that its forward

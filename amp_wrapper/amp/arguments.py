@@ -31,6 +31,7 @@ _OF_MODELS = (
     'cast_model_outputs',
     'keep_fp32',
     'fp32_ops',
+    'keep_inputs',
 )
 
 

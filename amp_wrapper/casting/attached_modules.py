@@ -12,6 +12,7 @@ have got.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -30,6 +31,8 @@ from .cast_hooks import CastInputs
 from .find_hooks import has_hook
 from .modules import is_loss
 from .region_hooks import FP32, region_on, run_in_fp32
+
+logger = logging.getLogger('amp_wrapper')
 
 _attached: WeakKeyDictionary[nn.Module, Policy] = WeakKeyDictionary()
 # those among them that joined the model after it was attached: their type is not checked
@@ -77,6 +80,13 @@ def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> No
     policy = _attached.get(parent)
     if policy is None or not policy.runs_16_bit or new is None or new in _attached:
         return
+    weights = [key for key, weight in new.named_parameters() if weight.dtype is torch.float32]
+    if policy.casts_model and policy.verbosity >= 1 and weights and not is_loss(new) and not _late:
+        logger.warning(
+            f'amp: {name} ({type(new).__name__}) joins a model at {policy.opt_level} that was initialised before: its weights '
+            f'stay FP32. To cast it as the rest, initialise it by itself before it joins: '
+            f'layer = amp.initialize(layer, opt_level={policy.opt_level!r}).'
+        )
     for module in new.modules():
         if module in _attached:
             continue
@@ -89,6 +99,11 @@ def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> No
                 CastInputs(torch.float32).put(module)
         elif region_on(module, FP32) is None:
             run_in_fp32(module, gives_back=False)
+
+
+def joined_later(module: nn.Module) -> bool:
+    """Whether a module became part of a model after mixed precision was attached to that."""
+    return module in _late
 
 
 # -- conversions -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ All hooks of this package are plain objects that know a dtype and nothing of the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 from weakref import ReferenceType
 
@@ -20,8 +21,12 @@ from ..autocast import generators, state
 from ..compiler_internals import FREEZING, constant_when_traced, freezes, never_compiled, traced_as, untraced
 from ..errors import AmpConfigError, ScriptingError
 from ..policy.nested import CASTABLE, Copies, EnterObject, cast_tensors
+from ..policy.policy import dtype_name
 from ..torch_internals import forward_pre_hooks
 from . import fp32_values
+from .modules import class_name
+
+logger = logging.getLogger('amp_wrapper')
 
 
 #: The calls under way whose arguments were cast, the innermost last: the module, and the copies; None where there are none.
@@ -46,14 +51,36 @@ def _synchronise(module: nn.Module) -> None:
     fp32_values.synchronise(module.parameters())
 
 
-def _cast_in_graph(module: nn.Module, calls: CastCalls, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
-    copies = Copies(dtype)
+#: The calls that are becoming part of a graph.
+_traced_calls: CastCalls = []
+
+
+def _cast_in_graph(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwargs: Any) -> Any:
+    """Cast the arguments of a call of ``module``, and note it for :class:`WriteBack`."""
+    copies = Copies(hook.dtype, within=[around for _, around in calls if around is not None])
     calls.append((module, copies))
-    return copies.cast(args), copies.cast(kwargs)
+    if not hook.kept:
+        return copies.cast(args), copies.cast(kwargs)
+    places = list(hook.kept.values())
+    return (
+        tuple([value if place in places else copies.cast(value) for place, value in enumerate(args)]),
+        {name: value if name in hook.kept else copies.cast(value) for name, value in kwargs.items()},
+    )
 
 
-#: Between two graphs, casts are not worth one of their own.
-_cast = untraced(_cast_in_graph)
+@untraced
+def _cast(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwargs: Any) -> Any:
+    # between two graphs, casts are not worth one of their own
+    result = _cast_in_graph(hook, module, calls, args, kwargs)
+    copies = calls[-1][1]
+    if hook.checks_range and copies is not None and copies.clamped():
+        logger.warning(
+            f'amp: an FP32 argument of {class_name(module)} has numbers beyond the range of {dtype_name(hook.dtype)}, such as '
+            f'-1e9 or torch.finfo(torch.float32).min in a mask: they become the largest ones of that type. '
+            f"keep_inputs=['name of the argument'] keeps it in FP32."
+        )
+    hook.checks_range = False
+    return result
 
 
 def refuse_frozen_weights() -> None:
@@ -117,6 +144,8 @@ class CastInputs(AmpHook):
 
     Args:
         dtype: The type the module computes in.
+        kept: The arguments that stay as they are: their names, and their places in ``args``.
+        speaks: Whether the first call warns of numbers beyond the range of ``dtype``. Syncs then.
     """
 
     #: Whether the module has weights with masters: they follow these where somebody calls the module directly.
@@ -124,15 +153,16 @@ class CastInputs(AmpHook):
     #: The hook of the model that lets them follow before a graph, where a call of the module becomes part of one.
     follower: ReferenceType[Follower] | None = None
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, kept: Mapping[str, int] | None = None, speaks: bool = False) -> None:
         self.dtype = dtype
-        # of calls that are part of a graph; those of others are kept by their thread
-        self.traced_calls: CastCalls = []
+        self.kept = dict(kept or {})
+        # whether the next call looks for numbers beyond the range; it reads the device
+        self.checks_range = speaks
 
     def put(self, module: nn.Module) -> None:
         """Register the hook, and the one behind the forward that writes back."""
         module.register_forward_pre_hook(self, with_kwargs=True)
-        module.register_forward_hook(WriteBack(self), always_call=True)
+        module.register_forward_hook(WriteBack(), always_call=True)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_traced = torch.compiler.is_dynamo_compiling()
@@ -146,7 +176,7 @@ class CastInputs(AmpHook):
                 # with those below, which some modules use without calling them
                 _synchronise(module)
         dtype = self.dtype
-        calls = self.traced_calls if is_traced else state.thread.cast_calls
+        calls = _traced_calls if is_traced else state.thread.cast_calls
         # the usual case, tensors of the right type and a few flags, must cost next to nothing
         for values in (args, kwargs.values()) if kwargs else (args,):
             for value in values:
@@ -162,9 +192,7 @@ class CastInputs(AmpHook):
                 # a module that calls itself: so that each call finds its own copies
                 calls.append((module, None))
             return None
-        if is_traced:
-            return _cast_in_graph(module, calls, dtype, args, kwargs)
-        return _cast(module, calls, dtype, args, kwargs)
+        return (_cast_in_graph if is_traced else _cast)(self, module, calls, args, kwargs)
 
     never_compiled(__call__)
 
@@ -182,17 +210,10 @@ class CastInputs(AmpHook):
 
 
 class WriteBack(AmpHook):
-    """Forward hook, called after every exception too: what the module wrote to copies of its arguments reaches the caller's.
-
-    Args:
-        inputs: The hook that made the copies.
-    """
-
-    def __init__(self, inputs: CastInputs) -> None:
-        self.inputs = inputs
+    """Forward hook, called after every exception too: what the module wrote to copies of its arguments reaches the caller's."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        calls = self.inputs.traced_calls if torch.compiler.is_dynamo_compiling() else state.thread.cast_calls
+        calls = _traced_calls if torch.compiler.is_dynamo_compiling() else state.thread.cast_calls
         if calls and calls[-1][0] is module:
             copies = calls.pop()[1]
             if copies is not None:
@@ -208,8 +229,8 @@ class Fp32Inputs(CastInputs):
         dtype: float32, but for frozen 16-bit parts of the model.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(dtype)
+    def __init__(self, dtype: torch.dtype = torch.float32, kept: Mapping[str, int] | None = None) -> None:
+        super().__init__(dtype, kept)
 
 
 class CastOutputs(AmpHook):

@@ -56,12 +56,44 @@ def rounded_before(
     return half
 
 
-def warn(rounded: Collection[str], infinite: Collection[str], policy: Policy) -> None:
-    """Warn of tensors that the cast has taken although numbers were or are lost.
+def lose_steps(buffers: Mapping[str, Tensor], dtype: torch.dtype) -> list[str]:
+    """The names of buffers that rise or fall along a dimension, and that have equal neighbours once they are cast. Syncs, once.
+
+    Args:
+        buffers: Those about to be cast, by name.
+        dtype: The type they are cast to.
+    """
+    chosen = {name: t for name, t in buffers.items() if t.dtype is torch.float32 and t.numel() > 1 and not t.is_meta}
+    if not chosen:
+        return []
+    home = next(iter(chosen.values())).device
+    found = torch.stack([_steps_are_lost(tensor, dtype).to(home) for tensor in chosen.values()]).tolist()
+    return [name for name, lost in zip(chosen, found) if lost]
+
+
+def _steps_are_lost(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    lost = torch.zeros((), dtype=torch.bool, device=tensor.device)
+    for dim in range(tensor.dim()):
+        if tensor.shape[dim] > 1:
+            steps, rounded = tensor.diff(dim=dim), tensor.to(dtype).float().diff(dim=dim)
+            lost = lost | (((steps > 0).all() | (steps < 0).all()) & (rounded == 0).any())
+    return lost
+
+
+def warn(
+    rounded: Collection[str],
+    infinite: Collection[str],
+    coarse: Collection[str],
+    momentum: Collection[str],
+    policy: Policy,
+) -> None:
+    """Warn of tensors that the cast has taken although numbers were or are lost, and name the networks that it has left.
 
     Args:
         rounded: The names of the weights that :func:`rounded_before` found.
         infinite: The names of the buffers that :func:`check_range` found.
+        coarse: The names of the buffers that :func:`lose_steps` found.
+        momentum: The names of the parts that stay FP32 since they follow others.
         policy: Says whether there are warnings, and where the FP32 values of the weights are.
     """
     if policy.verbosity < 1:
@@ -80,6 +112,18 @@ def warn(rounded: Collection[str], infinite: Collection[str], policy: Policy) ->
         logger.warning(
             f'amp: {len(infinite)} buffers have numbers beyond the range of float16, which become infinite: '
             f'{some(infinite)}.{remedy}'
+        )
+    if momentum:
+        logger.info(
+            f'amp: {some(momentum)} stay FP32: frozen, with the names and shapes of a part that trains, as networks have that '
+            f'follow it in small steps.'
+        )
+    if coarse:
+        keep = _keep_fp32_of(coarse)
+        remedy = f'keep their modules in FP32: {keep}' if keep else 'move them into a module of their own'
+        logger.warning(
+            f'amp: {len(coarse)} buffers lose steps between neighbours in 16-bit: {some(coarse)}. Where they are tables of '
+            f'numbers that are computed with, {remedy}.'
         )
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import inspect
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -14,7 +18,7 @@ from ..errors import AmpConfigError, nearest, some
 from ..policy.fp32_registry import FP32_OPS
 from ..policy.lookup import find, is_module_class
 from ..policy.policy import Policy
-from .modules import class_name, is_batchnorm, is_loss, module_device
+from .modules import class_name, is_batchnorm, is_loss, is_table, module_device
 
 #: (qualified name, module) pairs.
 Roots = Sequence[tuple[str, nn.Module]]
@@ -92,6 +96,51 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
     return tuple(value for value in found if is_module_class(value))
 
 
+def momentum_networks(roots: Roots) -> dict[int, str]:
+    """Frozen parts that have the names and shapes of the weights of a part that trains, by id, with their names.
+
+    Such a part follows the other one in small steps, which 16-bit weights would lose. Parts of one list or ``Sequential`` are
+    none: the layers of a network that is frozen in part. Nor are frozen layers that outnumber those they look like.
+    """
+    frozen: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    trained: Counter[tuple[Any, ...]] = Counter()
+    for prefix, root in roots:
+        inside: set[nn.Module] = set()
+        for name, module in root.named_modules(prefix=prefix):
+            own = list(module.named_parameters())
+            signature = tuple((key, tuple(parameter.shape)) for key, parameter in own)
+            if any(parameter.requires_grad for _, parameter in own):
+                trained[signature] += 1
+                if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                    inside.update(module.children())
+            elif own and module not in inside:
+                if all(parameter.dtype is torch.float32 for _, parameter in own):
+                    frozen.setdefault(signature, []).append((id(module), name))
+                inside.update(module.modules())
+            elif own:
+                inside.update(module.modules())
+    return {key: name for signature, parts in frozen.items() if len(parts) <= trained[signature] for key, name in parts}
+
+
+def check_inputs(roots: Roots, policy: Policy) -> None:
+    """Check ``keep_inputs`` against the arguments of the forward methods of a model.
+
+    Raises:
+        AmpConfigError: A name that none of them has.
+    """
+    if not policy.keep_inputs:
+        return
+    modules = (module for _, root in roots for module in root.modules())
+    known = list(dict.fromkeys(name for module in modules for name in inspect.signature(module.forward).parameters))
+    problems = [
+        f'keep_inputs={name!r} is no argument of a forward of the model{nearest(name, known)}. They have {some(known)}.'
+        for name in policy.keep_inputs
+        if name not in known
+    ]
+    if problems:
+        raise AmpConfigError(problems)
+
+
 def check_names(model: nn.Module, policy: Policy) -> None:
     """Check ``keep_fp32`` and ``fp32_ops`` against a model, without touching it.
 
@@ -112,7 +161,7 @@ class Kept:
     """Why a module stays in FP32.
 
     Attributes:
-        rule: 'keep_fp32', 'batchnorm', 'loss', 'registry', 'fp32_ops', 'average' or 'shared'.
+        rule: 'keep_fp32', 'batchnorm', 'loss', 'registry', 'fp32_ops', 'average', 'table' or 'shared'.
         name: What it was found by: a pattern or class of ``keep_fp32``, or an entry of the registry; '' otherwise.
         reason: In words.
     """
@@ -145,6 +194,11 @@ def why_kept(module: nn.Module, name: str, policy: Policy) -> Kept:
         return Kept('loss', '', LOSS)
     if isinstance(module, AveragedModel):
         return Kept('average', '', 'an average of weights')
+    if is_table(module):
+        return Kept('table', '', 'its buffers are a table, and it has no weights')
+    parameters = list(module.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        return Kept('average', '', 'frozen, with the names and shapes of a part that trains')
     return Kept('shared', '', 'shares a tensor with a module that stays in FP32')
 
 

@@ -37,6 +37,13 @@ def is_loss(module: nn.Module) -> bool:
     return isinstance(module, Loss) or class_name(module).endswith('Loss')
 
 
+def is_table(module: nn.Module) -> bool:
+    """Whether ``module`` holds buffers and nothing else: frequencies, positions, constants of a normalisation."""
+    tensors = [tensor for _, tensor in own_tensors(module)]
+    alone = not any(True for _ in module.children()) and not is_batchnorm(module)
+    return bool(tensors) and alone and not any(isinstance(tensor, nn.Parameter) for tensor in tensors)
+
+
 def is_batchnorm(module: nn.Module) -> bool:
     """Whether ``module`` normalises over batches."""
     # mmcv's SyncBatchNorm is no subclass of torch's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from weakref import WeakSet
 
@@ -19,9 +20,10 @@ from ..policy.policy import Policy
 from ..shards import is_sharded
 from . import attached_modules, fp32_values, given_weights, shard_groups
 from .cast_hooks import CastComputed, CastInputs, CastOutputs, Fp32Inputs, computed_from, computed_weights
+from .dtype_errors import ExplainTypes
 from .find_hooks import has_hook, holds_casts, strip_hooks
-from .kept_modules import named_modules, registered_classes
-from .modules import is_batchnorm, is_loss, own_tensors
+from .kept_modules import check_inputs, momentum_networks, named_modules, registered_classes
+from .modules import is_batchnorm, is_loss, is_table, own_tensors
 from .region_hooks import (
     CASTS,
     FORWARD,
@@ -60,6 +62,9 @@ class CastPlan:
         parameters: The parameters that will become 16-bit, with their qualified names, in model order.
         gathered: The sharded parameters that FSDP2 gathers in 16-bit, with their names. The shards stay what they are.
         rounded: The trainable ones among all parameters that are 16-bit before the cast.
+        momentum: Parts that stay FP32 since they follow others, by id, with their names.
+        infinite: The names of finite buffers that the cast makes infinite.
+        coarse: The names of buffers in which it makes neighbours equal.
         raised: 16-bit tensors that will become FP32.
 
     Raises:
@@ -90,20 +95,25 @@ class CastPlan:
         self._classes: tuple[type[nn.Module], ...] = ()
         self._seen: set[int] = set()
         self._kept_tensors: set[int] = set()
-        # what the weights of cast modules are computed from
+        # what the weights of cast modules are computed from, and the buffers of modules that hold nothing else
         self._sources: set[int] = set()
+        self._tables: list[nn.Module] = []
+        self.momentum: dict[int, str] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.gathered: dict[str, nn.Parameter] = {}
         self.rounded: dict[str, nn.Parameter] = {}
-        # finite buffers that the cast makes infinite
         self.infinite: list[str] = []
+        self.coarse: list[str] = []
         self._buffers: dict[str, Tensor] = {}
         for name, root in self.roots:
             self._refuse(name, root)
         self.ops: OpSet | None = None
         self._named = named_modules(self.roots, policy, covers_forward)
+        check_inputs(self.roots, policy)
         if policy.runs_16_bit:
             self._classes = registered_classes(self.roots, policy)
+            if policy.casts_model:
+                self.momentum = momentum_networks(self.roots)
             for name, root in self.roots:
                 self._visit(root, name, kept=False, is_root=True)
         if policy.casts_model:
@@ -116,6 +126,7 @@ class CastPlan:
             assert policy.cast_model_type is not None
             weights = {**self.parameters, **self.gathered}
             self.infinite = given_weights.check_range(weights, self._buffers, policy.cast_model_type)
+            self.coarse = given_weights.lose_steps(self._buffers, policy.cast_model_type)
         self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
@@ -156,15 +167,14 @@ class CastPlan:
         if id(module) in self._seen or isinstance(module, (*self._leave, torch.jit.ScriptModule)):
             return
         self._seen.add(id(module))
-        bottom = self.policy.keep_batchnorm_fp32 and is_batchnorm(module)
-        if bottom:
+        named = id(module) in self._named or isinstance(module, (*self._average, *self._classes))
+        if self.policy.keep_batchnorm_fp32 and is_batchnorm(module) and not named:
             # its kernels take 16-bit input beside FP32 weights and give back the input's type: no hook is needed
             for tensor in (*module.parameters(), *module.buffers()):
                 self._kept_tensors.add(id(tensor))
             return
         loss = not is_root and is_loss(module)
-        named = id(module) in self._named or isinstance(module, (*self._average, *self._classes))
-        starts = (loss or named) and not kept
+        starts = (loss or named or id(module) in self.momentum) and not kept
         kept = kept or starts
         if kept:
             owns = any(True for _ in module.parameters(recurse=False)) or is_parametrized(module)
@@ -172,11 +182,20 @@ class CastPlan:
                 self._kept_modules.append((module, starts, starts and not loss))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._kept_tensors.add(id(tensor))
+        elif self.policy.casts_model and not is_root and is_table(module):
+            self._tables.append(module)
+            self._sources.update(map(id, module.buffers()))
         else:
             self._cast_modules.append(module)
             self._sources.update(map(id, computed_from(module)))
         for key, child in module.named_children():
             self._visit(child, f'{name}.{key}' if name else key, kept)
+
+    def _kept_inputs(self, module: nn.Module) -> dict[str, int]:
+        """The arguments of ``forward`` that ``keep_inputs`` names, with their places."""
+        wanted = self.policy.keep_inputs
+        names = list(inspect.signature(module.forward).parameters) if wanted else []
+        return {name: place for place, name in enumerate(names) if name in wanted}
 
     def _keep_sharers(self) -> None:
         """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it."""
@@ -262,7 +281,13 @@ class CastPlan:
         for _, root in self.roots:
             if policy.cast_model_type is not None:
                 if not has_hook(root, CastInputs):
-                    inputs = CastInputs(policy.cast_model_type) if policy.casts_model else Fp32Inputs()
+                    kept = self._kept_inputs(root)
+                    speaks = policy.verbosity >= 1
+                    inputs = (
+                        CastInputs(policy.cast_model_type, kept, speaks)
+                        if policy.casts_model
+                        else Fp32Inputs(kept=kept)
+                    )
                     inputs.put(root)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif self.casts_ops:
@@ -273,6 +298,8 @@ class CastPlan:
                 # a validation loop may autocast by itself
                 root.register_forward_hook(CastOutputs(torch.float32, self._enter, only_eval=True))
             self._put_region(root, before.get(id(root)))
+            if policy.runs_16_bit and not has_hook(root, ExplainTypes):
+                root.register_forward_hook(ExplainTypes(policy.opt_level), always_call=True)
         if self.casts_ops:
             self._cover_below()
         if policy.cast_model_type is not None or policy.runs_16_bit:
@@ -334,13 +361,15 @@ class CastPlan:
                 module.register_forward_pre_hook(CastComputed(computed, dtype))
             own = module.parameters(recurse=False)
             if computed or is_parametrized(module) or any(p.dtype is dtype or id(p) in gathered for p in own):
-                CastInputs(dtype).put(module)
+                CastInputs(dtype, self._kept_inputs(module)).put(module)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         for module, starts, gives_back in self._kept_modules:
             CastInputs(torch.float32).put(module)
             if starts and gives_back:
                 module.register_forward_hook(CastOutputs(dtype))
+        for module in self._tables:
+            module.register_forward_hook(CastOutputs(dtype))
         cast_modules = set(self._cast_modules)
         for _, root in self.roots:
             left = {id(inside) for m in root.modules() if isinstance(m, self._leave) for inside in m.modules()}

@@ -46,8 +46,9 @@ class Fp32StateDict(AmpHook):
             # reads the flag of a master from the device
             if bool(fp32_values.agree(tensor)) and self.speaks:
                 logger.warning(
-                    f'amp: {key} was changed by something other than the optimizer, and its FP32 master follows it. Call '
-                    f'weights_changed() right after such an edit, so that training takes it up at once.'
+                    f'amp: {key} was changed by something other than the optimizer. Its FP32 master takes the 16-bit value: '
+                    f'steps that are too small for 16-bit are lost. Name the module in keep_fp32=[...] where it is moved in '
+                    f'small steps; call weights_changed() right after an edit that training is to take up at once.'
                 )
             exact = fp32_values.fp32_value(tensor)
             state_dict[key] = tensor.detach().float() if exact is None else exact

@@ -251,7 +251,9 @@ def _memory_at(subject: Subject, level: OptLevel, overrides: Mapping[str, Any]) 
         policy = resolve(level, **overrides)
     except AmpConfigError:
         # those that every level takes
-        policy = resolve(level, **{key: overrides[key] for key in ('keep_fp32', 'fp32_ops') if key in overrides})
+        policy = resolve(
+            level, **{key: overrides[key] for key in ('keep_fp32', 'fp32_ops', 'keep_inputs') if key in overrides}
+        )
     try:
         return _memory(subject, policy, run_trial(subject, policy))
     except Exception as error:

@@ -59,7 +59,7 @@ def attach_model(
     _make_masters(parts, plan)
     parts.casts = plan.apply()
     _take_cast(parts, plan, shared_weights)
-    given_weights.warn(plan.rounded, plan.infinite, policy)
+    given_weights.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum.values(), policy)
     watch_buffers(parts, [('', inner)], leave, foreign)
     parts.ddp = ddp
     _watch_shards(parts, [inner])
@@ -98,7 +98,7 @@ def attach_parts(
     for engine in engines:
         _make_masters(engine, plan)
     handle = plan.apply()
-    given_weights.warn(plan.rounded, plan.infinite, policy)
+    given_weights.warn(plan.rounded, plan.infinite, plan.coarse, plan.momentum.values(), policy)
     for engine in engines:
         _take_cast(engine, plan)
         if named:

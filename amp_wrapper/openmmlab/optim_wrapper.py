@@ -64,6 +64,8 @@ class AmpOptimWrapper(OptimWrapper):
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the
             registry (:data:`amp_wrapper.policy.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
             ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
+        keep_inputs: Names of arguments of ``forward``, of the model or of a module below it, whose floating tensors stay as
+            they are: time steps, coordinates, positions. At the levels that cast the model.
         skip_nonfinite: Whether a static scale checks gradients too; None for "at every level but O0".
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether accumulated gradients of 16-bit weights are summed in FP32, for 2 more bytes per weight.
@@ -114,6 +116,7 @@ class AmpOptimWrapper(OptimWrapper):
         restore_buffers_on_skip: bool = True,
         on_skip: str = 'advance',
         from_16bit: bool = False,
+        keep_inputs: str | list[str] | tuple[str, ...] | None = None,
         **kwargs: Any,
     ) -> None:
         options = {k: v for k, v in locals().items() if k in {*_OWN_ARGUMENTS} - {'on_skip', 'use_fsdp'}}

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -170,10 +170,13 @@ class Copies:
     Args:
         target: The type.
         sources: The types that are cast; everything else is left alone.
+        within: The copies of calls around this one: what is a copy of theirs is cast from the original.
     """
 
-    def __init__(self, target: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE) -> None:
-        self._target, self._sources = target, sources
+    def __init__(
+        self, target: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE, within: Sequence[Copies] = ()
+    ) -> None:
+        self._target, self._sources, self._within = target, sources, within
         # by the id of a tensor: itself, its copy, and by what to see whether that was written to
         self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         self._rebuilt: Rebuilt = {}
@@ -191,9 +194,29 @@ class Copies:
             return tensor
         known = self._tensors.get(id(tensor))
         if known is None:
-            made = tensor.to(self._target)
-            known = self._tensors[id(tensor)] = (tensor, made, _version(made))
+            made = self._exact(tensor)
+            if made.dtype is not self._target:
+                made = _clamped(made, self._target).to(self._target)
+                known = (tensor, made, _version(made))
+            else:
+                known = (tensor, made, None)
+            self._tensors[id(tensor)] = known
         return known[1]
+
+    def _exact(self, tensor: Tensor) -> Tensor:
+        """The tensor that this one was cast from, unless the copy was written to since."""
+        for copies in reversed(self._within):
+            for original, made, before in copies._tensors.values():
+                if made is tensor and not _was_written(made, before):
+                    return original
+        return tensor
+
+    def clamped(self) -> bool:
+        """Whether a tensor without a gradient had numbers beyond the range of the type. Syncs."""
+        return any(
+            bool((_clamped(tensor, self._target) != tensor).logical_and(tensor == tensor).any())
+            for tensor, _, _ in self._tensors.values()
+        )
 
     def write_back(self) -> dict[int, tuple[Any, Any]]:
         """Let what was written to copies reach the originals.
@@ -244,6 +267,14 @@ class Copies:
         return map_tensors(lambda t: among[id(t)][0] if id(t) in among else t, result) if among else result
 
 
+def _clamped(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask or the like with finite numbers within the range of a type; what has a gradient as it is."""
+    limit = torch.finfo(dtype).max
+    if tensor.requires_grad or limit >= torch.finfo(tensor.dtype).max:
+        return tensor
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
+
+
 def _version(tensor: Tensor) -> int | None:
     if torch.compiler.is_dynamo_compiling():
         return mark_last_tensor()
@@ -273,7 +304,9 @@ def _has_to_cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype]
     return any(_has_to_cast(item, dtype, sources, enter) for item in items)
 
 
-def _map_in_graph(function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None, rebuilt: Rebuilt | None = None) -> Any:
+def _map_in_graph(
+    function: Callable[[Tensor], Tensor], value: Any, enter: EnterObject | None, rebuilt: Rebuilt | None = None
+) -> Any:
     """:func:`map_tensors`, where a graph is traced: containers are made anew without a look at what has changed in them."""
     if isinstance(value, Tensor):
         return function(value)

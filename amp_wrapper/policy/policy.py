@@ -93,6 +93,7 @@ class Policy:
             autocast.
         keep_fp32: Module classes, class names and glob patterns over qualified names that stay FP32.
         fp32_ops: Functions, methods and classes that run in FP32 beside those of the registry.
+        keep_inputs: Names of arguments of forward methods whose floating tensors are not cast.
         num_losses: Number of loss scalers.
         verbosity: 0 silent, 1 overflows and attachment, 2 adds one line a cast.
         skip_nonfinite: Whether gradients are checked under a static scale.
@@ -113,6 +114,7 @@ class Policy:
     cast_model_outputs: torch.dtype | None = None
     keep_fp32: tuple[str | type, ...] = ()
     fp32_ops: tuple[Fp32Op, ...] = ()
+    keep_inputs: tuple[str, ...] = ()
     num_losses: int = 1
     verbosity: int = 1
     skip_nonfinite: bool = True
@@ -149,6 +151,7 @@ class Policy:
                 result[name] = dtype_name(value)
         result['loss_scale'] = dataclasses.asdict(self.loss_scale)
         result['keep_fp32'] = [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32]
+        result['keep_inputs'] = list(self.keep_inputs)
         result['fp32_ops'] = [{'name': op.name, 'output': op.output} for op in self.fp32_ops]
         return result
 

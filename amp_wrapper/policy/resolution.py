@@ -38,6 +38,8 @@ class SharedOptions(TypedDict, total=False):
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of
             :data:`amp_wrapper.policy.fp32_registry.FP32_OPS`: dotted names, or the objects themselves. Results return to the
             caller's dtype, unless a dict says otherwise: ``dict(name='torch.Tensor.sum', output='float32')``.
+        keep_inputs: Names of arguments of ``forward``, of the model or of a module below it, whose floating tensors are not
+            cast: time steps, coordinates, positions.
         num_losses: Number of losses with a scale of their own.
         verbosity: 0, 1 or 2.
         min_loss_scale: Floor of a dynamic scale.
@@ -55,6 +57,7 @@ class SharedOptions(TypedDict, total=False):
     cast_model_outputs: str | torch.dtype | None
     keep_fp32: str | type | Sequence[str | type] | None
     fp32_ops: Fp32Names | None
+    keep_inputs: str | Sequence[str] | None
     num_losses: int
     verbosity: int
     min_loss_scale: float | None
@@ -160,6 +163,12 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             "must be a list of dotted names of functions, methods or classes, such as ['mmcv.ops.nms'], "
             "or of dicts such as dict(name='torch.Tensor.sum', output='float32')",
         ),
+        'keep_inputs': Option(
+            None,
+            lambda value: all(isinstance(item, str) and item.isidentifier() for item in _listed(value)),
+            "must be a list of names of arguments of forward, such as ['timestep']",
+            lambda value: tuple(_listed(value)),
+        ),
         'num_losses': Option(1, is_count, _COUNT),
         'verbosity': Option(1, one_of(0, 1, 2), 'must be 0 (silent), 1 (overflows) or 2 (every cast too)'),
         'skip_nonfinite': Option(None, optional(is_flag), _FLAG),
@@ -225,7 +234,7 @@ def resolve(opt_level: OptLevel = 'O1', **options: Unpack[PolicyOptions]) -> Pol
 _AS_THEY_ARE = tuple(
     name
     for name in OPTIONS
-    if name not in ('dtype', 'patch_torch_functions', 'loss_scale', *BOUNDS, 'keep_fp32', 'fp32_ops')
+    if name not in ('dtype', 'patch_torch_functions', 'loss_scale', *BOUNDS, 'keep_fp32', 'fp32_ops', 'keep_inputs')
 )
 
 
@@ -250,6 +259,8 @@ def overrides_of(policy: Policy) -> dict[str, Any]:
         found |= loss_scale_options(policy.loss_scale)
     if policy.keep_fp32:
         found['keep_fp32'] = list(policy.keep_fp32)
+    if policy.keep_inputs:
+        found['keep_inputs'] = list(policy.keep_inputs)
     if policy.fp32_ops:
         found['fp32_ops'] = [{'name': op.name, 'output': op.output} for op in policy.fp32_ops]
     return found
