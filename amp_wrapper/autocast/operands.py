@@ -28,7 +28,7 @@ from .state import SPARE, operands_type
 
 _PRODUCTS = """
     mm addmm addmm_ bmm baddbmm baddbmm_ addbmm addbmm_ mv addmv addmv_ addr addr_ dot vdot
-    convolution conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding
+    tensordot convolution conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding
     conv_transpose1d conv_transpose2d.input conv_transpose3d.input scaled_dot_product_attention
 """
 _WRITES = 'index_put index_copy index_add index_reduce masked_scatter put scatter.src scatter_add scatter_reduce.two'

@@ -81,7 +81,7 @@ def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> No
     if policy is None or not policy.runs_16_bit or new is None or new in _attached:
         return
     weights = [key for key, weight in new.named_parameters() if weight.dtype is torch.float32]
-    if policy.casts_model and policy.verbosity >= 1 and weights and not is_loss(new) and not _late:
+    if policy.casts_model and policy.verbosity >= 1 and weights and not is_loss(new):
         logger.warning(
             f'amp: {name} ({type(new).__name__}) joins a model at {policy.opt_level} that was initialised before: its weights '
             f'stay FP32. To cast it as the rest, initialise it by itself before it joins: '

@@ -191,6 +191,10 @@ class CastPlan:
         for key, child in module.named_children():
             self._visit(child, f'{name}.{key}' if name else key, kept)
 
+    def _cast_inputs(self, module: nn.Module, dtype: torch.dtype) -> CastInputs:
+        speaks = self.policy.verbosity >= 1 and any(module is root for _, root in self.roots)
+        return CastInputs(dtype, self._kept_inputs(module), speaks)
+
     def _kept_inputs(self, module: nn.Module) -> dict[str, int]:
         """The arguments of ``forward`` that ``keep_inputs`` names, with their places."""
         wanted = self.policy.keep_inputs
@@ -281,12 +285,10 @@ class CastPlan:
         for _, root in self.roots:
             if policy.cast_model_type is not None:
                 if not has_hook(root, CastInputs):
-                    kept = self._kept_inputs(root)
-                    speaks = policy.verbosity >= 1
                     inputs = (
-                        CastInputs(policy.cast_model_type, kept, speaks)
+                        self._cast_inputs(root, policy.cast_model_type)
                         if policy.casts_model
-                        else Fp32Inputs(kept=kept)
+                        else Fp32Inputs(kept=self._kept_inputs(root))
                     )
                     inputs.put(root)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
@@ -361,7 +363,7 @@ class CastPlan:
                 module.register_forward_pre_hook(CastComputed(computed, dtype))
             own = module.parameters(recurse=False)
             if computed or is_parametrized(module) or any(p.dtype is dtype or id(p) in gathered for p in own):
-                CastInputs(dtype, self._kept_inputs(module)).put(module)
+                self._cast_inputs(module, dtype).put(module)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
         for module, starts, gives_back in self._kept_modules:

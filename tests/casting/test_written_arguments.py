@@ -1,0 +1,238 @@
+"""What a forward writes into its arguments is there after the call, at every level and however the call is cast."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from doors import DOORS, behind
+from torch import Tensor, nn
+
+from amp_wrapper import amp
+from amp_wrapper.policy import LEVELS
+
+
+@dataclasses.dataclass
+class State:
+    hidden: Tensor
+    calls: int = 0
+
+
+@dataclasses.dataclass
+class SlottedState:
+    __slots__ = ('calls', 'hidden')
+    hidden: Tensor
+    calls: int
+
+
+def arguments() -> dict[str, Any]:
+    """Containers of each kind with FP32 and 16-bit tensors, so that some are cast at any level."""
+    return {
+        'aux': {
+            'loss': torch.zeros(4),
+            'cache': torch.zeros(4),
+            'gone': torch.ones(1),
+            'deep': {'x': torch.ones(1)},
+            'n': 1,
+        },
+        'half': OrderedDict(x=torch.ones(2).half(), y=torch.ones(2).bfloat16()),
+        'items': [torch.ones(1), torch.ones(1).half()],
+        'state': State(torch.ones(1)),
+        'slots': SlottedState(torch.ones(1), 0),
+        'cache': torch.zeros(3),
+        'q': (same := torch.ones(2)),
+        'k': same,
+    }
+
+
+def write(given: dict[str, Any]) -> None:
+    aux = given['aux']
+    aux['loss'] = aux['loss'] + 1
+    aux['cache'][1:3] = 7.0
+    del aux['gone']
+    aux['deep']['new'] = aux['deep']['x'] * 2
+    aux['n'] += 1
+    given['half']['z'] = 'text'
+    given['items'].append(3)
+    given['items'][0] = given['items'][0] + 4
+    given['state'].hidden = given['state'].hidden * 2
+    given['state'].calls = 3
+    given['slots'].calls = 5
+    given['cache'][0].add_(2)
+    given['seen'] = given['q'] is given['k']
+
+
+def plain(value: Any) -> Any:
+    """A nested value with lists of numbers in the place of tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().float().tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
+class Writes(nn.Module):
+    """A module with a weight of its own that writes into what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.same = False
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        write(given)
+        self.same = given['seen']
+        return x * self.scale
+
+
+class WritingLoss(Writes):
+    """As its base; a loss by its name."""
+
+
+class Net(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.block = block
+
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        return self.block(self.stem(x), **given)
+
+
+def expected() -> Any:
+    given = arguments()
+    write(given)
+    return plain({key: given[key] for key in arguments()})
+
+
+def compiled_around(call: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(lambda *args, **kwargs: call(*args, **kwargs), backend='aot_eager', fullgraph=True)
+
+
+@pytest.mark.parametrize('block', [Writes, WritingLoss])
+@pytest.mark.parametrize('options', [{}, {'keep_fp32': ['block']}], ids=['cast', 'kept'])
+@pytest.mark.parametrize('door', DOORS)
+@pytest.mark.parametrize('level', LEVELS)
+def test_what_a_forward_writes_is_in_the_containers_of_the_caller(
+    level: str, door: str, options: dict[str, Any], block: type[Writes]
+) -> None:
+    given = arguments()
+    identities = [id(given['aux']['cache']), id(given['aux']['deep']), id(given['items'])]
+    net = Net(block())
+    behind(door, net, level, **(options if level != 'O0' else {}))(torch.ones(2, 4), **given)
+    assert plain(given) == expected()
+    assert [id(given['aux']['cache']), id(given['aux']['deep']), id(given['items'])] == identities
+    assert net.block.same
+
+
+@pytest.mark.parametrize('around', ['model', 'function'])
+@pytest.mark.parametrize('level', ['O0', 'O2', 'O4', 'O5'])
+def test_the_same_in_a_whole_graph(level: str, around: str) -> None:
+    torch._dynamo.reset()
+    given = arguments()
+    del given['slots']
+    net = amp.initialize(Net(Compilable()), opt_level=level, verbosity=0, keep_fp32=None)
+    call = compiled_around(net) if around == 'function' else torch.compile(net, backend='aot_eager', fullgraph=True)
+    for _ in range(2):
+        given = {key: value for key, value in arguments().items() if key != 'slots'}
+        call(torch.ones(2, 4), **given)
+        assert plain(given) == {key: value for key, value in expected().items() if key != 'slots'}
+
+
+class Compilable(Writes):
+    def forward(self, x: Tensor, **given: Any) -> Tensor:
+        write({**given, 'slots': SlottedState(x, 0)})
+        return x * self.scale
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O3', 'O4', 'O5'])
+def test_functions_that_are_decorated_or_named_in_fp32_ops_write_too(level: str) -> None:
+    amp.register_float_function(Table, 'fill')
+    given: dict[str, Any] = {'x': torch.ones(2).to(torch.bfloat16 if level in ('O4', 'O5') else torch.float16)}
+
+    class Filled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            given['x'] = result.to(given['x'].dtype)
+            Table.named(given)
+            if level in ('O1', 'O4'):
+                Table.fill(given)
+            return result
+
+    amp.initialize(Filled(2, 2), opt_level=level, verbosity=0, fp32_ops=[Table.named])(torch.ones(1, 2))
+    assert given['named'] is torch.float32
+    assert given.get('filled', torch.float32) is torch.float32
+
+
+class Table:
+    @staticmethod
+    def fill(given: dict[str, Any]) -> None:
+        given['filled'] = given['x'].dtype
+
+    @staticmethod
+    def named(given: dict[str, Any]) -> None:
+        given['named'] = given['x'].dtype
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_auxiliary_losses_reach_their_gates(level: str) -> None:
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gamma = nn.Parameter(torch.ones(8))
+            self.gate = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor, aux: dict[str, Tensor]) -> Tensor:
+            aux['balance'] = aux['balance'] + self.gate(x).softmax(-1).float().mean(0).square().sum()
+            return x * self.gamma
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Expert() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            aux = {'balance': torch.zeros(())}
+            for block in self.blocks:
+                x = block(x, aux)
+            return aux['balance']
+
+    net = Experts()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    names = [name for name, _ in net.named_parameters()]
+    net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    with amp.scale_loss(net(torch.randn(4, 8)), optimizer) as scaled:
+        scaled.backward()
+    with_gradient = [name for name, p in zip(names, amp.master_params(optimizer)) if p.grad is not None]
+    assert [name for name in names if 'gate' in name] == [name for name in with_gradient if 'gate' in name]
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_a_module_that_calls_itself_and_one_that_fails_keep_their_own_containers(level: str) -> None:
+    class Deep(nn.Linear):
+        def forward(self, x: Tensor, seen: list[Any], depth: int = 2) -> Tensor:
+            if depth < 0:
+                raise KeyError(depth)
+            seen.append(depth)
+            inner = [torch.ones(1)]
+            result = super().forward(x) if depth == 0 else self(x, inner, depth - 1)
+            seen.append(len(inner))
+            return result
+
+    net = amp.initialize(Deep(2, 2), opt_level=level, verbosity=0)
+    seen = [torch.ones(1)]
+    net(torch.ones(1, 2), seen)
+    assert seen[1:] == [2, 3]
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            net(torch.ones(1, 2), seen, -1)
+    net(torch.ones(1, 2), seen, 0)
+    assert seen[3:] == [0, 1]
