@@ -116,7 +116,9 @@ def without_schema(op: Any) -> Callable[..., Any]:
 
     Both take the same arguments in the same order, and both end in the dispatcher.
     """
-    found = torch_internals.variable_function(op.overloadpacket.__name__)
+    name = op.overloadpacket.__name__
+    # the binding refuses None among indices, which slices before a tensor become
+    found = None if name.startswith('index_put') else torch_internals.variable_function(name)
     return op if found is None else found
 
 

@@ -49,6 +49,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 #: What is written: a destination and a source (4 x 4) give the destination.
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     'setitem': lambda to, y: to.__setitem__(_ROWS, y[:2]),
+    'setitem behind a slice': lambda to, y: to.__setitem__((slice(None), _ROWS), y[:, :2]),
     'setitem by a mask': lambda to, y: to.__setitem__(_MASK, y[:3]),
     'index_put_': lambda to, y: to.index_put_((_ROWS,), y[:2], accumulate=True),
     'index_put': lambda to, y: to.index_put((_ROWS,), y[:2]),
@@ -138,6 +139,7 @@ def test_operands_meet_in_whole_graphs(level: str, around: str) -> None:
     def many(x: Tensor) -> list[Tensor]:
         other, to = torch.ones(4, 4), torch.zeros(4, 4)
         to[_ROWS] = x[:2]
+        to[:, _ROWS] = x[:, :2]
         return [*(product(x, other) for product in PRODUCTS.values()), to, x.index_copy(0, _ROWS, other[:2])]
 
     torch._dynamo.reset()
