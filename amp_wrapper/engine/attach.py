@@ -242,6 +242,7 @@ def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tens
     if parts.params.have_fp32_values:
         # the cast rounded each weight; copying again settles the version counters
         parts.params.write_weights()
+        parts.params.mark()
     elif optimizer is not None and not isinstance(optimizer, FusedOptimizer):
         # ours compute in FP32, and keep their state in the type they were given
         cast_state_to_parameters(optimizer, [*plan.parameters.values(), *shared_weights])
