@@ -168,14 +168,13 @@ def follow_device(weight: Tensor) -> None:
         # a move is no edit
         found.version = weight._version
     elif found is not None:
-        # another address is no write: where only the weight has moved, both are compared
+        # another address is no write; where only that of the weight is new, both are compared
         moved = found.moved()
+        found.tensor.data = found.tensor.data.to(weight.device)
         if moved:
             found.settled = (found.settled[0], weight.data_ptr(), *found.settled[2:])
-        if found.tensor.device != weight.device:
-            found.tensor.data = found.tensor.data.to(weight.device)
-            if not moved:
-                found.settled = (*found.settled[:2], found.tensor._version, found.tensor.data_ptr())
+        else:
+            found.settled = (*found.settled[:2], found.tensor._version, found.tensor.data_ptr())
 
 
 def fp32_value(weight: Tensor) -> Tensor | None:

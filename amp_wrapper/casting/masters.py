@@ -16,7 +16,7 @@ from ..ops import attributes
 from ..policy.nested import HALF_TYPES, is_frozen_16bit, parameters_of
 from ..policy.options import is_number
 from ..policy.policy import dtype_name
-from ..torch_internals import is_zero, replace_in_zero
+from ..torch_internals import in_function_transform, is_zero, replace_in_zero
 from . import fp32_values
 from .fp32_values import Master
 from .param_pairs import ParamPairs
@@ -182,15 +182,16 @@ class Fp32Masters(ParamPairs):
         A weight whose bits are those after the cast follows its master, any other one is followed.
         """
         self.synchronise()
-        if not self._marks:
+        # what records or transforms the call would do so with this, too: the next one will do
+        if not self._marks or in_function_transform():
             return
         marks, self._marks = self._marks, {}
         pairs = self._with_records(weight for weight in self._weights if id(weight) in marks)
         for weight, record in pairs:
             is_old = fp32_values.fingerprint(weight) == marks[id(weight)][1].to(weight.device)
-            # the graph of a part that was called by itself may hold the weight
+            # by .data here and below: graphs that are there already may hold both
             weight.data.copy_(torch.where(is_old, record.tensor, weight))
-        fp32_values.take_weights(pairs)
+        ops.multi_tensor_refresh([weight for weight, _ in pairs], [record.tensor.data for _, record in pairs])
 
     def _state(self) -> tuple[bytes, bytes, bytes, bytes]:
         return (
