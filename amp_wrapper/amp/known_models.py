@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -14,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..casting import fp32_values
 from ..engine.host_read import mark_harmless
+from ..engine.pass_watch import is_scaled, note_scaled
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.nested import parameters_of
 from ..policy.policy import Policy
@@ -26,6 +28,10 @@ _policies: MutableMapping[Tensor, Policy] = WeakTensorKeyDictionary()
 _seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 _models = 0
 _alive: WeakSet[nn.Module] = WeakSet()
+# what other optimizers step, or scaled losses reach, and whether the next block looks where its loss leads
+_reached: MutableMapping[Tensor, None] = WeakTensorKeyDictionary()
+_looks = True
+_warned: WeakSet[Optimizer] = WeakSet()
 _installed = False
 
 
@@ -43,7 +49,8 @@ def remember(
         is_ours: Whether an optimizer was handed to ``amp.initialize``.
         stepped: The weights that those optimizers step which were.
     """
-    global _models, _installed
+    global _models, _installed, _looks
+    _looks = True
     for model in models:
         _models += 1
         _alive.add(model)
@@ -57,6 +64,45 @@ def remember(
                 _check_step(optimizer, stepped)
 
         register_optimizer_step_pre_hook(mark_harmless(check))
+
+
+@contextmanager
+def watching(loss: Tensor, stepped: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
+    """Around a block: note which gradients it leaves where nobody unscales them.
+
+    Args:
+        loss: What the block gives.
+        stepped: The weights that initialised optimizers step.
+    """
+    global _looks
+    if _looks:
+        _looks = False
+        _watch(_leaves(loss), stepped)
+    before = [(leaf, leaf.grad, leaf.grad is not None and leaf.grad._version) for leaf in _reached]
+    yield
+    for leaf, grad, version in before:
+        if leaf.grad is not None and (leaf.grad is not grad or leaf.grad._version != version):
+            note_scaled(leaf.grad)
+
+
+def _watch(leaves: Iterable[Tensor], stepped: Callable[[], Iterable[Tensor]]) -> None:
+    """Watch the gradients of these from the next block on, but of those that are in order."""
+    _reached.update((leaf, None) for leaf in leaves)
+    for tensor in (*stepped(), *fp32_values.masters()):
+        _reached.pop(tensor, None)
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """Where the backward pass of a loss leaves gradients. Walks through its graph."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            leaf = getattr(node, 'variable', None)
+            if isinstance(leaf, Tensor) and leaf.is_leaf:
+                yield leaf
 
 
 def is_known(parameter: Tensor) -> bool:
@@ -100,10 +146,11 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
     """Check an optimizer that was not initialised and is about to step; again only where parameters or models were added."""
     parameters = parameters_of(optimizer)
     count = len(parameters), _models
-    if _seen.get(optimizer) == count:
+    found = () if optimizer in _warned else parameters
+    scaled = {id(p): 'parameters that a scaled loss reaches' for p in found if is_scaled(p.grad)}
+    if _seen.get(optimizer) == count and not scaled:
         return
     name = type(optimizer).__name__
-    scaled: dict[int, Policy] = {}
     for parameter in parameters:
         if fp32_values.master_tensor(parameter) is not None:
             raise AmpUsageError(
@@ -113,17 +160,18 @@ def _check_step(optimizer: Optimizer, stepped: Callable[[], Iterable[Tensor]]) -
             )
         policy = _policies.get(parameter)
         if policy is not None and policy.verbosity >= 1 and _is_scaled(policy):
-            scaled[id(parameter)] = policy
+            scaled[id(parameter)] = f'parameters of a model at {policy.opt_level}'
     _seen[optimizer] = count
+    _watch(parameters, stepped)
     # gradients of what initialised optimizers step are in order; an optimizer around another one shares its parameters
     for weight in stepped() if scaled else ():
         scaled.pop(id(weight), None)
-    if scaled:
-        level = next(iter(scaled.values())).opt_level
+    if scaled and optimizer not in _warned:
+        _warned.add(optimizer)
         logger.warning(
-            f'amp: {name}, which was not initialised, steps parameters of a model at {level}: gradients that '
-            f'amp.scale_loss brings to them still carry the loss scale, and an overflow does not skip its steps. Hand it '
-            f'over: amp.initialize([], optimizer).'
+            f'amp: {name}, which was not initialised, steps {next(iter(scaled.values()))}: gradients that amp.scale_loss '
+            f'brings to them still carry the loss scale, and an overflow does not skip its steps. Hand it over, by '
+            f'amp.initialize([], optimizer), and name it: amp.scale_loss(loss, [optimizer0, optimizer1]).'
         )
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..autocast import regions
 from ..compiler_internals import eager_block
 from ..engine import AmpEngine
-from ..engine.pass_watch import PassWatch
 from ..errors import AmpUsageError
+from . import known_models
+from . import session as amp_session
 
 
 @eager_block
@@ -53,6 +54,9 @@ def scaled(
     watches = [(watch, engine) for engine in engines if (watch := engine.parts.block_watch) is not None]
     with first.receiving(loss_id, rest, beyond) as begins, ExitStack() as watching:
         ran: list[bool] = []
+        passes = [(engine.parts.pass_watch, engine) for engine in engines if engine.parts.pass_watch is not None]
+        if any(each.warns for each, _ in passes):
+            watching.enter_context(known_models.watching(result, amp_session.stepped))
         for watch, engine in watches:
             watching.enter_context(watch.watching(result, engine.weights))
 
@@ -60,31 +64,23 @@ def scaled(
             # blocks of several optimizers may be open: gradients belong to the loss whose backward() runs
             begins()
             ran.append(True)
+            for each, engine in passes:
+                each.see_pass(engine.weights(), watching)
 
         hook = None
         if result.requires_grad and result is not loss:
             hook = result.register_hook(begin)  # type: ignore[no-untyped-call]
         waits = any(engine.parts.gradients.held is not None for engine in engines)
-        passes = [engine.parts.pass_watch for engine in engines if engine.parts.pass_watch is not None]
-        for each in passes:
+        for each, _ in passes:
             each.blocks += 1
         try:
             yield result
         finally:
-            for each in passes:
+            for each, _ in passes:
                 each.blocks -= 1
             if hook is not None:
                 # scripts keep the scaled loss: its hook would keep the engine, and with it the optimizer
                 hook.remove()
         if not ran and result is not loss:
-            for engine in engines:
-                if engine.parts.pass_watch is not None:
-                    _watch_unused(result, engine.parts.pass_watch, () if waits else engine.weights())
-
-
-def _watch_unused(loss: Tensor, watch: PassWatch, weights: Iterable[nn.Parameter]) -> None:
-    """At the end of a block whose scaled loss had no backward pass."""
-    watch.see_block(weights)
-    if loss.requires_grad:
-        # keeps the watch, which knows no engine
-        loss.register_hook(lambda gradient: watch.see_late())  # type: ignore[no-untyped-call]
+            for each, engine in passes:
+                each.see_block(result, () if waits else engine.weights())

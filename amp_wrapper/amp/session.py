@@ -76,7 +76,7 @@ class Session:
         sharding: Sharding | None = None,
     ) -> None:
         known_models.check_no_masters(optimizers)
-        ownership.check_owners(optimizers, models, _stepped(), known_models.is_known)
+        ownership.check_owners(optimizers, models, stepped(), known_models.is_known, policy.casts_model)
         self.policy = policy
         self.scalers = new_scalers(policy)
         self.engines = [AmpEngine(policy, optimizer, self.scalers) for optimizer in optimizers]
@@ -99,7 +99,7 @@ class Session:
         for engine in self.engines:
             take_over(engine.parts, theirs)
         save_pretrained.watch(models)
-        known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, _stepped)
+        known_models.remember(models, policy, lambda optimizer: optimizer in _session_of, stepped)
         if policy.autocast_dtype is not None:
             for model in models:
                 _casting[model] = autocast_state.session_opened()
@@ -357,7 +357,7 @@ def _alive() -> list[Session]:
     return [session for session in (found() for found in _sessions) if session is not None]
 
 
-def _stepped() -> list[Tensor]:
+def stepped() -> list[Tensor]:
     """The weights that initialised optimizers step."""
     return [weight for session in _alive() for engine in session.engines for weight in engine.weights()]
 

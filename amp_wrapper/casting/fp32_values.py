@@ -25,8 +25,8 @@ class Master:
     """An FP32 master, and torch's version counters of the weight and the master when they last agreed.
 
     If somebody else has written to one of the two since then, the other takes its value. After this package itself has written
-    to both, it calls :meth:`settle`, so these writes do not count. Writes through ``.data`` do not move the counters; only a
-    master whose ``.data`` was replaced as a whole is recognised, by its address.
+    to both, it calls :meth:`settle`, so these writes do not count. Writes through ``.data`` do not move the counters; only
+    ``.data`` that was replaced as a whole is recognised, by its address.
 
     Args:
         weight: 16-bit, or about to be.
@@ -34,26 +34,28 @@ class Master:
         name: What messages call the weight.
     """
 
-    __slots__ = ('name', 'settled', 'tensor')
+    __slots__ = ('dtype', 'name', 'settled', 'tensor')
 
     def __init__(self, weight: Tensor, tensor: Tensor, name: str = '') -> None:
         self.tensor = tensor
         self.name = name or f'<parameter of shape {tuple(weight.shape)}>'
-        #: When both agreed: the version of the weight, that of the master, and the master's address.
-        self.settled = (0, 0, 0)
+        #: When both agreed: the version and the address of the weight, and those of the master.
+        self.settled = (0, 0, 0, 0)
+        #: The type of the weight when both agreed last.
+        self.dtype = weight.dtype
         self.settle(weight)
 
     def settle(self, weight: Tensor) -> None:
         """Weight and master agree now."""
-        self.settled = (weight._version, self.tensor._version, self.tensor.data_ptr())
+        self.settled = (weight._version, weight.data_ptr(), self.tensor._version, self.tensor.data_ptr())
 
     def moved(self) -> bool:
         """Whether somebody wrote to the master since both agreed. No device read."""
-        return (self.tensor._version, self.tensor.data_ptr()) != self.settled[1:]
+        return (self.tensor._version, self.tensor.data_ptr()) != self.settled[2:]
 
     def weight_moved(self, weight: Tensor) -> bool:
         """Whether somebody wrote to the weight since both agreed. No device read."""
-        return weight._version != self.settled[0]
+        return (weight._version, weight.data_ptr()) != self.settled[:2]
 
 
 class Remainder:
@@ -165,12 +167,14 @@ def follow_device(weight: Tensor) -> None:
         found.bits = found.bits.to(weight.device)
         # a move is no edit
         found.version = weight._version
-    elif found is not None and found.tensor.device != weight.device:
+    elif found is not None:
+        # another address is no write; where only that of the weight is new, both are compared
         moved = found.moved()
         found.tensor.data = found.tensor.data.to(weight.device)
-        if not moved:
-            # another address is no write
-            found.settled = (found.settled[0], found.tensor._version, found.tensor.data_ptr())
+        if moved:
+            found.settled = (found.settled[0], weight.data_ptr(), *found.settled[2:])
+        else:
+            found.settled = (*found.settled[:2], found.tensor._version, found.tensor.data_ptr())
 
 
 def fp32_value(weight: Tensor) -> Tensor | None:
@@ -300,6 +304,25 @@ def bring_together(pairs: Iterable[tuple[Tensor, Master]], refuses: bool = True)
     if weights:
         take_weights(weights)
     return not both
+
+
+@torch.no_grad()
+def round_again(pairs: Iterable[tuple[Tensor, Master]]) -> None:
+    """Make weights 16-bit again whose ``.data`` was replaced by numbers of another type; their masters take them unrounded."""
+    for weight, master in pairs:
+        # what another optimizer shared is FP32 once that one was detached
+        if weight.dtype is not master.dtype and has_fp32_value(weight):
+            master.tensor.copy_(weight)
+            weight.data = weight.data.to(master.dtype)
+            master.settle(weight)
+
+
+@torch.no_grad()
+def fingerprint(weight: Tensor) -> Tensor:
+    """A number of the bits of a 16-bit tensor and of their places: int64 scalar on its device. No host read."""
+    bits = weight.detach().view(torch.int16).flatten()
+    # odd factors: no bit gets lost where the product wraps
+    return (bits * torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).mul_(2).add_(1)).sum()
 
 
 @torch.no_grad()

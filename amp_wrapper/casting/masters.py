@@ -16,14 +16,14 @@ from ..ops import attributes
 from ..policy.nested import HALF_TYPES, is_frozen_16bit, parameters_of
 from ..policy.options import is_number
 from ..policy.policy import dtype_name
-from ..torch_internals import is_zero, replace_in_zero
+from ..torch_internals import in_function_transform, is_zero, replace_in_zero
 from . import fp32_values
 from .fp32_values import Master
 from .param_pairs import ParamPairs
 
 logger = logging.getLogger('amp_wrapper')
 
-_NOTHING_AGREED = (b'', b'', b'')
+_NOTHING_AGREED = (b'', b'', b'', b'')
 
 
 class Fp32Masters(ParamPairs):
@@ -59,8 +59,8 @@ class Fp32Masters(ParamPairs):
         self._records: list[Master] = []
         self._index_of_weight: dict[int, int] = {}
         self._weight_of: dict[int, nn.Parameter] = {}
-        # the version counters of all weights and masters, and the addresses of the masters, when all pairs last agreed: every
-        # step and every forward call compares them
+        # the version counters and addresses of all weights and masters, when all pairs last agreed: every step and every forward
+        # call compares them
         self._agreed = _NOTHING_AGREED
         known = {id(weight) for weight in weights.values()}
         self._make(lambda parameter: id(parameter) in known or existing(parameter) is not None)
@@ -154,8 +154,9 @@ class Fp32Masters(ParamPairs):
     def settle(self) -> None:
         """Masters and weights agree now: take both as they are."""
         self._agreed = self._state()
-        for record, agreed in zip(self._records, zip(*map(attributes.numbers_of, self._agreed))):
-            record.settled = agreed
+        numbers = zip(*map(attributes.numbers_of, self._agreed))
+        for weight, record, agreed in zip(self._weights, self._records, numbers):
+            record.settled, record.dtype = agreed, weight.dtype
 
     def synchronise(self, refuses: bool = True) -> None:
         """Copy within each pair of weight and master, from the one that somebody else wrote to, to the other. No host read.
@@ -169,12 +170,33 @@ class Fp32Masters(ParamPairs):
         Raises:
             AmpUsageError: A weight and its master were both written to. Nothing has been changed.
         """
-        if self._state() != self._agreed and fp32_values.bring_together(self._with_records(self._weights), refuses):
-            self._agreed = self._state()
+        if self._state() != self._agreed:
+            fp32_values.round_again(zip(self._weights, self._records))
+            if fp32_values.bring_together(self._with_records(self._weights), refuses):
+                self._agreed = self._state()
 
-    def _state(self) -> tuple[bytes, bytes, bytes]:
+    @torch.no_grad()
+    def before_forward(self) -> None:
+        """As :meth:`synchronise`; the first time, edits through ``.data`` since the cast count too. No host read.
+
+        A weight whose bits are those after the cast follows its master, any other one is followed.
+        """
+        self.synchronise()
+        # what records or transforms the call would do so with this, too: the next one will do
+        if not self._marks or in_function_transform():
+            return
+        marks, self._marks = self._marks, {}
+        pairs = self._with_records(weight for weight in self._weights if id(weight) in marks)
+        for weight, record in pairs:
+            is_old = fp32_values.fingerprint(weight) == marks[id(weight)][1].to(weight.device)
+            # by .data here and below: graphs that are there already may hold both
+            weight.data.copy_(torch.where(is_old, record.tensor, weight))
+        ops.multi_tensor_refresh([weight for weight, _ in pairs], [record.tensor.data for _, record in pairs])
+
+    def _state(self) -> tuple[bytes, bytes, bytes, bytes]:
         return (
             attributes.versions(self._weights),
+            attributes.addresses(self._weights),
             attributes.versions(self._masters),
             attributes.addresses(self._masters),
         )
@@ -196,7 +218,7 @@ class Fp32Masters(ParamPairs):
         Args:
             busy: Weights whose gradient lies elsewhere.
         """
-        self.synchronise()
+        self.before_forward()
         self.follow_idle(busy)
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:

@@ -18,6 +18,7 @@ def check_owners(
     models: Sequence[nn.Module],
     elsewhere: Iterable[Tensor] = (),
     is_known: Callable[[Tensor], bool] = lambda parameter: False,
+    casts: bool = False,
 ) -> None:
     """Refuse an optimizer that steps nothing of the models, where its parameters look like those of a model.
 
@@ -27,13 +28,15 @@ def check_owners(
     - they have the shapes that the optimizer's parameters have: it was made from a copy, or before the model was built anew;
     - they have exactly the shapes of those that are not the model's, where some are: a copy of an initialised pair, whose
       masters are copies as well, or a model of which a part was replaced;
-    - or nobody steps any weight of the models, and the optimizer has several parameters: it is that of another model.
+    - or nobody steps any weight of the models, and the optimizer has several parameters: it is that of another model;
+    - or they share memory with the optimizer's parameters, and a cast is about to give them memory of their own.
 
     Args:
         optimizers: Those handed over.
         models: Those handed over; without any, all is well.
         elsewhere: What other optimizers step.
         is_known: Whether a parameter belongs to a model that was handed over before.
+        casts: Whether weights of the models are about to become 16-bit.
 
     Raises:
         AmpAttachError: Names the optimizer.
@@ -49,6 +52,12 @@ def check_owners(
     for optimizer in optimizers:
         parameters = parameters_of(optimizer)
         outside = [p for p in parameters if id(p) not in weights and not is_known(p)]
+        if casts and any(_share_memory(p, weight) for p in outside for weight in idle):
+            raise AmpAttachError(
+                f'{type(optimizer).__name__} steps parameters that share memory with weights of the model, such as one flat '
+                f'parameter for all, and not the weights: the cast to 16-bit gives these memory of their own, and they would '
+                f'not be trained. Make the optimizer from model.parameters(), or train at O4 or O1, which cast no weights.'
+            )
         if 1 < len(outside) < len(parameters) and _shapes(outside) == _shapes(idle):
             raise AmpAttachError(
                 f'{type(optimizer).__name__} steps {len(outside)} parameters that do not belong to the model, and as many of '
@@ -84,6 +93,12 @@ def _check_built_later(model: nn.Module, optimizers: Sequence[Optimizer]) -> Non
                 f'that the model does not use any more. Call fully_shard first, and then build the optimizer from '
                 f'model.parameters(); or leave fully_shard out and write amp.initialize(model, optimizer, ..., mesh=mesh).'
             )
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    starts = one.data_ptr(), other.data_ptr()
+    # there is no address on meta, and none of shards
+    return all(starts) and starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + one.nbytes
 
 
 def _shapes(tensors: Sequence[Tensor]) -> Counter[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..policy.nested import parameters_of
 from ..shards import Layout
+from . import fp32_values
 
 
 class StepLists:
@@ -63,6 +64,8 @@ class ParamPairs:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         # 16-bit weights without FP32 values, as long as they are frozen
         self._frozen: list[nn.Parameter] = []
+        # of 16-bit weights, by id, until they are used for the first time: the version and the bits
+        self._marks: dict[int, tuple[int, Tensor]] = {}
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
@@ -138,6 +141,11 @@ class ParamPairs:
 
     def settle(self) -> None:
         """Weights and masters agree now: take them as they are."""
+
+    def mark(self) -> None:
+        """Note the bits of the weights after the cast: what is written to them through ``.data`` before they are used shows."""
+        paired = filter(fp32_values.has_fp32_value, self.weights())
+        self._marks = {id(weight): (weight._version, fp32_values.fingerprint(weight)) for weight in paired}
 
     def weights_changed(self, tensors: Iterable[Tensor] | None) -> list[str]:
         """Take up edits of weights, also those through ``.data``, in their FP32 values. Syncs.

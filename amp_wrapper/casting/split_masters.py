@@ -91,12 +91,19 @@ class SplitMasters(ParamPairs):
         self._drop(self.edited())
 
     def before_step(self, busy: Container[Tensor] = ()) -> None:
-        """As :meth:`synchronise`: an edit through ``.data`` leaves no trace, since the old value is not kept.
+        """As :meth:`synchronise`. Before the first step, weights that were edited through ``.data`` since the cast are found.
+
+        Later edits of that kind leave no trace, since the old value is not kept.
 
         Args:
             busy: Weights whose gradient lies elsewhere.
         """
         self.synchronise()
+        marks, self._marks = self._marks, {}
+        for key, (version, mark) in marks.items():
+            weight, remainder = self._held[key]
+            if weight._version == version:
+                remainder.bits.mul_(fp32_values.fingerprint(weight) == mark.to(weight.device))
 
     def refresh(self) -> list[str]:
         """As :meth:`synchronise`.

@@ -53,7 +53,7 @@ def attach_model(
     foreign = list(foreign)
     if optimizer is not None:
         theirs = [weight for other in parts.others for weight in other.weights()]
-        ownership.check_owners([optimizer], [inner], [*foreign, *theirs])
+        ownership.check_owners([optimizer], [inner], [*foreign, *theirs], casts=policy.casts_model)
     done, shared_weights = _cast_by_others(parts)
     plan = CastPlan(roots.find_roots(inner, optimizer, foreign, done), policy, leave, average, enter, within=[inner])
     _make_masters(parts, plan)
@@ -242,6 +242,7 @@ def _take_cast(parts: EngineParts, plan: CastPlan, shared_weights: Iterable[Tens
     if parts.params.have_fp32_values:
         # the cast rounded each weight; copying again settles the version counters
         parts.params.write_weights()
+        parts.params.mark()
     elif optimizer is not None and not isinstance(optimizer, FusedOptimizer):
         # ours compute in FP32, and keep their state in the type they were given
         cast_state_to_parameters(optimizer, [*plan.parameters.values(), *shared_weights])

@@ -59,7 +59,7 @@ class FollowMasters(AmpHook):
         for reference in self.followed:
             masters = reference()
             if masters is not None:
-                masters.synchronise()
+                masters.before_forward()
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronise()

@@ -386,11 +386,12 @@ class EngineParts:
         self.own('zero_grad')(**kwargs)
         if kwargs.get('set_to_none', True):
             attributes.set_gradients(list(chain.from_iterable(self.params.pairs)), None)
+            if self.gradients.sums is not None:
+                self.gradients.sums.cleared.clear()
         else:
-            for weight, master in self.params.pairs:
+            for weight, _ in self.params.pairs:
                 if weight.grad is not None:
                     weight.grad.zero_()
-                # made anew at each step: keeping zeros would only cost memory
-                master.grad = None
+            self.gradients.zeroed(self.params.pairs)
         if self.stage is not Stage.DETACHED:
             self.stage = Stage.READY

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
+from contextlib import ExitStack
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .. import torch_internals
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -27,6 +31,28 @@ _LATE = (
     'saw a backward pass of scaled_loss after the end of its "with amp.scale_loss(...) as scaled_loss" block: gradients of it '
     'carry the loss scale. Call scaled_loss.backward() inside of the block.'
 )
+_TAKEN = (
+    'steps gradients that torch.autograd.grad took of scaled_loss, and that were put into .grad after the block: they carry the '
+    'loss scale. Put them there inside of the block, or divide them by amp.loss_scale(optimizer).'
+)
+# gradients of scaled losses that no block unscales, and their versions when they came
+_scaled: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+
+
+def note_scaled(gradient: Tensor) -> None:
+    """Note that a gradient carries a loss scale, until somebody writes to it."""
+    _scaled[gradient] = gradient._version
+
+
+def is_scaled(gradient: Tensor | None) -> bool:
+    """Whether a gradient was noted, and nobody has written to it."""
+    return bool(_scaled) and gradient is not None and _scaled.get(gradient) == gradient._version
+
+
+def _unscales(weight: Tensor) -> None:
+    """The end of a block unscales what lies in ``.grad``."""
+    if weight.grad is not None:
+        _scaled.pop(weight.grad, None)
 
 
 class PassWatch:
@@ -39,7 +65,9 @@ class PassWatch:
 
     def __init__(self, label: str, warns: bool) -> None:
         self._label = label
-        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED, _LATE} if warns else set()
+        #: Whether there are warnings at all.
+        self.warns = warns
+        self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED, _LATE, _TAKEN} if warns else set()
         # a gradient that was there when the last step was over, and its version
         self._stepped: tuple[ReferenceType[Tensor], int] | None = None
         self._cleared = False
@@ -88,16 +116,37 @@ class PassWatch:
     def _is_old(self, grad: Tensor) -> bool:
         return self._stepped is not None and self._stepped[0]() is grad and self._stepped[1] == grad._version
 
-    def see_block(self, weights: Iterable[Tensor]) -> None:
-        """Check the gradients at the end of a block whose scaled loss had no backward pass.
+    def see_block(self, loss: Tensor, weights: Iterable[Tensor]) -> None:
+        """Check the gradients at the end of a block whose scaled loss had no backward pass, and watch for a late one.
 
         Args:
+            loss: The scaled loss. Its hook keeps this object, which knows no engine.
             weights: The model's weights that the optimizer steps; gradients from before the block are not in them.
         """
         if _NOT_THE_SCALED in self._open and any(weight.grad is not None for weight in weights):
             self._warn(_NOT_THE_SCALED)
+        if loss.requires_grad:
+            loss.register_hook(self._see_late)  # type: ignore[no-untyped-call]
 
-    def see_late(self) -> None:
+    def see_pass(self, weights: Sequence[Tensor], block: ExitStack) -> None:
+        """Look at the backward pass of a scaled loss that begins: what torch.autograd.grad gives stays scaled.
+
+        Args:
+            weights: The model's weights that the optimizer steps.
+            block: Closed at the end of the block.
+        """
+        trained = [weight for weight in weights if weight.requires_grad]
+        if _TAKEN in self._open and trained and not torch_internals.keeps_gradient(trained[0]):
+            for weight in trained:
+                block.callback(_unscales, weight)
+                block.callback(weight.register_hook(note_scaled).remove)  # type: ignore[no-untyped-call]
+
+    def see_taken(self, weights: Iterable[Tensor]) -> None:
+        """Check the gradients of weights before a step."""
+        if any(is_scaled(weight.grad) for weight in weights):
+            self._warn(_TAKEN)
+
+    def _see_late(self, gradient: Tensor) -> None:
         """A scaled loss has a backward pass although its block is over."""
         if not self.blocks:
             self._warn(_LATE)

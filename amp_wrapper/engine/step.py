@@ -326,6 +326,8 @@ def finish_gradients(parts: EngineParts) -> None:
     held = gradients.held
     if held is not None:
         gradients.release(parts.params, overflow.found(held.loss_id) if parts.scales.check else None)
+    if parts.pass_watch is not None:
+        parts.pass_watch.see_taken(parts.weights())
     parts.take_up(makes_room=False)
     if parts.pass_watch is not None:
         parts.pass_watch.see_step(parts.params.parameters(), overflow.named, overflow.reached_by_others)

@@ -28,7 +28,7 @@ logger = logging.getLogger('amp_wrapper')
 #: (model weight, master)
 Pair = tuple[nn.Parameter, nn.Parameter]
 
-_FIRST = operator.itemgetter(0)
+_FIRST, _SECOND = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class UnscaledGradients(ScaledGradients):
@@ -104,6 +104,10 @@ class UnscaledGradients(ScaledGradients):
             # a pass may be under way that averages it
             self.held.before.clear()
         self.held = None
+
+    def zeroed(self, pairs: Iterable[Pair]) -> None:
+        """Gradients were cleared, and all of them are zeros."""
+        self._note_added([weight for weight, master in pairs if master.grad is not None])
 
     def take_up(self, pairs: Sequence[Pair], makes_room: bool) -> list[Pair]:
         """Before a backward pass or a step: apply to the masters' gradients what was done to those of their weights.
@@ -252,7 +256,7 @@ class UnscaledGradients(ScaledGradients):
                 f'average them (no_sync): their scales would mix. Finish the accumulation of one loss before the next, or use '
                 f'one loss_id for both.'
             )
-        weights = _weights_of(pairs)
+        weights, masters = _weights_of(pairs), list(map(_SECOND, pairs))
         everything = [*own, *weights]
         # this pass adds to what is held, where it is averaged
         copies = in_buckets if held is None else averaged
@@ -260,16 +264,20 @@ class UnscaledGradients(ScaledGradients):
         waiting = {id(p): grad.clone() if copies else grad for p, grad in found if grad is not None}
         if waiting and (held is None or not averaged):
             attributes.set_gradients(everything, None)
+        # a loss may contain masters themselves
+        waiting.update((id(p), grad) for p, grad in zip(masters, attributes.gradients(masters)) if grad is not None)
+        attributes.set_gradients(masters, None)
         self.in_backward, self._scale, self._waiting = True, scale, waiting
         try:
             yield
             check()
             check_no_graph(weights if scale is None else everything)
+            self._add_direct(masters, waiting, scale, found_inf)
             if averaged:
                 before = waiting if held is None else held.before
                 self._unscale(pairs, own, before, scale, found_inf)
         except BaseException:
-            for parameter in everything:
+            for parameter in (*everything, *masters):
                 parameter.grad = waiting.get(id(parameter))
             raise
         finally:
@@ -282,6 +290,17 @@ class UnscaledGradients(ScaledGradients):
         else:
             for parameter in everything:
                 parameter.grad = ops.add_gradients(waiting.get(id(parameter)), parameter.grad)
+
+    def _add_direct(
+        self, masters: Sequence[nn.Parameter], before: dict[int, Tensor], scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Unscale what a pass has brought to masters themselves, and add it to the sums that were there."""
+        reached = [p for p, grad in zip(masters, attributes.gradients(masters)) if grad is not None]
+        if reached:
+            accumulate_unscaled([], reached, before, None if scale is None else scale.reciprocal(), found_inf)
+        for master in masters:
+            if master.grad is None:
+                master.grad = before.get(id(master))
 
     def release(self, params: ParamPairs, found_inf: Tensor | None) -> None:
         """Unscale what is held: a step does not wait for a pass that averages it."""

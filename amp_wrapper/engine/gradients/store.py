@@ -80,6 +80,15 @@ class ScaledGradients:
         if self.sums is not None:
             self.sums.clear()
 
+    def zeroed(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Gradients were cleared, and those in ``.grad`` are zeros: so is what lay elsewhere, and the next step takes it."""
+        for weight in () if self.sums is None else self.sums.cleared.values():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        for _, master in pairs:
+            # made anew at each step: keeping zeros would only cost memory
+            master.grad = None
+
     def put_back(self, params: ParamPairs) -> None:
         """A backward pass has ended, however it did."""
 
@@ -145,6 +154,8 @@ class Fp32Sums:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        #: Weights that had one, by id: ``zero_grad(set_to_none=False)`` leaves zeros there.
+        self.cleared: dict[int, nn.Parameter] = {}
 
     def __len__(self) -> int:
         return len(self._sums)
@@ -194,5 +205,6 @@ class Fp32Sums:
             weight.grad = ops.add_gradients(total.to(weight.dtype), weight.grad)
 
     def clear(self) -> None:
-        """Forget every sum."""
+        """Forget every sum, but not whose they were."""
+        self.cleared.update((key, weight) for key, (weight, _) in self._sums.items())
         self._sums.clear()
