@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..autocast import generators, state
+from ..autocast.call import warn_of_loss
 from ..compiler_internals import FREEZING, constant_when_traced, freezes, never_compiled, traced_as, untraced
 from ..errors import AmpConfigError, ScriptingError
 from ..policy.nested import CASTABLE, EnterObject, cast_tensors
@@ -141,6 +142,7 @@ class CastInputs(AmpHook):
             break
         else:
             return None
+        warn_of_loss(module, args, kwargs)
         if is_traced:
             # torch.compile does not compare tuples by identity
             return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
