@@ -85,7 +85,7 @@ def linalg_functions() -> Iterator[str]:
 
 
 def fourier_functions() -> Iterator[str]:
-    """Names in ``torch``: all of ``torch.fft`` that this torch has, but for those that move numbers or count them, and its kin."""
+    """Names in ``torch``: all of ``torch.fft``, but for those that move numbers or give frequencies, and its kin."""
     for name, value in vars(torch.fft).items():
         if not isinstance(value, type) and callable(value) and not name.endswith(('shift', 'freq', '_add_docstr')):
             yield f'fft.{name}'
