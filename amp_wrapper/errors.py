@@ -52,19 +52,7 @@ class ScriptingError(AmpUsageError, AttributeError):
 
 
 class BannedOpError(AmpUsageError, NotImplementedError):
-    """An op that O1 and O4 refuse to run on 16-bit tensors; apex raised ``NotImplementedError`` there.
-
-    Args:
-        name: Of the function.
-        reason: Why, and what to write instead.
-    """
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.name, self.reason = name, reason
-        super().__init__(f'{name} is refused on 16-bit tensors at O1 and O4: {reason}')
-
-    def __reduce__(self) -> tuple[type[BannedOpError], tuple[str, str]]:
-        return type(self), (self.name, self.reason)
+    """Not raised any more: ``binary_cross_entropy`` of 16-bit tensors warns instead. Kept for code that catches it."""
 
 
 class AmpCheckpointError(AmpError, RuntimeError):

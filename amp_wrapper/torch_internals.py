@@ -53,7 +53,7 @@ def graph_task_id() -> int:
 
 
 def keeps_gradient(leaf: Tensor) -> bool:
-    """Whether the backward pass that runs on this thread leaves the gradient of a leaf in ``.grad``: torch.autograd.grad does not.
+    """Whether the backward pass of this thread leaves the gradient of a leaf in ``.grad``: torch.autograd.grad does not.
 
     torch.autograd.graph asks this in its hooks for several tensors. In every version since 2.0.
     """

@@ -295,7 +295,7 @@ def init(
         loss_scale: 'dynamic', a positive number, or a dict in ``GradScaler``'s words; of each optimizer alone.
         enable_caching: Accepted. Weights are cast at each use, so that no copy of one can outlive a change of it.
         verbose: Accepted; an attribute of the handle.
-        allow_banned: Whether 16-bit inputs of ``binary_cross_entropy`` are cast to FP32 in place of an error.
+        allow_banned: Whether nothing is said about ``binary_cross_entropy`` of 16-bit probabilities, which runs in FP32.
 
     Returns:
         A handle with ``wrap_optimizer``, ``scale_loss``, ``is_active`` and ``_deactivate``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from .. import graph_internals
 from ..compiler_internals import constant_when_traced, untraced
-from ..errors import BannedOpError
-from ..policy.fp32_registry import FLOAT32, MODEL, REFUSED, WIDEST, Fp32Op
+from ..policy import said_once
+from ..policy.fp32_registry import BCE_WARNING, CLAMPED, FLOAT32, MODEL, WIDEST, Fp32Op
 from ..policy.nested import CASTABLE, HALF_TYPES, Copies, cast_tensors, map_tensors
 from . import graph, graph_region, listening, state
 from .graph_region import GraphRegion
@@ -85,10 +86,12 @@ def call(op: Fp32Op, function: Callable[..., Any], args: tuple[Any, ...], kwargs
     Returns:
         The result, floating tensors in the type that ``op.output`` asks for.
     """
+    if op.output == CLAMPED:
+        args, kwargs = _in_range(function, args, kwargs)
+        return function(*args, **kwargs)
     tensors = tensors_in(args[held:], kwargs)
     narrow = is_narrow(op, tensors)
-    if op.output == REFUSED and narrow and not state.is_suspended():
-        raise BannedOpError(function.__name__, op.reason)
+    _warn(op.warning, tensors)
     devices = devices_of(tensors) or _devices_of_modules(args[held:])
     args, kwargs = _wide_types(op, devices, args, kwargs)
     with autocast_off(op, devices, function):
@@ -111,6 +114,44 @@ def _devices_of_modules(values: Iterable[Any]) -> list[str]:
 def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
     """Whether any of the tensors has a type that ``op`` avoids."""
     return any(tensor.dtype in op.avoids(tensor.device.type) for tensor in tensors if tensor.dtype in HALF_TYPES)
+
+
+def _warn(text: str, tensors: list[Tensor]) -> None:
+    if text and tensors and tensors[0].dtype in HALF_TYPES:
+        said_once.warn_once(text)
+
+
+def warn_of_loss(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Warn of 16-bit probabilities that a loss is called with, before they are cast: its function sees FP32."""
+    if isinstance(module, nn.BCELoss):
+        _warn(BCE_WARNING, tensors_in(args, kwargs))
+
+
+def _in_range(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Finite numbers among the arguments that the 16-bit type of the call cannot hold become its largest."""
+    values = (*args, *kwargs.values())
+    types = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    dtype = kwargs.get('dtype') or (types[0] if types else None)
+    if dtype not in HALF_TYPES:
+        return args, kwargs
+    limit = torch.finfo(dtype).max
+    for value in values:
+        if _is_beyond(value, limit):
+            said_once.warn_clamped(_name(function), value, dtype)
+            args = tuple([_limited(v, limit) for v in args])
+            kwargs = {key: _limited(v, limit) for key, v in kwargs.items()}
+            break
+    return args, kwargs
+
+
+def _is_beyond(value: Any, limit: float) -> bool:
+    return type(value) in (int, float) and limit < abs(value) < math.inf
+
+
+def _limited(value: Any, limit: float) -> Any:
+    return math.copysign(limit, value) if _is_beyond(value, limit) else value
 
 
 def autocast_off(op: Fp32Op, devices: list[str], function: Any) -> AutocastOff:
@@ -141,7 +182,7 @@ def narrowed(op: Fp32Op, tensors: list[Tensor], result: Any, region: GraphRegion
         region: What is open where a graph is traced.
     """
     types = [tensor.dtype for tensor in tensors if tensor.dtype in CASTABLE]
-    stays = op.output in (FLOAT32, REFUSED) or (op.output == WIDEST and torch.float32 in types)
+    stays = op.output == FLOAT32 or (op.output == WIDEST and torch.float32 in types)
     if op.output == MODEL:
         stays = any(graph_region.autocast_type(region, device) is not None for device in devices_of(tensors))
     return result if stays or types[0] not in HALF_TYPES else cast_tensors(result, types[0], _FLOAT32)
@@ -161,10 +202,12 @@ def call_in_graph(
         region: What is open.
         op: As for :func:`call`, as all that follow.
     """
+    if op.output == CLAMPED:
+        args, kwargs = _in_range(function, args, kwargs)
+        return region.run(function, args, kwargs)
     tensors = tensors_in(args[held:], kwargs)
     narrow = is_narrow(op, tensors)
-    if op.output == REFUSED and narrow and not region.suspended:
-        raise BannedOpError(function.__name__, op.reason)
+    _warn(op.warning, tensors)
     if narrow and _writes(function, kwargs):
         # what is written to stays the caller's tensor
         return call(op, function, args, kwargs, held)

@@ -7,6 +7,8 @@ import threading
 import torch
 
 from ..errors import AmpUsageError
+from ..policy import said_once
+from ..policy.fp32_registry import BCE_WARNING
 from . import graph, kernels, regions, state
 from .op_set import OpSet
 
@@ -19,7 +21,7 @@ class GlobalCasts:
 
     Args:
         dtype: The 16-bit type.
-        allow_banned: Whether ``binary_cross_entropy`` runs in FP32 on 16-bit tensors, where it is refused otherwise.
+        allow_banned: Whether nothing is said about ``binary_cross_entropy`` of 16-bit probabilities.
         device_types: Where autocast is on; None for the CPU, and CUDA if there is a GPU.
 
     Examples:
@@ -57,7 +59,9 @@ class GlobalCasts:
         for device in self.device_types:
             kernels.install(device)
         regions.listen()
-        regions.global_casts_begin(self, OpSet(casts=True, allow_banned=self.allow_banned).keys)
+        regions.global_casts_begin(self, OpSet(casts=True).keys)
+        if self.allow_banned:
+            said_once.pass_over(BCE_WARNING)
         self._thread = threading.get_ident()
         self._before = [
             (device, state.autocast_enabled(device), torch.get_autocast_dtype(device)) for device in self.device_types

@@ -76,13 +76,14 @@ def overload_of(name: str) -> Any:
 def _kernel(op: Any, rule: OpRule, device_type: str, key: str) -> Callable[..., Any]:
     below = torch_internals.keys_below(key)
     name = rule.op.partition('.')[0]
-    writes = rule.rule == WRITE
+    writes, follows = rule.rule == WRITE, rule.rule == FOLLOW
     fixed = torch.float32 if rule.rule in (FLOAT32, WRITE) else None
     run = without_schema(op)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        # a call may say by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys
-        if not state.casts_on() or kwargs.get('dtype') is not None:
+        # a call may say by itself in which type to compute, as ``x.sum(dtype=torch.float16)`` does; autocast obeys. What is
+        # written into integers, or into float64, stays what it is: torch refuses other types there
+        if not state.casts_on() or kwargs.get('dtype') is not None or (follows and args[0].dtype not in CASTABLE):
             return op.redispatch(keyset & below, *args, **kwargs)
         target = fixed or _target(rule, device_type, args, kwargs)
         cast_args = list(args)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from ..compiler_internals import never_compiled, untraced
-from ..policy.fp32_registry import CAST_OPS, FLOAT32, FP32_METHODS, FP32_OPS, METHOD_REASON, REFUSED, Fp32Op
+from ..policy import said_once
+from ..policy.fp32_registry import CAST_OPS, FLOAT32, FP32_METHODS, FP32_OPS, METHOD_REASON, RANGE_OPS, Fp32Op
 from . import graph_region, recompute, regions, state
 from .call import call, call_in_graph
-from .graph_region import GraphRegion
 from .patching import patches
 
 #: Methods by which users and frameworks enter a model or a part of it without calling it: a region is opened there too.
@@ -29,8 +29,7 @@ _METHOD_OP = Fp32Op('*', FLOAT32, reason=METHOD_REASON)
 _WRAPPED = '_amp_wrapper_entry'
 # marks attached modules with such methods, for graphs
 _ENTERS = '_amp_wrapper_enters'
-_DEFAULT_KEYS = frozenset(FP32_OPS)
-_BCE = 'torch.nn.functional.binary_cross_entropy'
+_DEFAULT_KEYS = frozenset((*FP32_OPS, *RANGE_OPS))
 
 
 def _cast_key(name: str) -> str:
@@ -51,7 +50,6 @@ class OpSet:
             :func:`amp_wrapper.policy.lookup.problems_of` before.
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``ENTRY_METHODS`` open a region.
         casts: Whether the tables of O1 and O4 act in its regions, and what the user registered.
-        allow_banned: Whether these run in FP32 what they refuse otherwise.
         operands: Whether products of 16-bit and FP32 operands compute in 16-bit.
 
     Attributes:
@@ -63,19 +61,17 @@ class OpSet:
         extra: Iterable[Fp32Op | str] = (),
         classes: Iterable[type] = (),
         casts: bool = False,
-        allow_banned: bool = False,
         operands: bool = False,
     ) -> None:
         self.extra = tuple(dict.fromkeys(Fp32Op(op) if isinstance(op, str) else op for op in extra))
         self.classes = tuple(cls for cls in classes if any(hasattr(cls, name) for name in ENTRY_METHODS))
-        self.casts, self.allow_banned, self.operands = casts, allow_banned, operands
+        self.casts, self.operands = casts, operands
         recompute.install()
         patches.add({_config_key(op): op for op in self.extra})
         self.keys = _DEFAULT_KEYS | {_config_key(op) for op in self.extra}
         if casts:
             patches.add({_cast_key(name): op for name, op in CAST_OPS.items()})
-            changed = {n for n, op in CAST_OPS.items() if not (allow_banned and op.output == REFUSED)}
-            self.keys = (self.keys - changed) | {_cast_key(name) for name in changed} | {state.CASTS}
+            self.keys = (self.keys - set(CAST_OPS)) | {_cast_key(name) for name in CAST_OPS} | {state.CASTS}
         else:
             self.keys |= {state.OPERANDS if operands else state.DESTINATIONS}
         for cls in self.classes:
@@ -87,31 +83,27 @@ class OpSet:
             (*self.extra, *other.extra),
             dict.fromkeys((*self.classes, *other.classes)),
             self.casts or other.casts,
-            self.allow_banned or other.allow_banned,
             self.operands or other.operands,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # another process has to know its names and wrap its methods, too
-        return OpSet, (self.extra, self.classes, self.casts, self.allow_banned, self.operands)
-
-
-def refuses_bce() -> bool:
-    """Whether ``binary_cross_entropy`` is refused on 16-bit tensors here."""
-    return not state.is_suspended() and state.is_active(_cast_key(_BCE)) and not state.is_active(_BCE)
-
-
-def refuses_bce_in(region: GraphRegion) -> bool:
-    """:func:`refuses_bce`, where a graph is traced."""
-    return not region.suspended and region.has(_cast_key(_BCE)) and not region.has(_BCE)
+        return OpSet, (self.extra, self.classes, self.casts, self.operands)
 
 
 # module of an attached model -> its set. Copies are not in it: they open regions at their root's hooks.
 _attached: WeakKeyDictionary[nn.Module, OpSet] = WeakKeyDictionary()
 
 
-def attach(modules: Iterable[nn.Module], ops: OpSet) -> None:
-    """Let the ``ENTRY_METHODS`` of these modules open a region, when they are called outside of any forward pass."""
+def attach(modules: Iterable[nn.Module], ops: OpSet, speaks: bool = True) -> None:
+    """Let the ``ENTRY_METHODS`` of these modules open a region, when they are called outside of any forward pass.
+
+    Args:
+        modules: Of one model.
+        ops: What is active in it.
+        speaks: Whether its forwards may warn.
+    """
+    said_once.begin(speaks)
     for module in modules:
         known = _attached.get(module)
         _attached[module] = ops if known is None else known | ops

@@ -142,7 +142,9 @@ class PatchedFunction:
 def _join(left: Fp32Op, right: Fp32Op) -> Fp32Op:
     outputs = (left.output, right.output)
     output = next((rule for rule in (FLOAT32, MODEL) if rule in outputs), CALLER)
-    return Fp32Op(left.name, output, left.cpu | right.cpu, left.cuda | right.cuda, left.reason)
+    return Fp32Op(
+        left.name, output, left.cpu | right.cpu, left.cuda | right.cuda, left.reason, left.warning or right.warning
+    )
 
 
 _joined = functools.lru_cache(maxsize=1024)(_join)

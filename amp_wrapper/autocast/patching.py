@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import compiler_internals
-from ..policy.fp32_registry import FP32_OPS, Fp32Op
+from ..policy.fp32_registry import FP32_OPS, RANGE_OPS, Fp32Op
 from ..policy.lookup import find, is_function_class, is_module_class, parent_of
 from . import autograd_functions, queries, state
 from .call import CallRule
@@ -116,8 +116,8 @@ class Patches:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._users = 0
-        self._keys: set[str] = set(FP32_OPS)
-        self._wanted: dict[str, Fp32Op] = dict(FP32_OPS)
+        self._wanted: dict[str, Fp32Op] = {**FP32_OPS, **RANGE_OPS}
+        self._keys: set[str] = set(self._wanted)
         # (id of the holder, attribute); namespaces keep their holders, so that an id stays its own
         self.targets: dict[tuple[int, str], Target] = {}
         self._namespaces: dict[int, _Namespace] = {}

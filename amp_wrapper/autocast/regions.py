@@ -73,7 +73,7 @@ def enter(
         _cover_interrupts(1)
     regions.append(region)
     if covers:
-        region.cover, region.dtype, region.grad = region, dtype, torch.is_grad_enabled()
+        region.cover, region.dtype = region, dtype
         if region.around is not None and region.around.dtype is not dtype:
             torch.clear_autocast_cache()
     if autocast is not None:

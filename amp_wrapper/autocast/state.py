@@ -49,7 +49,6 @@ class Region:
         cover: The innermost region, up to this one, that keeps casts of other models out; None where there is none.
         around: Of a region that is its own ``cover``: the one around it.
         dtype: Of a region that is its own ``cover``: the type of its autocast, None where that is off.
-        grad: Of the same: whether gradients were enabled when weights were last cast in it.
         caller: Of an FP32 region: the 16-bit type that the caller came with.
         copies: Of the same: the arguments that were cast.
         patched: Whether the functions of the registry are patched for it or for a region around it.
@@ -73,7 +72,6 @@ class Region:
         self.autocast: AbstractContextManager[Any] | None = None
         self.frame: FrameType | None = None
         self.dtype: torch.dtype | None = None
-        self.grad = True
         self.caller: torch.dtype | None = None
         self.copies: Copies | None = None
         self.patched: bool = outer is not None and outer.patched

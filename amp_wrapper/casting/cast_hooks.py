@@ -7,7 +7,6 @@ All hooks of this package are plain objects that know a dtype and nothing of the
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 from weakref import ReferenceType
@@ -18,15 +17,14 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from ..autocast import generators, state
+from ..autocast.call import warn_of_loss
 from ..compiler_internals import FREEZING, constant_when_traced, freezes, never_compiled, traced_as, untraced
 from ..errors import AmpConfigError, ScriptingError
+from ..policy import said_once
 from ..policy.nested import CASTABLE, Copies, EnterObject, cast_tensors
-from ..policy.policy import dtype_name
 from ..torch_internals import forward_pre_hooks
 from . import fp32_values
 from .modules import class_name
-
-logger = logging.getLogger('amp_wrapper')
 
 
 #: The calls under way whose arguments were cast, the innermost last: the module, and the copies; None where there are none.
@@ -74,11 +72,7 @@ def _cast(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwar
     result = _cast_in_graph(hook, module, calls, args, kwargs)
     copies = calls[-1][1]
     if hook.checks_range and copies is not None and copies.clamped():
-        logger.warning(
-            f'amp: an FP32 argument of {class_name(module)} has numbers beyond the range of {dtype_name(hook.dtype)}, such as '
-            f'-1e9 or torch.finfo(torch.float32).min in a mask: they become the largest ones of that type. '
-            f"keep_inputs=['name of the argument'] keeps it in FP32."
-        )
+        said_once.warn_clamped(class_name(module), None, hook.dtype)
     hook.checks_range = False
     return result
 
@@ -192,6 +186,7 @@ class CastInputs(AmpHook):
                 # a module that calls itself: so that each call finds its own copies
                 calls.append((module, None))
             return None
+        warn_of_loss(module, args, kwargs)
         return (_cast_in_graph if is_traced else _cast)(self, module, calls, args, kwargs)
 
     never_compiled(__call__)

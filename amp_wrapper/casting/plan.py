@@ -307,7 +307,7 @@ class CastPlan:
         if policy.cast_model_type is not None or policy.runs_16_bit:
             attached_modules.watch(watched, policy)
         if self.ops is not None:
-            op_set.attach(watched, self.ops)
+            op_set.attach(watched, self.ops, policy.verbosity > 0)
             if not policy.casts_model:
                 for module, starts, gives_back in self._kept_modules:
                     if region_on(module, FP32) is None:

@@ -39,8 +39,6 @@ class QuietHooks(OrderedDict[int, Callable[..., Any]]):
             # a module that is called by itself has to close what it opened, also where it calls itself
             or forward_pre_hooks(cover.module) is self
             or forward_hooks(cover.module) is self
-            # the hook has to see to copies of weights that were made in the other mode
-            or cover.grad is not torch.is_grad_enabled()
         )
 
 

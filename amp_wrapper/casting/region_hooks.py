@@ -11,17 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from ..autocast import generators, graph, graph_region, kernels, operands, regions, state
-from ..autocast.call import tensors_in
+from ..autocast.call import tensors_in, warn_of_loss
 from ..autocast.graph_region import GraphRegion
-from ..autocast.op_set import OpSet, refuses_bce, refuses_bce_in
+from ..autocast.op_set import OpSet
 from ..autocast.patching import patches
 from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..compiler_internals import constant_when_traced, traced_as
-from ..errors import AmpAttachError, AmpUsageError, BannedOpError
+from ..errors import AmpAttachError, AmpUsageError
 from ..graph_internals import is_fake, trace_anew
-from ..policy.fp32_registry import BCE_REASON
 from ..policy.nested import HALF_TYPES, Copies, EnterObject, cast_tensors
-from ..torch_internals import first_pre_hook, forward_hooks, forward_pre_hooks
+from ..torch_internals import VERSION, first_pre_hook, forward_hooks, forward_pre_hooks
 from .cast_hooks import AmpHook, CastOutputs, refuse_frozen_weights
 from .find_hooks import drop_hooks
 from .modules import module_device
@@ -89,8 +88,7 @@ class EnterRegion(AmpHook):
         tensors = tensors_in(args, kwargs)
         halves = [tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES]
         caller = halves[0] if halves else None
-        if caller is not None and isinstance(module, nn.BCELoss) and outer is not None and refuses_bce_in(outer):
-            raise BannedOpError('nn.BCELoss', BCE_REASON)
+        warn_of_loss(module, args, kwargs)
         device = tensors[0].device.type if tensors else module_device(module).type
         is_on = graph_region.autocast_type(outer, device) is not None
         region = GraphRegion(outer, None, device if is_on else None, None, caller)
@@ -139,8 +137,7 @@ class EnterRegion(AmpHook):
     def _open_fp32(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in(args, kwargs)
         caller = next((tensor.dtype for tensor in tensors if tensor.dtype in HALF_TYPES), None)
-        if caller is not None and isinstance(module, nn.BCELoss) and refuses_bce():
-            raise BannedOpError('nn.BCELoss', BCE_REASON)
+        warn_of_loss(module, args, kwargs)
         devices = {tensor.device.type for tensor in tensors} or {module_device(module).type}
         region = regions.enter(None, module, AutocastOff([d for d in devices if autocast_is_on(d)]))
         region.caller = caller
@@ -298,7 +295,8 @@ def autocast_context(device_type: str, dtype: torch.dtype | None) -> AbstractCon
         return None
     if device_type == 'cuda' and dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported():
         raise AmpAttachError("this GPU has no bfloat16: write opt_level='O1' (float16) instead of 'O4'.")
-    return torch.autocast(device_type, dtype=dtype)
+    # before 2.11, copies of weights that were made without gradients served forwards that need them
+    return torch.autocast(device_type, dtype=dtype, cache_enabled=None if VERSION >= (2, 11) else False)
 
 
 # -- the modules below a model at O1 and O4 ----------------------------------------------------------------------------
@@ -330,10 +328,6 @@ class EnterBelow(EnterRegion):
         elif cover.module is module:
             # a module that calls itself: so that each call finds its own end
             self.open(module, args, kwargs, again=True)
-        elif cover.grad is not torch.is_grad_enabled():
-            # copies of weights that were made without gradients must not serve a forward that needs them
-            torch.clear_autocast_cache()
-            cover.grad = torch.is_grad_enabled()
 
 
 class LeaveBelow(LeaveRegion):

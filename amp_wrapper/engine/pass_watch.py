@@ -32,8 +32,8 @@ _LATE = (
     'carry the loss scale. Call scaled_loss.backward() inside of the block.'
 )
 _TAKEN = (
-    'steps gradients that torch.autograd.grad took of scaled_loss, and that were put into .grad after the block: they carry the '
-    'loss scale. Put them there inside of the block, or divide them by amp.loss_scale(optimizer).'
+    'steps gradients that torch.autograd.grad took of scaled_loss, and that were put into .grad after the block: they carry '
+    'the loss scale. Put them there inside of the block, or divide them by amp.loss_scale(optimizer).'
 )
 # gradients of scaled losses that no block unscales, and their versions when they came
 _scaled: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()

@@ -23,9 +23,10 @@ _NEITHER: frozenset[torch.dtype] = frozenset()
 CALLER, FLOAT32 = 'caller', 'float32'
 #: As 'caller', but FP32 where autocast is on, as the results of its own FP32 ops are.
 MODEL = 'model'
-#: Further ones, for members that O1 and O4 of the functional API treat otherwise: FP32 where any input is, and no 16-bit
-#: input at all.
-WIDEST, REFUSED = 'widest', 'refused'
+#: For members that O1 and O4 of the functional API treat otherwise: FP32 where any input is.
+WIDEST = 'widest'
+#: Not in FP32 at all: see :data:`RANGE_OPS`.
+CLAMPED = 'clamped'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +37,11 @@ class Fp32Op:
         name: Dotted name of a function, a method, a :class:`torch.autograd.Function` or an ``nn.Module`` class.
         output: 'caller' gives FP32 results back in the type of the first floating tensor of the call; 'model' does so
             where autocast is off; 'float32' leaves them, for losses, whose sums a 16-bit number could not hold.
-            :data:`CAST_OPS` has two more.
+            :data:`CAST_OPS` and :data:`RANGE_OPS` have one more each.
         cpu: The 16-bit types that it must not compute in on a CPU.
         cuda: The same for every other device.
         reason: Why it is here.
+        warning: What is said once for each model, where the first tensor of a call is 16-bit.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Fp32Op:
     cpu: frozenset[torch.dtype] = _BOTH
     cuda: frozenset[torch.dtype] = _BOTH
     reason: str = 'named in the configuration'
+    warning: str = ''
 
     def avoids(self, device_type: str) -> frozenset[torch.dtype]:
         """The 16-bit types that it must not compute in there."""
@@ -81,6 +84,14 @@ def linalg_functions() -> Iterator[str]:
             yield f'torch.Tensor.{name}'
 
 
+def fourier_functions() -> Iterator[str]:
+    """Names in ``torch``: all of ``torch.fft``, but for those that move numbers or give frequencies, and its kin."""
+    for name, value in vars(torch.fft).items():
+        if not isinstance(value, type) and callable(value) and not name.endswith(('shift', 'freq', '_add_docstr')):
+            yield f'fft.{name}'
+    yield from ('stft', 'istft', 'Tensor.stft', 'Tensor.istft')
+
+
 def _ops(
     prefix: str,
     names: str,
@@ -96,7 +107,7 @@ def _ops(
 _LOSS = 'a sum of 16-bit losses overflows, and their logarithms lose all digits'
 _WEIGHT = 'divides by norms, inverts or exponentiates a weight'
 _FUNCTIONAL_LOSSES = """
-    binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss
+    binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss
     hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss
     multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
     triplet_margin_with_distance_loss
@@ -107,14 +118,29 @@ _TORCH_LOSSES = """
     poisson_nll_loss triplet_margin_loss
 """
 _INNER_LOSSES = """
-    binary_cross_entropy cross_entropy_loss huber_loss l1_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss_nd
-    smooth_l1_loss soft_margin_loss
+    cross_entropy_loss huber_loss l1_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss_nd smooth_l1_loss
+    soft_margin_loss
 """
+_PROBABILITY_LOSSES = 'nn.functional.binary_cross_entropy _C._nn.binary_cross_entropy'
+#: What is wrong with 16-bit probabilities, and what to write instead.
+BCE_WARNING = (
+    'binary_cross_entropy (nn.BCELoss) was given 16-bit probabilities. A saturated 16-bit sigmoid is exactly 0 or 1: the loss '
+    'is 100 there, whatever the score, and its gradient is 0 or NaN. It is computed in FP32, which comes too late. Write '
+    'binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss, without the sigmoid before it.'
+)
+_NO_KERNEL = 'has no 16-bit kernel, or one whose complex results have none'
+_WITHOUT_KERNEL = """
+    cdist complex histogram histogramdd nanquantile nn.functional.pdist pdist polar quantile view_as_complex
+    Tensor.histogram Tensor.nanquantile Tensor.quantile
+"""
+_WITHOUT_CPU_KERNEL = 'nn.functional.avg_pool3d _C._nn._upsample_bilinear2d_aa _C._nn._upsample_bicubic2d_aa'
+_WITH_EPS = 'nn.functional.normalize nn.functional.cosine_similarity'
 _COMPUTED_WEIGHTS = 'weight_norm.WeightNorm.compute_weight spectral_norm.SpectralNorm.compute_weight'
 _TORCH = (
     *_ops('torch.nn.functional.', _FUNCTIONAL_LOSSES, _LOSS, FLOAT32),
     *_ops('torch.', _TORCH_LOSSES, _LOSS, FLOAT32),
     *_ops('torch._C._nn.', _INNER_LOSSES, _LOSS, FLOAT32),
+    *(dataclasses.replace(op, warning=BCE_WARNING) for op in _ops('torch.', _PROBABILITY_LOSSES, _LOSS, FLOAT32)),
     *_ops(
         'torch.',
         'nn.functional.grid_sample grid_sampler',
@@ -122,6 +148,10 @@ _TORCH = (
     ),
     *_ops('torch.nn.functional.', 'local_response_norm', 'squares overflow float16 from 256 on'),
     *_ops('', ' '.join(linalg_functions()), 'has no 16-bit kernel, or one whose results are far off', MODEL),
+    *_ops('torch.', ' '.join(fourier_functions()), 'has no 16-bit kernel, or one for powers of two alone', MODEL),
+    *_ops('torch.', _WITHOUT_KERNEL, _NO_KERNEL, MODEL),
+    *_ops('torch.', _WITHOUT_CPU_KERNEL, 'no 16-bit kernel on a CPU', MODEL, cuda=_NEITHER),
+    *_ops('torch.', _WITH_EPS, 'its eps is 0 in float16, and squares overflow', MODEL),
     *_ops('torch.nn.utils.parametrize.', 'ParametrizationList', _WEIGHT),
     *_ops('torch.nn.utils.', _COMPUTED_WEIGHTS, _WEIGHT, MODEL),
     # np.asarray(tensor) ends there, too
@@ -208,16 +238,20 @@ _MMDET = (
 #: The registry as it is delivered, by name.
 FP32_OPS: Mapping[str, Fp32Op] = MappingProxyType({op.name: op for op in (*_TORCH, *_MMCV, *_MMDET)})
 
-#: Why, and what to write instead.
-BCE_REASON = (
-    'its logarithms of 0 and 1 are infinite in float16, and its gradients overflow. Write binary_cross_entropy_with_logits or '
-    'nn.BCEWithLogitsLoss, without the sigmoid before it; or make sure that its input is FP32: input.float(), or '
-    "amp.register_float_function(torch, 'sigmoid')."
+_FILLS = """
+    _C._nn.pad clamp clamp_max clamp_min fill full_like index_fill masked_fill scatter where
+    Tensor.clamp Tensor.clamp_ Tensor.clamp_max Tensor.clamp_min Tensor.fill_ Tensor.index_fill Tensor.index_fill_
+    Tensor.masked_fill Tensor.masked_fill_ Tensor.new_full Tensor.scatter Tensor.scatter_ Tensor.where
+"""
+#: Functions that write numbers into 16-bit tensors, which refuse what they cannot hold, or make infinities of it: finite
+#: numbers beyond the range become the largest of the type.
+RANGE_OPS: Mapping[str, Fp32Op] = MappingProxyType(
+    {op.name: op for op in _ops('torch.', _FILLS, 'writes numbers into 16-bit tensors', CLAMPED)}
 )
+
 _CAST = (
     *_ops('torch.', 'nn.functional.grid_sample grid_sampler', 'autocast promotes it', WIDEST),
     *_ops('torch.nn.functional.', 'local_response_norm', 'autocast gives back the FP32 of its power', FLOAT32),
-    *_ops('torch.', 'nn.functional.binary_cross_entropy _C._nn.binary_cross_entropy', BCE_REASON, REFUSED),
 )
 #: Members whose entry is another one where the functional API casts op by op, as autocast does on a GPU.
 CAST_OPS: Mapping[str, Fp32Op] = MappingProxyType({op.name: op for op in _CAST})

@@ -323,31 +323,6 @@ def test_containers_in_containers(level: str, device: torch.device) -> None:
             assert found['word'] == 'x' and found['pair'][1][1]['deep'][1] == 3
 
 
-def test_refused_losses(device: torch.device) -> None:
-    """``binary_cross_entropy`` is refused in a graph as outside of it, and not where casts are paused."""
-
-    def loss(y: Tensor) -> Tensor:
-        # others may have registered the sigmoid
-        chance = y.abs().clamp(0.1, 0.9)
-        return F.binary_cross_entropy(chance, chance.detach())
-
-    def paused(y: Tensor) -> Tensor:
-        with amp.disable_casts():
-            return loss(y)
-
-    x = torch.randn(4, 4, device=device)
-    for body, is_refused in ((loss, True), (paused, False)):
-        with fresh():
-            model = Body(body).to(device)
-            initialized(model, 'O4')
-            for call in (model, torch.compile(model, **AOT)):
-                if is_refused:
-                    with pytest.raises(NotImplementedError, match='refused on 16-bit'):
-                        call(x)
-                else:
-                    assert torch.isfinite(call(x))
-
-
 def test_a_part_that_is_left_out_of_graphs(device: torch.device) -> None:
     """A wrapper of torch.compiler that is made inside of forward, and thrown away."""
 

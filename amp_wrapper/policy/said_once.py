@@ -1,0 +1,61 @@
+"""Warnings of forward passes, each given once for a model."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from ..compiler_internals import constant_when_traced
+
+logger = logging.getLogger('amp_wrapper')
+_said: set[str] = set()
+_speaks = True
+
+
+def begin(speaks: bool) -> None:
+    """Another model is prepared: what was said before may be said of it, too.
+
+    Args:
+        speaks: Whether anything is said.
+    """
+    global _speaks
+    _said.clear()
+    _speaks = speaks
+
+
+def pass_over(text: str) -> None:
+    """Leave a warning unsaid."""
+    _said.add(text)
+
+
+@constant_when_traced
+def warn_once(text: str, kind: str = '') -> bool:
+    """Log a warning; what it returns means nothing.
+
+    Args:
+        text: Of the warning.
+        kind: What counts as the same warning; the text itself by default.
+    """
+    if _speaks and (kind or text) not in _said:
+        _said.add(kind or text)
+        logger.warning('amp: %s', text)
+    return True
+
+
+def warn_clamped(what: str, value: float | None, dtype: torch.dtype) -> None:
+    """Warn that something was given a number, or FP32 tensors with numbers, beyond the range of a 16-bit type.
+
+    Args:
+        what: The function, module or argument.
+        value: The number; None where it is not known without a look at the device.
+        dtype: float16 or bfloat16.
+    """
+    number = 'numbers' if value is None else f'{value:g}'
+    name = str(dtype).removeprefix('torch.')
+    warn_once(
+        f'{what} was given {number} beyond the range of {name}, and takes the largest that {name} has '
+        f'({torch.finfo(dtype).max:g}, with its sign) instead. Write torch.finfo(x.dtype).min in masks, where x is what is '
+        f'masked.',
+        'beyond the range',
+    )
