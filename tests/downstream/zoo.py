@@ -204,7 +204,8 @@ CASES: tuple[Case, ...] = (
                     base_dim=16,
                     depths=[1, 1, 1, 1],
                     orders=[2, 3, 4, 5],
-                    dw_cfg=[dict(type='DW', kernel_size=7)] * 2 + [dict(type='GF', h=14, w=8), dict(type='GF', h=7, w=4)],
+                    dw_cfg=[dict(type='DW', kernel_size=7)] * 2
+                    + [dict(type='GF', h=14, w=8), dict(type='GF', h=7, w=4)],
                 ),
                 drop_path_rate=0.0,
             ),
