@@ -105,7 +105,7 @@ def _segmentation(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _detection(case: Case, folder: Path) -> dict[str, Any]:
-    with_mask = case.name == 'Mask R-CNN'
+    with_mask = case.name in ('Mask R-CNN', 'YOLACT')
     meta = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
 
     def dataset(*last: dict[str, Any], **extra: Any) -> dict[str, Any]:

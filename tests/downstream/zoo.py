@@ -75,6 +75,15 @@ def _roi_head(**extra: Any) -> dict[str, Any]:
     )
 
 
+_DII_HEAD = dict(
+    in_channels=32,
+    feedforward_channels=64,
+    num_heads=4,
+    num_classes=CLASSES,
+    dynamic_conv_cfg=dict(in_channels=32, feat_channels=8, out_channels=32),
+)
+
+
 def _attention(**extra: Any) -> dict[str, Any]:
     return dict(embed_dims=32, **extra)
 
@@ -161,6 +170,47 @@ CASES: tuple[Case, ...] = (
         'mmpretrain',
         'mobilenet_v3/mobilenet-v3-small-050_8xb128_in1k.py',
         dict(head=dict(num_classes=CLASSES, mid_channels=[64], dropout_rate=0.0, topk=(1,))),
+    ),
+    Case(
+        'Twins',
+        'mmpretrain',
+        'twins/twins-svt-small_8xb128_in1k.py',
+        dict(
+            backbone=dict(
+                arch=dict(
+                    _delete_=True,
+                    embed_dims=[16, 32, 32, 64],
+                    depths=[2, 1, 1, 1],
+                    num_heads=[1, 2, 4, 8],
+                    patch_sizes=[4, 2, 2, 2],
+                    strides=[4, 2, 2, 2],
+                    mlp_ratios=[4, 4, 4, 4],
+                    sr_ratios=[8, 4, 2, 1],
+                    window_sizes=[7, 7, 7, 7],
+                ),
+                drop_path_rate=0.0,
+            ),
+            head=dict(in_channels=64, num_classes=CLASSES),
+        ),
+    ),
+    Case(
+        'HorNet',
+        'mmpretrain',
+        'hornet/hornet-tiny-gf_8xb128_in1k.py',
+        dict(
+            backbone=dict(
+                arch=dict(
+                    _delete_=True,
+                    base_dim=16,
+                    depths=[1, 1, 1, 1],
+                    orders=[2, 3, 4, 5],
+                    dw_cfg=[dict(type='DW', kernel_size=7)] * 2
+                    + [dict(type='GF', h=14, w=8), dict(type='GF', h=7, w=4)],
+                ),
+                drop_path_rate=0.0,
+            ),
+            head=dict(in_channels=128, num_classes=CLASSES),
+        ),
     ),
     Case(
         'FCN',
@@ -275,6 +325,53 @@ CASES: tuple[Case, ...] = (
         ),
     ),
     Case(
+        'DINO',
+        'mmdet',
+        'dino/dino-4scale_r50_8xb2-12e_coco.py',
+        dict(
+            backbone=_RESNET18,
+            neck=dict(in_channels=[32, 64, 128]),
+            bbox_head=dict(num_classes=CLASSES),
+            # its decoder knows no other width than 256
+            encoder=dict(num_layers=2, layer_cfg=dict(ffn_cfg=dict(feedforward_channels=64))),
+            decoder=dict(num_layers=2, layer_cfg=dict(ffn_cfg=dict(feedforward_channels=64))),
+            dn_cfg=dict(group_cfg=dict(num_dn_queries=10)),
+            num_queries=20,
+            test_cfg=dict(max_per_img=20),
+        ),
+    ),
+    Case(
+        'Sparse R-CNN',
+        'mmdet',
+        'sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco.py',
+        dict(
+            backbone=_RESNET18,
+            neck=_FPN,
+            rpn_head=dict(num_proposals=20, proposal_feature_channel=32),
+            roi_head=dict(
+                proposal_feature_channel=32,
+                num_stages=2,
+                stage_loss_weights=[1, 1],
+                bbox_roi_extractor=dict(out_channels=32),
+                bbox_head={'0': _DII_HEAD, '1': _DII_HEAD},
+            ),
+            test_cfg=dict(rcnn=dict(max_per_img=20)),
+        ),
+    ),
+    Case(
+        'YOLACT',
+        'mmdet',
+        'yolact/yolact_r50_1xb8-55e_coco.py',
+        dict(
+            backbone=_RESNET18,
+            neck=_FPN,
+            bbox_head=dict(in_channels=32, feat_channels=32, num_protos=8, num_classes=CLASSES),
+            mask_head=dict(in_channels=32, proto_channels=(16, 16, 16, None, 16, 8), num_protos=8, num_classes=CLASSES),
+            test_cfg=_ANY_SCORE,
+        ),
+        size=128,
+    ),
+    Case(
         'YOLOX',
         'mmdet',
         'yolox/yolox_tiny_8xb8-300e_coco.py',
@@ -330,6 +427,9 @@ def load_config(case: Case, augment: bool = False) -> Config:
             preprocessor.batch_augments[0].update(random_size_range=(64, 96), interval=1)
         else:
             preprocessor.batch_augments = None
+    if case.name == 'Sparse R-CNN':
+        # lists are merged item by item
+        del cfg.model.roi_head.bbox_head[2:]
     model = copy.deepcopy(case.model)
     cfg.merge_from_dict(dict(model=_with_dropout(model) if augment else model))
     _sync_bn_to_bn(cfg.model)
