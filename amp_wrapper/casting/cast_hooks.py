@@ -26,7 +26,6 @@ from ..torch_internals import forward_pre_hooks
 from . import fp32_values
 from .modules import class_name
 
-
 #: The calls under way whose arguments were cast, the innermost last: the module, and the copies; None where there are none.
 CastCalls = list[tuple[nn.Module, 'Copies | None']]
 
