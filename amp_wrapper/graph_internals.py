@@ -111,8 +111,9 @@ def mark_last_tensor() -> int:
 @constant_when_traced
 def was_written(number: int) -> bool:
     """Whether the graph that is being traced has written to the tensor with a number of :func:`mark_last_tensor`."""
-    node = next(node for node in _traced_nodes() if node.meta.get(_COPY) == number)
-    return bool(node.meta['example_value']._version > 0)
+    # not found in the graph of a part of it, such as the forward of an autograd Function
+    marked = [node for node in _traced_nodes() if node.meta.get(_COPY) == number]
+    return any(node.meta['example_value']._version > 0 for node in marked)
 
 
 def trace_anew(reason: str) -> None:

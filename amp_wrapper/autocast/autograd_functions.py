@@ -46,7 +46,7 @@ def _fp32_forward(active: ActiveOp, forward: Callable[..., Any], with_context: b
             if not is_narrow(op, tensors):
                 return forward(*args, **kwargs)
             result = forward(*copies.cast(args), **copies.cast(kwargs))
-        given = narrowed(op, tensors, copies.originals(result, copies.write_back()))
+        given = narrowed(op, tensors, copies.write_back(result))
         if with_context:
             context = args[0]
             _mark(context)

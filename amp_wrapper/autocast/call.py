@@ -66,7 +66,7 @@ def _cast_call(
     """Call ``function`` with copies of its arguments, but for the first ``held``."""
     copies = Copies(target, sources)
     result = function(*args[:held], *copies.cast(args[held:]), **copies.cast(kwargs))
-    return copies.originals(result, copies.write_back())
+    return copies.write_back(result)
 
 
 # -- by the FP32 registry ----------------------------------------------------------------------------------------------

@@ -102,6 +102,8 @@ class _Thread(threading.local):
         self.resumed = 0
         # modules whose inputs were cast, and their copies
         self.cast_calls: list[tuple[nn.Module, Copies | None]] = []
+        # whether arguments of a module are being cast
+        self.is_casting = False
         # whether nn.Module._apply of an attached model is under way, which calls it for the children
         self.in_apply = False
         # whether the tables of O1 and O4 act in the call that a graph is at, None between such calls; and which graph

@@ -54,6 +54,7 @@ _traced_calls: CastCalls = []
 
 def _cast_in_graph(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwargs: Any) -> Any:
     """Cast the arguments of a call of ``module``, and note it for :class:`WriteBack`."""
+    warn_of_loss(module, args, kwargs)
     copies = Copies(hook.dtype, within=[around for _, around in calls if around is not None])
     calls.append((module, copies))
     if not hook.kept:
@@ -68,12 +69,16 @@ def _cast_in_graph(hook: CastInputs, module: nn.Module, calls: CastCalls, args: 
 @untraced
 def _cast(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwargs: Any) -> Any:
     # between two graphs, casts are not worth one of their own
-    result = _cast_in_graph(hook, module, calls, args, kwargs)
-    copies = calls[-1][1]
-    if hook.checks_range and copies is not None and copies.clamped():
-        said_once.warn_clamped(class_name(module), None, hook.dtype)
-    hook.checks_range = False
-    return result
+    state.thread.is_casting = True
+    try:
+        result = _cast_in_graph(hook, module, calls, args, kwargs)
+        copies = calls[-1][1]
+        if hook.checks_range and copies is not None and copies.clamped():
+            said_once.warn_clamped(class_name(module), None, hook.dtype)
+        hook.checks_range = False
+    finally:
+        state.thread.is_casting = False
+    return None if result[0] is args and result[1] is kwargs else result
 
 
 def refuse_frozen_weights() -> None:
@@ -185,7 +190,6 @@ class CastInputs(AmpHook):
                 # a module that calls itself: so that each call finds its own copies
                 calls.append((module, None))
             return None
-        warn_of_loss(module, args, kwargs)
         return (_cast_in_graph if is_traced else _cast)(self, module, calls, args, kwargs)
 
     never_compiled(__call__)

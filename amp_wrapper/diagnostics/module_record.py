@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..autocast import listening
+from ..autocast import listening, state
 from ..autocast.call import CallRule
 from ..casting.cast_hooks import CastInputs, Fp32Inputs
 from ..casting.kept_modules import BATCHNORM, LOSS, Kept, why_kept
@@ -276,7 +276,7 @@ class ModuleRecorder:
                 if self._call is not None and inputs[0].dtype in HALF_TYPES:
                     self._call.raised = True
             return
-        if not inputs or name in _NO_COMPUTATION or _is_view(inputs, outputs):
+        if not inputs or state.thread.is_casting or name in _NO_COMPUTATION or _is_view(inputs, outputs):
             return
         types = list(dict.fromkeys(tensor.dtype for tensor in inputs))
         widest = types[0]

@@ -46,8 +46,8 @@ def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
 
 
-#: Lists, dicts and dataclasses that were rebuilt, by the id of the original: the original, what was made of it, and what that
-#: held then.
+#: Lists, dicts and dataclasses that were rebuilt, by the id of the original, in graphs by number: the original, what was made of
+#: it, and what that held then.
 Rebuilt = dict[int, tuple[Any, Any, Any]]
 
 
@@ -109,8 +109,13 @@ def map_tensors(
 
 def _noted(value: Any, result: Any, rebuilt: Rebuilt | None) -> Any:
     if rebuilt is not None:
-        rebuilt[id(value)] = (value, result, _held_by(result))
+        rebuilt[_key(value, rebuilt)] = (value, result, _held_by(result))
     return result
+
+
+def _key(value: Any, known: Mapping[int, Any]) -> int:
+    # a graph would be made anew for each object whose id it asks for
+    return len(known) if torch.compiler.is_dynamo_compiling() else id(value)
 
 
 def _held_by(container: Any) -> dict[Any, Any] | list[Any]:
@@ -177,7 +182,7 @@ class Copies:
         self, target: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE, within: Sequence[Copies] = ()
     ) -> None:
         self._target, self._sources, self._within = target, sources, within
-        # by the id of a tensor: itself, its copy, and by what to see whether that was written to
+        # by the id of a tensor, in graphs by number: itself, its copy, and by what to see whether that was written to
         self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         self._rebuilt: Rebuilt = {}
 
@@ -192,7 +197,7 @@ class Copies:
         # the comparison is cheaper than the set lookup, and most tensors have the type already
         if tensor.dtype is self._target or tensor.dtype not in self._sources:
             return tensor
-        known = self._tensors.get(id(tensor))
+        known = self._known(tensor)
         if known is None:
             made = self._exact(tensor)
             if made.dtype is not self._target:
@@ -200,8 +205,16 @@ class Copies:
                 known = (tensor, made, _version(made))
             else:
                 known = (tensor, made, None)
-            self._tensors[id(tensor)] = known
+            self._tensors[_key(tensor, self._tensors)] = known
         return known[1]
+
+    def _known(self, tensor: Tensor) -> tuple[Tensor, Tensor, int | None] | None:
+        if not torch.compiler.is_dynamo_compiling():
+            return self._tensors.get(id(tensor))
+        for known in self._tensors.values():
+            if known[0] is tensor:
+                return known
+        return None
 
     def _exact(self, tensor: Tensor) -> Tensor:
         """The tensor that this one was cast from, unless the copy was written to since."""
@@ -218,16 +231,14 @@ class Copies:
             for tensor, _, _ in self._tensors.values()
         )
 
-    def write_back(self) -> dict[int, tuple[Any, Any]]:
+    def write_back(self, result: Any = None) -> Any:
         """Let what was written to copies reach the originals.
 
         Returns:
-            The tensors that were written to, by the id of the copy: the original and the copy.
+            ``result`` with the caller's tensors in place of copies that were written to.
         """
-        written = {
-            id(made): (tensor, made) for tensor, made, before in self._tensors.values() if _was_written(made, before)
-        }
-        for tensor, made in written.values():
+        written = [(tensor, made) for tensor, made, before in self._tensors.values() if _was_written(made, before)]
+        for tensor, made in written:
             if tensor.shape != made.shape:
                 # an empty tensor that was given as ``out``
                 tensor.resize_(made.shape)
@@ -251,7 +262,7 @@ class Copies:
                     original[key] = self._original(item)
                 else:
                     setattr(original, key, self._original(item))
-        return written
+        return self.originals(result, written) if written else result
 
     def _original(self, value: Any) -> Any:
         """What stands behind a copy; anything else is its own."""
@@ -260,11 +271,10 @@ class Copies:
                 return original
         return value
 
-    def originals(self, result: Any, among: dict[int, tuple[Any, Any]] | None = None) -> Any:
+    def originals(self, result: Any, among: Sequence[tuple[Tensor, Tensor]] | None = None) -> Any:
         """``result`` with the caller's tensors in place of their copies."""
-        if among is None:
-            among = {id(made): (tensor, made) for tensor, made, _ in self._tensors.values()}
-        return map_tensors(lambda t: among[id(t)][0] if id(t) in among else t, result) if among else result
+        pairs = [(tensor, made) for tensor, made, _ in self._tensors.values()] if among is None else among
+        return map_tensors(lambda t: next((tensor for tensor, made in pairs if made is t), t), result)
 
 
 def _clamped(tensor: Tensor, dtype: torch.dtype) -> Tensor:
