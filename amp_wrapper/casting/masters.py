@@ -59,8 +59,8 @@ class Fp32Masters(ParamPairs):
         self._records: list[Master] = []
         self._index_of_weight: dict[int, int] = {}
         self._weight_of: dict[int, nn.Parameter] = {}
-        # the version counters and addresses of all weights and masters, when all pairs last agreed: every step and every forward
-        # call compares them
+        # the version counters and addresses of all weights and masters, when all pairs last agreed: every step and every
+        # forward call compares them
         self._agreed = _NOTHING_AGREED
         known = {id(weight) for weight in weights.values()}
         self._make(lambda parameter: id(parameter) in known or existing(parameter) is not None)
