@@ -52,18 +52,6 @@ def graph_task_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def keeps_gradient(leaf: Tensor) -> bool:
-    """Whether the backward pass of this thread leaves the gradient of a leaf in ``.grad``: torch.autograd.grad does not.
-
-    torch.autograd.graph asks this in its hooks for several tensors. In every version since 2.0.
-    """
-    try:
-        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
-    except RuntimeError:
-        # what torch.autograd.grad was asked for
-        return False
-
-
 def current_node() -> Any:
     """The node of the graph whose backward function runs on this thread; None outside of a backward pass.
 

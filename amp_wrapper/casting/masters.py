@@ -186,12 +186,11 @@ class Fp32Masters(ParamPairs):
         if not self._marks or in_function_transform():
             return
         marks, self._marks = self._marks, {}
-        pairs = self._with_records(weight for weight in self._weights if id(weight) in marks)
-        for weight, record in pairs:
+        for weight, record in self._with_records(weight for weight in self._weights if id(weight) in marks):
             is_old = fp32_values.fingerprint(weight) == marks[id(weight)][1].to(weight.device)
-            # by .data here and below: graphs that are there already may hold both
+            # by .data: graphs that are there already may hold both
             weight.data.copy_(torch.where(is_old, record.tensor, weight))
-        ops.multi_tensor_refresh([weight for weight, _ in pairs], [record.tensor.data for _, record in pairs])
+            ops.multi_tensor_refresh([weight], [record.tensor.data])
 
     def _state(self) -> tuple[bytes, bytes, bytes, bytes]:
         return (

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .. import torch_internals
-
 logger = logging.getLogger('amp_wrapper')
 
 _UNSCALED = (
@@ -49,12 +47,6 @@ def is_scaled(gradient: Tensor | None) -> bool:
     return bool(_scaled) and gradient is not None and _scaled.get(gradient) == gradient._version
 
 
-def _unscales(weight: Tensor) -> None:
-    """The end of a block unscales what lies in ``.grad``."""
-    if weight.grad is not None:
-        _scaled.pop(weight.grad, None)
-
-
 class PassWatch:
     """Warns about the gradients of one optimizer.
 
@@ -67,6 +59,8 @@ class PassWatch:
         self._label = label
         #: Whether there are warnings at all.
         self.warns = warns
+        # whether no block has left gradients in .grad yet: the script takes them by torch.autograd.grad, perhaps
+        self._looks = warns
         self._open = {_UNSCALED, _UNNAMED, _NOT_THE_SCALED, _LATE, _TAKEN} if warns else set()
         # a gradient that was there when the last step was over, and its version
         self._stepped: tuple[ReferenceType[Tensor], int] | None = None
@@ -129,17 +123,22 @@ class PassWatch:
             loss.register_hook(self._see_late)  # type: ignore[no-untyped-call]
 
     def see_pass(self, weights: Sequence[Tensor], block: ExitStack) -> None:
-        """Look at the backward pass of a scaled loss that begins: what torch.autograd.grad gives stays scaled.
+        """Look at the first backward passes of scaled losses as they begin: what torch.autograd.grad gives stays scaled.
 
         Args:
             weights: The model's weights that the optimizer steps.
             block: Closed at the end of the block.
         """
-        trained = [weight for weight in weights if weight.requires_grad]
-        if _TAKEN in self._open and trained and not torch_internals.keeps_gradient(trained[0]):
-            for weight in trained:
-                block.callback(_unscales, weight)
+        for weight in weights if self._looks else ():
+            if weight.requires_grad:
+                block.callback(self._see_end, weight)
                 block.callback(weight.register_hook(note_scaled).remove)  # type: ignore[no-untyped-call]
+
+    def _see_end(self, weight: Tensor) -> None:
+        """A block is over, which unscales what lies in ``.grad``."""
+        if weight.grad is not None:
+            _scaled.pop(weight.grad, None)
+            self._looks = False
 
     def see_taken(self, weights: Iterable[Tensor]) -> None:
         """Check the gradients of weights before a step."""

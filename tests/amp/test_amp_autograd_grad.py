@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_amp import LEVELS, Net, data, logged, scaled, zero
 from torch import Tensor
 from torch.optim import Optimizer
+from toy_amp import LEVELS, Net, data, logged, scaled, zero
 
 from amp_wrapper import amp
 

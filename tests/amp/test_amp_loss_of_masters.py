@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from toy_amp import LEVELS, Net, backward, data, gradients, make, poison, set_scales, sgd, values
 from bits import differing
 from torch import Tensor
 from torch.optim import Optimizer
+from toy_amp import LEVELS, Net, backward, data, gradients, make, poison, set_scales, sgd, values
 
 from amp_wrapper import amp
 
@@ -21,7 +21,11 @@ def penalty(optimizer: Optimizer) -> Tensor:
 def loss(way: str, net: Net, optimizer: Optimizer, index: int) -> Tensor:
     device = net.fc.weight.device
     through = net(data(index, device))
-    return {'masters': penalty(optimizer).to(device), 'model': through, 'both': penalty(optimizer).to(device) + through}[way]
+    return {
+        'masters': penalty(optimizer).to(device),
+        'model': through,
+        'both': penalty(optimizer).to(device) + through,
+    }[way]
 
 
 WAYS: dict[str, list[str]] = {
@@ -37,7 +41,7 @@ WAYS: dict[str, list[str]] = {
 def test_as_fp32_does_in_bits(way: str, level: str, device: torch.device) -> None:
     ours, theirs = make(level, device, loss_scale=256.0), make(None, device)
     for _ in range(2):
-        for net, optimizer in (ours, theirs):
+        for _, optimizer in (ours, theirs):
             optimizer.zero_grad()
         for index, part in enumerate(WAYS[way]):
             backward(loss(part, *ours, index), ours[1])
@@ -72,10 +76,15 @@ def test_after_an_exception_gradients_are_what_they_were(fails: str, level: str,
     net, optimizer = make(level, device, loss_scale=256.0)
     backward(loss('both', net, optimizer, 0), optimizer)
     before: list[Any] = gradients([optimizer])
-    with pytest.raises(RuntimeError), amp.scale_loss(loss('both', net, optimizer, 1), optimizer) as scaled:
-        scaled.backward(create_graph=fails == 'create_graph')
-        if fails == 'inside':
-            raise RuntimeError
+
+    def fail() -> None:
+        with amp.scale_loss(loss('both', net, optimizer, 1), optimizer) as scaled:
+            scaled.backward(create_graph=fails == 'create_graph')
+            if fails == 'inside':
+                raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     for now, then in zip(gradients([optimizer]), before, strict=True):
         assert torch.equal(now, then)  # type: ignore[arg-type]
 

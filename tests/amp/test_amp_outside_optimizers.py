@@ -1,4 +1,4 @@
-"""Optimizers that were not initialised, over parameters of no model: gradients of scaled losses are warned of, others are not."""
+"""Optimizers that were not initialised, over parameters of no model: scaled gradients are warned of, others are not."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from toy_amp import HALF, LEVELS, Net, backward, data, logged
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from toy_amp import HALF, LEVELS, Net, backward, data, logged
 
 from amp_wrapper import amp
 

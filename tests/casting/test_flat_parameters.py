@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from toy_amp import LEVELS
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
+from toy_amp import LEVELS
 
 from amp_wrapper import AmpAttachError, AmpOptimWrapper, amp
 

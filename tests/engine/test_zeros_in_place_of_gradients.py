@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
-from toy_amp import LEVELS, backward
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from toy_amp import LEVELS, backward
 
 from amp_wrapper import AmpOptimWrapper, FusedAdamW, FusedSGD, amp
 

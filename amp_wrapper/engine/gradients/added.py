@@ -31,8 +31,9 @@ class AddedGradients:
     def note(self, weights: Sequence[Tensor]) -> None:
         """The gradients of these weights have been added."""
         self._spread()
-        for weight in weights if self._clipped else ():
-            self._clipped.pop(id(weight), None)
+        for noted in (self._others, self._clipped):
+            for weight in weights if noted else ():
+                noted.pop(id(weight), None)  # type: ignore[attr-defined]
         self._weights, self._gradients = weights, attributes.gradients(weights)
         self._versions = attributes.versions(self._gradients)
 

@@ -106,8 +106,7 @@ class UnscaledGradients(ScaledGradients):
         self.held = None
 
     def zeroed(self, pairs: Iterable[Pair]) -> None:
-        """Gradients were cleared, and all of them are zeros."""
-        self._note_added([weight for weight, master in pairs if master.grad is not None])
+        """Gradients were cleared: those of masters are zeros by now, those of weights count as gradients without a scale."""
 
     def take_up(self, pairs: Sequence[Pair], makes_room: bool) -> list[Pair]:
         """Before a backward pass or a step: apply to the masters' gradients what was done to those of their weights.
