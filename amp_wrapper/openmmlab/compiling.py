@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
 from .. import compiler_internals
 from ..casting import roots
 from ..errors import AmpConfigError
+from .log import logger
 from .wrappers import inner_model
 
 #: After so many iterations of a training the log says how many graphs there are. Most recompilations come before.
@@ -67,7 +67,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _say(text: str) -> None:
-    print_log(text, logger='current')
+    logger.info(text)
 
 
 def options_of(compile_: object) -> dict[str, Any] | None:
