@@ -7,8 +7,8 @@
 Without mmengine: ``from amp_wrapper import amp``, the functional interface of ``apex.amp``.
 
 The package takes over the names ``AmpOptimWrapper`` and ``ApexOptimWrapper`` in mmengine's registry, and registers the
-optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there, as soon as both packages are imported, whichever comes first. It
-does not import mmengine until a name that needs it is asked for. Without mmengine, those names are not offered.
+optimizers ``FusedAdam``, ``FusedAdamW`` and ``FusedSGD`` there, as soon as both packages are imported, whichever comes first.
+It does not import mmengine until a name that needs it is asked for. Without mmengine, those names are not offered.
 """
 
 from importlib import import_module as _import_module

@@ -72,7 +72,7 @@ class Loop:
             self.parts.observers.append(Monitor(lambda: (True, False), self._take))
         elif way == WAYS[2]:
             attach = attach_members({'': self.parts}, '')
-            self.parts.observers.append(OverflowDiagnosis([self.model], attach, True, lambda found: ''))
+            self.parts.observers.append(OverflowDiagnosis([self.model], attach, lambda found: ''))
 
     def _take(self, row: Tensor) -> None:
         self.rows = [row]

@@ -103,9 +103,13 @@ class Trials:
         setting = "dtype='bfloat16'" if self._policy.opt_level == 'O3' else f"opt_level='{policy.opt_level}'"
         return _remedy('bfloat16', setting, found)
 
+    def without_scale(self) -> Replay:
+        """The step at its level, with a loss scale of 1."""
+        return self._run(self._policy, factor=1 / self._scale)
+
     def lower_scale(self) -> Remedy:
         """The largest loss scale, a power of two below that of the step, with which the step is finite."""
-        lowest = self._run(self._policy, factor=1 / self._scale)
+        lowest = self.without_scale()
         if lowest.refused or not lowest.is_finite:
             return Remedy('loss_scale', 'loss_scale=1.0', None if lowest.refused else False, _note(lowest))
         good, bad = 0, max(math.ceil(math.log2(self._scale)), 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 
-from mmengine.logging import MMLogger, print_log
+from mmengine.logging import print_log
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -37,9 +37,3 @@ def follow_runners() -> None:
         logger.setLevel(logging.INFO)
     logger.addHandler(_ToMMEngine())
     logger.propagate = False
-
-
-def follow_runner_before() -> None:
-    """:func:`follow_runners` where a runner is older than the patches: its logger has another name than mmengine's default."""
-    if MMLogger.get_current_instance().instance_name != 'mmengine':
-        follow_runners()

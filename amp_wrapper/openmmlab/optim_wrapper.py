@@ -322,7 +322,7 @@ class AmpOptimWrapper(OptimWrapper):
         if result.info is not None:
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
             shown = {self.log_prefix + words[name]: COLUMNS[name] for name in result.shows}
-            self.device_log.update(result.info, shown, result.skipped is None)
+            self.device_log.update(result.info, shown, result.skipped is None, {f'{self.log_prefix}amp_skipped'})
 
     def step_was_skipped(self) -> bool:
         """Whether the step since the last backward pass was left out. Syncs, where the host does not know."""

@@ -16,12 +16,13 @@ import mmengine.runner.runner
 from mmengine._strategy import BaseStrategy, SingleDeviceStrategy, deepspeed
 from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.hooks import CheckpointHook, EMAHook, ParamSchedulerHook
+from mmengine.logging import MMLogger
 from mmengine.model import BaseAveragedModel
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import CheckpointLoader, FlexibleRunner, Runner
 from mmengine.utils import digit_version
 
-from ..log import follow_runner_before, warn
+from ..log import follow_runners, warn
 from . import ema, resuming, runner_hook, safe_globals, saving, schedules, strategies, wrapper_dict
 
 #: The versions these patches were read against.
@@ -103,4 +104,6 @@ def install() -> None:
     local = _replaced(CheckpointLoader._get_checkpoint_loader('/'), resuming.load_local_file)
     CheckpointLoader.register_scheme(prefixes='', loader=local, force=True)
     safe_globals.allow()
-    follow_runner_before()
+    if MMLogger.get_current_instance().instance_name != 'mmengine':
+        # that is the name where no runner was built before
+        follow_runners()
