@@ -13,6 +13,7 @@ It does not import mmengine until a name that needs it is asked for. Without mme
 
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
+from sys import meta_path as _meta_path
 from sys import modules as _modules
 from typing import TYPE_CHECKING, Any
 
@@ -86,16 +87,9 @@ _LATE = {
 _NEED_MMENGINE = frozenset(name for name, module in _LATE.items() if module.startswith('openmmlab.'))
 
 
-def _has_mmengine() -> bool:
-    try:
-        return _find_spec('mmengine') is not None
-    except ImportError:
-        return False
-
-
 def _register() -> None:
     """Register the names in mmengine, and patch it; nothing where it is not installed."""
-    if _has_mmengine():
+    if _find_spec('mmengine') is not None:
         _import_module('.openmmlab', __name__)
 
 
@@ -104,7 +98,7 @@ def __getattr__(name: str) -> Any:
         return _import_module('.amp', __name__)
     if name not in _LATE:
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    if name in _NEED_MMENGINE and not _has_mmengine():
+    if name in _NEED_MMENGINE and _find_spec('mmengine') is None:
         raise AttributeError(_late.needs_mmengine(name))
     value = getattr(_import_module(f'.{_LATE[name]}', __name__), name)
     globals()[name] = value
@@ -153,9 +147,9 @@ __all__ = [
     'resolve',
 ]
 
-if not _has_mmengine():
+if _find_spec('mmengine') is None:
     __all__ = [_name for _name in __all__ if _name not in _NEED_MMENGINE]
 if _modules.get('mmengine') is not None:
     _register()
 elif not _start.COMMAND:
-    _late.register_upon_import(_register, _NEED_MMENGINE)
+    _meta_path.insert(0, _late.Finder(_register, _NEED_MMENGINE))

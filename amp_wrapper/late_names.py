@@ -14,8 +14,13 @@ def needs_mmengine(name: str) -> str:
     return f'amp_wrapper.{name} needs mmengine, which is not installed: pip install mmengine==0.10.7 (and mmcv-lite==2.1.0).'
 
 
-class _Finder(MetaPathFinder):
-    """Finds nothing by itself: Python asks it before the others, so it learns that mmengine is imported."""
+class Finder(MetaPathFinder):
+    """Finds nothing by itself: in front of ``sys.meta_path`` it is asked before the others, and learns what is imported.
+
+    Args:
+        register: Called right after mmengine is imported; it may import mmengine.
+        names: Those of this package that need mmengine: importing one without it raises an error that says so.
+    """
 
     def __init__(self, register: Callable[[], None], names: Collection[str]) -> None:
         self._register, self._names = register, names
@@ -47,13 +52,3 @@ class _Finder(MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-def register_upon_import(register: Callable[[], None], names: Collection[str]) -> None:
-    """Call a function right after mmengine is imported for the first time.
-
-    Args:
-        register: Called once; it may import mmengine.
-        names: Those of this package that need mmengine: importing one without it raises an error that says so.
-    """
-    sys.meta_path.insert(0, _Finder(register, names))
