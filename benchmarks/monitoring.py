@@ -72,7 +72,7 @@ class Loop:
             self.parts.observers.append(Monitor(lambda: (True, False), self._take))
         elif way == WAYS[2]:
             attach = attach_members({'': self.parts}, '')
-            self.parts.observers.append(OverflowDiagnosis([self.model], attach, True, lambda found: ''))
+            self.parts.observers.append(OverflowDiagnosis([self.model], attach, lambda found: ''))
 
     def _take(self, row: Tensor) -> None:
         self.rows = [row]
@@ -131,7 +131,7 @@ def report(device: torch.device, rounds: int, levels: tuple[str, ...] = ('O2', '
                 rows += measure(level, model, device, rounds if model == 'digits CNN' else max(rounds // 8, 6))
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{processor()}, one thread'
     clock = 'time of the process' if device.type == 'cpu' else 'wall time'
-    default = AmpMonitorHook()._interval
+    default = AmpMonitorHook(interval=INTERVAL)._interval
     assert default == INTERVAL
     return '\n'.join(
         [

@@ -17,13 +17,13 @@ from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.measured_numbers import NUMBERS
 from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, is_due, low_precision
-from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
+from ..diagnostics.overflow import MOST_REPORTS, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import attach_whole
 from ..engine import AmpEngine, attach_together
 from ..engine.host_read import LateRead
 from ..engine.overflow import StepResult
-from ..engine.parts import EngineParts
+from ..engine.parts import EngineParts, StepObserver
 from ..errors import AmpConfigError
 from . import session as amp_session
 
@@ -32,7 +32,7 @@ logger = logging.getLogger('amp_wrapper')
 _MORE = ('amp_scale', 'amp_skipped')
 
 
-class TrainingMonitor:
+class TrainingMonitor(StepObserver):
     """Measures one step in every ``interval`` of an optimizer, and examines those that are skipped; made by :func:`monitor`.
 
     Attributes:
@@ -47,7 +47,7 @@ class TrainingMonitor:
         ranges_interval: int | None,
         folder: Path | None,
         log: Callable[[int, dict[str, float]], object] | None,
-        mode: Mode,
+        diagnoses: bool,
         max_reports: int,
     ) -> None:
         self.diagnoses: list[Diagnosis] = []
@@ -68,9 +68,9 @@ class TrainingMonitor:
         if low_precision(parts.policy) is not None:
             self._observers.append(Monitor(self._is_due, self._take, wants_layers, self._writes))
         self._diagnosis: OverflowDiagnosis | None = None
-        if mode is not False and parts.scales.check and models:
+        if diagnoses and parts.scales.check and models:
             attach = attach_whole if len(models) == 1 else _attach_each
-            self._diagnosis = OverflowDiagnosis(models, attach, mode, self._publish, max_reports)
+            self._diagnosis = OverflowDiagnosis(models, attach, self._publish, max_reports)
             self._observers.append(self._diagnosis)
         parts.observers += self._observers
 
@@ -100,9 +100,6 @@ class TrainingMonitor:
 
     # -- the steps of the engine -------------------------------------------------------------------------------------
 
-    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
-        """Nothing is done at losses."""
-
     def before_step(self, parts: EngineParts) -> None:
         """Count it."""
         self._steps += 1
@@ -110,10 +107,6 @@ class TrainingMonitor:
     def after_step(self, parts: EngineParts, result: StepResult) -> None:
         """Hand on what has reached the host."""
         self._collect(wait=False)
-
-    def explain_streak(self, parts: EngineParts) -> str:
-        """There is nothing to say."""
-        return ''
 
     def _is_due(self) -> tuple[bool, bool]:
         ranges = self._ranges_interval
@@ -174,7 +167,7 @@ def monitor(
     folder: str | Path | None = None,
     log: Callable[[int, dict[str, float]], object] | None = None,
     ranges_interval: int | None = 500,
-    diagnose_overflow: Mode = 'after_skip',
+    diagnose_overflow: bool = True,
     max_reports: int = MOST_REPORTS,
 ) -> TrainingMonitor:
     """Watch how well the types of a training fit, and why steps are skipped.
@@ -195,8 +188,8 @@ def monitor(
         log: Called with the step, counted from 1, and the numbers by name. Where it raises, a warning says so once.
         ranges_interval: The same for measurements per layer, for ``amp_ranges.jsonl``, at steps that are measured; None for
             none.
-        diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
-            are examined from the first one on, which costs a tenth of a millisecond or so each. False: none is.
+        diagnose_overflow: Whether skipped steps are examined, the first one on. For that, each step keeps references to its
+            inputs, which takes a tenth of a millisecond or so. That a dynamic loss scale falls is not reported.
         max_reports: Reports of this training.
 
     Returns:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from .. import __version__, _complete, start
+from .. import __version__, _register, start
 from ..errors import AmpError, nearest
 
 #: The commands, in the order of the overview. Those with True need all of the package, with what is registered in mmengine:
@@ -182,7 +182,7 @@ def _perform(name: str, words: list[str], prog: str, fail: Callable[[str, BaseEx
         if 'config' in args and not start.script():
             _use_current_folder()
         if COMMANDS[name]:
-            _complete()
+            _register()
         return int(module.run(args))
     except AmpError as error:
         if _debugging():

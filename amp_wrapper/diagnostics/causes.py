@@ -17,6 +17,7 @@ from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
 from .diagnosis import Diagnosis, complete
 from .monitor import low_precision
+from .op_tensors import elements
 from .ranges import measure
 from .recorder import StepRecord
 from .remedies import Remedy, Trials, trials_of
@@ -24,6 +25,7 @@ from .replay import Replay, is_bad, replay
 from .sandbox import Attach
 from .trace import BadOp, moves_only
 
+_LOOK_FOR = 'Look for a division by zero, a logarithm or a root of zero or less, and at the data.'
 _LOSS_OPS = ('loss', 'binary_cross_entropy', 'cross_entropy', 'ctc')
 
 
@@ -214,7 +216,7 @@ class _Examination:
         assert place is not None
         if place.origin == 'input':
             text = f'What the model was given is not finite: {place.op} has {place.nonfinite:,} infinities or NaN '
-            text += f'among {_count(place):,} elements.'
+            text += f'among {elements(place.shape):,} elements.'
             return self._at('input', text, place)
         if place.origin == 'weight':
             return self._at('weight', f'{place.op} is not finite.', place)
@@ -229,18 +231,20 @@ class _Examination:
         trials = self._trials(judges_losses=False)
         in_fp32 = trials.fp32()
         same = not in_fp32.refused and not in_fp32.outputs_finite
-        cause = 'forward_nan' if same else 'forward_range'
+        cause = 'forward_nan' if same else 'forward_16bit' if place.reason else 'forward_range'
         if self._is_loss(place):
             cause = 'loss'
         if same:
-            text = f'{self._begins(place)} So it is in FP32, too: this is no matter of precision. Look for a division by zero, '
-            text += 'a logarithm or a root of zero or less, and at the data.'
+            text = f'{self._begins(place)} So it is in FP32, too: this is no matter of precision. '
+            text += 'Look at the data.' if place.reason else _LOOK_FOR
             found = self._at(cause, text, place)
             found.remedies = [Remedy('fp32', "opt_level='O0'", False)]
             return found
         text = f'{self._begins(place)} In FP32 the forward pass is finite.'
+        if 'zero' in place.reason:
+            text += f' What is zero there is a number too small for {dtype_name(place.dtype)}.'
         found = self._at(cause, text, place)
-        found.remedies = self._try(place.module, scales=False, judges_losses=False)
+        found.remedies = self._try(place.module, scales=False, judges_losses=False, place=place)
         return found
 
     def _of_backward(self, again: Replay) -> Diagnosis:
@@ -263,8 +267,11 @@ class _Examination:
             found = self._at('gradient_nan', text, place)
             found.remedies = [Remedy('fp32', "opt_level='O0'", False)]
             return found
-        found = self._at('gradient_range', f'{self._begins(place)} It does not fit at any loss scale.', place)
-        found.remedies = [*self._try(place.module, scales=False), scale]
+        cause, text = 'gradient_range', 'It does not fit at any loss scale.'
+        if place.reason:
+            cause, text = 'gradient_16bit', 'In FP32 the backward pass is finite; a smaller loss scale does not help.'
+        found = self._at(cause, f'{self._begins(place)} {text}', place)
+        found.remedies = [*self._try(place.module, scales=False, place=place), scale]
         return found
 
     def _of_loss(self) -> Diagnosis:
@@ -302,7 +309,7 @@ class _Examination:
         """Where it begins, and with which numbers."""
         where = self._called(place.module)
         what = 'NaN' if place.has_nan else 'infinite'
-        numbers = f'{place.nonfinite:,} of {_count(place):,} elements'
+        numbers = f'{place.nonfinite:,} of {elements(place.shape):,} elements'
         came = f' from finite numbers up to {place.largest_in:.3g}' if place.inputs else ''
         if moves_only(place.op) and place.inputs and place.phase == 'forward':
             name, end = dtype_name(place.dtype), torch.finfo(place.dtype).max
@@ -310,7 +317,10 @@ class _Examination:
             return text + f'become infinite ({name} ends at {end:.5g}).'
         node = place.node or 'a sum of gradients'
         phase = 'forward pass' if place.phase == 'forward' else f'backward pass ({node})'
-        kind = f'{dtype_name(place.dtype)} overflow' if not place.has_nan else f'NaN in {dtype_name(place.dtype)}'
+        name = dtype_name(place.dtype)
+        kind = f'NaN in {name}' if place.has_nan else f'{name} overflow'
+        if place.reason:
+            kind = f'{place.reason[0].upper()}{place.reason[1:]} in {name}'
         line = f' The line is {place.source}.' if place.source else ''
         return f'{kind} in the {phase} of {where}: {place.op} made {numbers} {what}{came}.{line}'
 
@@ -335,11 +345,14 @@ class _Examination:
     def _trials(self, judges_losses: bool = True) -> Trials:
         return trials_of(self._examined, self._model, self._policy, self._attach, judges_losses)
 
-    def _try(self, module: str, scales: bool = True, judges_losses: bool = True) -> list[Remedy]:
+    def _try(
+        self, module: str, scales: bool = True, judges_losses: bool = True, place: BadOp | None = None
+    ) -> list[Remedy]:
         if not self._step.calls:
             return []
         trials = self._trials(judges_losses)
-        found = [trials.keep(module), trials.bfloat16(), trials.lower_scale() if scales else None]
+        found = [trials.keep(module), None if place is None else trials.functions(place)]
+        found += [trials.bfloat16(), trials.lower_scale() if scales else None]
         return [each for each in found if each is not None]
 
 
@@ -355,10 +368,3 @@ def _fp32(tensor: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
-
-
-def _count(place: BadOp) -> int:
-    total = 1
-    for size in place.shape:
-        total *= size
-    return total

@@ -109,7 +109,8 @@ def read_run(path: str | os.PathLike[str], name: str | None = None) -> Run:
     # of a run whose beginning is not there, nobody knows how many of the skips were before
     known = pieces[0].resumed_at is None and _starts_fresh(rows)
     skips = {
-        key[: -len('amp_skipped')].rstrip('_'): _increments(series, known)
+        # it stands in the log from the first skip on
+        key[: -len('amp_skipped')].rstrip('_'): _increments(series, known or series.iterations[0] > rows[0][0])
         for key, series in numbers.items()
         if base(key) == 'amp_skipped'
     }

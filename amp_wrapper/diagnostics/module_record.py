@@ -24,7 +24,7 @@ from ..policy.autocast_lists import HALF, OP_RULES, OpRule
 from ..policy.fp32_registry import Fp32Op
 from ..policy.nested import HALF_TYPES
 from ..torch_internals import TorchDispatchMode, first_pre_hook, forward_pre_hooks
-from .recorder import tensors_of
+from .op_tensors import numbers
 from .rounding import Gathering
 
 #: What is called outside of the model: a loss function.
@@ -191,16 +191,16 @@ class ModuleRecorder:
             if self._is_forward:
                 self._stack.append(name)
                 record.calls += 1
-                _note(record.given, _floating((args, kwargs)))
+                _note(record.given, numbers((args, kwargs)))
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._is_forward:
-                tensors = _floating((args, kwargs))
+                tensors = numbers((args, kwargs))
                 _note(record.inputs, tensors)
                 self._measure(record, 'inputs', tensors)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = _floating(output)
+            tensors = numbers(output)
             if self._is_forward:
                 _note(record.outputs, tensors)
                 self._measure(record, 'outputs', tensors)
@@ -211,7 +211,7 @@ class ModuleRecorder:
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             if self._is_forward:
-                _note(record.handed, _floating(output))
+                _note(record.handed, numbers(output))
                 # a module whose call has failed leaves those below it open
                 while self._stack and self._stack.pop() != name:
                     pass
@@ -267,7 +267,7 @@ class ModuleRecorder:
         # the engine copies buffers in the hooks of the model, by ops of this package
         if self._is_busy or op.namespace == 'amp_wrapper':
             return
-        inputs, outputs = _floating((args, kwargs)), _floating(output)
+        inputs, outputs = numbers((args, kwargs)), numbers(output)
         name = op.overloadpacket.__name__
         record = self.records[self._stack[-1] if self._stack else OUTSIDE]
         if name in _CASTS:
@@ -383,11 +383,6 @@ def _is_view(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
 def _memory(tensor: Tensor) -> int | None:
     # sparse tensors have no single one
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else None
-
-
-def _floating(value: Any) -> list[Tensor]:
-    """Those of floating and of complex types."""
-    return [tensor for tensor in tensors_of(value) if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def _note(types: dict[str, None], tensors: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from ..casting import fp32_values
 from ..engine.gradients.at_hand import gradients_at_hand
 from ..engine.host_read import LateRead
 from ..engine.overflow import STREAK, StepResult
-from ..engine.parts import EngineParts
+from ..engine.parts import EngineParts, StepObserver
 from ..errors import AmpConfigError
 from ..policy import Policy, dtype_name
 from ..policy.nested import HALF_TYPES
@@ -97,7 +97,7 @@ class LayerRanges:
         }
 
 
-class Monitor:
+class Monitor(StepObserver):
     """Measures some of the steps of one engine, on the device: one list op over gradients and weights, and some small ones.
 
     The device is not read. At levels without a 16-bit type (O0, ``enabled=False``) nothing is measured.
@@ -130,13 +130,6 @@ class Monitor:
         self.window_start: Tensor | None = None
 
     # -- the steps of an engine --------------------------------------------------------------------------------------
-
-    def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
-        """Nothing is measured of losses."""
-
-    def explain_streak(self, parts: EngineParts) -> str:
-        """There is nothing to say."""
-        return ''
 
     @torch.no_grad()
     def before_step(self, parts: EngineParts) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed
@@ -20,32 +20,28 @@ from .causes import diagnose
 from .diagnosis import Diagnosis
 from .live import LiveWatch, judge_watched
 from .recorder import Recorder, StepRecord
+from .remedies import trials_of
+from .replay import is_bad
 from .sandbox import Attach
 
 logger = logging.getLogger('amp_wrapper')
 
-#: When steps are recorded: from the first one on; after a step was skipped; never.
-Mode = bool | Literal['after_skip']
-#: Steps without a skip after which recording ends again, where it began with a skip.
-QUIET = 500
 #: Reports of one training.
 MOST_REPORTS = 10
+#: Skips in a row that a loss scale which falls may take without a report: 2**16 falls to 1 in so many.
+MOST_FALLS = 16
 
 
-def check_mode(value: Any) -> Mode:
-    """A value of ``diagnose_overflow``.
+def check_mode(value: Any) -> bool:
+    """A value of ``diagnose_overflow``; 'after_skip', which versions up to 0.2 had, is True.
 
     Raises:
         AmpConfigError: Something else.
     """
     found = plain(value)
     if found is True or found is False or (isinstance(found, str) and found == 'after_skip'):
-        return found  # type: ignore[return-value]
-    raise AmpConfigError(
-        [
-            f"diagnose_overflow={value!r} must be 'after_skip' (once a step was skipped), True (from the first step) or False."
-        ]
-    )
+        return bool(found)
+    raise AmpConfigError([f'diagnose_overflow={value!r} must be True or False.'])
 
 
 def check_reports(value: Any) -> int:
@@ -62,14 +58,14 @@ def check_reports(value: Any) -> int:
 class OverflowDiagnosis:
     """Records the steps of one engine, runs a skipped one again, and says why it was not finite.
 
-    While it is armed, a step keeps references to the arguments of its forward calls and to the gradients at the outputs of the
-    model, and the states of the random generators. On a GPU the flag of a step is read when the next one is due, so the device
-    is not waited for.
+    A step keeps references to the arguments of its forward calls and to the gradients at the outputs of the model, and the
+    states of the random generators. On a GPU the flag of a step is read when the next one is due: the device is not waited for.
+
+    That a dynamic loss scale falls is no fault, and not reported: a step that would have been finite without a loss scale.
 
     Args:
         models: Those whose parameters the engine steps, not wrapped.
         attach: Attaches a copy of the model; of several, a copy of an ``nn.ModuleList`` of them.
-        mode: True arms it now, 'after_skip' with the first skipped step that the host learns of.
         publish: Is given each diagnosis; returns where it was written, or ''.
         most: Reports of this training.
         around: Around each examination: keeps what a copy of the model writes to other places from them.
@@ -79,45 +75,24 @@ class OverflowDiagnosis:
         self,
         models: Sequence[nn.Module],
         attach: Attach,
-        mode: Mode,
         publish: Callable[[Diagnosis], str],
         most: int = MOST_REPORTS,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._models = list(models)
         # holds them all under the names that the recorder gives
-        self._model = self._models[0] if len(self._models) == 1 else nn.ModuleList(self._models)
+        self._model = models[0] if len(models) == 1 else nn.ModuleList(models)
         self._attach = attach
-        self._mode = mode
         self._publish = publish
         self._left = most
         self._around = around
-        # examinations, those without a report among them
-        self._tries = 3 * most
-        self._recorder: Recorder | None = None
+        self._recorder: Recorder | None = Recorder(models)
         self._pending: tuple[StepRecord, LateRead] | None = None
-        self._seen: int | None = None
-        self._quiet = 0
-        self._skips = 0
+        # in a row: for a fault, and since a dynamic loss scale falls
+        self._skips = self._falling = 0
         # of the row of skips that goes on
         self._last = ''
-        # whether there is a report on a loss scale that was too large
-        self._tries_scales = False
         # where no copy of the model can be run
         self._live: LiveWatch | None = None
-        if mode is True:
-            self.arm()
-
-    @property
-    def is_armed(self) -> bool:
-        """Whether steps are recorded."""
-        return self._recorder is not None
-
-    def arm(self) -> None:
-        """Record steps from now on."""
-        if self._recorder is None and self._models:
-            self._recorder = Recorder(self._models)
-            self._quiet = 0
 
     def disarm(self) -> None:
         """Record nothing any more; hooks are taken off."""
@@ -140,13 +115,6 @@ class OverflowDiagnosis:
     def before_step(self, parts: EngineParts) -> None:
         """Weights are still those of the step before, so that one can be run again now at the latest."""
         self._resolve(parts, wait=True)
-        if self._mode == 'after_skip' and self._recorder is None:
-            if self._seen is not None and parts.monitor.known_skips > self._seen:
-                self.arm()
-                # of this step nothing was recorded
-                self._seen = parts.monitor.known_skips
-                return
-            self._seen = parts.monitor.known_skips
 
     def after_step(self, parts: EngineParts, result: StepResult) -> None:
         """The step was taken or skipped."""
@@ -166,7 +134,7 @@ class OverflowDiagnosis:
         """Too many steps in a row were skipped: the cause, found now where it is not known yet."""
         if not self._last and self._recorder is not None:
             self._left = max(self._left, 1)
-            self._report(parts, self._recorder.step)
+            self._report(parts, self._recorder.step, may_fall=False)
         return self._last
 
     # -- what became of them -----------------------------------------------------------------------------------------
@@ -179,39 +147,44 @@ class OverflowDiagnosis:
 
     def _take(self, parts: EngineParts, record: StepRecord, skipped: bool) -> None:
         if skipped:
-            self._quiet = 0
             self._skips += 1
             # the first ones of a row, and then ever fewer
             # without a loss, nothing was recorded yet; without a call, torch.compile hides it
-            if (
-                record.losses
-                and min(self._left, self._tries) > 0
-                and (self._skips <= 3 or self._skips & (self._skips - 1) == 0)
-            ):
+            if record.losses and self._left > 0 and (self._skips <= 3 or self._skips & (self._skips - 1) == 0):
                 self._report(parts, record)
         else:
-            self._quiet += 1
-            self._skips = 0
+            self._skips = self._falling = 0
             self._last = ''
             if self._live is not None:
                 self._live.take()
         record.clear()
-        if self._mode == 'after_skip' and self._quiet >= QUIET:
-            self.disarm()
 
-    def _report(self, parts: EngineParts, record: StepRecord) -> None:
+    def _falls(self, parts: EngineParts, record: StepRecord) -> bool:
+        """Whether a dynamic loss scale was too large for the step, and falls: without it, the step is finite. Syncs."""
+        if (
+            not parts.scales.is_dynamic
+            or self._falling >= MOST_FALLS
+            or any(is_bad(loss.value) for loss in record.losses)
+        ):
+            return False
+        given = [each for call in record.calls for kept in call.gradients.values() for each in kept.values()]
+        # infinite gradients come from losses outside of the model as well, where float16 has no room for the scale
+        has_nan = any(bool(gradient.isnan().any()) for gradient in given)
+        again = trials_of(record, self._model, parts.policy, self._attach, has_nan).without_scale()
+        return self._falling < 3 if again.refused else again.is_finite
+
+    def _report(self, parts: EngineParts, record: StepRecord, may_fall: bool = True) -> None:
         self._left -= 1
-        self._tries -= 1
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         several = several and torch.distributed.get_world_size() > 1
         try:
             with self._around():
+                if may_fall and self._falls(parts, record):
+                    self._left += 1
+                    self._skips -= 1
+                    self._falling += 1
+                    return
                 found = self._find(parts, record, several)
-            if found.cause == 'gradient_scale' and parts.scales.is_dynamic and self._tries_scales:
-                # a dynamic scale goes too far now and then, and one report on that is enough
-                self._left += 1
-                return
-            self._tries_scales = self._tries_scales or found.cause == 'gradient_scale'
             path = self._publish(found)
         except Exception as error:
             # whatever goes wrong here, the training goes on

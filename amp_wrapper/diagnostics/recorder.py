@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 import random
 import threading
@@ -109,7 +108,7 @@ class RandomStates:
 
     def __init__(self) -> None:
         self._python = random.getstate()
-        self._numpy = _numpy_state()
+        self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
         # asking whether there is a GPU takes longer than all the rest
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -122,25 +121,6 @@ class RandomStates:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
-
-
-_last_numpy: list[Any] = [b'', None]
-
-
-def _numpy_state() -> Any:
-    """The state of NumPy's global generator. It takes NumPy tens of microseconds, so an unchanged one is not asked for again.
-
-    Whether it has changed is read from the generator's memory, which its public ``ctypes`` interface tells: 624 words and a
-    position. A second normal number that waits from the last pair is not part of that.
-    """
-    ask = getattr(np.random, 'get_bit_generator', None)
-    generator = None if ask is None else ask()
-    if not isinstance(generator, np.random.MT19937):
-        return np.random.get_state()
-    words = ctypes.string_at(generator.ctypes.state_address, 4 * 625)
-    if words != _last_numpy[0]:
-        _last_numpy[:] = [words, np.random.get_state()]
-    return _last_numpy[1]
 
 
 @dataclasses.dataclass

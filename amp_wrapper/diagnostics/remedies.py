@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 
 import torch
 
 from ..policy import Policy
+from ..policy.fp32_registry import CALLER, FLOAT32, Fp32Op
 from ..policy.loss_scale import LossScaleConfig
 from ..policy.policy import IN_BFLOAT16, LEVEL_TABLE
 from .recorder import StepRecord
 from .replay import Replay, replay
 from .sandbox import Attach
+from .trace import BadOp
 
 #: Modules that are kept in FP32 at most, to make a step finite.
 MOST_KEPT = 4
@@ -25,7 +28,7 @@ class Remedy:
     """One setting, and what became of the step with it.
 
     Attributes:
-        kind: 'keep_fp32', 'bfloat16', 'loss_scale' or 'fp32'.
+        kind: 'keep_fp32', 'fp32_ops', 'bfloat16', 'loss_scale' or 'fp32'.
         setting: As it is written in a configuration.
         finite: Whether the step was finite with it; None where it could not be tried.
         note: What else there is to say.
@@ -94,6 +97,36 @@ class Trials:
         place, _, rest = module.partition('.')
         return f'models[{place}].{rest}' if self._several and rest else module
 
+    def functions(self, place: BadOp) -> Remedy | None:
+        """The step with an op in FP32; where that does not help, with those before it as well, whose results stay FP32.
+
+        None where the op is no function of torch.
+        """
+        found: Remedy | None = None
+        made_by = [place.op, *place.makers]
+        if place.node:
+            # the function whose backward it is: 'LogSoftmaxBackward0' is that of log_softmax
+            made_by = [re.sub('(?<=[a-z0-9])(?=[A-Z])', '_', place.node.rpartition('Backward')[0]).lower()]
+        for ops, output in ((made_by[:1], CALLER), (made_by, FLOAT32)):
+            names = [name for op in dict.fromkeys(ops) for name in _functions_of(op)]
+            found = self._in_fp32(names, output) if names else found
+            if found is None or not found.finite:
+                continue
+            for name in tuple(names):
+                # the model may not call this one
+                fewer = [each for each in names if each != name]
+                without = self._in_fp32(fewer, output)
+                if fewer and without.finite:
+                    names, found = fewer, without
+            break
+        return found
+
+    def _in_fp32(self, names: list[str], output: str) -> Remedy:
+        ops = tuple(Fp32Op(name, output) for name in names)
+        found = self._run(dataclasses.replace(self._policy, fp32_ops=(*self._policy.fp32_ops, *ops)))
+        shown = names if output == CALLER else [{'name': name, 'output': output} for name in names]
+        return _remedy('fp32_ops', f'fp32_ops={shown}', found)
+
     def bfloat16(self) -> Remedy | None:
         """The step in bfloat16, without a loss scale; None where it is at such a level already."""
         policy = in_bfloat16(self._policy)
@@ -103,19 +136,27 @@ class Trials:
         setting = "dtype='bfloat16'" if self._policy.opt_level == 'O3' else f"opt_level='{policy.opt_level}'"
         return _remedy('bfloat16', setting, found)
 
+    def without_scale(self) -> Replay:
+        """The step at its level, with a loss scale of 1."""
+        return self._run(self._policy, factor=1 / self._scale)
+
     def lower_scale(self) -> Remedy:
         """The largest loss scale, a power of two below that of the step, with which the step is finite."""
-        lowest = self._run(self._policy, factor=1 / self._scale)
+        lowest = self.without_scale()
         if lowest.refused or not lowest.is_finite:
             return Remedy('loss_scale', 'loss_scale=1.0', None if lowest.refused else False, _note(lowest))
-        good, bad = 0, max(math.ceil(math.log2(self._scale)), 1)
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            if self._run(self._policy, factor=2.0**middle / self._scale).is_finite:
-                good = middle
-            else:
-                bad = middle
-        return Remedy('loss_scale', f'loss_scale={2.0**good:g}', True, 'the largest power of two that does')
+        powers = range(math.ceil(math.log2(self._scale)) - 1, 0, -1)
+        fits = (power for power in powers if self._run(self._policy, factor=2.0**power / self._scale).is_finite)
+        return Remedy('loss_scale', f'loss_scale={2.0 ** next(fits, 0):g}', True, 'the largest power of two that does')
+
+
+def _functions_of(op: str) -> list[str]:
+    """What an op may be called by: names that ``fp32_ops`` takes."""
+    bare = op.removeprefix('aten.').strip('_')
+    owners = (('torch', torch), ('torch.Tensor', torch.Tensor), ('torch.nn.functional', torch.nn.functional))
+    names = [f'{title}.{bare}' for title, owner in owners if hasattr(owner, bare)]
+    operator = '__truediv__' if bare == 'div' else f'__{bare}__'
+    return [*names, f'torch.Tensor.{operator}'] if hasattr(torch.Tensor, operator) else names
 
 
 def _named(item: str | type) -> str:

@@ -47,6 +47,7 @@ class StepObserver(Protocol):
 
     def see_loss(self, parts: EngineParts, loss: Tensor, loss_id: int) -> None:
         """A loss is about to be scaled by the scale of ``parts``, for a backward pass."""
+        return
 
     def before_step(self, parts: EngineParts) -> None:
         """A step is about to be taken, or skipped; ``gradients_at_hand`` finds the gradients."""
@@ -56,6 +57,7 @@ class StepObserver(Protocol):
 
     def explain_streak(self, parts: EngineParts) -> str:
         """Too many steps in a row were skipped: what to add to the error, or an empty string."""
+        return ''
 
 
 class EngineParts:

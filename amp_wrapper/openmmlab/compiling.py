@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
 from .. import compiler_internals
 from ..casting import roots
 from ..errors import AmpConfigError
+from .log import logger
 from .wrappers import inner_model
 
 #: After so many iterations of a training the log says how many graphs there are. Most recompilations come before.
@@ -58,16 +58,12 @@ class Compiled:
         )
         text += f'{_count(again, "recompilation")}'
         first = [' '.join(reason.split())[:100] for reason, count in reasons.items() if count][:3]
-        _say(text + (f'; the graph breaks at: {"; ".join(first)}' if first else ''))
+        logger.info(text + (f'; the graph breaks at: {"; ".join(first)}' if first else ''))
         self.iterations = None
 
 
 def _count(number: int, what: str) -> str:
     return f'{number} {what}' + ('' if number == 1 else 's')
-
-
-def _say(text: str) -> None:
-    print_log(text, logger='current')
 
 
 def options_of(compile_: object) -> dict[str, Any] | None:
@@ -118,7 +114,7 @@ def compile_model(model: nn.Module, options: Mapping[str, Any]) -> Compiled:
         raise AmpConfigError([f'compile={dict(options)!r} is not what torch.compile takes: {error}']) from error
     names = [f'{name or "the model"} ({type(module).__name__})' for name, module in targets.items()]
     words = ', '.join(f'{key}={value!r}' for key, value in options.items()) or 'default options'
-    _say(
+    logger.info(
         f'torch.compile compiles the forward calls of {", ".join(names)}, losses included ({words}). The first iterations are '
         f'slow.'
     )

@@ -139,6 +139,11 @@ def _loop_of(name: str, words: Mapping[str, Any]) -> Callable[..., Any] | None:
     return _LOOPS[name]
 
 
+def is_url(path: str) -> bool:
+    """Whether mmengine fetches a checkpoint from elsewhere: ``https://``, ``torchvision://``, ``open-mmlab://``, ``s3:``."""
+    return '://' in path or path.startswith('s3:')
+
+
 def check_checkpoint(path: str | None) -> None:
     """Look into a checkpoint, without reading its tensors.
 
@@ -148,7 +153,7 @@ def check_checkpoint(path: str | None) -> None:
     Raises:
         AmpCheckpointError: It is not there, is no checkpoint, or asks for code to run.
     """
-    if path is not None and '://' not in path and not path.startswith('s3:'):
+    if path is not None and not is_url(path):
         newest.load_without_shards(path)
 
 

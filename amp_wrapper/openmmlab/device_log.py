@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import ref
@@ -37,19 +37,24 @@ class DeviceLog:
         self._hub = hub
         self._reviewer = (lambda: None) if reviewer is None else ref(reviewer)
         self._limit = limit
-        self._rows: list[tuple[Tensor, list[tuple[DeviceHistoryBuffer | str, int]], bool]] = []
+        self._rows: list[tuple[Tensor, list[tuple[DeviceHistoryBuffer | str, int, bool]], bool]] = []
         self.transfers = 0
 
-    def update(self, row: Tensor, names: Mapping[str, int], is_news: bool = False) -> None:
+    def update(
+        self, row: Tensor, names: Mapping[str, int], is_news: bool = False, counters: Collection[str] = ()
+    ) -> None:
         """Log some numbers of a row. Syncs only where ``limit`` rows wait.
 
         Args:
             row: Vector on any device; NaN means "nothing this time". A name that never had a number does not stand in the log.
             names: Names in the log, and where in the row their numbers are.
             is_news: Whether the reviewer is given the row.
+            counters: Those of the names that stand in the log from the first number on that is not 0.
         """
         scalars = self._scalars()
-        self._rows.append((row, [(scalars.of(name, self), index) for name, index in names.items()], is_news))
+        self._rows.append(
+            (row, [(scalars.of(name, self), index, name in counters) for name, index in names.items()], is_news)
+        )
         if len(self._rows) >= self._limit:
             self.flush()
 
@@ -65,8 +70,8 @@ class DeviceLog:
         scalars = self._scalars()
         scalars.forget(self)
         for numbers, (_, entries, _) in zip(values, rows):
-            for target, index in entries:
-                if not math.isnan(numbers[index]):
+            for target, index, counts in entries:
+                if not math.isnan(numbers[index]) and (numbers[index] or not counts):
                     self._buffer(scalars, target).update(numbers[index])
         news = [numbers for numbers, (*_, is_news) in zip(values, rows) if is_news]
         reviewer = self._reviewer()

@@ -29,7 +29,7 @@ from ..checkpoint import convert, random_state, sharded
 from ..checkpoint import file as checkpoint_file
 from ..engine import AmpEngine
 from ..errors import AmpConfigError, AmpError, AmpUsageError, nearest
-from . import attaching, generated_data
+from . import attaching, config_checks, generated_data
 from .config_options import read_config
 from .wrapper_settings import (
     SCRIPT,
@@ -249,7 +249,7 @@ def from_config(
     cfg = copy.deepcopy(cfg)
     place = checkpoint or cfg.get('load_from')
     if checkpoint is not None:
-        _check_there(Path(checkpoint))
+        _check_there(str(checkpoint))
     with _scope(cfg), seeded(cfg), _quiet():
         model = _build_model(cfg, is_loaded=place is not None)
         if place is not None:
@@ -314,17 +314,18 @@ def _build_model(cfg: Config, is_loaded: bool) -> nn.Module:
     return model
 
 
-def _check_there(path: Path) -> None:
-    if '://' not in str(path) and not path.is_file() and not sharded.is_folder(path):
+def _check_there(place: str) -> None:
+    path = Path(place)
+    if not config_checks.is_url(place) and not path.is_file() and not sharded.is_folder(path):
         beside = [other.name for other in path.parent.glob('*.pth')] if path.parent.is_dir() else []
-        raise AmpUsageError(f'the checkpoint {str(path)!r} does not exist{nearest(path.name, beside)}.')
+        raise AmpUsageError(f'the checkpoint {place!r} does not exist{nearest(path.name, beside)}.')
 
 
 def _load(model: nn.Module, place: str) -> None:
-    if '://' in place:
+    if config_checks.is_url(place):
         _load_checkpoint_to_model(model, _load_checkpoint(place, map_location='cpu'))
         return
-    _check_there(Path(place))
+    _check_there(place)
     content = sharded.load(place) if sharded.is_folder(place) else checkpoint_file.load(place)
     weights, _ = convert.to_weights(content, torch.float32)
     _load_checkpoint_to_model(model, weights)

@@ -6,16 +6,19 @@ from typing import Any
 
 import torch
 from mmengine.hooks import Hook
+from torch import Tensor
 
+from ..casting.find_hooks import strip_hooks
 from ..casting.nonfinite import NonfiniteWatch
 from ..casting.region_hooks import autocast_forward
+from ..diagnostics.op_tensors import named_tensors
 from ..engine import AmpEngine
 from ..errors import NonfiniteError
 from ..policy import OptLevel, resolve
 from ..registry import HOOKS
 from . import attaching
 from .data_elements import cast_data_element
-from .wrappers import inner_model
+from .wrappers import inner_model, wrappers_of
 
 
 @HOOKS.register_module()
@@ -23,7 +26,8 @@ class AmpInferenceHook(Hook):
     """Run testing at an opt level. ``Runner.test`` builds no optimizer wrapper, so without this it runs in FP32.
 
     O1 and O4 autocast every forward of the model; the others cast it, as in training. Predictions are FP32 at every level,
-    unless ``cast_model_outputs`` says otherwise.
+    unless ``cast_model_outputs`` says otherwise. After the test, the model is what it was before, so that a training may come
+    before or after it in the same process. What is tested are the FP32 values of the model, also where it trains at a level.
 
     Args:
         opt_level: 'O0' to 'O5'.
@@ -31,6 +35,7 @@ class AmpInferenceHook(Hook):
 
     Raises:
         AmpConfigError: A configuration that cannot mean anything.
+        AmpUsageError: A test while accumulated gradients of a training wait for their step.
     """
 
     priority = 'VERY_HIGH'
@@ -38,18 +43,41 @@ class AmpInferenceHook(Hook):
     def __init__(self, opt_level: OptLevel = 'O2', **overrides: Any) -> None:
         self.policy = resolve(opt_level, **overrides)
         self._engine: AmpEngine | None = None
+        self._before: dict[str, Tensor] = {}
+
+    def before_run(self, runner: Any) -> None:
+        """Take off what a test has left that an exception ended."""
+        self.after_test(runner)
 
     def before_test(self, runner: Any) -> None:
         """Cast the loaded model."""
-        if self._engine is not None:
-            return
-        self._engine = AmpEngine(self.policy, None)
+        self.after_test(runner)
+        for wrapper in wrappers_of(runner).values():
+            # it attaches again when the training goes on
+            wrapper.detach()
         model = inner_model(runner.model)
+        if self.policy.casts_model:
+            # without an optimizer, casts keep no FP32 values
+            self._before = {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+        self._engine = AmpEngine(self.policy, None)
         attaching.attach(self._engine, model)
         if self.policy.enabled and self.policy.autocast_dtype is not None:
             outputs = self.policy.cast_model_outputs or torch.float32
             autocast_forward(model, self.policy.autocast_dtype, outputs, cast_data_element)
         runner.logger.info(f'amp: testing at {self.policy.describe()}')
+
+    @torch.no_grad()
+    def after_test(self, runner: Any) -> None:
+        """Give the model back as it was before the test."""
+        if self._engine is None:
+            return
+        model = inner_model(runner.model)
+        self._engine.detach()
+        strip_hooks(model)
+        for name, tensor in named_tensors(model):
+            if name in self._before:
+                tensor.copy_(self._before[name])
+        self._engine, self._before = None, {}
 
 
 @HOOKS.register_module()

@@ -1,17 +1,39 @@
-"""Writes lines to mmengine's log."""
+"""Writes lines to the package's logger, which is mmengine's inside of a runner."""
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from mmengine.logging import print_log
 
+logger = logging.getLogger('amp_wrapper')
+
 
 def log(text: str) -> None:
     """Write an INFO line."""
-    print_log(f'amp: {text}', logger='current', level=logging.INFO)
+    logger.info(f'amp: {text}')
 
 
 def warn(text: str) -> None:
     """Write a WARNING line."""
-    print_log(f'amp: {text}', logger='current', level=logging.WARNING)
+    logger.warning(f'amp: {text}')
+
+
+class _ToMMEngine(logging.Handler):
+    """Sends lines to mmengine's current logger, which knows ranks and files."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print_log(record.getMessage(), logger='current', level=record.levelno)
+
+
+@functools.cache
+def follow_runners() -> None:
+    """Send the lines of the package to mmengine's logger from now on, since there is a runner.
+
+    Elsewhere they are the script's own matter: its configuration of ``logging`` says where they go.
+    """
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    logger.addHandler(_ToMMEngine())
+    logger.propagate = False

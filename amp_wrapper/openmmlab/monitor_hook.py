@@ -18,7 +18,7 @@ from ..diagnostics.diagnosis import Diagnosis
 from ..diagnostics.diagnosis_page import publish
 from ..diagnostics.measured_numbers import NUMBERS
 from ..diagnostics.monitor import LayerRanges, Monitor, check_interval, is_due, low_precision, numbers_of
-from ..diagnostics.overflow import MOST_REPORTS, Mode, OverflowDiagnosis, check_mode, check_reports
+from ..diagnostics.overflow import MOST_REPORTS, OverflowDiagnosis, check_mode, check_reports
 from ..diagnostics.records import JsonLines
 from ..diagnostics.sandbox import Attach
 from ..engine import AmpEngine
@@ -38,19 +38,19 @@ STATE = 'amp_monitor'
 class AmpMonitorHook(Hook):
     """Logs how well the types of a training fit, and finds the cause of skipped steps.
 
-    ``default_hooks=dict(amp_monitor=dict(type='amp_wrapper.AmpMonitorHook'))``; ``tools/train.py`` adds it. Beside
-    ``train/amp_scale`` and ``train/amp_skipped`` the log, and with it every visualizer, gets the numbers of
-    :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS`. They are computed on the device and read with the log. O0 has
-    none.
+    ``default_hooks=dict(amp_monitor=dict(type='amp_wrapper.AmpMonitorHook', interval=50))``; ``tools/train.py`` adds one
+    without an ``interval``. ``train/amp_scale`` and ``train/amp_skipped`` need no hook. With an interval the log, and so every
+    visualizer, gets the numbers of :data:`amp_wrapper.diagnostics.measured_numbers.MEANINGS` as well. They are computed on the
+    device and read with the log. O0 has none.
 
     Args:
         interval: Iterations from one measurement to the next: iterations 1, ``interval``, 2 * ``interval`` and so on are
             measured, so that a row of the log at such an iteration has its numbers. While gradients are accumulated, the next
-            step that is taken is measured.
+            step that is taken is measured. None is that of ``ranges_interval``, or measures nothing.
         ranges_interval: The same for measurements per layer, at iterations that are measured, each a line of
             ``vis_data/amp_ranges.jsonl``; None for none.
-        diagnose_overflow: 'after_skip': once a step was skipped, further ones are examined, for some hundred steps. True: steps
-            are examined from the first one on, which costs a tenth of a millisecond or so each. False: none is.
+        diagnose_overflow: Whether skipped steps are examined, the first one on. For that, each step keeps references to its
+            inputs, which takes a tenth of a millisecond or so. That a dynamic loss scale falls is not reported.
         max_reports: Reports of one training, in the folder ``amp_diagnosis`` of the work dir.
 
     Raises:
@@ -62,14 +62,16 @@ class AmpMonitorHook(Hook):
 
     def __init__(
         self,
-        interval: int = 50,
-        ranges_interval: int | None = 500,
-        diagnose_overflow: Mode = 'after_skip',
+        interval: int | None = None,
+        ranges_interval: int | None = None,
+        diagnose_overflow: bool = True,
         max_reports: int = MOST_REPORTS,
     ) -> None:
-        self._interval = check_interval('interval', interval)
+        self._interval = None if interval is None else check_interval('interval', interval)
         self._ranges_interval = None if ranges_interval is None else check_interval('ranges_interval', ranges_interval)
-        self._mode = check_mode(diagnose_overflow)
+        if self._interval is None:
+            self._interval = self._ranges_interval
+        self._diagnoses = check_mode(diagnose_overflow)
         self._max_reports = check_reports(max_reports)
         self._watched: list[tuple[EngineParts, Any]] = []
         self._files: dict[str, JsonLines] = {}
@@ -89,9 +91,9 @@ class AmpMonitorHook(Hook):
             parts = wrapper._engine.parts
             if not wrapper.policy.enabled:
                 continue
-            if low_precision(wrapper.policy) is not None:
+            if self._interval is not None and low_precision(wrapper.policy) is not None:
                 self._watch(parts, self._monitor(runner, name, wrapper))
-            if self._mode is not False and parts.scales.check:
+            if self._diagnoses and parts.scales.check:
                 attach = attach_members({key: each._engine.parts for key, each in wrappers.items()}, name)
                 self._watch(parts, self._diagnosis(runner, name, wrapper, model, attach))
 
@@ -134,11 +136,11 @@ class AmpMonitorHook(Hook):
                 facts['optimizer'] = name
             return publish(found, osp.join(runner.work_dir, FOLDER), stem, facts, low_precision(wrapper.policy))
 
-        return OverflowDiagnosis([model], attach, self._mode, write, self._max_reports, around=_own_message_hub)
+        return OverflowDiagnosis([model], attach, write, self._max_reports, around=_own_message_hub)
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Say whether the next step is measured. By the iteration, so that a resumed run measures the same ones."""
-        if is_due(runner.iter + 1, self._interval):
+        if self._interval is not None and is_due(runner.iter + 1, self._interval):
             layers = self._ranges_interval is not None and is_due(runner.iter + 1, self._ranges_interval)
             for name in wrappers_of(runner):
                 self._due[name] = (True, layers or self._due.get(name, (False, False))[1])

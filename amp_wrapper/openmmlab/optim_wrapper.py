@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from mmengine.logging import print_log
 from mmengine.optim import AmpOptimWrapper as TorchAmpOptimWrapper
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS as ROOT_OPTIM_WRAPPERS
@@ -28,6 +26,7 @@ from ..policy.resolution import Fp32Names
 from ..registry import OPTIM_WRAPPERS
 from . import arguments, attaching, patches, wrapper_state
 from .device_log import DeviceLog
+from .log import logger
 from .patches.wrapper_dict import attach_siblings
 
 patches.install()
@@ -326,7 +325,7 @@ class AmpOptimWrapper(OptimWrapper):
         if result.info is not None:
             words = {'grad_norm': getattr(self, 'grad_name', ''), 'loss_scale': 'amp_scale', 'skips': 'amp_skipped'}
             shown = {self.log_prefix + words[name]: COLUMNS[name] for name in result.shows}
-            self.device_log.update(result.info, shown, result.skipped is None)
+            self.device_log.update(result.info, shown, result.skipped is None, {f'{self.log_prefix}amp_skipped'})
 
     def step_was_skipped(self) -> bool:
         """Whether the step since the last backward pass was left out. Syncs, where the host does not know."""
@@ -389,7 +388,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     def _say(self, line: str) -> None:
         if self.policy.verbosity >= 1:
-            print_log(line, logger='current', level=logging.INFO)
+            logger.info(line)
 
 
 #: What ``__init__`` knows by name.

@@ -32,7 +32,7 @@ def test(args: argparse.Namespace) -> dict[str, float]:
         AmpCheckpointError: The checkpoint is damaged.
     """
     path = Path(args.checkpoint)
-    if not path.is_file() and not sharded.is_folder(path):
+    if not config_checks.is_url(args.checkpoint) and not path.is_file() and not sharded.is_folder(path):
         beside = [other.stem for other in path.parent.glob('*.pth')] if path.parent.is_dir() else []
         problem = 'is a folder, and no checkpoint' if path.is_dir() else f'does not exist{nearest(path.stem, beside)}'
         raise AmpUsageError(f'the checkpoint {args.checkpoint!r} {problem}.')

@@ -81,7 +81,7 @@ def load_config(args: argparse.Namespace) -> Config:
             )
         cfg.auto_scale_lr.enable = True
     if args.resume is not None:
-        if args.resume != 'auto' and '://' not in args.resume and not Path(args.resume).exists():
+        if args.resume != 'auto' and not config_checks.is_url(args.resume) and not Path(args.resume).exists():
             raise AmpUsageError(
                 f'--resume {args.resume}: there is no such checkpoint. Without a path, the newest is taken.'
             )
@@ -125,18 +125,19 @@ def _choose_wrapper(cfg: Config, args: argparse.Namespace) -> None:
     name = wrapper.get('type', 'OptimWrapper')
     name = name if isinstance(name, str) else name.__name__
     name = name.split('.')[-1]
+    if name not in ('OptimWrapper', 'AmpOptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper'):
+        word = '--opt-level' if args.opt_level else '--amp'
+        raise AmpConfigError(
+            [f'{word} cannot turn optim_wrapper.type={name!r} into AmpOptimWrapper: change the config.']
+        )
     if args.opt_level:
         wrapper.type = 'AmpOptimWrapper'
         wrapper.opt_level = args.opt_level
     elif name == 'OptimWrapper':
         wrapper.type = 'AmpOptimWrapper'
         wrapper.setdefault('loss_scale', 'dynamic')
-    elif name in ('AmpOptimWrapper', 'ApexOptimWrapper'):
-        print(f'--amp: the config trains with {name} already', flush=True)
     else:
-        raise AmpConfigError(
-            [f'--amp cannot turn optim_wrapper.type={name!r} into AmpOptimWrapper: change the config.']
-        )
+        print(f'--amp: the config trains with {name} already', flush=True)
 
 
 def _choose_seed(cfg: Config, args: argparse.Namespace) -> None:
@@ -161,7 +162,7 @@ def _saved_seed(cfg: Config) -> int | None:
     out_dir = saving.get('out_dir')
     more = [Path(out_dir) / Path(cfg.work_dir).name] if out_dir and '://' not in out_dir else []
     path = cfg.get('load_from') or newest.find_newest(cfg.work_dir, more).path
-    if path is None or '://' in str(path):
+    if path is None or config_checks.is_url(str(path)):
         return None
     file = newest.load_without_shards(path)
     meta = file.get('meta') if isinstance(file, dict) else None

@@ -59,35 +59,22 @@ def test_numbers_come_by_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('kind', [torch.optim.SGD, FusedSGD])
-def test_a_skip_arms_the_diagnosis(kind: Any, tmp_path: Path) -> None:
-    """The first skipped step was not recorded; one of the next is examined, while the host knows of skips late or early."""
+def test_skipped_steps_are_examined(kind: Any, tmp_path: Path) -> None:
+    """The first one too, while the host knows of skips late or early."""
     model, optimizer = start(kind=kind)
+    before = len(model._forward_pre_hooks)
     with amp.monitor(optimizer, folder=tmp_path) as watch:
-        hooks = len(model._forward_pre_hooks)
         for index, x in enumerate(batches(8)):
             step(model, optimizer, nan_input(x) if index in (2, 3, 4, 5) else x)
-            if index == 1:
-                assert len(model._forward_pre_hooks) == hooks
-        assert len(model._forward_pre_hooks) > hooks
-    assert [each.cause for each in watch.diagnoses][:1] == ['input']
-    assert 1 <= len(watch.diagnoses) <= 3
+        hooks = len(model._forward_pre_hooks) - 1
+    assert hooks == before
+    assert [each.cause for each in watch.diagnoses] == ['input'] * 4
     pages = sorted((tmp_path / 'amp_diagnosis').glob('*.html'))
     assert len(pages) == len(watch.diagnoses)
     data = json.loads(pages[0].with_suffix('.json').read_text())
     assert (data['format'], data['cause'], data['iteration']) == (1, 'input', int(pages[0].stem.removeprefix('iter_')))
     assert 'input 0' in pages[0].read_text()
     assert len(model._forward_pre_hooks) == hooks
-
-
-def test_it_rests_again_after_clean_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('amp_wrapper.diagnostics.overflow.QUIET', 3)
-    model, optimizer = start()
-    hooks = len(model._forward_pre_hooks)
-    with amp.monitor(optimizer):
-        for index, x in enumerate(batches(8)):
-            step(model, optimizer, nan_input(x) if index == 0 else x)
-            # armed with the step after the skip, and gone after three clean ones
-            assert (len(model._forward_pre_hooks) > hooks) == (1 <= index < 3), index
 
 
 def test_off_means_nothing(tmp_path: Path) -> None:
@@ -173,15 +160,6 @@ def test_at_most_so_many_reports() -> None:
         for x in batches(6):
             step(model, optimizer, nan_input(x))
     assert len(watch.diagnoses) == 2
-
-
-def test_a_dynamic_scale_that_is_too_large_is_reported_once() -> None:
-    model, optimizer = start(loss_scale={'init_scale': 2.0**21})
-    with amp.monitor(optimizer, diagnose_overflow=True, max_reports=2) as watch:
-        for index, x in enumerate(batches(12)):
-            step(model, optimizer, nan_input(x) if index == 11 else x)
-    assert amp.skipped_steps(optimizer) >= 3
-    assert [each.cause for each in watch.diagnoses] == ['gradient_scale', 'input']
 
 
 def test_a_model_whose_parts_are_called() -> None:

@@ -152,8 +152,8 @@ def test_a_runner_leaves_none(level: str, tmp_path: Path) -> None:
     runner = toy.run(tmp_path, config.pop('optim_wrapper'), **config)
     hook = next(hook for hook in runner.hooks if isinstance(hook, Uncollected))
     assert hook.found is not None and [tuple(tensor.shape) for tensor in hook.found] == []
-    # O2 begins with a scale that is too large
-    assert len(list((tmp_path / 'amp_diagnosis').glob('*.json'))) >= 2 * (level == 'O2')
+    # O2 begins with a scale that is too large, which copies are run to see
+    assert 'train/amp_skipped' in runner.message_hub.log_scalars or level != 'O2'
 
 
 @pytest.mark.parametrize('kind', OPTIMIZERS)

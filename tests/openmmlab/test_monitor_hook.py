@@ -132,9 +132,9 @@ def test_the_device_is_read_with_the_log_alone(
     pushed: set[str] = set()
     update = DeviceLog.update
 
-    def spy(log: DeviceLog, row: Any, names: Any, is_news: bool = False) -> None:
+    def spy(log: DeviceLog, row: Any, names: Any, *more: Any) -> None:
         pushed.update(names)
-        update(log, row, names, is_news)
+        update(log, row, names, *more)
 
     monkeypatch.setattr(DeviceLog, 'update', spy)
     tolist = torch.Tensor.tolist
@@ -274,7 +274,7 @@ def test_members_of_a_dict_have_their_name_in_front(tmp_path: Path) -> None:
     config.work_dir = str(tmp_path)
     config.train_cfg.max_epochs = 1
     config.model.generator.width = config.model.discriminator.width = 4
-    config.custom_hooks = [*(config.get('custom_hooks') or []), *hook(interval=5, diagnose_overflow=True)]
+    config.custom_hooks = [*(config.get('custom_hooks') or []), *hook(interval=5, ranges_interval=5)]
     config.default_hooks = dict(logger=dict(type='LoggerHook', interval=1))
     config.log_level = 'WARNING'
     runner = Runner.from_cfg(config)

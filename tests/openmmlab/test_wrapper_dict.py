@@ -332,7 +332,8 @@ def test_wrappers_log_under_their_names(device: torch.device, tmp_path: Any) -> 
         hub.log_scalars
     )
     assert hub.get_scalar('train/d_amp_skipped').current() == 1
-    assert hub.get_scalar('train/g_amp_skipped').current() == 0
+    # of which no step was skipped
+    assert 'train/g_amp_skipped' not in hub.log_scalars
     with toy.captured_log() as lines:
         wrappers.load_state_dict(wrappers.state_dict())
     assert any(line.startswith('amp: g: ') for line in lines) and any(line.startswith('amp: d: ') for line in lines)

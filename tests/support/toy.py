@@ -304,7 +304,7 @@ def checkpoint(work_dir: Path | str, name: str | None = None) -> dict[str, Any]:
 
 @contextmanager
 def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
-    """What mmengine's logger was told."""
+    """What mmengine's logger was told, and what the package's own was, where no runner has taken that over yet."""
     lines: list[str] = []
 
     class Keep(logging.Handler):
@@ -312,15 +312,19 @@ def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
             lines.append(record.getMessage())
 
     keep = Keep()
-    logger = MMLogger.get_current_instance()
-    before = logger.level
-    logger.setLevel(level)
-    logger.addHandler(keep)
+    loggers: list[logging.Logger] = [MMLogger.get_current_instance()]
+    if logging.getLogger('amp_wrapper').propagate:
+        loggers.append(logging.getLogger('amp_wrapper'))
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(level)
+        logger.addHandler(keep)
     try:
         yield lines
     finally:
-        logger.removeHandler(keep)
-        logger.setLevel(before)
+        for logger, old in zip(loggers, before):
+            logger.removeHandler(keep)
+            logger.setLevel(old)
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def examine(
         return ''
 
     parts = wrapper._engine.parts
-    watch = OverflowDiagnosis([model], attach_members({'': parts}, ''), True, publish)
+    watch = OverflowDiagnosis([model], attach_members({'': parts}, ''), publish)
     parts.observers.append(watch)
     wrapper.initialize_count_status(model, 0, len(inputs))
     for index, x in enumerate(inputs):

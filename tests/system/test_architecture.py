@@ -13,7 +13,7 @@ import amp_wrapper
 PACKAGE = 'amp_wrapper'
 #: What a folder, or a file beside the folders, may import: whatever stands in a lower line.
 ORDER: tuple[frozenset[str], ...] = (
-    frozenset({'errors', 'start', 'version', 'torch_internals'}),
+    frozenset({'errors', 'late_names', 'start', 'version', 'torch_internals'}),
     frozenset({'compiler_internals', 'graph_internals', 'fsdp_internals', 'ddp_internals'}),
     frozenset({'policy', 'shards'}),
     frozenset({'ops', 'autocast', 'checkpoint'}),

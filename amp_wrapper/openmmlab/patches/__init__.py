@@ -6,7 +6,6 @@ Every replacement is called with the original first, and does what the original 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +16,13 @@ import mmengine.runner.runner
 from mmengine._strategy import BaseStrategy, SingleDeviceStrategy, deepspeed
 from mmengine._strategy.fsdp import FSDPStrategy
 from mmengine.hooks import CheckpointHook, EMAHook, ParamSchedulerHook
-from mmengine.logging import print_log
+from mmengine.logging import MMLogger
 from mmengine.model import BaseAveragedModel
 from mmengine.optim import OptimWrapperDict
 from mmengine.runner import CheckpointLoader, FlexibleRunner, Runner
 from mmengine.utils import digit_version
 
+from ..log import follow_runners, warn
 from . import ema, resuming, runner_hook, safe_globals, saving, schedules, strategies, wrapper_dict
 
 #: The versions these patches were read against.
@@ -89,31 +89,14 @@ PATCHES: tuple[tuple[tuple[Any, ...], str, Callable[..., Any]], ...] = (
 )
 
 
-class _ToMMEngine(logging.Handler):
-    """Sends the log lines of the engine to mmengine's logger, which knows ranks and files."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print_log(record.getMessage(), logger='current', level=record.levelno)
-
-
-def _forward_log_lines() -> None:
-    ours = logging.getLogger('amp_wrapper')
-    if ours.level == logging.NOTSET:
-        ours.setLevel(logging.INFO)
-    ours.addHandler(_ToMMEngine())
-    ours.propagate = False
-
-
 @functools.cache
 def install() -> None:
     """Put the patches in place, once a process, and what mmengine lets us register."""
     version = digit_version(mmengine.__version__)
     if not digit_version(TESTED[0]) <= version < digit_version(TESTED[1]):
-        print_log(
+        warn(
             f'amp_wrapper was tested with mmengine {TESTED[0]} to {TESTED[1]} (excluded); this is {mmengine.__version__}. '
-            f'EMAHook and OptimWrapperDict are patched all the same: compare a short run with opt_level="O0".',
-            logger='current',
-            level=logging.WARNING,
+            f'EMAHook and OptimWrapperDict are patched all the same: compare a short run with opt_level="O0".'
         )
     for targets, name, replacement in PATCHES:
         for target in targets:
@@ -121,4 +104,6 @@ def install() -> None:
     local = _replaced(CheckpointLoader._get_checkpoint_loader('/'), resuming.load_local_file)
     CheckpointLoader.register_scheme(prefixes='', loader=local, force=True)
     safe_globals.allow()
-    _forward_log_lines()
+    if MMLogger.get_current_instance().instance_name != 'mmengine':
+        # that is the name where no runner was built before
+        follow_runners()

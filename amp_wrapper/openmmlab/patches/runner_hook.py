@@ -10,6 +10,7 @@ from mmengine.hooks import Hook
 from ...checkpoint import shard_writer
 from .. import shard_files, sharded_states, sharding
 from ..compiling import Compiled
+from ..log import follow_runners
 from ..wrappers import is_built_here
 from . import ema, resuming, saving
 
@@ -89,5 +90,6 @@ def give_hook(runner: Any) -> None:
     Args:
         runner: Calls no hook at the moment.
     """
+    follow_runners()
     if not any(isinstance(hook, AmpRunnerHook) for hook in runner.hooks):
         runner.register_hook(AmpRunnerHook())
