@@ -19,6 +19,7 @@ from . import loader
 
 _F = TypeVar('_F', bound=Callable[..., Any])
 
+_FORM = operator.attrgetter('shape', 'dtype', 'layout', 'device')
 #: What each of some dicts held under a name.
 Column = tuple[Sequence[Mapping[str, Any]], str, Sequence[Any]]
 
@@ -53,7 +54,7 @@ def fingerprints(*lists: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
             # tensor subclasses whose shape is a Python method
             pass
     return tuple(
-        tuple(None if t is None else (t.shape, t.dtype, t.layout, t.device) for t in tensors) for tensors in lists
+        ([t is None for t in tensors], list(map(_FORM, (t for t in tensors if t is not None)))) for tensors in lists
     )
 
 
