@@ -73,23 +73,23 @@ class Algorithm(abc.ABC):
             given: What the prologue decided from.
             group: Of the parameters, with an lr as :meth:`HyperParameters.rate` gives it.
         """
-        names = ['params', *(name for name in bucket.columns if name != 'step')]
-        held, beside = [bucket.params, *map(bucket.columns.__getitem__, names[1:])], bucket.partners or bucket.params
-        worked = held
+        columns = {'params': bucket.params, **bucket.columns}
+        steps, beside = columns.pop('step', []), bucket.partners or bucket.params
+        held = worked = list(columns.values())
         if not bucket.is_wide or not all(map(Tensor.is_contiguous, chain(*held))):
             held = [list(map(_real, tensors)) for tensors in held]
             worked = list(map(list, zip(*map(_alike, beside, *held))))
+            # those with a remainder are written together with it
+            held[0] = [w if p.dtype is torch.int16 else h for p, h, w in zip(beside, held[0], worked[0])]
         params = worked[0]
-        columns = {**bucket.columns, **dict(zip(names, worked))}
+        columns = dict(zip(columns, worked), step=steps)
         skip = None if given.get('found_inf') is None else decision[0]
         self._call_torch(columns, _unscaled(gradients, params, decision, given), group, skip)
-        copies = list(zip(chain(*held[1:]), chain(*worked[1:])))
-        for param, partner, own, value in zip(bucket.params, beside, held[0], params):
+        copies = [] if worked is held else list(zip(chain(*held), chain(*worked)))
+        for param, partner, value in zip(bucket.params, bucket.partners, params):
             if partner.dtype is torch.int16:
                 write_value(value, param, partner, decision[0] == 0)
-                continue
-            copies.append((own, value))
-            if partner is not param:
+            elif partner is not param:
                 copies.append((_real(partner), value))
         _copy(copies)
 
@@ -109,18 +109,17 @@ def check_bucket(bucket: Bucket, gradients: Tensors) -> None:
         ValueError: Memory that is written and shared, or a partner that cannot be.
     """
     moments = [(f'{name}s', column) for name, column in bucket.columns.items() if name != 'step']
-    beside = bucket.partners or bucket.params
-    check_lists([('grads', gradients)], [('params', bucket.params), *moments, ('partners', beside)])
-    check_partners(bucket.params, beside)
+    written = [('params', bucket.params), *moments, ('partners', bucket.partners or bucket.params)]
+    check_lists([('grads', gradients)], written)
+    check_partners(bucket.params, bucket.partners)
 
 
 def _unscaled(gradients: Tensors, params: Tensors, decision: Tensor, given: Mapping[str, Any]) -> Tensors:
     """Gradients in the types and layouts of ``params``, unscaled and clipped; those that have to change are new."""
     found, is_new = gradients, False
-    if list(map(_DTYPE, gradients)) != list(map(_DTYPE, params)) or not all(
-        map(Tensor.is_contiguous, chain(gradients, params))
-    ):
-        own = list(map(_real, gradients))
+    fits = all(map(Tensor.is_contiguous, chain(gradients, params))) and not any(map(Tensor.is_neg, gradients))
+    if not fits or list(map(_DTYPE, gradients)) != list(map(_DTYPE, params)):
+        own = [_real(gradient).resolve_neg() for gradient in gradients]
         found = [g if g.dtype is p.dtype and is_direct((g, p)) else torch.empty_like(p) for g, p in zip(own, params)]
         is_new = all(map(operator.is_not, found, own))
         _copy(list(zip(found, own)))

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
+from ..ops.checks import check_lists
 from ..policy.nested import parameters_in
 from ..policy.policy import parse_dtype, spellings
 from ..shards import whole
@@ -213,13 +214,15 @@ class FusedOptimizer(Optimizer):
             lists = Gatherer(self, self._algorithm, self.state_dtype, buffers).gather(gradients, partners, options)
             present = lists.present(gradients)
             for place in lists.devices:
+                # those of one group each, which share no memory either
+                params = [p for bucket in place.buckets if bucket.group is not None for p in bucket.params]
+                check_lists([], [('params', params)])
                 for bucket in place.buckets:
                     if bucket.group is not None:
                         check_bucket(bucket.on_rank, bucket.pick(present))
                     elif partners is not None:
                         # a skipped step writes nothing: what the ops refuse, they refuse before a scale has moved
-                        skipped = torch.ones_like(place.decision)
-                        self._algorithm.update(bucket.on_rank, bucket.pick(present), skipped)
+                        self._algorithm.update(bucket.on_rank, bucket.pick(present), torch.ones_like(place.decision))
         except ValueError as error:
             raise self._explained(error) from error
         return lists

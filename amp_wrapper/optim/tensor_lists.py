@@ -13,8 +13,6 @@ from torch import Tensor
 from ..ops.attributes import Column, fingerprints, same, unchanged
 from ..shards import differs, is_sharded, local
 
-#: What torch's functions step as it is.
-WIDE = (torch.float32, torch.float64)
 _PARAMS = operator.itemgetter('params')
 
 
@@ -46,8 +44,8 @@ class Bucket:
     def __post_init__(self) -> None:
         self._is_sharded = any(map(is_sharded, self.params))
         held = [self.params, *(column for name, column in self.columns.items() if name != 'step')]
-        #: Whether all is float32 or float64, the moments as their parameters.
-        self.is_wide = all(t[0].dtype in WIDE and len({m.dtype for m in t}) == 1 for t in zip(*held))
+        #: Whether all is float32 or float64, the moments as their parameters: torch's functions step it as it is.
+        self.is_wide = all({one.dtype for one in each} in ({torch.float32}, {torch.float64}) for each in zip(*held))
         self._on_rank: Bucket | None = None
 
     @property
