@@ -26,6 +26,7 @@ from amp_wrapper import torch_internals
 from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.patching import graphs_are_gone, patches
 from amp_wrapper.engine import host_read
+from amp_wrapper.ops import loader
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,6 +59,18 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if name == 'cuda' and not torch.cuda.is_available():
         raise pytest.UsageError('--device cuda, but torch sees no GPU')
     return torch.device(name)
+
+
+@pytest.fixture(params=['compiled', 'without ops'])
+def with_and_without_ops(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[None]:
+    """Runs a test as things are here, and once more as if no library had been built."""
+    if request.param != 'compiled':
+        monkeypatch.setenv('AMP_WRAPPER_OPS', str(tmp_path))
+    loader.library.cache_clear()
+    yield
+    loader.library.cache_clear()
 
 
 @pytest.fixture

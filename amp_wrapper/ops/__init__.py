@@ -128,10 +128,10 @@ def _uncompiled(front: Callable[..., Any], arguments: Mapping[str, Any], is_miss
 def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function that users call: the compiled op where it takes the call, and the reference otherwise."""
     op = meaning.__name__
-    signature = inspect.signature(meaning).parameters
-    defaults = {name: each.default for name, each in signature.items() if each.default is not each.empty}
+    signature = inspect.signature(meaning)
+    defaults = {name: each.default for name, each in signature.parameters.items() if each.default is not each.empty}
     # torch 2.6 traces no mapping of a signature
-    parameters = tuple(signature)
+    parameters = tuple(signature.parameters)
 
     @functools.wraps(meaning)
     def front(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -143,7 +143,7 @@ def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
                     return compiled(*args, **kwargs)  # type: ignore[no-any-return]
                 except NotImplementedError:
                     pass
-            bound = inspect.signature(meaning).bind(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             return _uncompiled(front, bound.arguments, compiled is None)  # type: ignore[no-any-return]
         # what is traced cannot try and see, and the graph wants the dispatcher's op

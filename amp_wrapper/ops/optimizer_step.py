@@ -40,7 +40,12 @@ def multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.where(inexact, bits + outward, bits).view(torch.float64).float()
 
 
-def _check_partners(params: Sequence[Tensor], partners: Sequence[Tensor]) -> None:
+def check_partners(params: Sequence[Tensor], partners: Sequence[Tensor]) -> None:
+    """What stands beside each parameter.
+
+    Raises:
+        ValueError: It has a dtype that cannot stand there.
+    """
     for index, (param, other) in enumerate(zip(params, partners)):
         if other is param:
             continue
@@ -69,7 +74,7 @@ def _check_update(
     written = [('params', params), *kept]
     everything = [*written, ('partners', partners)] if partners else written
     check_lists([('grads', grads)], everything)
-    _check_partners(params, partners)
+    check_partners(params, partners)
     for name, tensors in (('grads', grads), *written):
         for index, tensor in enumerate(tensors):
             if tensor.dtype not in _PARAMETERS:
@@ -87,13 +92,15 @@ def _gradient(grad: Tensor, row: Tensor, decision: Tensor) -> Tensor:
     return value.clamp(-decision[3], decision[3]) * row[0]
 
 
-def _value(param: Tensor, partner: Tensor | None) -> Tensor:
+def value_of(param: Tensor, partner: Tensor | None) -> Tensor:
+    """The float32 value of a parameter, together with the int16 remainder beside it where there is one."""
     if partner is not None and partner.dtype is torch.int16:
         return join(param, partner)
     return param.float()
 
 
-def _write(value: Tensor, param: Tensor, partner: Tensor | None, taken: Tensor) -> None:
+def write_value(value: Tensor, param: Tensor, partner: Tensor | None, taken: Tensor) -> None:
+    """Write a float32 value to a parameter and to what stands beside it, where the bool scalar ``taken`` is true."""
     if partner is not None and partner.dtype is torch.int16:
         weight, remainder = split(value, param.dtype)
         partner.copy_(torch.where(taken, remainder, partner))
@@ -146,7 +153,7 @@ def fused_adam(
         row = rows[i]
         _, decay, weight, beta2, rest, root, eps, rate, decoupled = row[:9].unbind()
         partner = _partner(partners, params, i)
-        g, w = _gradient(grad, row, decision), _value(param, partner)
+        g, w = _gradient(grad, row, decision), value_of(param, partner)
         is_decoupled, decays = decoupled != 0, decay != 0
         g = torch.where(~is_decoupled & decays, multiply_add(w, decay, g), g)
         w = torch.where(is_decoupled, w * decay, w)
@@ -164,7 +171,7 @@ def fused_adam(
         if max_exp_avg_sqs:
             kept = max_exp_avg_sqs[i]
             kept.copy_(torch.where(taken, largest.to(kept.dtype), kept))
-        _write(w, param, partner, taken)
+        write_value(w, param, partner, taken)
 
 
 @torch.no_grad()
@@ -198,7 +205,7 @@ def fused_sgd(
         row = rows[i]
         _, decay, momentum, rest, nesterov, rate, first = row[:7].unbind()
         partner = _partner(partners, params, i)
-        g, w = _gradient(grad, row, decision), _value(param, partner)
+        g, w = _gradient(grad, row, decision), value_of(param, partner)
         g = torch.where(decay != 0, multiply_add(w, decay, g), g)
         if momentum_buffers:
             buffer = momentum_buffers[i]
@@ -206,4 +213,4 @@ def fused_sgd(
             moved = torch.where(first != 0, g, moved)
             buffer.copy_(torch.where(taken, moved.to(buffer.dtype), buffer))
             g = torch.where(nesterov != 0, multiply_add(momentum, moved, g), moved)
-        _write(multiply_add(rate, g, w), param, partner, taken)
+        write_value(multiply_add(rate, g, w), param, partner, taken)

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import ops
 from ..errors import AmpCheckpointError
-from .algorithm import Algorithm
+from .algorithm import Algorithm, Columns, Tensors
 from .fused import FusedOptimizer
 from .tensor_lists import Bucket
 
@@ -49,12 +49,11 @@ class _Adam(Algorithm):
         first, second, largest = states['exp_avg'], states['exp_avg_sq'], states.get('max_exp_avg_sq', [])
         ops.fused_adam(gradients, bucket.params, first, second, largest, bucket.partners, bucket.rows, decision)
 
-    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
-        columns = bucket.columns
+    def _call_torch(self, columns: Columns, grads: Tensors, group: Mapping[str, Any], skip: Tensor | None) -> None:
         step = adamw.adamw if group['decoupled_weight_decay'] else adam.adam
         beta1, beta2 = map(float, group['betas'])
         step(
-            bucket.params,
+            columns['params'],
             grads,
             columns['exp_avg'],
             columns['exp_avg_sq'],

@@ -5,15 +5,22 @@ from __future__ import annotations
 import abc
 import dataclasses
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import AmpUsageError
+from ..ops.checks import check_lists, is_direct
+from ..ops.optimizer_step import check_partners, value_of, write_value
+from ..policy.nested import HALF_TYPES
 from .tensor_lists import Bucket
 
+Tensors = list[Tensor]
+Columns = Mapping[str, Tensors]
+_DTYPE = operator.attrgetter('dtype')
 _LR = operator.itemgetter('lr')
 
 
@@ -52,43 +59,96 @@ class Algorithm(abc.ABC):
         """Step a bucket of the fused ops."""
 
     def update_by_torch(
-        self, bucket: Bucket, gradients: list[Tensor], decision: Tensor, group: Mapping[str, Any]
+        self, bucket: Bucket, gradients: Tensors, decision: Tensor, given: Mapping[str, Any], group: Mapping[str, Any]
     ) -> None:
-        """Step float64 or complex parameters of one group by the functions of ``torch.optim``.
+        """Step parameters that no compiled op serves by the fused functions of ``torch.optim``. No host read.
 
-        Those look for an overflow on the device too, and work on contiguous real tensors.
+        Those skip on the device, too. They take real tensors of 32 and 64 bits, of one type and one layout for a parameter and
+        all that belongs to it: what is otherwise is copied for the step, and copied back.
 
         Args:
-            bucket: Of the parameters.
+            bucket: Of parameters of one group.
             gradients: Theirs, scaled; they stay as they are.
-            decision: From the prologue.
-            group: Of the parameters.
+            decision: From the prologue; not looked at where nothing is ``given``.
+            given: What the prologue decided from.
+            group: Of the parameters, with an lr as :meth:`HyperParameters.rate` gives it.
         """
-        skip, inverse, coefficient, limit = decision[:4].unbind()
-        columns = {name: column if name == 'step' else _plain(column) for name, column in bucket.columns.items()}
-        plain = dataclasses.replace(bucket, params=_plain(bucket.params), columns=columns)
-        grads = [
-            (gradient.to(param.dtype) * inverse * coefficient).clamp(-limit, limit)
-            for gradient, param in zip(_plain(gradients), plain.params)
-        ]
-        self._call_torch(plain, grads, group, skip)
-        for name, column in (('params', bucket.params), *bucket.columns.items()):
-            for tensor, worked_on in zip(column, plain.params if name == 'params' else columns[name]):
-                if tensor.data_ptr() != worked_on.data_ptr():
-                    (torch.view_as_real(tensor) if tensor.is_complex() else tensor).copy_(worked_on)
-        for partner, parameter in zip(bucket.partners, bucket.params):
-            if partner is not parameter:
-                partner.copy_(parameter)
+        columns = {'params': bucket.params, **bucket.columns}
+        steps, beside = columns.pop('step', []), bucket.partners or bucket.params
+        held = worked = list(columns.values())
+        if not bucket.is_wide or not all(map(Tensor.is_contiguous, chain(*held))):
+            held = [list(map(_real, tensors)) for tensors in held]
+            worked = list(map(list, zip(*map(_alike, beside, *held))))
+            # those with a remainder are written together with it
+            held[0] = [w if p.dtype is torch.int16 else h for p, h, w in zip(beside, held[0], worked[0])]
+        params = worked[0]
+        columns = dict(zip(columns, worked), step=steps)
+        skip = None if given.get('found_inf') is None else decision[0]
+        self._call_torch(columns, _unscaled(gradients, params, decision, given), group, skip)
+        copies = [] if worked is held else list(zip(chain(*held), chain(*worked)))
+        for param, partner, value in zip(bucket.params, bucket.partners, params):
+            if partner.dtype is torch.int16:
+                write_value(value, param, partner, decision[0] == 0)
+            elif partner is not param:
+                copies.append((_real(partner), value))
+        _copy(copies)
 
     @abc.abstractmethod
-    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
-        """Step contiguous real tensors, and count the step, unless ``skip`` is 1 on the device."""
+    def _call_torch(self, columns: Columns, grads: Tensors, group: Mapping[str, Any], skip: Tensor | None) -> None:
+        """Step what stands under 'params', and count the step, unless ``skip`` is 1 on the device."""
 
 
-def _plain(tensors: list[Tensor]) -> list[Tensor]:
-    """Tensors as contiguous real numbers: themselves or views where they are that, copies otherwise."""
-    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-    return [t.contiguous() for t in real]
+def check_bucket(bucket: Bucket, gradients: Tensors) -> None:
+    """Refuse what compiled ops refuse, and torch's functions do not look for.
+
+    Args:
+        bucket: For :meth:`Algorithm.update_by_torch`.
+        gradients: Of its parameters.
+
+    Raises:
+        ValueError: Memory that is written and shared, or a partner that cannot be.
+    """
+    moments = [(f'{name}s', column) for name, column in bucket.columns.items() if name != 'step']
+    written = [('params', bucket.params), *moments, ('partners', bucket.partners or bucket.params)]
+    check_lists([('grads', gradients)], written)
+    check_partners(bucket.params, bucket.partners)
+
+
+def _unscaled(gradients: Tensors, params: Tensors, decision: Tensor, given: Mapping[str, Any]) -> Tensors:
+    """Gradients in the types and layouts of ``params``, unscaled and clipped; those that have to change are new."""
+    found, is_new = gradients, False
+    fits = all(map(Tensor.is_contiguous, chain(gradients, params))) and not any(map(Tensor.is_neg, gradients))
+    if not fits or list(map(_DTYPE, gradients)) != list(map(_DTYPE, params)):
+        own = [_real(gradient).resolve_neg() for gradient in gradients]
+        found = [g if g.dtype is p.dtype and is_direct((g, p)) else torch.empty_like(p) for g, p in zip(own, params)]
+        is_new = all(map(operator.is_not, found, own))
+        _copy(list(zip(found, own)))
+    if given.get('scale') is not None or given.get('max_norm') is not None:
+        multiply = torch._foreach_mul_ if is_new else torch._foreach_mul
+        found = list(multiply(found, decision[1] * decision[2]) or found)
+    limit = given.get('clip_value')
+    if limit is not None:
+        found = list(torch._foreach_clamp_min(torch._foreach_clamp_max(found, limit), -limit))
+    return found
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Pairs of real numbers in place of complex ones, in the same memory but for a lazy conjugation."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _alike(partner: Tensor, param: Tensor, *moments: Tensor) -> Tensors:
+    """A parameter and its moments in one type and layout: themselves, or copies."""
+    value = value_of(param, partner) if param.dtype in HALF_TYPES else param
+    tensors = [value, *(moment.to(value.dtype) for moment in moments)]
+    return tensors if is_direct(tensors) else [tensor.contiguous() for tensor in tensors]
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair to the first, unless they are one."""
+    pairs = [(target, source) for target, source in pairs if target is not source]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,6 +172,13 @@ class HyperParameters:
     reads: bool
     is_mutable: bool
     tensors: list[tuple[int, Tensor]]
+
+    def rate(self, group: int, device: torch.device) -> float | Tensor:
+        """The lr of a group as torch's functions take it, which read a tensor where it is."""
+        rate = self.rates[group]
+        if not isinstance(rate, Tensor):
+            return float(rate)
+        return rate if rate.device.type == 'cpu' else rate.detach().to(device, torch.float32)
 
     def rates_on(self, device: torch.device) -> tuple[list[Tensor], list[int]]:
         """The rates that the ops read on a device, and their groups."""

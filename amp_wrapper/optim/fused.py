@@ -8,6 +8,7 @@ them again; whatever differs (a late gradient, a loaded state, another group) is
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +22,11 @@ from torch.optim import Optimizer
 from .. import ops
 from ..compiler_internals import untraced
 from ..errors import AmpCheckpointError, AmpConfigError, AmpUsageError
+from ..ops.checks import check_lists
 from ..policy.nested import parameters_in
 from ..policy.policy import parse_dtype, spellings
 from ..shards import whole
-from .algorithm import Algorithm, HyperParameters, hyper_parameters
+from .algorithm import Algorithm, HyperParameters, check_bucket, hyper_parameters
 from .gather import Buffers, Gatherer, count_of, misfit, moment_dtype, uncountable
 from .tensor_lists import Bucket, DeviceBucket, TensorLists
 
@@ -210,14 +212,17 @@ class FusedOptimizer(Optimizer):
         buffers: Buffers = self.__dict__.setdefault('_buffers', Buffers())
         try:
             lists = Gatherer(self, self._algorithm, self.state_dtype, buffers).gather(gradients, partners, options)
-            if partners is not None:
-                # a skipped step writes nothing: what the ops refuse, they refuse before a scale has moved
-                present = lists.present(gradients)
-                for place in lists.devices:
-                    skipped = torch.ones_like(place.decision)
-                    for bucket in place.buckets:
-                        if bucket.group is None:
-                            self._algorithm.update(bucket.on_rank, bucket.pick(present), skipped)
+            present = lists.present(gradients)
+            for place in lists.devices:
+                # those of one group each, which share no memory either
+                params = [p for bucket in place.buckets if bucket.group is not None for p in bucket.params]
+                check_lists([], [('params', params)])
+                for bucket in place.buckets:
+                    if bucket.group is not None:
+                        check_bucket(bucket.on_rank, bucket.pick(present))
+                    elif partners is not None:
+                        # a skipped step writes nothing: what the ops refuse, they refuse before a scale has moved
+                        self._algorithm.update(bucket.on_rank, bucket.pick(present), torch.ones_like(place.decision))
         except ValueError as error:
             raise self._explained(error) from error
         return lists
@@ -243,17 +248,22 @@ class FusedOptimizer(Optimizer):
                 if lists.partners is not None:
                     # the caller of updating() keeps it
                     place.decision = torch.empty_like(place.decision)
-                table = (place.decision, place.rows, place.steps, hyper.table, place.groups, self._algorithm.kind)
-                ops.step_prologue(*table, *(hyper.rates_on(place.device) if hyper.tensors else ((), ())), **given)
-                counted.append(place)
-            for place in lists.devices:
+                if place.steps or given:
+                    table = (place.decision, place.rows, place.steps, hyper.table, place.groups, self._algorithm.kind)
+                    ops.step_prologue(*table, *(hyper.rates_on(place.device) if hyper.tensors else ((), ())), **given)
+                    counted.append(place)
+                elif lists.partners is not None:
+                    # torch's functions count by themselves: there is nothing to decide
+                    place.decision.zero_()[1:3] = 1.0
+                    place.decision[3], place.decision[4:6] = math.inf, math.nan
+            for place, given in zip(lists.devices, inputs):
                 for bucket in place.buckets:
                     mine = gradients if bucket.indices is None else bucket.pick(gradients)
                     if bucket.group is None:
                         self._algorithm.update(bucket.on_rank, mine, place.decision)
                     else:
-                        group = self.param_groups[bucket.group]
-                        self._algorithm.update_by_torch(bucket.on_rank, mine, place.decision, group)
+                        group = {**self.param_groups[bucket.group], 'lr': hyper.rate(bucket.group, place.device)}
+                        self._algorithm.update_by_torch(bucket.on_rank, mine, place.decision, given, group)
                     updated.append(bucket)
         except BaseException as error:
             # an op that refuses has written nothing: the steps that it should have taken are not counted

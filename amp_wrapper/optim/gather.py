@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from .. import ops
 from ..errors import AmpUsageError
 from ..ops.attributes import fingerprints
-from ..ops.checks import check_lists
 from ..policy.nested import HALF_TYPES, parameters_in
 from ..policy.policy import dtype_name
 from ..shards import differs, is_sharded
@@ -98,9 +97,11 @@ class Gatherer:
         chosen = [index for index, gradient in enumerate(gradients) if gradient is not None]
         for index in chosen:
             self._check(index, parameters[index], gradients[index], names[group_of[index]])
+        served = ops.compiled_devices()
         # torch's own functions take the hyper-parameters of one group
         kinds = [
-            (-1 if parameters[index].dtype in FUSED else group_of[index], names[group_of[index]]) for index in chosen
+            (-1 if p.dtype in FUSED and p.device.type in served else group, names[group])
+            for p, group in ((parameters[index], group_of[index]) for index in chosen)
         ]
         places: dict[torch.device, dict[Kind, list[int]]] = defaultdict(lambda: defaultdict(list))
         for position, (index, kind) in enumerate(zip(chosen, kinds)):
@@ -179,7 +180,7 @@ class Gatherer:
                 columns[name].append(whole[name])
         beside = [partners[position] for position in positions]
         has_partners = any(partner is not None for partner in beside)
-        bucket = Bucket(
+        return Bucket(
             group=None if group < 0 else group,
             indices=None if len(positions) == len(stepped) else positions,
             params=params,
@@ -189,12 +190,6 @@ class Gatherer:
             partners=[p if b is None else b for p, b in zip(params, beside)] if has_partners else [],
             rows=torch.empty(0),
         )
-        if group >= 0:
-            # torch's own functions do not look
-            columns = bucket.on_rank.columns
-            moments = [(f'{name}s', column) for name, column in columns.items() if name != 'step']
-            check_lists([], [('params', bucket.on_rank.params), *moments])
-        return bucket
 
     def _completed(self, parameter: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
         """The state of a parameter under ``names``: what is there, corrected, and what was missing."""

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from .. import ops
 from ..compiler_internals import untraced
-from .algorithm import Algorithm
+from .algorithm import Algorithm, Columns, Tensors
 from .fused import FusedOptimizer
 from .tensor_lists import Bucket
 
@@ -45,31 +45,22 @@ class _Sgd(Algorithm):
         buffers = bucket.columns.get('momentum_buffer', [])
         ops.fused_sgd(gradients, bucket.params, buffers, bucket.partners, bucket.rows, decision)
 
-    def _call_torch(self, bucket: Bucket, grads: list[Tensor], group: Mapping[str, Any], skip: Tensor) -> None:
-        params, columns = bucket.params, bucket.columns
+    def _call_torch(self, columns: Columns, grads: Tensors, group: Mapping[str, Any], skip: Tensor | None) -> None:
         words: dict[str, Any] = {name: float(group[name]) for name in ('momentum', 'weight_decay')}
-        words |= {
-            'lr': group['lr'],
-            'nesterov': bool(group['nesterov']),
-            'maximize': bool(group['maximize']),
-            'fused': True,
-        }
-        dampening = float(group['dampening'])
-        if not columns:
-            sgd.sgd(params, grads, [None] * len(params), dampening=dampening, found_inf=skip, **words)
-            return
-        buffers = columns['momentum_buffer']
-        if dampening == 0:
-            # a momentum of zeros becomes the first gradient
-            sgd.sgd(params, grads, [*buffers], dampening=0.0, found_inf=skip, **words)
-        else:
+        words |= {name: bool(group[name]) for name in ('nesterov', 'maximize')}
+        params, steps, dampening = columns['params'], columns.get('step', []), float(group['dampening'])
+        # a momentum of zeros becomes the first gradient
+        buffers = [*columns.get('momentum_buffer', [None] * len(params))]
+        if steps and dampening != 0:
             # the first gradient is not dampened, and only the device knows which it is
-            for param, grad, buffer, step in zip(params, grads, buffers, columns['step']):
-                first = (step == 0).float()
-                later = torch.maximum(skip, first)
-                sgd.sgd([param], [grad], [buffer], dampening=0.0, found_inf=torch.maximum(skip, 1 - first), **words)
-                sgd.sgd([param], [grad], [buffer], dampening=dampening, found_inf=later, **words)
-        torch._foreach_add_(columns['step'], [1 - skip] * len(params))
+            decay, words['weight_decay'] = words['weight_decay'], 0.0
+            kept = 1 - dampening * (torch.stack(steps) > 0)
+            grads = list(torch._foreach_add(grads, params, alpha=-decay if words['maximize'] else decay))
+            torch._foreach_mul_(grads, list(kept.unbind()))
+        sgd.sgd(params, grads, buffers, lr=group['lr'], dampening=0.0, fused=True, found_inf=skip, **words)
+        if steps:
+            taken = torch.ones_like(steps[0]) if skip is None else 1 - skip
+            torch._foreach_add_(steps, [taken] * len(steps))
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):

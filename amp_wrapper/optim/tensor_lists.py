@@ -43,6 +43,9 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self._is_sharded = any(map(is_sharded, self.params))
+        held = [self.params, *(column for name, column in self.columns.items() if name != 'step')]
+        #: Whether all is float32 or float64, the moments as their parameters: torch's functions step it as it is.
+        self.is_wide = all({one.dtype for one in each} in ({torch.float32}, {torch.float64}) for each in zip(*held))
         self._on_rank: Bucket | None = None
 
     @property

@@ -21,6 +21,8 @@ from amp_wrapper.errors import AmpUsageError, OverflowStreakError
 from amp_wrapper.optim import FusedAdam, FusedAdamW, FusedSGD
 from amp_wrapper.policy import resolve
 
+pytestmark = pytest.mark.usefixtures('with_and_without_ops')
+
 Make = Callable[[Any], Optimizer]
 FUSED: dict[str, Make] = {
     'adamw': lambda p: FusedAdamW(p, lr=0.01, weight_decay=0.1),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from amp_wrapper import FusedAdam, FusedAdamW, FusedSGD, amp
+from amp_wrapper import FusedAdam, FusedAdamW, FusedSGD, amp, ops
 from amp_wrapper.engine import AmpEngine
 from amp_wrapper.policy import LEVELS, resolve
 from benchmarks.step_counting import allocations
@@ -69,6 +69,7 @@ def test_functional(level: str, kind: str, device: torch.device) -> None:
             optimizer.step()
 
 
+@pytest.mark.usefixtures('with_and_without_ops')
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('level', WITH_MASTERS)
 def test_wrapper(level: str, kind: str, device: torch.device) -> None:
@@ -86,7 +87,9 @@ def test_wrapper(level: str, kind: str, device: torch.device) -> None:
             _, peak = allocations(engine.step, device)
             count = sum(p.numel() for p in model.parameters())
             fused = kind.startswith('Fused')
-            assert peak < 0.05 * count if fused else peak >= 4 * count
+            # torch's functions take FP32 gradients, which are gone after the step
+            served = fused and device.type in ops.compiled_devices()
+            assert peak < 0.05 * count if served else peak >= 4 * count
             # any other optimizer reads FP32 gradients, which are there until they are cleared
             assert near(resident_of(engine, model, optimizer), 2 + 4 + state + 2 + (0 if fused else 4))
         engine.zero_grad()

@@ -19,6 +19,8 @@ from toy_fused import MOMENTUM, THEIRS, give, options, snapshot, weights
 from amp_wrapper import AmpCheckpointError, FusedAdam, FusedAdamW, FusedSGD
 from amp_wrapper.optim import FusedOptimizer
 
+pytestmark = pytest.mark.usefixtures('with_and_without_ops')
+
 # -- saving and loading -----------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from amp_wrapper import AmpUsageError, FusedAdamW, FusedSGD, ops
 from amp_wrapper.ops.split import join, split
 from amp_wrapper.optim import FusedOptimizer, Update
 
+pytestmark = pytest.mark.usefixtures('with_and_without_ops')
+
 # -- overflow ---------------------------------------------------------------------------------------------------------
 
 
