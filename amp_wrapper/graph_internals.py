@@ -6,7 +6,6 @@ As in :mod:`amp_wrapper.compiler_internals`, nothing here loads ``torch._dynamo`
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import sys
 from types import FrameType, FunctionType
@@ -39,21 +38,6 @@ _IN_PLACE = 'add sub mul truediv floordiv mod pow and or xor matmul lshift rshif
 _WRITING = frozenset(['setitem', *('i' + name for name in _IN_PLACE.split(' '))])
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedTensors:
-    """The tensors of a graph that is being traced, as they are at one moment; they have storages, and no memory.
-
-    Attributes:
-        size: The number of nodes of the graph.
-        versions: Each tensor that counts what is written to it, and its count.
-        storages: Of all of them; None of those that have none, as sparse tensors.
-    """
-
-    size: int
-    versions: list[tuple[Tensor, int]]
-    storages: set[int | None]
-
-
 def _storage(value: Any) -> int | None:
     """What tells the storage of a tensor from others; None of what has none."""
     return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout is torch.strided else None
@@ -65,34 +49,15 @@ def _traced_nodes() -> list[Any]:
     return list(InstructionTranslator.current_tx().output.graph.nodes)
 
 
-def traced_tensors() -> TracedTensors:
-    """The tensors of the graph that is being traced. In every version since 2.1."""
-    nodes = _traced_nodes()
-    tensors = [value for node in nodes if isinstance(value := node.meta.get('example_value'), Tensor)]
-    versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    return TracedTensors(len(nodes), versions, {_storage(tensor) for tensor in tensors})
-
-
-def were_written(before: TracedTensors) -> bool:
-    """Whether the graph that is being traced has written to one of its tensors since then, by itself or by a view of it.
-
-    Args:
-        before: From :func:`traced_tensors`.
-    """
-    if any(tensor._version != version for tensor, version in before.versions):
-        return True
-    # lists, what is detached, and tensors of inference mode do not count
-    for node in _traced_nodes()[before.size :]:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '')
-        written = [node.kwargs.get('out')]
-        if (name.endswith('_') and not name.endswith('__')) or name in _WRITING or node.kwargs.get('inplace'):
-            written.append(node.args[:1])
-        targets: list[Any] = []
-        torch.fx.node.map_arg(written, targets.append)
-        written_storages = {_storage(target.meta.get('example_value')) for target in targets} - {None}
-        if written_storages & before.storages:
-            return True
-    return False
+def _written_by(node: Any) -> set[int | None]:
+    """The storages that a node writes to, by what it calls."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, '__name__', '')
+    written = [node.kwargs.get('out')]
+    if (name.endswith('_') and not name.endswith('__')) or name in _WRITING or node.kwargs.get('inplace'):
+        written.append(node.args[:1])
+    targets: list[Any] = []
+    torch.fx.node.map_arg(written, targets.append)
+    return {_storage(target.meta.get('example_value')) for target in targets}
 
 
 _COPY = 'amp_wrapper_copy'
@@ -111,9 +76,16 @@ def mark_last_tensor() -> int:
 @constant_when_traced
 def was_written(number: int) -> bool:
     """Whether the graph that is being traced has written to the tensor with a number of :func:`mark_last_tensor`."""
+    nodes = _traced_nodes()
+    for place, node in enumerate(nodes):
+        if node.meta.get(_COPY) == number:
+            made = node.meta['example_value']
+            if not made.is_inference() and made._version > 0:
+                return True
+            # lists, what is detached, and tensors of inference mode do not count
+            return any(_storage(made) in _written_by(each) for each in nodes[place + 1 :])
     # not found in the graph of a part of it, such as the forward of an autograd Function
-    marked = [node for node in _traced_nodes() if node.meta.get(_COPY) == number]
-    return any(node.meta['example_value']._version > 0 for node in marked)
+    return False
 
 
 def trace_anew(reason: str) -> None:

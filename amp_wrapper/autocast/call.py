@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import graph_internals
 from ..compiler_internals import constant_when_traced, untraced
 from ..policy import said_once
 from ..policy.fp32_registry import BCE_WARNING, CLAMPED, FLOAT32, MODEL, WIDEST, Fp32Op
@@ -233,13 +232,11 @@ def _run(
 ) -> Any:
     """Call a function in a graph with autocast of ``dtype``, None for off, on some devices; elsewhere as the region has it.
 
-    What a function of Python writes to ``copies`` of its arguments has to reach the caller's: the graph breaks there.
+    What a function of Python writes to ``copies`` of its arguments reaches the caller's.
     """
     device = devices[0] if devices else None
     if not _is_op(function):
         # what is written in Python calls functions of torch, which come to the region by themselves
-        if copies is not None:
-            _begin_body()
         if device is None:
             result = function(*args, **kwargs)
         else:
@@ -247,26 +244,11 @@ def _run(
             graph.enter(inside)
             result = function(*args, **kwargs)
             graph.leave(inside)
-        if copies is not None:
-            if _body_has_written():
-                graph.break_graph()
-            copies.write_back()
-        return result
+        return result if copies is None else copies.write_back(result)
     if device is None:
         return region.run(function, tuple(args), kwargs)
     with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
         return function(*args, **kwargs)
-
-
-@constant_when_traced
-def _begin_body() -> bool:
-    state.thread.bodies.append(graph_internals.traced_tensors())
-    return True
-
-
-@constant_when_traced
-def _body_has_written() -> bool:
-    return graph_internals.were_written(state.thread.bodies.pop())
 
 
 def _writes(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -129,7 +129,6 @@ def _before_compiled_call() -> None:
     compiling()
     # what an error in a graph, or while it was made, has left
     thread.graph_casts = None
-    thread.bodies.clear()
     for region in thread.regions:
         region.agrees = True
     # also casts that are on, or suspended, outside of any region

@@ -109,8 +109,6 @@ class _Thread(threading.local):
         # whether the tables of O1 and O4 act in the call that a graph is at, None between such calls; and which graph
         self.graph_casts: bool | None = None
         self.traced_in: object | None = None
-        # of functions of Python that are traced: the tensors that were there when their bodies began
-        self.bodies: list[graph_internals.TracedTensors] = []
 
 
 thread = _Thread()
@@ -188,12 +186,6 @@ def session_opened() -> CastSession:
     alive.any = True
     weakref.finalize(session, alive.look)
     return session
-
-
-def session_closed(session: CastSession) -> None:
-    """The session is over before its object is; may be called twice."""
-    _sessions.discard(session)
-    alive.look()
 
 
 def _in_the_graph() -> bool:

@@ -46,8 +46,8 @@ def parameters_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 EnterObject = Callable[[Callable[[Tensor], Tensor], Any], Any]
 
 
-#: Lists, dicts and dataclasses that were rebuilt, by the id of the original, in graphs by number: the original, what was made of
-#: it, and what that held then.
+#: Lists, dicts and dataclasses that were rebuilt, by the id of the original, in graphs by number: the original, what was made
+#: of it, and what that held then.
 Rebuilt = dict[int, tuple[Any, Any, Any]]
 
 

@@ -142,7 +142,7 @@ def clipped(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    x.swapdims(0, 1).tensor_split(2)[0].data.mul_(2)
+    x.swapdims(0, 1).tensor_split(2)[0].mul_(2)
     return x.sum()
 
 

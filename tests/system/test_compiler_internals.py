@@ -462,24 +462,18 @@ def test_graphs_that_run_as_they_are() -> None:
 )
 @pytest.mark.parametrize('mode', [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_writes_to_what_was_there(body: Callable[[torch.Tensor], Any], writes: bool | str, mode: Any) -> None:
-    found: list[Any] = []
+    found: list[bool] = []
 
     @compiler_internals.constant_when_traced
-    def begin() -> bool:
-        found.append(graph_internals.traced_tensors())
-        assert isinstance(found[-1], graph_internals.TracedTensors)
-        return True
-
-    @compiler_internals.constant_when_traced
-    def end() -> bool:
-        found.append(graph_internals.were_written(found[-1]))
+    def look(number: int) -> bool:
+        found.append(graph_internals.was_written(number))
         return True
 
     def run(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
-        begin()
+        number = graph_internals.mark_last_tensor()
         body(y)
-        end()
+        look(number)
         return y * 1
 
     if mode is torch.inference_mode and torch.__version__.startswith('2.6.') and writes == 'counted':
