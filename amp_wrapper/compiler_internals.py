@@ -351,16 +351,6 @@ def forget_graphs() -> bool:
 FREEZING = 'freezing makes constants of weights, which a training changes.'
 
 
-def freezes() -> bool:
-    """Whether graphs without gradients keep the values that weights have when the graph is made.
-
-    torch asks its own configuration, and not the ``options`` of a call of :func:`torch.compile`. In every version since 2.1.
-    """
-    from torch._inductor import config
-
-    return bool(config.freezing)
-
-
 def compile_problem(options: Mapping[str, Any], weight: Tensor | None) -> str | None:
     """Why a model cannot be compiled and trained with some keywords of :func:`torch.compile`; None where it can.
 

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .compiler_internals import constant_when_traced
-
 # where torch.fx runs a graph: code that it has made, and its interpreter
 _GRAPH_FILES = ('torch/fx/_lazy_graph_module.py', 'torch/fx/graph_module.py', 'torch/fx/interpreter.py')
 
@@ -64,7 +62,6 @@ _COPY = 'amp_wrapper_copy'
 _numbers = itertools.count()
 
 
-@constant_when_traced
 def mark_last_tensor() -> int:
     """Give the last tensor of the graph that is being traced a number. In every version since 2.1."""
     number = next(_numbers)
@@ -73,7 +70,6 @@ def mark_last_tensor() -> int:
     return number
 
 
-@constant_when_traced
 def was_written(number: int) -> bool:
     """Whether the graph that is being traced has written to the tensor with a number of :func:`mark_last_tensor`."""
     nodes = _traced_nodes()

@@ -2,7 +2,7 @@
 
 A *region* says what is active inside of it: entries of the FP32 registry, the casts of O1 and O4, autocast. Forward hooks open
 and close them (:mod:`amp_wrapper.casting.region_hooks`), and so do ``optim_context``, methods of heads, decorated functions,
-generators that go on, and checkpointed segments that run again.
+and checkpointed segments that run again.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from ..autocast import generators, state
+from ..autocast import state
 from ..autocast.call import warn_of_loss
-from ..compiler_internals import FREEZING, constant_when_traced, freezes, never_compiled, traced_as, untraced
-from ..errors import AmpConfigError, ScriptingError
+from ..compiler_internals import constant_when_traced, never_compiled, traced_as, untraced
+from ..errors import ScriptingError
 from ..policy import said_once
 from ..policy.nested import CASTABLE, Copies, EnterObject, cast_tensors
 from ..torch_internals import forward_pre_hooks
@@ -79,29 +79,6 @@ def _cast(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwar
     finally:
         state.thread.is_casting = False
     return None if result[0] is args and result[1] is kwargs else result
-
-
-def refuse_frozen_weights() -> None:
-    """Called where torch.compile traces the call of a module with weights.
-
-    Raises:
-        AmpConfigError: The graph would keep the values that the weights have now.
-    """
-    if not torch.is_grad_enabled():
-        _refuse_freezing()
-
-
-@constant_when_traced
-def _refuse_freezing() -> bool:
-    # what raises is not traced: torch.compile would go on without a graph. An AssertionError reaches the caller as it is
-    if freezes():
-        raise AmpConfigError(
-            [
-                f'torch._inductor.config.freezing=True: {FREEZING} Set it to False (TORCHINDUCTOR_FREEZING=0) before the model '
-                f'is compiled.'
-            ]
-        )
-    return True
 
 
 class AmpHook(_Unscriptable):
@@ -165,7 +142,6 @@ class CastInputs(AmpHook):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_traced = torch.compiler.is_dynamo_compiling()
         if is_traced:
-            refuse_frozen_weights()
             if self.follows_masters:
                 self.is_traced()
         elif self.follows_masters:
@@ -254,9 +230,7 @@ class CastOutputs(AmpHook):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self.only_eval and module.training:
             return None
-        result = generators.resuming(output, self.cast)
-        if result is output:
-            result = self.cast(output)
+        result = self.cast(output)
         return None if result is output else result
 
     def cast(self, value: Any) -> Any:

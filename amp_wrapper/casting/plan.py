@@ -149,6 +149,11 @@ class CastPlan:
                 f'attach a model once, or take the casts off with detach() first.'
             )
         for key, module in root.named_modules(prefix=name):
+            if self.policy.runs_16_bit and inspect.isgeneratorfunction(module.forward):
+                raise AmpAttachError(
+                    f'the forward of {key or "the model"} ({type(module).__name__}) is a generator, which runs after the call '
+                    f'and its casts: return a list.'
+                )
             # hooks do not go on them: where a cast needs none, they are left alone
             if isinstance(module, torch.jit.ScriptModule) and (module is root or self.policy.casts_model):
                 raise AmpAttachError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autocast import generators, graph, graph_region, kernels, operands, regions, state
+from ..autocast import graph, graph_region, kernels, operands, regions, state
 from ..autocast.call import tensors_in, warn_of_loss
 from ..autocast.graph_region import GraphRegion
 from ..autocast.op_set import OpSet
@@ -21,7 +21,7 @@ from ..errors import AmpAttachError, AmpUsageError
 from ..graph_internals import is_fake, trace_anew
 from ..policy.nested import HALF_TYPES, Copies, EnterObject, cast_tensors
 from ..torch_internals import VERSION, first_pre_hook, forward_hooks, forward_pre_hooks
-from .cast_hooks import AmpHook, CastOutputs, refuse_frozen_weights
+from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks
 from .modules import module_device
 from .quiet_hooks import QuietHooks, make_quiet
@@ -64,7 +64,6 @@ class EnterRegion(AmpHook):
     def open_in_graph(self, module: nn.Module, args: Any, kwargs: Any, again: bool = False) -> None:
         """:meth:`open`, where torch.compile traces it."""
         _keep_patched()
-        refuse_frozen_weights()
         outer = graph_region.innermost()
         device: str | None = None
         dtype: torch.dtype | None = None
@@ -195,12 +194,10 @@ class LeaveRegion(AmpHook):
             return None
         region = state.thread.regions[-1]
         cast = self._cast_of(region)
-        result = generators.resuming(output, cast)
         regions.leave()
         if region.copies is not None:
             region.copies.write_back()
-        if result is output and cast is not None:
-            result = cast(output)
+        result = output if cast is None else cast(output)
         return None if result is output else result
 
     def _cast_of(self, region: Region) -> Callable[[Any], Any] | None:
@@ -310,7 +307,6 @@ class EnterBelow(EnterRegion):
 
     def in_graph(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """As a call of the hook, where torch.compile traces it."""
-        refuse_frozen_weights()
         outer = graph_region.innermost()
         if outer is None or not outer.covers:
             self.open_in_graph(module, args, kwargs)

@@ -1,12 +1,9 @@
-"""Shows a precision report: as tables in a terminal, by rich where that is installed, and for the template of the page."""
+"""Shows a precision report: as tables in a terminal, by rich, and as what the template of the page asks for."""
 
 from __future__ import annotations
 
-import itertools
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from .module_record import OUTSIDE, RULES
@@ -14,6 +11,7 @@ from .pages import bytes_text, number_text, share_text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
 
 #: Types as they are called where there is little room.
 SHORT = {'float16': 'fp16', 'bfloat16': 'bf16', 'float32': 'fp32', 'float64': 'fp64'}
@@ -43,16 +41,13 @@ def tables(data: Mapping[str, Any], depth: int | None = None) -> RenderableType:
 
 
 def text(data: Mapping[str, Any], depth: int | None = None, width: int | None = None) -> str:
-    """The tables as text without colours, where rich is not installed as well.
+    """The tables as text without colours.
 
     Args:
         data: Of the report.
         depth: As of :func:`tables`.
-        width: In characters; that of the terminal by default, 100 where there is none. Without rich, tables are as wide as
-            what stands in them.
+        width: In characters; that of the terminal by default, 100 where there is none.
     """
-    if not _has_rich():
-        return '\n'.join(map(str, _Tables(data, depth).parts(wide=False)))
     from rich.console import Console
 
     console = Console(
@@ -70,37 +65,31 @@ class _Tables:
         self._data, self._depth = data, depth
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from self.parts(options.max_width >= WIDE)
+        from rich.text import Text
 
-    def parts(self, wide: bool) -> Iterator[RenderableType]:
-        """Lines and tables, in their order.
-
-        Args:
-            wide: Whether there is room for more columns.
-        """
-        data = self._data
-        yield _line(f'Precision of {data["title"]} at {data["policy"]}', style='bold')
-        yield _line(', '.join(f'{name} {fact}' for name, fact in facts(data).items()))
+        data, wide = self._data, options.max_width >= WIDE
+        yield Text(f'Precision of {data["title"]} at {data["policy"]}', style='bold')
+        yield Text(', '.join(f'{name} {fact}' for name, fact in facts(data).items()))
         shown = [m for m in data['modules'] if self._depth is None or m['depth'] <= self._depth]
-        yield ''
+        yield Text()
         yield self._types(shown, wide)
         if not wide:
             yield self._ops(shown)
         rules = {op['rule'] for module in shown for op in module['fp32_ops']}
         for rule in (rule for rule in RULES if rule in rules):
-            yield _line(f'  {rule}: {RULES[rule]}', style='dim')
-        yield ''
+            yield Text(f'  {rule}: {RULES[rule]}', style='dim')
+        yield Text()
         yield self._ranges(shown, wide)
         if data['gradients']:
-            yield _line(gradient_line(data['gradients']))
-        yield ''
+            yield Text(gradient_line(data['gradients']))
+        yield Text()
         yield self._memory(wide)
         for level, counted in data['memory'].items():
             if 'error' in counted:
-                yield _line(f'{level}: {counted["error"]}', style='red')
-        yield _line(memory_line(data), style='dim')
+                yield Text(f'{level}: {counted["error"]}', style='red')
+        yield Text(memory_line(data), style='dim')
 
-    def _types(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Any:
+    def _types(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Table:
         table = _table('Types, and what runs in FP32')
         for title in ('module', 'weights', 'input', 'output'):
             table.add_column(title, no_wrap=wide, overflow='fold')
@@ -122,7 +111,7 @@ class _Tables:
             )
         return table
 
-    def _ops(self, modules: Sequence[Mapping[str, Any]]) -> Any:
+    def _ops(self, modules: Sequence[Mapping[str, Any]]) -> Table:
         table = _table('What runs in FP32, and why')
         table.add_column('module', overflow='fold')
         table.add_column('op: why', overflow='fold')
@@ -132,7 +121,7 @@ class _Tables:
                 table.add_row(_escaped(name), _escaped('\n'.join(fp32_lines(module, reasons=False))))
         return table
 
-    def _ranges(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Any:
+    def _ranges(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Table:
         table = _table('Largest numbers in FP32, and shares that 16-bit types would lose')
         table.add_column('module', overflow='fold', no_wrap=wide)
         for title in ('weights', 'outputs', 'gradients'):
@@ -169,7 +158,7 @@ class _Tables:
             table.add_row(*cells)
         return table
 
-    def _memory(self, wide: bool) -> Any:
+    def _memory(self, wide: bool) -> Table:
         table = _table('Memory of one training step by level, counted')
         words = {'optimizer_state': 'optimizer', 'measured_peak': 'GPU peak'}
         measured = is_measured(self._data)
@@ -189,55 +178,14 @@ class _Tables:
         return table
 
 
-def _has_rich() -> bool:
-    return find_spec('rich') is not None
-
-
-class _PlainTable:
-    """Takes the place of rich's table where rich is not installed."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._rows: list[list[str]] = [[]]
-
-    def add_column(self, title: str, **options: object) -> None:
-        self._rows[0].append(title)
-
-    def add_row(self, *cells: str) -> None:
-        # without the marks for colours
-        self._rows.append([re.sub(r'\[/?(bold|red|bold red)\]', '', cell) for cell in cells])
-
-    def __str__(self) -> str:
-        lines = [
-            line
-            for row in self._rows
-            for line in itertools.zip_longest(*(cell.split('\n') for cell in row), fillvalue='')
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        shown = ['  '.join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return '\n'.join([self._title, *shown, ''])
-
-
-def _table(title: str) -> Any:
-    if not _has_rich():
-        return _PlainTable(title)
+def _table(title: str) -> Table:
     from rich import box
     from rich.table import Table
 
     return Table(title=title, title_justify='left', title_style='bold', box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
-def _line(words: str, style: str = '') -> RenderableType:
-    if not _has_rich():
-        return words
-    from rich.text import Text
-
-    return Text(words, style=style)
-
-
 def _escaped(words: str) -> str:
-    if not _has_rich():
-        return words
     from rich.markup import escape
 
     return escape(words)

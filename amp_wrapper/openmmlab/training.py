@@ -17,7 +17,7 @@ from .. import start
 from ..checkpoint import file as checkpoint_file
 from ..checkpoint import newest, sharded
 from ..errors import AmpConfigError, AmpUsageError
-from . import config_checks, config_errors, next_steps
+from . import config_checks, config_errors
 from .config_options import nested_keys, read_config
 
 
@@ -50,9 +50,9 @@ def train(args: argparse.Namespace) -> None:
         raise
     except KeyboardInterrupt:
         if runner is not None and runner.rank == 0:
-            say_interrupted(runner, args, began)
+            say_interrupted(runner, began)
         raise
-    report(runner, args)
+    report(runner)
     del runner
     end_processes()
 
@@ -196,12 +196,11 @@ def build_runner(cfg: Config) -> Any:
     return RUNNERS.build(cfg)
 
 
-def say_interrupted(runner: Any, args: argparse.Namespace, began: float) -> None:
-    """What an interrupted training has left, and the command that goes on from it.
+def say_interrupted(runner: Any, began: float) -> None:
+    """What an interrupted training has left, and how to go on from it.
 
     Args:
         runner: Of the training.
-        args: The options of ``amp-wrapper train``.
         began: When it began: checkpoints that are older are not of this training.
     """
     epochs = '' if runner.cfg.train_cfg.get('by_epoch') is False else f'{runner.epoch} epochs, '
@@ -209,17 +208,13 @@ def say_interrupted(runner: Any, args: argparse.Namespace, began: float) -> None
     last = Path(runner.work_dir) / 'last_checkpoint'
     if last.is_file() and last.stat().st_mtime >= began:
         saved = Path(last.read_text().strip())
-        print(f'The newest checkpoint is {start.short(saved)}. Go on from it:')
-        print(next_steps.resuming(args, start.short(saved)), flush=True)
-    elif args.resume is not None:
-        print('No checkpoint was saved since it was resumed. The same again:')
-        print(next_steps.resuming(args, None if args.resume == 'auto' else args.resume), flush=True)
+        print(f'Go on with the same command and --resume {start.short(saved)}', flush=True)
     else:
         print('No checkpoint was saved.', flush=True)
 
 
-def report(runner: Any, args: argparse.Namespace) -> None:
-    """End with what was reached and what to type next."""
+def report(runner: Any) -> None:
+    """End with what was reached."""
     if runner.rank != 0:
         return
     scalars = runner.message_hub.log_scalars
@@ -234,7 +229,6 @@ def report(runner: Any, args: argparse.Namespace) -> None:
         return
     checkpoint = Path(last.read_text().strip())
     print(f'Checkpoint: {start.short(checkpoint)}')
-    print('\n'.join(next_steps.lines(runner, args, checkpoint)))
 
 
 def end_processes() -> None:

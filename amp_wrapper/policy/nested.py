@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..graph_internals import mark_last_tensor, was_written
+from .. import graph_internals
+from ..compiler_internals import constant_when_traced
 
 #: The floating types that mixed precision moves between. float64 and complex tensors are always left alone.
 CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -285,9 +286,13 @@ def _clamped(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
 
 
+_mark_last_tensor = constant_when_traced(graph_internals.mark_last_tensor)
+_is_marked_written = constant_when_traced(graph_internals.was_written)
+
+
 def _version(tensor: Tensor) -> int | None:
     if torch.compiler.is_dynamo_compiling():
-        return mark_last_tensor()
+        return _mark_last_tensor()
     # inference tensors keep no count
     return None if tensor.is_inference() else tensor._version
 
@@ -295,7 +300,7 @@ def _version(tensor: Tensor) -> int | None:
 def _was_written(made: Tensor, before: int | None) -> bool:
     if before is None:
         return False
-    return was_written(before) if torch.compiler.is_dynamo_compiling() else made._version != before
+    return _is_marked_written(before) if torch.compiler.is_dynamo_compiling() else made._version != before
 
 
 def _has_to_cast(value: Any, dtype: torch.dtype, sources: frozenset[torch.dtype], enter: EnterObject | None) -> bool:

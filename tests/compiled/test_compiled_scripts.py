@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -14,10 +14,9 @@ import toy_compiled
 from bits import differences
 from grid import but, but_every, long
 from torch import Tensor, nn
-from toy_compiled import HALF, WAYS, Net, fresh
+from toy_compiled import HALF, fresh
 
 from amp_wrapper import amp
-from amp_wrapper.errors import AmpConfigError
 
 AOT: dict[str, Any] = dict(backend='aot_eager')
 
@@ -339,23 +338,6 @@ def test_a_part_that_is_left_out_of_graphs(device: torch.device) -> None:
         initialized(model, 'O5')
         x = torch.randn(2, 4, device=device)
         assert torch.allclose(torch.compile(model, **AOT)(x), model(x), atol=0.05)
-
-
-@pytest.mark.parametrize(('level', 'way'), but_every(5, [(a, b) for a in HALF for b in (*WAYS, 'eager')], long))
-def test_frozen_weights(level: str, way: str, device: torch.device) -> None:
-    """Graphs that keep the weights of one moment are refused, and those that have gradients are made."""
-    from torch._inductor import config
-
-    model = Net().to(device)
-    with fresh():
-        call, optimizer = toy_compiled.initialized(model, way, level)
-        x, labels = toy_compiled.batch(device)
-        with config.patch(freezing=True):
-            # at O0 the graph is plain torch, but for a function around the model
-            refused = way != 'eager' and (level != 'O0' or way == 'function')
-            with torch.no_grad(), pytest.raises(AmpConfigError, match='freezing') if refused else nullcontext():
-                call(x)
-            toy_compiled.step(call, optimizer, [(x, labels)])
 
 
 def test_counters_that_were_cleared(device: torch.device) -> None:

@@ -124,24 +124,3 @@ def test_in_a_runner_they_are_in_its_log(tmp_path: Path) -> None:
     code = IN_A_RUNNER.replace('sys.argv[1]', repr(str(tmp_path)))
     out, _ = run(f'import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]\n{code}')
     assert json.loads(out.splitlines()[-1]) == [1, []]
-
-
-REPORTS = """
-import torch
-from amp_wrapper import amp
-model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Softmax(-1))
-for level in ('O0', 'O1', 'O2', 'O5'):
-    print(amp.report(model, torch.ones(2, 4), opt_level=level), end='@')
-"""
-
-
-def test_a_precision_report_is_printed_without_rich() -> None:
-    out, _ = run(WITHOUT.format(names=['rich']) + REPORTS)
-    reports = out.split('@')[:-1]
-    assert [report.split()[:5] for report in reports] == [
-        ['Precision', 'of', 'Sequential', 'at', level] for level in ('O0', 'O1', 'O2', 'O5')
-    ]
-    for report in reports:
-        rows = [' '.join(line.split()) for line in report.splitlines()]
-        assert {'module weights input output 16-bit ops FP32 ops', 'module op: why'} <= set(rows), report
-        assert {'O0', 'O5'} <= {row.partition(' ')[0] for row in rows} and '[bold' not in report

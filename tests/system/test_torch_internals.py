@@ -344,6 +344,24 @@ def test_bindings_of_ops() -> None:
     assert torch_internals.variable_function('no_such_op') is None
 
 
+def test_kernels_at_the_key_of_no_device() -> None:
+    """An op comes to it where the thread lets it, and its autocast is on; ops without a kernel there do not notice."""
+    torch_internals.fall_through(torch_internals.SPARE_KEY)
+    seen: list[str] = []
+    library = torch.library.Library('aten', 'IMPL')
+    library.impl('erfinv', lambda x: seen.append('erfinv') or x, torch_internals.SPARE_KEY)
+    reach = torch_internals.include_key(torch_internals.SPARE_KEY)
+    for inside in (True, False):
+        reach(inside)
+        with torch.autocast('ipu', dtype=torch.bfloat16):
+            torch.ones(1).erfinv()
+            assert torch.equal(torch.zeros(1).exp(), torch.ones(1))
+            assert torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x, (torch.zeros(1),)).item() == 1
+        torch.ones(1).erfinv()
+    library._destroy()
+    assert seen == ['erfinv']
+
+
 def test_the_decorator_of_checkpoint() -> None:
     try:
         made = checkpoint(use_reentrant=False)(torch.exp)
