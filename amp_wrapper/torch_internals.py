@@ -65,11 +65,16 @@ def writes_in_place(op: Any) -> bool:
     return bool(op._schema.is_mutable)
 
 
-def in_function_transform() -> bool:
+def in_function_transform(or_mode: bool = False) -> bool:
     """Whether ``torch.jit.trace`` records, or ``torch.func`` transforms, what runs on this thread.
 
     :func:`torch.jit.is_tracing` knows the first alone. In every version since 2.0.
+
+    Args:
+        or_mode: Ask for a :class:`TorchDispatchMode`, too.
     """
+    if or_mode and torch._C._len_torch_dispatch_stack():
+        return True
     return torch._C._get_tracing_state() is not None or torch._C._functorch.peek_interpreter_stack() is not None
 
 

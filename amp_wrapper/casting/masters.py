@@ -183,7 +183,7 @@ class Fp32Masters(ParamPairs):
         """
         self.synchronise()
         # what records or transforms the call would do so with this, too: the next one will do
-        if not self._marks or in_function_transform():
+        if not self._marks or in_function_transform(or_mode=True):
             return
         marks, self._marks = self._marks, {}
         for weight, record in self._with_records(weight for weight in self._weights if id(weight) in marks):

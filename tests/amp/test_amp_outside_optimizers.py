@@ -57,19 +57,21 @@ def test_no_warning_without_a_scale_or_in_silence(level: str, device: torch.devi
 
 
 @pytest.mark.parametrize('level', SCALED)
-@pytest.mark.parametrize('way', ['plain backward', 'cleared and plain', 'divided', 'detached'])
+@pytest.mark.parametrize('way', ['plain first', 'plain backward', 'cleared and plain', 'divided', 'detached'])
 def test_gradients_that_carry_no_scale_are_not_warned_of(way: str, level: str, device: torch.device) -> None:
     run = Run(level, device)
 
     def step(index: int) -> None:
-        if way in ('plain backward', 'detached'):
+        if way == 'plain first':
+            (run.centres * data(index, device)).sum().backward()
+        if way in ('plain first', 'plain backward', 'detached'):
             backward(run.net(data(index, device)), run.optimizer)
         else:
             backward(run.loss(index), run.optimizer)
         if way == 'divided':
             assert run.centres.grad is not None
             run.centres.grad.div_(256)
-        elif way != 'detached':
+        elif way not in ('plain first', 'detached'):
             run.other.zero_grad()
             (run.centres * data(index, device)).sum().backward()
 

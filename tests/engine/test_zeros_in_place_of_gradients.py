@@ -27,7 +27,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     'two losses': dict(num_losses=2),
 }
 #: Which of three heads gets a gradient; None for a step that clears to None before it.
-STEPS: tuple[int | None, ...] = (0, 1, 0, 1, None, 1, 0, 1)
+STEPS: tuple[int | None, ...] = (0, 1, 0, 1, None, 0, 0, 1, 0)
 
 
 def heads(device: torch.device) -> nn.ModuleList:
@@ -111,3 +111,17 @@ def test_zeros_are_where_scripts_look(level: str, device: torch.device) -> None:
         grads = [tensor.grad for tensor in tensors]
         assert [grad is None for grad in grads] == [False] * 2 + [True] * 4
         assert not any(bool(grad.any()) for grad in grads if grad is not None)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_gradient_without_a_scale_is_stepped_though_the_next_block_does_not_reach_it(
+    level: str, device: torch.device
+) -> None:
+    net, x = heads(device), torch.ones(1, 2, device=device)
+    optimizer = SGD(net.parameters(), lr=0.125)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    before = net.state_dict()['0.bias'].clone()
+    net[0](x).sum().backward()
+    backward(net[1](x).sum(), optimizer)
+    optimizer.step()
+    assert torch.equal(net.state_dict()['0.bias'], before - 0.125)

@@ -157,6 +157,13 @@ def test_writes_in_place() -> None:
     assert not torch_internals.writes_in_place(torch.ops.aten.add.Tensor)
 
 
+def test_modes_are_asked_for_on_request() -> None:
+    assert not torch_internals.in_function_transform(or_mode=True)
+    with torch_internals.TorchDispatchMode():
+        assert torch_internals.in_function_transform(or_mode=True)
+        assert not torch_internals.in_function_transform()
+
+
 def test_function_transforms() -> None:
     seen: list[bool] = []
 
