@@ -107,8 +107,8 @@ class FusedAdam(_AdamSteps, torch.optim.Adam):
     16-bit model weights.
 
     Args:
-        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones
-            are stepped by torch's own functions.
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones,
+            and all where no compiled op serves the device, are stepped by torch's own fused functions.
         lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
             the CPU beside parameters elsewhere is read by the host.
         betas: Decay of the two averages. Tensors are read by the host.

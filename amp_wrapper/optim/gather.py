@@ -239,7 +239,7 @@ class Gatherer:
 
 
 def moment_dtype(parameter: Tensor, state_dtype: torch.dtype) -> torch.dtype:
-    """Of the moments of a parameter: ``state_dtype``, or the parameter's own where torch steps it."""
+    """Of the moments of a parameter: ``state_dtype``, or the parameter's own where no op takes that."""
     return state_dtype if parameter.dtype in FUSED else parameter.dtype
 
 

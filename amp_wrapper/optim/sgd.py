@@ -77,8 +77,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     16-bit model weights.
 
     Args:
-        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones
-            are stepped by torch's own functions.
+        params: Parameters, or dicts of groups, of any real or complex floating type, on any device. float64 and complex ones,
+            and all where no compiled op serves the device, are stepped by torch's own fused functions.
         lr: Learning rate. A tensor on the parameters' device is read there at every step, also by a captured CUDA graph; one on
             the CPU beside parameters elsewhere is read by the host.
         momentum: Of the running sum of gradients; 0 for none.

@@ -21,8 +21,8 @@ class Bucket:
     """Parameters of one device that one call steps.
 
     Attributes:
-        group: Of complex and float64 parameters, which torch's own functions step: the number of their group. None for the
-            fused ops, which take many groups at once.
+        group: The number of their group, where torch's own functions step them: complex and float64 ones, and all where no
+            compiled op serves the device. None for the fused ops, which take many groups at once.
         indices: Positions among the parameters that have a gradient; None for all of them.
         params: The parameters.
         states: Their state dicts; empty where they need none.

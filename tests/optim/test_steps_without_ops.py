@@ -16,8 +16,9 @@ from bits import same_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_wrapper import AmpOptimWrapper, FusedAdam, FusedAdamW, FusedSGD, amp, ops
+from amp_wrapper import AmpOptimWrapper, AmpUsageError, FusedAdam, FusedAdamW, FusedSGD, amp, ops
 from amp_wrapper.ops import loader
+from amp_wrapper.optim import Update
 
 Switch = Callable[[bool], None]
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -215,3 +216,54 @@ def test_layouts_may_change_between_steps(kind: str, dtype: torch.dtype, device:
         for optimizer in optimizers:
             optimizer.step()
         torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures('with_and_without_ops')
+def test_a_skipped_step_leaves_a_master_in_the_middle_between_two_weights(device: torch.device) -> None:
+    """Its 16-bit weight is the upper of the two, where rounding to nearest-even would give the lower."""
+    model = nn.Linear(2, 2, bias=False).to(device)
+    model.weight.data.fill_(1 + 2**-8)
+    wrapper = AmpOptimWrapper(
+        optimizer=FusedSGD(model.parameters(), lr=0.1),
+        opt_level='O5',
+        master_weights='split',
+        skip_nonfinite=True,
+        verbosity=0,
+    )
+    with wrapper.optim_context(model):
+        loss = model(torch.ones(1, 2, device=device)).float().sum() * math.inf
+    wrapper.update_params(loss)
+    assert model.weight.dtype is torch.bfloat16 and bool((model.weight == 1 + 2**-7).all())
+
+
+@pytest.mark.usefixtures('with_and_without_ops')
+def test_parameters_of_two_groups_that_share_memory_are_refused(device: torch.device) -> None:
+    storage = torch.ones(8, device=device)
+    mine = [nn.Parameter(storage[:6]), nn.Parameter(storage[2:])]
+    optimizer = FusedAdamW([dict(params=[parameter]) for parameter in mine])
+    for parameter in mine:
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(AmpUsageError, match='share memory'):
+        optimizer.step()
+    assert not optimizer.state and bool((storage == 1).all())
+
+
+@pytest.mark.usefixtures('with_and_without_ops')
+def test_gradients_take_turns_among_parameters_of_one_shape(device: torch.device) -> None:
+    mine = [nn.Parameter(torch.ones(2, device=device)) for _ in range(3)]
+    optimizer = FusedAdamW(mine, weight_decay=0.0)
+    for index in (0, 1, 2, 1):
+        for parameter in mine:
+            parameter.grad = torch.ones_like(parameter) if parameter is mine[index] else None
+        optimizer.step()
+    assert [int(optimizer.state[parameter]['step']) for parameter in mine] == [1, 2, 1]
+
+
+@pytest.mark.usefixtures('with_and_without_ops')
+def test_a_step_that_nothing_is_said_about_is_taken_as_it_is(device: torch.device) -> None:
+    weight = nn.Parameter(torch.ones(2, device=device))
+    optimizer, update = FusedSGD([weight], lr=0.5), Update([torch.ones_like(weight)], [None], lambda _: {})
+    with optimizer.updating(update):
+        optimizer.step()
+    assert update.decision is not None and weight.tolist() == [0.5, 0.5]
+    assert list(map(str, update.decision.tolist())) == '0.0 1.0 1.0 inf nan nan 0.0 0.0'.split()
