@@ -1,8 +1,9 @@
 """The base class of the fused optimizers: one pass over gradient, weight and state; the device decides whether to skip.
 
 A step gathers its lists, checks them, and calls :func:`amp_wrapper.ops.step_prologue` and an update for all parameters of a
-device. What no compiled op serves is updated by the fused functions of ``torch.optim``, group by group. The lists are kept and compared with what is there at the next step, object by object, which costs a tenth of gathering
-them again; whatever differs (a late gradient, a loaded state, another group) is seen that way.
+device. What no compiled op serves is updated by the fused functions of ``torch.optim``, group by group. The lists are kept and
+compared with what is there at the next step, object by object, which costs a tenth of gathering them again; whatever differs (a
+late gradient, a loaded state, another group) is seen that way.
 """
 
 from __future__ import annotations

@@ -142,18 +142,11 @@ def project(tmp_path: Path) -> Path:
 def test_train_in_a_folder_of_the_users(project: Path) -> None:
     done = typed('train', 'config.py', '--cfg-options', 'optim_wrapper.loss_scale=8', cwd=project)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-4:-1] == [
+    assert done.stdout.splitlines()[-2:] == [
         'Finished: epoch 1, iteration 2',
         f'Checkpoint: {Path("work_dirs/config/epoch_1.pth")}',
-        'Go on from it, for as long again:',
     ]
     assert checkpoint(project / 'work_dirs' / 'config')['meta']['iter'] == 2
-    # the command that was printed is the one that was typed
-    program, *words = shlex.split(done.stdout.splitlines()[-1])
-    assert [program, *words[:2]] == ['amp-wrapper', 'train', 'config.py']
-    args = cli.parser_of('train')[1].parse_args(words[1:])
-    assert (project / args.resume).is_file()
-    assert args.cfg_options == {'optim_wrapper.loss_scale': 8, 'train_cfg.max_epochs': 2}
 
 
 @grid

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from amp_wrapper.cli.apex_migration import Note, calls, files, fp16_optimizer, migrate, tables
+from amp_wrapper.cli.apex_migration import Note, calls, files, migrate, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,4 +18,4 @@ def left(text: str) -> list[str]:
     return [note.name for note in migrate(text.encode()).by_hand]
 
 
-__all__ = ['ROOT', 'Note', 'calls', 'files', 'fp16_optimizer', 'left', 'migrate', 'migrated', 'tables']
+__all__ = ['ROOT', 'Note', 'calls', 'files', 'left', 'migrate', 'migrated', 'tables']

@@ -16,7 +16,7 @@ from pathlib import Path
 import libcst
 import pytest
 from command_line import python
-from migration import ROOT, Note, calls, files, fp16_optimizer, migrate, migrated, tables
+from migration import ROOT, Note, calls, files, migrate, migrated, tables
 
 import amp_wrapper
 from amp_wrapper import amp, cli
@@ -27,8 +27,6 @@ NAMES = sorted(path.stem for path in SCRIPTS.glob('*.py') if not path.stem.endsw
 #: They run two steps on a CPU once they are migrated.
 RUNNABLE = {
     'dotted',
-    'fp16_in_functions',
-    'fp16_optimizer',
     'from_names',
     'fused_optimizers',
     'guarded',
@@ -150,8 +148,7 @@ def test_the_page_has_every_name_and_argument() -> None:
     # told in words: deeper names of what is there, and helpers that nobody imports
     names -= {'clip_grad', 'xentropy', 'clip_grad_norm', 'Fused_Weight_Norm'}
     arguments = {name for order in (*calls._AMP.values(), calls._DDP, calls._ADAM, calls._SGD) for name in order}
-    arguments |= set(fp16_optimizer._ORDER) | set(fp16_optimizer._ATTRIBUTES) | set(fp16_optimizer._SCALER)
-    arguments -= {'params', 'loss', 'init_optimizer', 'fp16_groups', 'fp32_from_fp32_groups', 'fp32_from_fp16'}
+    arguments -= {'params', 'loss'}
     # shared by FusedSGD and torch: "the same first six arguments"
     arguments -= {'momentum', 'dampening', 'nesterov', 'dynamic_loss_scale', 'loss_scaler'}
     assert sorted((names | arguments) - words) == []
@@ -166,12 +163,10 @@ def test_line_ends_and_encoding_stay() -> None:
     assert result.data == text.replace('apex', 'amp_wrapper').encode('latin-1')
     bare = 'from apex import amp'
     assert migrate(bare.encode()).data == b'from amp_wrapper import amp'
-    tabs = 'if 1:\n\tfrom apex.fp16_utils import FP16_Optimizer\n'
-    tabs += '\topt = FP16_Optimizer(SGD(m.parameters()))\n\topt.backward(l)\n'
+    tabs = 'if 1:\n\tfrom apex.optimizers import FusedSGD\n\topt = FusedSGD(m.parameters(), 0.1)\n'
     after = migrated(tabs)
-    assert '\n\twith amp.scale_loss(l, opt) as scaled_loss:\n\t\tscaled_loss.backward()\n' in after
-    crlf = tabs.replace('\n', '\r\n')
-    assert migrated(crlf) == after.replace('\n', '\r\n')
+    assert after == tabs.replace('apex.optimizers', 'amp_wrapper')
+    assert migrated(tabs.replace('\n', '\r\n')) == after.replace('\n', '\r\n')
 
 
 def test_a_byte_order_mark_stays() -> None:

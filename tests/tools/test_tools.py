@@ -29,9 +29,6 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
     said = tool('tools/train.py', config, *work, *SHORT)
     assert 'accuracy/top1' in said
     assert 'epoch_2.pth' in said
-    # the interpreter may be that of an environment in the current folder
-    printed = [line for line in said.splitlines() if re.match(r'  \S*python\S* tools/', line)]
-    trying, longer = (shlex.split(line)[1:] for line in printed)
 
     # a run cut in two equals the run in one piece
     parts = ['--work-dir', str(tmp_path / 'parts')]
@@ -39,14 +36,6 @@ def test_train_resume_and_test(tmp_path: Path) -> None:
     left, right = (toy.checkpoint(tmp_path / name, 'epoch_2.pth') for name in ('whole', 'parts'))
     for key in ('state_dict', 'optimizer', 'param_schedulers'):
         assert differences(left[key], right[key]) == [], key
-
-    # the commands that were printed: a resumed run would stay at the end of its schedule, so it is a new one
-    assert '--resume' not in longer and longer[:2] == ['tools/train.py', config]
-    said = tool(*longer, 'log_level=INFO', 'default_hooks.logger.interval=1')
-    assert 'Finished: epoch 4' in said
-    rates = [float(rate) for rate in re.findall(r'Epoch\(train\) .* lr: (\S+)', said)]
-    assert rates == sorted(rates, reverse=True) and len(set(rates)) == len(rates)
-    assert 'Tested at FP32: accuracy/top1 ' in tool(*trying)
 
     checkpoint = str(tmp_path / 'whole' / 'epoch_2.pth')
     testing = ['--work-dir', str(tmp_path / 'test'), '--cfg-options', 'log_level=WARNING']

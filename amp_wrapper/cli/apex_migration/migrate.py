@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from . import bindings, calls, clipping, configs, fp16_optimizer, leftovers, order
+from . import bindings, calls, clipping, configs, leftovers, order
 from .source import Note, Source
 
 #: A file without any of these words needs no parsing.
@@ -115,7 +115,6 @@ def migrate(data: bytes, package: bool = False) -> Result:
     calls.decide(source)
     order.decide(source)
     clipping.decide(source)
-    fp16_optimizer.decide(source)
     leftovers.decide(source)
     configs.decide(source)
     bindings.decide(source)

@@ -67,18 +67,6 @@ WITH_CALL: dict[str, str] = {
     'apex.optimizers.fused_adam.FusedAdam': 'FusedAdam',
     'apex.optimizers.FusedSGD': 'FusedSGD',
     'apex.optimizers.fused_sgd.FusedSGD': 'FusedSGD',
-    'apex.fp16_utils.FP16_Optimizer': 'FP16_Optimizer',
-    'apex.fp16_utils.fp16_optimizer.FP16_Optimizer': 'FP16_Optimizer',
-    'apex.optimizers.FP16_Optimizer': 'FP16_Optimizer',
-    'apex.contrib.optimizers.FP16_Optimizer': 'FP16_Optimizer',
-    'apex.contrib.optimizers.fp16_optimizer.FP16_Optimizer': 'FP16_Optimizer',
-    **{
-        f'apex.fp16_utils{module}.{name}': name
-        for module in ('', '.fp16util')
-        for name in ('network_to_half', 'BN_convert_float', 'convert_network', 'FP16Model', 'to_python_float')
-    },
-    'apex.fp16_utils.FP16_Module': 'FP16Model',
-    'apex.fp16_utils.loss_scaler.to_python_float': 'to_python_float',
     'apex.amp._amp_state.loss_scalers': 'loss_scalers',
     'apex.amp._amp_state._amp_state.loss_scalers': 'loss_scalers',
     'apex.amp.frontend._amp_state.loss_scalers': 'loss_scalers',

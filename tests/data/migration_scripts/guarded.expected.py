@@ -4,11 +4,12 @@ import torch
 
 try:
     from torch.nn.parallel import DistributedDataParallel as DDP
+    from apex.fp16_utils import *
     import amp_wrapper
     from amp_wrapper import amp
     HAS_APEX = True
 except ImportError:
-    raise ImportError('Please install amp_wrapper to run this script.')
+    raise ImportError("Please install apex from its repository to run this example.")
 
 
 def main(words=()):
@@ -44,5 +45,5 @@ def main(words=()):
             scaled_loss.backward()
         optimizer.step()
         # to_python_float waits for the device
-        losses.append(loss.data.item() + (0 * output.sum()).item())
+        losses.append(to_python_float(loss.data) + to_python_float(0 * output.sum()))
     return losses
