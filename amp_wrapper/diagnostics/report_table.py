@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from . import terminal
 from .module_record import OUTSIDE, RULES
 from .pages import bytes_text, number_text, share_text
 
@@ -51,7 +49,7 @@ def text(data: Mapping[str, Any], depth: int | None = None, width: int | None = 
         width: In characters; that of the terminal by default, 100 where there is none. Without rich, tables are as wide as
             what stands in them.
     """
-    if not _has_rich():
+    if not terminal.has_rich():
         return '\n'.join(map(str, _Tables(data, depth).parts(wide=False)))
     from rich.console import Console
 
@@ -79,8 +77,8 @@ class _Tables:
             wide: Whether there is room for more columns.
         """
         data = self._data
-        yield _line(f'Precision of {data["title"]} at {data["policy"]}', style='bold')
-        yield _line(', '.join(f'{name} {fact}' for name, fact in facts(data).items()))
+        yield terminal.line(f'Precision of {data["title"]} at {data["policy"]}', style='bold')
+        yield terminal.line(', '.join(f'{name} {fact}' for name, fact in facts(data).items()))
         shown = [m for m in data['modules'] if self._depth is None or m['depth'] <= self._depth]
         yield ''
         yield self._types(shown, wide)
@@ -88,20 +86,20 @@ class _Tables:
             yield self._ops(shown)
         rules = {op['rule'] for module in shown for op in module['fp32_ops']}
         for rule in (rule for rule in RULES if rule in rules):
-            yield _line(f'  {rule}: {RULES[rule]}', style='dim')
+            yield terminal.line(f'  {rule}: {RULES[rule]}', style='dim')
         yield ''
         yield self._ranges(shown, wide)
         if data['gradients']:
-            yield _line(gradient_line(data['gradients']))
+            yield terminal.line(gradient_line(data['gradients']))
         yield ''
         yield self._memory(wide)
         for level, counted in data['memory'].items():
             if 'error' in counted:
-                yield _line(f'{level}: {counted["error"]}', style='red')
-        yield _line(memory_line(data), style='dim')
+                yield terminal.line(f'{level}: {counted["error"]}', style='red')
+        yield terminal.line(memory_line(data), style='dim')
 
     def _types(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Any:
-        table = _table('Types, and what runs in FP32')
+        table = terminal.table('Types, and what runs in FP32')
         for title in ('module', 'weights', 'input', 'output'):
             table.add_column(title, no_wrap=wide, overflow='fold')
         if wide:
@@ -110,7 +108,7 @@ class _Tables:
         # where there is little room, the ops have a table of their own
         table.add_column('FP32 ops: why' if wide else 'FP32 ops', overflow='fold', justify='left' if wide else 'right')
         for module in modules:
-            cells = [_escaped(cell) for cell in (tree_name(module), weights_text(module), *arrows(module))]
+            cells = [terminal.escaped(cell) for cell in (tree_name(module), weights_text(module), *arrows(module))]
             if wide:
                 cells.append(short(module['gradients']))
             if module['state'] in _LEFT_OUT:
@@ -118,22 +116,22 @@ class _Tables:
                 continue
             lines, count = fp32_lines(module), fp32_count(module)
             table.add_row(
-                *cells, str(half_count(module) or ''), _escaped('\n'.join(lines)) if wide else str(count or '')
+                *cells, str(half_count(module) or ''), terminal.escaped('\n'.join(lines)) if wide else str(count or '')
             )
         return table
 
     def _ops(self, modules: Sequence[Mapping[str, Any]]) -> Any:
-        table = _table('What runs in FP32, and why')
+        table = terminal.table('What runs in FP32, and why')
         table.add_column('module', overflow='fold')
         table.add_column('op: why', overflow='fold')
         for module in modules:
             if module['fp32_ops']:
                 name = module['name'] or module['class']
-                table.add_row(_escaped(name), _escaped('\n'.join(fp32_lines(module, reasons=False))))
+                table.add_row(terminal.escaped(name), terminal.escaped('\n'.join(fp32_lines(module, reasons=False))))
         return table
 
     def _ranges(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Any:
-        table = _table('Largest numbers in FP32, and shares that 16-bit types would lose')
+        table = terminal.table('Largest numbers in FP32, and shares that 16-bit types would lose')
         table.add_column('module', overflow='fold', no_wrap=wide)
         for title in ('weights', 'outputs', 'gradients'):
             table.add_column(title, justify='right')
@@ -150,7 +148,7 @@ class _Tables:
             if module['name'] not in names | around:
                 continue
             ranges = module['ranges']
-            cells = [_escaped(tree_name(module))]
+            cells = [terminal.escaped(tree_name(module))]
             for key in _SHOWN:
                 cells.append(number_text(ranges[key]['largest']) if key in ranges else '')
             for kind in kinds:
@@ -170,7 +168,7 @@ class _Tables:
         return table
 
     def _memory(self, wide: bool) -> Any:
-        table = _table('Memory of one training step by level, counted')
+        table = terminal.table('Memory of one training step by level, counted')
         words = {'optimizer_state': 'optimizer', 'measured_peak': 'GPU peak'}
         measured = is_measured(self._data)
         # eighty columns have room for six numbers
@@ -187,60 +185,6 @@ class _Tables:
                 continue
             table.add_row(mark, *('' if counted[key] is None else bytes_text(counted[key]) for key in keys))
         return table
-
-
-def _has_rich() -> bool:
-    return find_spec('rich') is not None
-
-
-class _PlainTable:
-    """Takes the place of rich's table where rich is not installed."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._rows: list[list[str]] = [[]]
-
-    def add_column(self, title: str, **options: object) -> None:
-        self._rows[0].append(title)
-
-    def add_row(self, *cells: str) -> None:
-        # without the marks for colours
-        self._rows.append([re.sub(r'\[/?(bold|red|bold red)\]', '', cell) for cell in cells])
-
-    def __str__(self) -> str:
-        lines = [
-            line
-            for row in self._rows
-            for line in itertools.zip_longest(*(cell.split('\n') for cell in row), fillvalue='')
-        ]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        shown = ['  '.join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return '\n'.join([self._title, *shown, ''])
-
-
-def _table(title: str) -> Any:
-    if not _has_rich():
-        return _PlainTable(title)
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, title_justify='left', title_style='bold', box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def _line(words: str, style: str = '') -> RenderableType:
-    if not _has_rich():
-        return words
-    from rich.text import Text
-
-    return Text(words, style=style)
-
-
-def _escaped(words: str) -> str:
-    if not _has_rich():
-        return words
-    from rich.markup import escape
-
-    return escape(words)
 
 
 # -- words that both have ----------------------------------------------------------------------------------------------
