@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import terminal
@@ -49,7 +50,7 @@ def text(data: Mapping[str, Any], depth: int | None = None, width: int | None = 
         width: In characters; that of the terminal by default, 100 where there is none. Without rich, tables are as wide as
             what stands in them.
     """
-    if not terminal.has_rich():
+    if find_spec('rich') is None:
         return '\n'.join(map(str, _Tables(data, depth).parts(wide=False)))
     from rich.console import Console
 
@@ -68,7 +69,10 @@ class _Tables:
         self._data, self._depth = data, depth
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield from self.parts(options.max_width >= WIDE)
+        from rich.text import Text
+
+        for part in self.parts(options.max_width >= WIDE):
+            yield Text(part) if isinstance(part, str) else part
 
     def parts(self, wide: bool) -> Iterator[RenderableType]:
         """Lines and tables, in their order.
@@ -77,8 +81,8 @@ class _Tables:
             wide: Whether there is room for more columns.
         """
         data = self._data
-        yield terminal.line(f'Precision of {data["title"]} at {data["policy"]}', style='bold')
-        yield terminal.line(', '.join(f'{name} {fact}' for name, fact in facts(data).items()))
+        yield f'Precision of {data["title"]} at {data["policy"]}'
+        yield ', '.join(f'{name} {fact}' for name, fact in facts(data).items())
         shown = [m for m in data['modules'] if self._depth is None or m['depth'] <= self._depth]
         yield ''
         yield self._types(shown, wide)
@@ -86,17 +90,17 @@ class _Tables:
             yield self._ops(shown)
         rules = {op['rule'] for module in shown for op in module['fp32_ops']}
         for rule in (rule for rule in RULES if rule in rules):
-            yield terminal.line(f'  {rule}: {RULES[rule]}', style='dim')
+            yield f'  {rule}: {RULES[rule]}'
         yield ''
         yield self._ranges(shown, wide)
         if data['gradients']:
-            yield terminal.line(gradient_line(data['gradients']))
+            yield gradient_line(data['gradients'])
         yield ''
         yield self._memory(wide)
         for level, counted in data['memory'].items():
             if 'error' in counted:
-                yield terminal.line(f'{level}: {counted["error"]}', style='red')
-        yield terminal.line(memory_line(data), style='dim')
+                yield f'{level}: {counted["error"]}'
+        yield memory_line(data)
 
     def _types(self, modules: Sequence[Mapping[str, Any]], wide: bool) -> Any:
         table = terminal.table('Types, and what runs in FP32')

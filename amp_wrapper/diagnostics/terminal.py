@@ -1,19 +1,12 @@
-"""Tables and lines for a terminal: rich's, or plain ones where rich is not installed."""
+"""Tables for a terminal: rich's, or plain ones where rich is not installed."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-
-def has_rich() -> bool:
-    """Whether rich is installed."""
-    return find_spec('rich') is not None
+from typing import Any
 
 
 class PlainTable:
@@ -29,8 +22,8 @@ class PlainTable:
 
     def add_row(self, *cells: str) -> None:
         """As rich's."""
-        # without the marks for colours
-        self._rows.append([re.sub(r'\[/?(bold|red|bold red)\]', '', cell) for cell in cells])
+        plain = [re.sub(r'(?<!\\)\[/?[a-z ]+\]', '', cell) for cell in cells]
+        self._rows.append([cell.replace('\\[', '[') for cell in plain])
 
     def __str__(self) -> str:
         lines = [
@@ -38,34 +31,25 @@ class PlainTable:
             for row in self._rows
             for line in itertools.zip_longest(*(cell.split('\n') for cell in row), fillvalue='')
         ]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        shown = ['  '.join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return '\n'.join([self._title, *shown, ''])
+        return '\n'.join([self._title, *aligned(lines), ''])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of as many cells each as lines of text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def escaped(words: str) -> str:
+    """Text for a cell, in which ``[bold]`` is no mark for rich."""
+    return words.replace('[', '\\[')
 
 
 def table(title: str) -> Any:
     """A table without rows: rich's, or :class:`PlainTable`."""
-    if not has_rich():
+    if find_spec('rich') is None:
         return PlainTable(title)
     from rich import box
     from rich.table import Table
 
     return Table(title=title, title_justify='left', title_style='bold', box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def line(words: str, style: str = '') -> RenderableType:
-    """A line of text, in a style where there is rich."""
-    if not has_rich():
-        return words
-    from rich.text import Text
-
-    return Text(words, style=style)
-
-
-def escaped(words: str) -> str:
-    """Text for a cell, in which brackets mean nothing."""
-    if not has_rich():
-        return words
-    from rich.markup import escape
-
-    return escape(words)
