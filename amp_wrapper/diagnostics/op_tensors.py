@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from .recorder import tensors_of
+
+#: Logarithms.
+LOGS = ('log', 'log2', 'log10', 'log1p')
+#: What gives NaN where infinities come in.
+_OF_INFINITIES = {
+    'mul': '0 times infinity',
+    'div': 'infinity divided by infinity',
+    '_softmax': 'a softmax of nothing but infinities',
+    '_log_softmax': 'a softmax of nothing but infinities',
+    **dict.fromkeys(('add', 'sub', 'rsub', 'sum', 'mean', 'cumsum'), 'infinity minus infinity'),
+}
 
 
 def elements(shape: Sequence[int]) -> int:
@@ -58,3 +70,19 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+
+
+def reason_of(op: str, given: Sequence[Any], has_nan: bool, has_infinities: bool) -> str:
+    """What was done that gives no number, whatever the type has room for; '' where that is not known. Syncs."""
+    if any(isinstance(each, float) and not math.isfinite(each) for each in given):
+        return 'a number that is not finite'
+    if has_infinities:
+        return _OF_INFINITIES.get(op, '') if has_nan else ''
+    if op in LOGS:
+        return 'the logarithm of a negative number' if has_nan else 'the logarithm of zero'
+    if op in ('sqrt', 'rsqrt', 'pow') and has_nan:
+        return 'a root of a negative number'
+    place = {'div': 1, 'remainder': 1, 'fmod': 1, 'reciprocal': 0, 'rsqrt': 0, 'pow': 0}.get(op, len(given))
+    if place < len(given) and bool((torch.as_tensor(given[place]) == 0).any()):
+        return 'division of zero by zero' if has_nan else 'division by zero'
+    return ''

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import linecache
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,18 @@ from torch import Tensor, nn
 
 from ..casting.modules import class_name
 from ..torch_internals import TorchDispatchMode, current_node, first_pre_hook, graph_task_id, writes_in_place
-from .op_tensors import elements, is_bad, is_measured, is_part, memory_of, named_tensors, nonfinite, numbers
+from .op_tensors import (
+    LOGS,
+    elements,
+    is_bad,
+    is_measured,
+    is_part,
+    memory_of,
+    named_tensors,
+    nonfinite,
+    numbers,
+    reason_of,
+)
 from .ranges import Ranges, added, measure_one
 from .recorder import outputs_of, tensors_of
 
@@ -36,15 +46,6 @@ _FILLS = (
 )
 #: Ops that hand on what they are given, so that theirs is never the place where a number went out of range.
 _MOVES = ('_to_copy', 'copy_', 'clone', 'detach', 'view', 'reshape', 'cat', 'stack', 'expand')
-_LOGS = ('log', 'log2', 'log10', 'log1p')
-#: What gives NaN where infinities come in.
-_OF_INFINITIES = {
-    'mul': '0 times infinity',
-    'div': 'infinity divided by infinity',
-    '_softmax': 'a softmax of nothing but infinities',
-    '_log_softmax': 'a softmax of nothing but infinities',
-    **dict.fromkeys(('add', 'sub', 'rsub', 'sum', 'mean', 'cumsum'), 'infinity minus infinity'),
-}
 #: Ops in which each number of the result comes from many of the input, so that what they are given is no mask.
 _MIXES = frozenset(
     {
@@ -283,7 +284,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             shares += [nonfinite(each) / each.numel() for each in bad]
             found.came_in += [self._source_of(each, phase) for each in bad]
             found.dtypes_in = [each.dtype for each in before]
-            found.reason = _reason(_bare(name), (*args, *(kwargs or {}).values()), found.has_nan, bool(found.came_in))
+            found.reason = reason_of(_bare(name), (*args, *(kwargs or {}).values()), found.has_nan, bool(found.came_in))
             found.makers = [known.op for each in before if (known := self._memory.get(memory_of(each))) is not None]
             if before and memory_of(before[0]) not in self._weights:
                 found.reads = self._origins.get(memory_of(before[0]), '')
@@ -291,7 +292,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found.inputs = [measure_one(each) for each in rest if is_measured(each)]
             found.is_mask = _is_mask(name, found, tensor, shares)
             if found.is_mask:
-                found.log = found if not found.came_in and _bare(name) in _LOGS else _log_of(found.came_in)
+                found.log = found if not found.came_in and _bare(name) in LOGS else _log_of(found.came_in)
             self.bad.append(found)
             self._memory[key] = _Known(found, module, name, found.source)
         return output
@@ -344,27 +345,11 @@ def _is_mask(name: str, found: BadOp, tensor: Tensor, shares: Sequence[float]) -
     if found.has_nan:
         return False
     if not found.came_in:
-        return (_fills(name) and not found.largest_in > torch.finfo(tensor.dtype).max) or _bare(name) in _LOGS
+        return (_fills(name) and not found.largest_in > torch.finfo(tensor.dtype).max) or _bare(name) in LOGS
     if not all(each.is_mask for each in found.came_in):
         return False
     # as many as a mask, stretched to the shape of the result, brings along
     return found.nonfinite / elements(found.shape) <= max(shares) * (1 + 1e-12) or _fills(name)
-
-
-def _reason(op: str, given: Sequence[Any], has_nan: bool, has_infinities: bool) -> str:
-    """What was done that gives no number, whatever the type has room for; '' where that is not known. Syncs."""
-    if any(isinstance(each, float) and not math.isfinite(each) for each in given):
-        return 'a number that is not finite'
-    if has_infinities:
-        return _OF_INFINITIES.get(op, '') if has_nan else ''
-    if op in _LOGS:
-        return 'the logarithm of a negative number' if has_nan else 'the logarithm of zero'
-    if op in ('sqrt', 'rsqrt', 'pow') and has_nan:
-        return 'a root of a negative number'
-    place = {'div': 1, 'remainder': 1, 'fmod': 1, 'reciprocal': 0, 'rsqrt': 0, 'pow': 0}.get(op, len(given))
-    if place < len(given) and bool((torch.as_tensor(given[place]) == 0).any()):
-        return 'division of zero by zero' if has_nan else 'division by zero'
-    return ''
 
 
 def _log_of(came_in: Sequence[BadOp]) -> BadOp | None:

@@ -87,7 +87,7 @@ def test_info() -> None:
 PROJECT = """
 import torch
 from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, MODELS
+from mmengine.registry import DATASETS, MODELS, OPTIM_WRAPPERS
 from torch.utils.data import Dataset
 
 import amp_wrapper
@@ -99,8 +99,8 @@ class Ramp(Dataset):
         return 8
 
     def __getitem__(self, index):
-        # in a spawned worker, which imports all of the package
-        assert 'AmpOptimWrapper' in vars(amp_wrapper)
+        # in a spawned worker, too
+        assert OPTIM_WRAPPERS.get('AmpOptimWrapper') is amp_wrapper.AmpOptimWrapper
         return dict(x=torch.full((4,), index / 8), y=torch.tensor(index % 2))
 
 

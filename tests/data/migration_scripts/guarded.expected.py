@@ -4,12 +4,11 @@ import torch
 
 try:
     from torch.nn.parallel import DistributedDataParallel as DDP
-    from apex.fp16_utils import *
     import amp_wrapper
     from amp_wrapper import amp
     HAS_APEX = True
 except ImportError:
-    raise ImportError("Please install apex from its repository to run this example.")
+    raise ImportError('Please install amp_wrapper to run this script.')
 
 
 def main(words=()):
@@ -44,6 +43,5 @@ def main(words=()):
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        # to_python_float waits for the device
-        losses.append(to_python_float(loss.data) + to_python_float(0 * output.sum()))
+        losses.append(loss.item())
     return losses
