@@ -137,8 +137,9 @@ def test_an_overflow_there_skips_the_step(optimizer: str, level: str, device: to
 def test_an_accumulation_goes_on_after_a_checkpoint(optimizer: str, level: str, device: torch.device) -> None:
     """1/3 has no 16-bit number: what a checkpoint holds of such a gradient is not rounded."""
     ends = []
-    for resumes in (False, True):
-        net, wrapper = attached(level, optimizer, device, accumulative_counts=2)
+    for resumes in (None, False, True):
+        name = ('SGD', optimizer)[resumes is not None]
+        net, wrapper = attached(None if resumes is None else level, name, device, accumulative_counts=2)
         wrapper.update_params(loss('both', net, wrapper) + stepped(wrapper)[0].sum() / 3)
         if resumes:
             saved = copy.deepcopy(wrapper.state_dict())
@@ -146,7 +147,8 @@ def test_an_accumulation_goes_on_after_a_checkpoint(optimizer: str, level: str, 
             wrapper.load_state_dict(saved)
         wrapper.update_params(loss('both', net, wrapper, 1))
         ends.append(values(wrapper))
-    assert differing(*ends) == []
+    assert differing(*ends[1:]) == []
+    assert all(torch.allclose(ends[0][name], value, rtol=1e-6) for name, value in ends[1].items())
 
 
 @pytest.mark.parametrize('level', LEVELS)
