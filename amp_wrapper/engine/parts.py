@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..autocast.op_set import OpSet
-from ..casting import plan, roots, split_masters
+from ..casting import cast_handle, roots, split_masters
 from ..casting.param_pairs import ParamPairs, StepLists
 from ..checkpoint.format import SavedAmp
 from ..fsdp_internals import Reductions
@@ -113,7 +113,7 @@ class EngineParts:
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
         self.block_watch: BlockWatch | None = None
-        self.casts: plan.CastHandle | None = None
+        self.casts: cast_handle.CastHandle | None = None
         self.op_set: OpSet | None = None
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None
