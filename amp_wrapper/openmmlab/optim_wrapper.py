@@ -70,7 +70,7 @@ class AmpOptimWrapper(OptimWrapper):
         restore_buffers_on_skip: Whether a skipped step undoes what its forward passes did to buffers.
         on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
             device once an iteration.
-        from_16bit: Whether trainable weights that are 16-bit already are taken: FP32 values begin as these. Frozen ones always are.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: FP32 values begin as these. Frozen ones are.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
 
     Raises:
