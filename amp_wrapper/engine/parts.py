@@ -105,7 +105,7 @@ class EngineParts:
             else ScaledGradients(Fp32Sums() if policy.sums_in_fp32 else None)
         )
         self.overflow = Overflow(policy.num_losses, unscaled)
-        self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity)
+        self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
         self.ddp = Reducers(None, self.weights)
         self.reductions = Reductions(())
         self.shard_gradients: ShardGradients | None = None
