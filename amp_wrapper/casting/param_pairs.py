@@ -23,6 +23,7 @@ class StepLists:
         copies: What a fused update writes beside each parameter: a 16-bit weight, an int16 remainder, or None.
         on_one_device: Whether all weights are on ``device``.
         layout: On which ranks they lie, where they are sharded.
+        pairs: (model weight, FP32 master) where there is one.
     """
 
     def __init__(self, pairs: ParamPairs, parameters: list[nn.Parameter], device: torch.device) -> None:
@@ -31,6 +32,7 @@ class StepLists:
         self.copies: list[Tensor | None] = list(map(pairs.copy_of, parameters))
         self.on_one_device = all(weight.device == device for weight in self.weights)
         self.layout = Layout(self.weights)
+        self.pairs = pairs.pairs
         self._device = device
         self._types = [weight.dtype for weight in self.weights]
 

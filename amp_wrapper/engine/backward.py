@@ -307,6 +307,7 @@ class SimplePass:
         self._context = None if engine.op_set is None else patching.in_backward(engine.op_set.keys)
 
     def __enter__(self) -> None:
+        self._engine.gradients.begin()
         if self._engine.shard_gradients is not None:
             self._engine.shard_gradients.begin()
         if self._context is not None:

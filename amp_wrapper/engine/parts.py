@@ -163,7 +163,8 @@ class EngineParts:
         """Whether there are gradients that only ``step`` of the engine puts right: scaled ones, and such as masters lack."""
         if not self.policy.enabled:
             return False
-        if self.stage is Stage.ACCUMULATING and not self.scales.is_one:
+        waits = not self.scales.is_one or (bool(self.params.pairs) and not self.gradients.unscaled)
+        if self.stage is Stage.ACCUMULATING and waits:
             return True
         return any(master.grad is None and weight.grad is not None for weight, master in self.params.pairs)
 
@@ -335,7 +336,9 @@ class EngineParts:
         if isinstance(gradients, UnscaledGradients):
             # unscaled right away, but for those that wait for the end of a backward pass
             return RescaleTarget(beyond, lambda: gradients.pending_scale, self.scales.check)
-        return RescaleTarget(beyond, lambda: self.scales.current(0), self.scales.check and self.attached)
+        theirs = set(map(id, beyond))
+        masters = [master for weight, master in self.params.pairs if id(weight) in theirs]
+        return RescaleTarget([*beyond, *masters], lambda: self.scales.current(0), self.scales.check and self.attached)
 
     def end_rescalings(self) -> None:
         """Gradients of other optimizers' losses carry their scales: convert those that are there by now to ours."""
@@ -345,6 +348,7 @@ class EngineParts:
     def forget_cleared(self) -> None:
         """Forget flags and held gradients where the model's own ``zero_grad()`` has cleared the gradients."""
         gradients, overflow = self.gradients, self.overflow
+        gradients.begin()
         if gradients.unscaled and not gradients.in_backward:
             if (
                 gradients.held is not None
@@ -381,8 +385,7 @@ class EngineParts:
         """
         if not self.overflow.is_clear or self.pass_watch is not None:
             self.drop()
-        if self.gradients.unscaled or self.gradients.sums is not None:
-            self.gradients.clear(self.params)
+        self.gradients.clear(self.params)
         for rescaling, target in self.rescalings:
             rescaling.forget(target)
         self.own('zero_grad')(**kwargs)

@@ -374,8 +374,8 @@ def _raise_streak(parts: EngineParts, streak: int) -> NoReturn:
     name, params = parts.name, parts.params
     named = [(name(p), p) for p in (*params.without_master(), *(master for _, master in params.pairs))]
     # after a fused step they lie where backward put them
-    named += [(name(weight), weight) for weight, master in params.pairs if master.grad is None]
-    shown = some(nonfinite_names(named), 8)
+    named += [(name(weight), weight) for weight, _ in params.pairs]
+    shown = some(list(dict.fromkeys(nonfinite_names(named))), 8)
     scale = parts.scales.describe()
     found = ''.join(f' {text}' for text in (observer.explain_streak(parts) for observer in parts.observers) if text)
     parts.zero_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+import operator
+from collections.abc import Callable, Container, Iterable, Sequence
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +36,8 @@ class Held:
 class ScaledGradients:
     """Gradients stay scaled in ``.grad`` of the model's weights until the step unscales them: one loss, one optimizer.
 
+    Those of losses that contain masters themselves stay in the masters' ``.grad``, scaled as well, and the step adds them.
+
     Args:
         sums: FP32 sums beside 16-bit gradients, for ``accumulate_in_fp32``; None for sums in the type of the weights.
     """
@@ -51,6 +55,8 @@ class ScaledGradients:
         self.sums = sums
         #: Weights whose gradient lies elsewhere than in ``.grad``.
         self.busy: Container[Tensor] = () if sums is None else sums
+        # masters whose .grad is that of a step, unscaled, and what it was before
+        self._before_step: list[tuple[nn.Parameter, Tensor | None]] = []
 
     def share(self, other: ScaledGradients) -> None:
         """What is left on the weights is known to both; nothing is."""
@@ -60,6 +66,12 @@ class ScaledGradients:
 
     def note_clipped(self, weights: Sequence[nn.Parameter], writes: int) -> None:
         """The gradients of these weights are about to be clipped. They are what the step takes."""
+
+    def begin(self) -> None:
+        """Gradients are about to be added to: where a step has left unscaled ones at masters, scaled ones take their place."""
+        if self._before_step:
+            attributes.set_gradients(*zip(*self._before_step))
+            self._before_step = []
 
     def before_backward(self, averaged: Container[int]) -> None:
         """A backward pass begins.
@@ -77,6 +89,7 @@ class ScaledGradients:
 
     def clear(self, params: ParamPairs) -> None:
         """Gradients were cleared, of weights and masters."""
+        self._before_step = []
         if self.sums is not None:
             self.sums.clear()
 
@@ -85,9 +98,10 @@ class ScaledGradients:
         for weight in () if self.sums is None else self.sums.cleared.values():
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
-        for _, master in pairs:
+        for weight, master in pairs:
             # made anew at each step: keeping zeros would only cost memory
-            master.grad = None
+            if weight.grad is not None:
+                master.grad = None
 
     def put_back(self, params: ParamPairs) -> None:
         """A backward pass has ended, however it did."""
@@ -98,9 +112,20 @@ class ScaledGradients:
     def to_step(self, lists: StepLists) -> list[Tensor | None]:
         """The gradient of each parameter for a fused step; scaled, of any floating type; None for none."""
         found = attributes.gradients(lists.weights)
-        if self.sums is None or not len(self.sums):
+        beside = self._beside(lists.pairs)
+        if beside is None:
             return found
-        return [ops.add_gradients(self.sums.get(weight), grad) for weight, grad in zip(lists.weights, found)]
+        return [ops.add_gradients(beside(weight), grad) for weight, grad in zip(lists.weights, found)]
+
+    def _beside(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> Callable[[Tensor], Tensor | None] | None:
+        """Gives the FP32 gradient of a weight that lies elsewhere than in its ``.grad``: its sum, and its master's. None: no
+        weight has one."""
+        sums = self.sums if self.sums else Fp32Sums()
+        found = attributes.gradients([master for _, master in pairs])
+        if all(map(operator.is_, found, repeat(None))):
+            return sums.get if sums else None
+        direct = {id(weight): grad for (weight, _), grad in zip(pairs, found)}
+        return lambda weight: ops.add_gradients(sums.get(weight), direct.get(id(weight)))
 
     def unscale(
         self, params: ParamPairs, inverse_scale: Tensor | None, found_inf: Tensor | None, norm: bool
@@ -116,18 +141,15 @@ class ScaledGradients:
         Returns:
             The norm, where it was asked for and came with the pass.
         """
-        sums = self.sums
-        found = unscale_to_masters(
-            params.pairs,
-            params.without_master(),
-            inverse_scale,
-            found_inf,
-            None if sums is None else sums.get,
-            norm,
-        )
-        if sums is not None:
+        beside = self._beside(params.pairs)
+        # unscaled in place where the weight has none
+        masters = [master for _, master in params.pairs]
+        before = [None if grad is None else grad.clone() for grad in attributes.gradients(masters)]
+        found = unscale_to_masters(params.pairs, params.without_master(), inverse_scale, found_inf, beside, norm)
+        self._before_step = list(zip(masters, before))
+        if self.sums is not None:
             # they are the masters' gradients now
-            sums.clear()
+            self.sums.clear()
         return found
 
     def save(self, lists: StepLists) -> list[Tensor | None]:
@@ -136,12 +158,14 @@ class ScaledGradients:
 
     def restore(self, gradients: Sequence[Tensor | None], lists: StepLists) -> None:
         """Put back what :meth:`save` gave; not changed, and not aliased."""
-        for weight, gradient in zip(lists.weights, gradients):
+        for weight, stepped, gradient in zip(lists.weights, lists.parameters, gradients):
             weight.grad = None
             if gradient is not None and self.sums is not None and weight.dtype in HALF_TYPES:
                 self.sums.put(weight, gradient)
             elif gradient is not None:
-                weight.grad = fitted(gradient, weight)
+                # that of a master itself is FP32, and would be rounded at the weight
+                target = weight if gradient.dtype in HALF_TYPES else stepped
+                target.grad = fitted(gradient, target)
 
 
 class Fp32Sums:
