@@ -22,7 +22,7 @@ from .cast_handle import CastHandle, cast_in_place
 from .cast_hooks import CastComputed, CastInputs, CastOutputs, Fp32Inputs, computed_from, computed_weights
 from .dtype_errors import ExplainTypes
 from .find_hooks import has_hook, holds_casts, strip_hooks
-from .kept_modules import check_inputs, momentum_networks, named_modules, registered_classes
+from .kept_modules import check_inputs, kept_inputs, momentum_networks, named_modules, registered_classes
 from .modules import is_batchnorm, is_loss, is_table, own_tensors
 from .region_hooks import (
     CASTS,
@@ -198,13 +198,7 @@ class CastPlan:
 
     def _cast_inputs(self, module: nn.Module, dtype: torch.dtype) -> CastInputs:
         speaks = self.policy.verbosity >= 1 and any(module is root for _, root in self.roots)
-        return CastInputs(dtype, self._kept_inputs(module), speaks)
-
-    def _kept_inputs(self, module: nn.Module) -> dict[str, int]:
-        """The arguments of ``forward`` that ``keep_inputs`` names, with their places."""
-        wanted = self.policy.keep_inputs
-        names = list(inspect.signature(module.forward).parameters) if wanted else []
-        return {name: place for place, name in enumerate(names) if name in wanted}
+        return CastInputs(dtype, kept_inputs(module, self.policy), speaks)
 
     def _keep_sharers(self) -> None:
         """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it."""
@@ -293,7 +287,7 @@ class CastPlan:
                     inputs = (
                         self._cast_inputs(root, policy.cast_model_type)
                         if policy.casts_model
-                        else Fp32Inputs(kept=self._kept_inputs(root))
+                        else Fp32Inputs(kept=kept_inputs(root, policy))
                     )
                     inputs.put(root)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
