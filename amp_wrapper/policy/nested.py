@@ -229,8 +229,9 @@ class Copies:
                 made = self._ranged(tensor).to(self._target)
         else:
             made = self._ranged(tensor).to(self._target)
-        if self._target in HALF_TYPES and not tensor.requires_grad:
-            setattr(made, _ORIGINAL, (tensor, made._version))
+        if self._target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
+            # activations would live as long as their copies
+            keep_original(made, tensor)
         return made
 
     def _ranged(self, tensor: Tensor) -> Tensor:
@@ -247,8 +248,8 @@ class Copies:
     def _exact(self, tensor: Tensor) -> Tensor:
         """The tensor that this one was cast from, unless the copy was written to since."""
         if not torch.compiler.is_dynamo_compiling():
-            original, version = getattr(tensor, _ORIGINAL, (tensor, None))
-            return original if version is not None and version == tensor._version else tensor
+            original = original_of(tensor)
+            return tensor if original is None else original
         for copies in reversed(self._within):
             for original, made, before in copies._tensors.values():
                 if made is tensor and not _was_written(made, before):
@@ -313,6 +314,17 @@ class Copies:
         """``result`` with the caller's tensors in place of their copies."""
         pairs = [(tensor, made) for tensor, made, _ in self._tensors.values()] if among is None else among
         return map_tensors(lambda t: next((tensor for tensor, made in pairs if made is t), t), result)
+
+
+def keep_original(made: Tensor, original: Tensor) -> None:
+    """Note what a 16-bit tensor is a copy of."""
+    setattr(made, _ORIGINAL, (original, made._version))
+
+
+def original_of(value: Any) -> Tensor | None:
+    """What a 16-bit tensor is a copy of; None where that is not known, or the copy was written to since."""
+    original, version = getattr(value, _ORIGINAL, (None, None))
+    return original if version is not None and value._version == version else None
 
 
 def _clamped(tensor: Tensor, dtype: torch.dtype) -> Tensor:
