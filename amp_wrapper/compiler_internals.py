@@ -150,10 +150,14 @@ def backward_without_autocast(is_off: bool) -> None:
 def load_compiler_tables() -> None:
     """Let ``torch._dynamo`` look at torch's functions, which it knows by identity from the first time on that it compiles.
 
-    So does :mod:`torch.overrides`, which it asks. In every version since 2.1.
+    So does :mod:`torch.overrides`, which it asks. What they know already is forgotten: functions may have been patched when
+    ``torch._dynamo`` was imported. In every version since 2.1.
     """
     from torch._dynamo import trace_rules
 
+    tables = (trace_rules.get_torch_obj_rule_map, overrides.get_testing_overrides, overrides._get_overridable_functions)
+    for table in tables:
+        table.cache_clear()
     trace_rules.get_torch_obj_rule_map()
     overrides.get_testing_overrides()
     overrides.get_overridable_functions()

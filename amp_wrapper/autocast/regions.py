@@ -153,6 +153,9 @@ def leave() -> None:
             patches.release()
         if not thread.regions:
             _cover_interrupts(-1)
+            if not _listens:
+                # activation checkpointing imports torch._dynamo in a forward
+                listen()
     # an autocast around the model would keep copies of weights past a change of these
     if region.cover is region and (region.around is None or region.around.dtype is not region.dtype):
         torch.clear_autocast_cache()

@@ -188,6 +188,12 @@ def session_opened() -> CastSession:
     return session
 
 
+def session_closed(session: CastSession) -> None:
+    """The session is over before its object is; may be called twice."""
+    _sessions.discard(session)
+    alive.look()
+
+
 def _in_the_graph() -> bool:
     """Whether the mark is that of the graph that is made, or runs without being made: an error may have left it behind."""
     if thread.traced_in is not graph_internals.tracing_context():

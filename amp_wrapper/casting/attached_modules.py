@@ -29,7 +29,7 @@ from ..torch_internals import wrap_apply
 from . import fp32_values
 from .cast_hooks import CastInputs
 from .find_hooks import has_hook
-from .modules import is_loss
+from .modules import is_batchnorm, is_loss
 from .region_hooks import FP32, region_on, run_in_fp32
 
 logger = logging.getLogger('amp_wrapper')
@@ -80,8 +80,8 @@ def _treat_new_losses(parent: nn.Module, name: str, new: nn.Module | None) -> No
     policy = _attached.get(parent)
     if policy is None or not policy.runs_16_bit or new is None or new in _attached:
         return
-    weights = [key for key, weight in new.named_parameters() if weight.dtype is torch.float32]
-    if policy.casts_model and policy.verbosity >= 1 and weights and not is_loss(new):
+    trains = any(weight.dtype is torch.float32 and weight.requires_grad for weight in new.parameters())
+    if policy.casts_model and policy.verbosity >= 1 and trains and not is_loss(new) and not is_batchnorm(new):
         logger.warning(
             f'amp: {name} ({type(new).__name__}) joins a model at {policy.opt_level} that was initialised before: its weights '
             f'stay FP32. To cast it as the rest, initialise it by itself before it joins: '

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .. import torch_internals
 from ..autocast import state
 from ..autocast.call import warn_of_loss
 from ..compiler_internals import constant_when_traced, never_compiled, traced_as, untraced
@@ -55,7 +56,8 @@ _traced_calls: CastCalls = []
 def _cast_in_graph(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwargs: Any) -> Any:
     """Cast the arguments of a call of ``module``, and note it for :class:`WriteBack`."""
     warn_of_loss(module, args, kwargs)
-    copies = Copies(hook.dtype, within=[around for _, around in calls if around is not None])
+    within = [around for _, around in calls if around is not None] if torch.compiler.is_dynamo_compiling() else ()
+    copies = Copies(hook.dtype, within=within, clamps_first=hook.clamps_first)
     calls.append((module, copies))
     if not hook.kept:
         return copies.cast(args), copies.cast(kwargs)
@@ -66,6 +68,11 @@ def _cast_in_graph(hook: CastInputs, module: nn.Module, calls: CastCalls, args: 
     )
 
 
+def _has_values() -> bool:
+    """Whether numbers of tensors can be read: not where a call is recorded or transformed."""
+    return not (torch.compiler.is_compiling() or torch_internals.in_function_transform(or_mode=True))
+
+
 @untraced
 def _cast(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwargs: Any) -> Any:
     # between two graphs, casts are not worth one of their own
@@ -73,9 +80,13 @@ def _cast(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwar
     try:
         result = _cast_in_graph(hook, module, calls, args, kwargs)
         copies = calls[-1][1]
-        if hook.checks_range and copies is not None and copies.clamped():
-            said_once.warn_clamped(class_name(module), None, hook.dtype)
-        hook.checks_range = False
+        if hook.checks_range and copies is not None and _has_values():
+            hook.checks_range = False
+            if copies.clamped():
+                said_once.warn_clamped(class_name(module), None, hook.dtype)
+                hook.clamps_first = True
+                calls.pop()
+                result = _cast_in_graph(hook, module, calls, args, kwargs)
     finally:
         state.thread.is_casting = False
     return None if result[0] is args and result[1] is kwargs else result
@@ -133,6 +144,7 @@ class CastInputs(AmpHook):
         self.kept = dict(kept or {})
         # whether the next call looks for numbers beyond the range; it reads the device
         self.checks_range = speaks
+        self.clamps_first = False
 
     def put(self, module: nn.Module) -> None:
         """Register the hook, and the one behind the forward that writes back."""

@@ -16,7 +16,7 @@ from .attached_modules import joined_later
 from .cast_hooks import AmpHook
 from .modules import class_name
 
-_ABOUT_TYPES = re.compile(r'dtype|scalar type|same type|Half|BFloat16')
+_ABOUT_TYPES = re.compile(r"\bd?types?\b|not implemented for '(Half|BFloat16)'|(at|c10)::(Half|BFloat16)")
 
 
 class ExplainTypes(AmpHook):

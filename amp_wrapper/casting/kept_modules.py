@@ -99,27 +99,52 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
 def momentum_networks(roots: Roots) -> dict[int, str]:
     """Frozen parts that have the names and shapes of the weights of a part that trains, by id, with their names.
 
-    Such a part follows the other one in small steps, which 16-bit weights would lose. Parts of one list or ``Sequential`` are
-    none: the layers of a network that is frozen in part. Nor are frozen layers that outnumber those they look like.
+    Such a part follows the other one in small steps, which 16-bit weights would lose. Inside of a frozen part that is like no
+    other, its larger parts are looked at. Parts of one list or ``Sequential`` are none: the layers of a network that is frozen
+    in part. Nor are frozen layers that outnumber those they look like.
     """
-    frozen: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
-    trained: Counter[tuple[Any, ...]] = Counter()
-    for prefix, root in roots:
-        inside: set[nn.Module] = set()
-        for name, module in root.named_modules(prefix=prefix):
-            own = list(module.named_parameters())
-            signature = tuple((key, tuple(parameter.shape)) for key, parameter in own)
-            if any(parameter.requires_grad for _, parameter in own):
-                trained[signature] += 1
-                if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                    inside.update(module.children())
-            elif own and module not in inside:
-                if all(parameter.dtype is torch.float32 for _, parameter in own):
-                    frozen.setdefault(signature, []).append((id(module), name))
-                inside.update(module.modules())
-            elif own:
-                inside.update(module.modules())
-    return {key: name for signature, parts in frozen.items() if len(parts) <= trained[signature] for key, name in parts}
+    trained: Counter[Any] = Counter()
+    for _, root in roots:
+        for module in root.modules():
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                trained[_signature(module)] += 1
+    frozen: dict[Any, list[tuple[int, str]]] = {}
+
+    def descend(module: nn.Module, name: str, is_inside: bool) -> None:
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+        for key, child in module.named_children():
+            parameters = list(child.parameters())
+            is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+            is_large = any(True for _ in child.children())
+            signature, path = _signature(child), f'{name}.{key}' if name else key
+            if is_frozen and signature in trained and not is_list and (is_large or not is_inside):
+                if all(parameter.dtype is torch.float32 for parameter in parameters):
+                    frozen.setdefault(signature, []).append((id(child), path))
+            else:
+                descend(child, path, is_frozen)
+
+    for name, root in roots:
+        descend(root, name, False)
+    # an online and a target network may have a teacher each
+    found = [parts for signature, parts in frozen.items() if len(parts) <= 2 * trained[signature]]
+    return dict(part for parts in found for part in parts)
+
+
+def _signature(module: nn.Module) -> Any:
+    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+
+
+def kept_inputs(module: nn.Module, policy: Policy) -> dict[str, int]:
+    """The arguments of ``forward`` that ``keep_inputs`` names, with their places; -1 for those that are given by name alone."""
+    if not policy.keep_inputs or type(module).__module__.startswith('torch.nn.'):
+        return {}
+    found: dict[str, int] = {}
+    for place, (name, parameter) in enumerate(inspect.signature(module.forward).parameters.items()):
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found = {**dict.fromkeys(policy.keep_inputs, -1), **found}
+        elif name in policy.keep_inputs and parameter.kind is not parameter.VAR_POSITIONAL:
+            found[name] = -1 if parameter.kind is parameter.KEYWORD_ONLY else place
+    return found
 
 
 def check_inputs(roots: Roots, policy: Policy) -> None:
@@ -130,8 +155,11 @@ def check_inputs(roots: Roots, policy: Policy) -> None:
     """
     if not policy.keep_inputs:
         return
-    modules = (module for _, root in roots for module in root.modules())
-    known = list(dict.fromkeys(name for module in modules for name in inspect.signature(module.forward).parameters))
+    modules = [m for _, root in roots for m in root.modules() if not type(m).__module__.startswith('torch.nn.')]
+    parameters = [parameter for m in modules for parameter in inspect.signature(m.forward).parameters.values()]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = list(dict.fromkeys(parameter.name for parameter in parameters))
     problems = [
         f'keep_inputs={name!r} is no argument of a forward of the model{nearest(name, known)}. They have {some(known)}.'
         for name in policy.keep_inputs

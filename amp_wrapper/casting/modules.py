@@ -38,10 +38,10 @@ def is_loss(module: nn.Module) -> bool:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether ``module`` holds buffers and nothing else: frequencies, positions, constants of a normalisation."""
-    tensors = [tensor for _, tensor in own_tensors(module)]
-    alone = not any(True for _ in module.children()) and not is_batchnorm(module)
-    return bool(tensors) and alone and not any(isinstance(tensor, nn.Parameter) for tensor in tensors)
+    """Whether ``module`` holds buffers of its own and nothing else: frequencies, positions, constants of a normalisation."""
+    own = sum(1 for _ in module.buffers(recurse=False))
+    alone = own == sum(1 for _ in module.buffers()) and not any(True for _ in module.parameters())
+    return own > 0 and alone and not is_batchnorm(module)
 
 
 def is_batchnorm(module: nn.Module) -> bool:

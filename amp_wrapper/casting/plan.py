@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,12 @@ from ..errors import AmpAttachError
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
 from ..policy.policy import Policy
 from ..shards import is_sharded
-from . import attached_modules, fp32_values, given_weights, shard_groups
+from . import attached_modules, given_weights, shard_groups
+from .cast_handle import CastHandle, cast_in_place
 from .cast_hooks import CastComputed, CastInputs, CastOutputs, Fp32Inputs, computed_from, computed_weights
 from .dtype_errors import ExplainTypes
 from .find_hooks import has_hook, holds_casts, strip_hooks
-from .kept_modules import check_inputs, momentum_networks, named_modules, registered_classes
+from .kept_modules import check_inputs, kept_inputs, momentum_networks, named_modules, registered_classes
 from .modules import is_batchnorm, is_loss, is_table, own_tensors
 from .region_hooks import (
     CASTS,
@@ -198,13 +198,7 @@ class CastPlan:
 
     def _cast_inputs(self, module: nn.Module, dtype: torch.dtype) -> CastInputs:
         speaks = self.policy.verbosity >= 1 and any(module is root for _, root in self.roots)
-        return CastInputs(dtype, self._kept_inputs(module), speaks)
-
-    def _kept_inputs(self, module: nn.Module) -> dict[str, int]:
-        """The arguments of ``forward`` that ``keep_inputs`` names, with their places."""
-        wanted = self.policy.keep_inputs
-        names = list(inspect.signature(module.forward).parameters) if wanted else []
-        return {name: place for place, name in enumerate(names) if name in wanted}
+        return CastInputs(dtype, kept_inputs(module, self.policy), speaks)
 
     def _keep_sharers(self) -> None:
         """A module that shares a tensor with one kept in FP32 has to compute in FP32 too, all of it."""
@@ -293,7 +287,7 @@ class CastPlan:
                     inputs = (
                         self._cast_inputs(root, policy.cast_model_type)
                         if policy.casts_model
-                        else Fp32Inputs(kept=self._kept_inputs(root))
+                        else Fp32Inputs(kept=kept_inputs(root, policy))
                     )
                     inputs.put(root)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
@@ -388,49 +382,3 @@ class CastPlan:
                     hooks = LoadFp32()
                     module.register_load_state_dict_pre_hook(hooks.before)  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_post_hook(hooks.after)  # type: ignore[no-untyped-call]
-
-
-class CastHandle:
-    """Takes a cast back. Made by :meth:`CastPlan.apply`."""
-
-    def __init__(
-        self,
-        roots: list[nn.Module],
-        parameters: dict[str, nn.Parameter],
-        buffers: list[Tensor],
-        watched: Sequence[nn.Module] = (),
-    ) -> None:
-        self.roots = roots
-        # weak, so that modules which were taken out of the model are not kept alive
-        self._watched = WeakSet(watched)
-        self.parameters = parameters
-        self._buffers = buffers
-
-    @property
-    def casts(self) -> bool:
-        """Whether any parameter changed its type."""
-        return bool(self.parameters)
-
-    def remove(self) -> None:
-        """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
-        patching.forget_graphs()
-        op_set.release(self._watched)
-        attached_modules.release(self._watched, self.roots)
-        for root in self.roots:
-            strip_hooks(root)
-        for tensor in (*self.parameters.values(), *self._buffers):
-            exact = fp32_values.fp32_value(tensor)
-            if exact is None:
-                cast_in_place(tensor, torch.float32)
-            else:
-                grad, tensor.grad = tensor.grad, None
-                tensor.data = exact
-                tensor.grad = None if grad is None else grad.float()
-                fp32_values.unpair(tensor)
-
-
-def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
-    grad, tensor.grad = tensor.grad, None
-    # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
-    tensor.data = tensor.data.to(dtype)
-    tensor.grad = None if grad is None else grad.to(dtype)

@@ -18,9 +18,10 @@ from ..policy import PolicyOptions, resolve
 from ..policy.options import plain
 from ..policy.policy import OptLevel, Policy, parse_dtype, spellings
 from ..shards import is_sharded
+from .cast_handle import cast_in_place
 from .modules import class_name
 from .new_groups import NewGroup, find_blocks, make_groups
-from .plan import CastPlan, cast_in_place
+from .plan import CastPlan
 from .shard_groups import has_16bit_shards
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from ..policy import OptLevel, dtype_name
 from ..policy.policy import MEANINGS
-from . import pages, terminal
+from . import pages
 from .deviations import ModuleDeviation
 from .keep_fp32_search import KeepSearch
 from .level_study import Study, spread
@@ -85,7 +85,11 @@ class LevelSuggestion:
         )
 
     def __str__(self) -> str:
-        lines = [self.reason, '', *terminal.aligned(self.rows())]
+        lines = [self.reason, '']
+        rows = self.rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        for row in rows:
+            lines.append('  '.join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[-1]]).rstrip())
         lines += ['', *self.data['notes']]
         if self.level:
             lines += ['', 'mmengine  ' + self.config, 'script    ' + self.script]

@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from .. import fsdp_internals
 from ..autocast import regions
 from ..casting import given_weights, ownership, roots
+from ..casting.cast_handle import CastHandle
 from ..casting.find_hooks import copies_are_fp32
 from ..casting.masters import Fp32Masters, cast_state_to_parameters, warn_of_lost_eps
 from ..casting.modules import module_device
-from ..casting.plan import CastHandle, CastPlan
+from ..casting.plan import CastPlan
 from ..casting.sharding import Sharding, shard
 from ..casting.split_masters import SplitMasters
 from ..errors import AmpAttachError, AmpUsageError, some

@@ -278,10 +278,12 @@ class OverflowMonitor:
     Args:
         limit: Skips in a row that end the training, or None.
         verbosity: 0 says nothing about skipped steps.
+        falls: Whether the loss scale is dynamic: it begins too high, so that the first skips are no fault.
     """
 
-    def __init__(self, limit: int | None, verbosity: int) -> None:
+    def __init__(self, limit: int | None, verbosity: int, falls: bool) -> None:
         self._limit = limit
+        self._falls = falls
         self._verbosity = verbosity
         self._streak = 0
         self._unseen = 0
@@ -325,9 +327,11 @@ class OverflowMonitor:
             return True
         # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling
         if self._verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
-            name = f'{label}: ' if label else ''
-            logger.warning(
-                f'amp: {name}non-finite gradients, optimizer step skipped ({skips} so far, {streak} in a row); '
+            is_start = self._falls and skips == streak <= 5
+            reason = 'a dynamic loss scale begins too high' if is_start else 'non-finite gradients'
+            logger.log(
+                logging.INFO if is_start else logging.WARNING,
+                f'amp: {label + ": " if label else ""}{reason}, optimizer step skipped ({skips} so far, {streak} in a row); '
                 f'loss scale now {scale()}',
             )
         return False

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from .. import ops
 from ..autocast.op_set import OpSet
-from ..casting import plan, roots, split_masters
+from ..casting import cast_handle, roots, split_masters
 from ..casting.param_pairs import ParamPairs, StepLists
 from ..checkpoint.format import SavedAmp
 from ..fsdp_internals import Reductions
@@ -105,7 +105,7 @@ class EngineParts:
             else ScaledGradients(Fp32Sums() if policy.sums_in_fp32 else None)
         )
         self.overflow = Overflow(policy.num_losses, unscaled)
-        self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity)
+        self.monitor = OverflowMonitor(policy.max_consecutive_skips, policy.verbosity, policy.loss_scale.dynamic)
         self.ddp = Reducers(None, self.weights)
         self.reductions = Reductions(())
         self.shard_gradients: ShardGradients | None = None
@@ -113,7 +113,7 @@ class EngineParts:
         self.others: tuple[EngineParts | OtherOptimizer, ...] = ()
         self.pass_watch: PassWatch | None = None
         self.block_watch: BlockWatch | None = None
-        self.casts: plan.CastHandle | None = None
+        self.casts: cast_handle.CastHandle | None = None
         self.op_set: OpSet | None = None
         #: Read from a checkpoint before there was a model to put it into.
         self.pending: SavedAmp | None = None

@@ -8,7 +8,6 @@ import torch
 from mmengine.hooks import Hook
 from torch import Tensor
 
-from ..casting.find_hooks import strip_hooks
 from ..casting.nonfinite import NonfiniteWatch
 from ..casting.region_hooks import autocast_forward
 from ..diagnostics.op_tensors import named_tensors
@@ -71,10 +70,8 @@ class AmpInferenceHook(Hook):
         """Give the model back as it was before the test."""
         if self._engine is None:
             return
-        model = inner_model(runner.model)
         self._engine.detach()
-        strip_hooks(model)
-        for name, tensor in named_tensors(model):
+        for name, tensor in named_tensors(inner_model(runner.model)):
             if name in self._before:
                 tensor.copy_(self._before[name])
         self._engine, self._before = None, {}

@@ -63,16 +63,14 @@ class AmpOptimWrapper(OptimWrapper):
         fp32_ops: Functions, methods, autograd Functions and module classes that run in FP32 beside those of the
             registry (:data:`amp_wrapper.policy.fp32_registry.FP32_OPS`): dotted names, objects, or dicts such as
             ``dict(name='torch.Tensor.sum', output='float32')``, whose results stay FP32.
-        keep_inputs: Names of arguments of ``forward``, of the model or of a module below it, whose floating tensors stay as
-            they are: time steps, coordinates, positions. At the levels that cast the model.
+        keep_inputs: Names of arguments of ``forward`` whose floating tensors stay as they are: time steps, coordinates.
         skip_nonfinite: Whether a static scale checks gradients too; None for "at every level but O0".
         max_consecutive_skips: Skipped steps in a row that end the training with an error; None for never.
         accumulate_in_fp32: Whether accumulated gradients of 16-bit weights are summed in FP32, for 2 more bytes per weight.
-        restore_buffers_on_skip: Whether a skipped step undoes what its forward passes did to buffers (BatchNorm's statistics).
+        restore_buffers_on_skip: Whether a skipped step undoes what its forward passes did to buffers.
         on_skip: What iteration-based schedules do at a skipped step: 'advance', as in mmengine, or 'hold', which reads the
             device once an iteration.
-        from_16bit: Whether trainable weights that are 16-bit already are taken: their FP32 values begin with the rounded ones.
-            Frozen 16-bit weights are always taken.
+        from_16bit: Whether trainable weights that are 16-bit already are taken: FP32 values begin as these. Frozen ones are.
         **kwargs: ``optimizer``, ``accumulative_counts`` and ``clip_grad`` of mmengine's ``OptimWrapper``.
 
     Raises:

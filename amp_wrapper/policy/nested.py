@@ -168,6 +168,10 @@ def cast_tensors(
     return map_tensors(cast, value, enter)
 
 
+# the attribute of a 16-bit copy with what it was made of, and its version then
+_ORIGINAL = '_amp_wrapper_original'
+
+
 class Copies:
     """Arguments of one call in another type. What the callee writes to them reaches the caller's objects afterwards.
 
@@ -176,13 +180,20 @@ class Copies:
     Args:
         target: The type.
         sources: The types that are cast; everything else is left alone.
-        within: The copies of calls around this one: what is a copy of theirs is cast from the original.
+        within: In a graph, the copies of calls around this one: what is a copy of theirs is cast from the original. Elsewhere
+            copies know their originals.
+        clamps_first: Whether numbers beyond the range are clamped in the first tensor, too, which is rarely a mask and often
+            large.
     """
 
     def __init__(
-        self, target: torch.dtype, sources: frozenset[torch.dtype] = CASTABLE, within: Sequence[Copies] = ()
+        self,
+        target: torch.dtype,
+        sources: frozenset[torch.dtype] = CASTABLE,
+        within: Sequence[Copies] = (),
+        clamps_first: bool = False,
     ) -> None:
-        self._target, self._sources, self._within = target, sources, within
+        self._target, self._sources, self._within, self._clamps_first = target, sources, within, clamps_first
         # by the id of a tensor, in graphs by number: itself, its copy, and by what to see whether that was written to
         self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         self._rebuilt: Rebuilt = {}
@@ -200,14 +211,31 @@ class Copies:
             return tensor
         known = self._known(tensor)
         if known is None:
-            made = self._exact(tensor)
-            if made.dtype is not self._target:
-                made = _clamped(made, self._target).to(self._target)
-                known = (tensor, made, _version(made))
+            exact = self._exact(tensor)
+            if exact.dtype is self._target:
+                known = (tensor, exact, None if torch.compiler.is_dynamo_compiling() else _version(exact))
             else:
-                known = (tensor, made, None)
+                made = self._copy(exact)
+                known = (tensor, made, _version(made))
             self._tensors[_key(tensor, self._tensors)] = known
         return known[1]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            return self._ranged(tensor).to(self._target)
+        if torch.is_inference_mode_enabled():
+            # a tensor of inference does not count what is written to it
+            with torch.inference_mode(False), torch.no_grad():
+                made = self._ranged(tensor).to(self._target)
+        else:
+            made = self._ranged(tensor).to(self._target)
+        if self._target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
+            # activations would live as long as their copies
+            keep_original(made, tensor)
+        return made
+
+    def _ranged(self, tensor: Tensor) -> Tensor:
+        return _clamped(tensor, self._target) if self._tensors or self._clamps_first else tensor
 
     def _known(self, tensor: Tensor) -> tuple[Tensor, Tensor, int | None] | None:
         if not torch.compiler.is_dynamo_compiling():
@@ -219,6 +247,9 @@ class Copies:
 
     def _exact(self, tensor: Tensor) -> Tensor:
         """The tensor that this one was cast from, unless the copy was written to since."""
+        if not torch.compiler.is_dynamo_compiling():
+            original = original_of(tensor)
+            return tensor if original is None else original
         for copies in reversed(self._within):
             for original, made, before in copies._tensors.values():
                 if made is tensor and not _was_written(made, before):
@@ -227,10 +258,10 @@ class Copies:
 
     def clamped(self) -> bool:
         """Whether a tensor without a gradient had numbers beyond the range of the type. Syncs."""
-        return any(
-            bool((_clamped(tensor, self._target) != tensor).logical_and(tensor == tensor).any())
-            for tensor, _, _ in self._tensors.values()
-        )
+        pairs = [
+            (tensor, _clamped(tensor, self._target)) for tensor, _, _ in self._tensors.values() if not tensor.is_meta
+        ]
+        return any(bool(((fits != tensor) & (tensor == tensor)).any()) for tensor, fits in pairs if fits is not tensor)
 
     def write_back(self, result: Any = None) -> Any:
         """Let what was written to copies reach the originals.
@@ -243,7 +274,11 @@ class Copies:
             if tensor.shape != made.shape:
                 # an empty tensor that was given as ``out``
                 tensor.resize_(made.shape)
-            tensor.copy_(made)
+            if tensor.requires_grad and tensor.is_leaf:
+                with torch.no_grad():
+                    tensor.copy_(made)
+            else:
+                tensor.copy_(made)
         for original, made, held in self._rebuilt.values():
             now = _held_by(made)
             if isinstance(now, list):
@@ -251,6 +286,9 @@ class Copies:
                     original[:] = [self._original(item) for item in now]
                 continue
             is_dict = isinstance(original, dict)
+            if not is_dict and original.__dataclass_params__.frozen:
+                # what it caches for itself
+                continue
             for key in held:
                 if key not in now and is_dict:
                     del original[key]
@@ -278,10 +316,22 @@ class Copies:
         return map_tensors(lambda t: next((tensor for tensor, made in pairs if made is t), t), result)
 
 
+def keep_original(made: Tensor, original: Tensor) -> None:
+    """Note what a 16-bit tensor is a copy of."""
+    setattr(made, _ORIGINAL, (original, made._version))
+
+
+def original_of(value: Any) -> Tensor | None:
+    """What a 16-bit tensor is a copy of; None where that is not known, or the copy was written to since."""
+    original, version = getattr(value, _ORIGINAL, (None, None))
+    return original if version is not None and value._version == version else None
+
+
 def _clamped(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask or the like with finite numbers within the range of a type; what has a gradient as it is."""
     limit = torch.finfo(dtype).max
-    if tensor.requires_grad or limit >= torch.finfo(tensor.dtype).max:
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    if tensor.requires_grad or not is_dense or limit >= torch.finfo(tensor.dtype).max:
         return tensor
     return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
 

@@ -151,7 +151,9 @@ class Policy:
                 result[name] = dtype_name(value)
         result['loss_scale'] = dataclasses.asdict(self.loss_scale)
         result['keep_fp32'] = [item if isinstance(item, str) else item.__name__ for item in self.keep_fp32]
-        result['keep_inputs'] = list(self.keep_inputs)
+        # files without it are as before
+        kept = list(result.pop('keep_inputs'))
+        result |= {'keep_inputs': kept} if kept else {}
         result['fp32_ops'] = [{'name': op.name, 'output': op.output} for op in self.fp32_ops]
         return result
 

@@ -10,18 +10,19 @@ from ..compiler_internals import constant_when_traced
 
 logger = logging.getLogger('amp_wrapper')
 _said: set[str] = set()
-_speaks = True
+_speaks = False
 
 
 def begin(speaks: bool) -> None:
     """Another model is prepared: what was said before may be said of it, too.
 
     Args:
-        speaks: Whether anything is said.
+        speaks: Whether something is to be said of it. Where nothing is, that leaves other models alone.
     """
     global _speaks
-    _said.clear()
-    _speaks = speaks
+    if speaks:
+        _said.clear()
+        _speaks = True
 
 
 def pass_over(text: str) -> None:

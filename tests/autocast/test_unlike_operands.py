@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -207,3 +209,22 @@ def test_convolutions_with_folded_batchnorm_run(level: str) -> None:
     plain = net(x)
     turn_on_efficient_conv_bn_eval_for_single_model(net)
     torch.testing.assert_close(behind('wrapper', net, level)(x).float(), plain, rtol=0.02, atol=0.05)
+
+
+def test_what_is_compiled_after_a_checkpoint_in_a_forward_is_compiled() -> None:
+    """Checkpointing imports torch._dynamo, which knows functions by identity, while some of them are patched."""
+    code = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from amp_wrapper import amp
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+amp.initialize(Net(4, 4), opt_level='O5', verbosity=0)(torch.ones(1, 4))
+for function in (torch.abs, lambda x: torch.where(x > 0, x, 0.0), lambda x: torch.masked_fill(x, x > 0, 1.0), torch.linalg.inv):
+    torch.compile(function, fullgraph=True, backend='eager')(torch.eye(4))
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

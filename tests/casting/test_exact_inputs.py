@@ -8,6 +8,7 @@ import pytest
 import torch
 from doors import CAST_LEVELS, DOORS, behind
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpConfigError, amp
 from amp_wrapper.policy import LEVELS
@@ -183,3 +184,50 @@ def test_activations_still_overflow() -> None:
     net = amp.initialize(Grows(), opt_level='O2', verbosity=0)
     net(torch.ones(1, 4))
     assert net.second.seen.isinf().any()
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_recomputation_sees_the_same_input(reentrant: bool) -> None:
+    class Checkpointed(Net):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.head(checkpoint(self.encoder, batch['points'], use_reentrant=reentrant))
+
+    net = amp.initialize(Checkpointed(), opt_level='O5', verbosity=0, keep_fp32=['encoder'])
+    result = net({'points': POINTS.clone().requires_grad_(reentrant)}).sum()
+    assert torch.equal(net.encoder.seen, POINTS)
+    net.encoder.seen = None
+    result.backward()
+    assert torch.equal(net.encoder.seen, POINTS)
+
+
+def test_arguments_by_name_alone_and_beside_many() -> None:
+    class Many(nn.Linear):
+        def forward(self, *xs: Tensor, t: Tensor, **others: Tensor) -> Tensor:
+            self.types = [*(x.dtype for x in xs), t.dtype, *(x.dtype for x in others.values())]
+            return super().forward(xs[0])
+
+    net = nn.Sequential(Many(4, 4))
+    amp.initialize(net, opt_level='O5', verbosity=0, keep_inputs=['t', 'time'])
+    x = torch.ones(1, 4)
+    net[0](x, x, t=x, time=x, other=x)
+    assert net[0].types == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_the_range_is_not_looked_at_where_numbers_cannot_be_read(level: str) -> None:
+    net = amp.initialize(nn.Linear(4, 4), opt_level=level)
+    assert torch.vmap(net)(torch.ones(3, 4)).shape == (3, 4)
+    net = amp.initialize(nn.Linear(4, 4, device='meta'), opt_level=level)
+    assert net(torch.ones(3, 4, device='meta')).is_meta
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_sparse_inputs_are_cast(level: str) -> None:
+    class Graph(nn.Linear):
+        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
+            self.seen = adjacency
+            return super().forward(x)
+
+    net = amp.initialize(Graph(4, 4), opt_level=level, verbosity=1)
+    net(torch.ones(4, 4), torch.eye(4).to_sparse())
+    assert net.seen.dtype is net.weight.dtype and net.seen.layout is torch.sparse_coo

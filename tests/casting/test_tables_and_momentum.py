@@ -198,3 +198,26 @@ def test_a_save_says_that_small_steps_of_16_bit_weights_are_lost(log: list[str])
     net.weight.data.mul_(0.5)
     net.state_dict()
     assert [line for line in log if 'too small for 16-bit' in line and 'keep_fp32' in line]
+
+
+def test_teachers_are_found_inside_of_wrappers_beside_heads_and_in_pairs() -> None:
+    def body() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    class Wrapper(nn.Module):
+        def __init__(self, **parts: nn.Module) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict(parts)
+
+    nets = {
+        'wrapped': nn.ModuleDict({'student': body(), 'teacher': Wrapper(module=body())}),
+        'without the head': nn.ModuleDict(
+            {'student': Wrapper(body=body(), head=nn.Linear(4, 2)), 'teacher': Wrapper(body=body())}
+        ),
+        'two': nn.ModuleDict({'student': body(), 'teacher': body(), 'second_teacher': body()}),
+    }
+    for name, net in nets.items():
+        frozen(*(part for key, part in net.items() if 'teacher' in key))
+        amp.initialize(net, opt_level='O5', verbosity=0)
+        for key, dtype in types(net).items():
+            assert dtype is (torch.float32 if 'teacher' in key else torch.bfloat16), (name, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -236,3 +237,32 @@ def test_a_module_that_calls_itself_and_one_that_fails_keep_their_own_containers
             net(torch.ones(1, 2), seen, -1)
     net(torch.ones(1, 2), seen, 0)
     assert seen[3:] == [0, 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+
+    @functools.cached_property
+    def double(self) -> Tensor:
+        return self.x * 2
+
+
+@pytest.mark.parametrize('mode', [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O4', 'O5'])
+def test_caches_are_written_in_every_mode(level: str, mode: Any) -> None:
+    class Caches(nn.Linear):
+        def forward(self, x: Tensor, cache: Tensor, given: Frozen) -> Tensor:
+            with torch.no_grad():
+                cache[1:] = 3.0
+            return super().forward(x) + given.double
+
+    leaf = torch.zeros(4, requires_grad=True)
+    for options in ({}, {'keep_fp32': ['Caches']}):
+        net = amp.initialize(nn.Sequential(Caches(4, 4)), opt_level=level, verbosity=0, **options)[0]
+        with mode():
+            cache = torch.zeros(4)
+            net(torch.ones(1, 4), cache, Frozen(torch.ones(4)))
+        assert cache.tolist() == [0, 3, 3, 3]
+        net(torch.ones(1, 4), leaf, Frozen(torch.ones(4)))
+        assert leaf.tolist() == [0, 3, 3, 3]

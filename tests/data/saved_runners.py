@@ -401,6 +401,9 @@ def comparable(checkpoint: dict[str, Any], at_once: bool = False) -> dict[str, A
     for name in hub['log_scalars']:
         if any(word in name for word in _CLOCKS):
             hub['log_scalars'][name] = 'a clock'
+    for part in ('log_scalars', 'resumed_keys'):
+        # logged from the first skipped step on; at every step before
+        hub[part] = {name: value for name, value in hub[part].items() if not name.endswith('amp_skipped')}
     for part in ('log_scalars', 'runtime_info', 'resumed_keys'):
         # in the order in which values first came from the device
         hub[part] = dict(sorted(hub[part].items()))

@@ -112,3 +112,21 @@ def test_in_a_runner(level: str, spoilt: bool, tmp_path: Path) -> None:
     toy.run(tmp_path, wrapper, custom_hooks=hooks)
     reports = [json.loads(path.read_text()) for path in sorted((tmp_path / 'amp_diagnosis').glob('*.json'))]
     assert [(each['cause'], each['iteration']) for each in reports] == ([('input', 10)] if spoilt else [])
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_a_dynamic_scale_that_falls_at_the_start_is_calm(level: str, log: list[str]) -> None:
+    """A line that is no warning; a skip after a step that was taken, and one at a static scale, are warnings."""
+    for scale, factors in (('dynamic', [torch.inf, torch.inf, 0.01, torch.inf]), (8.0, [torch.inf])):
+        model = nn.Linear(2, 2)
+        model, optimizer = amp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, loss_scale=scale
+        )
+        for factor in factors:
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    said = [line for line in log if 'optimizer step skipped' in line]
+    assert [line.split()[0] for line in said] == ['INFO', 'INFO', 'WARNING', 'WARNING']
+    assert ['begins too high' in line for line in said] == [True, True, False, False]

@@ -89,3 +89,17 @@ def test_a_test_that_an_exception_ended_leaves_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(Runner, 'test', test)
     weights, _ = run(tmp_path / 'failed', 'test train', 'O2', 'O5')
     assert calls and all(torch.equal(weights[name], alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize('tested_at', ['O0', 'O1', 'O2', 'O3', 'O4', 'O5'])
+def test_the_model_gives_what_it_gave(tested_at: str, tmp_path: Path) -> None:
+    tested = dict(test_dataloader=toy.loader(shuffle=False), test_evaluator=dict(type='ToyScore'), test_cfg=dict())
+    hooks = [dict(type='amp_wrapper.AmpInferenceHook', opt_level=tested_at)]
+    wrapper: dict[str, Any] = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))
+    runner = Runner.from_cfg(toy.toy_config(tmp_path, wrapper, custom_hooks=hooks, **tested))
+    runner.model.eval()
+    inputs, labels = torch.randn(2, 1, 6, 6), torch.tensor([0, 1])
+    before = runner.model(inputs, labels, mode='loss')['loss'], runner.model(inputs)
+    runner.test()
+    after = runner.model(inputs, labels, mode='loss')['loss'], runner.model(inputs)
+    assert all(torch.equal(one, other) for one, other in zip(before, after))

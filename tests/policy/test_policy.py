@@ -498,6 +498,7 @@ NON_DEFAULT = {
     'loss_scale': {'init_scale': 64.0, 'growth_interval': 7, 'hysteresis': 3, 'min_scale': 2.0, 'max_scale': 256.0},
     'cast_model_outputs': 'float16',
     'keep_fp32': ['head.*', nn.LayerNorm],
+    'keep_inputs': ['timestep'],
     'num_losses': 3,
     'verbosity': 2,
     'skip_nonfinite': False,

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_wrapper.casting.plan import CastHandle, CastPlan
+from amp_wrapper.casting.cast_handle import CastHandle
+from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.policy import resolve
 
 TYPES = {'O1': torch.float16, 'O4': torch.bfloat16}

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_wrapper.casting.cast_handle import CastHandle
 from amp_wrapper.casting.fp32_values import Master, pair
-from amp_wrapper.casting.plan import CastHandle, CastPlan
+from amp_wrapper.casting.plan import CastPlan
 from amp_wrapper.policy import resolve
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

@@ -23,7 +23,7 @@ import torch
 from amp_wrapper import amp
 {then}
 model = torch.nn.Linear(2, 2)
-model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level='O2', verbosity=1)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level='O2', verbosity=1, loss_scale=8)
 with amp.scale_loss(model(torch.ones(1, 2)).sum() * float('inf'), optimizer) as loss:
     loss.backward()
 optimizer.step()

@@ -121,7 +121,7 @@ def random_overflows(here: Here) -> None:
 def message(here: Here) -> None:
     """The line about a skipped step comes once, not once a rank."""
     model = wrap(here, Net(), find_unused_parameters=True)
-    wrapper = optim_wrapper(model.parameters(), 'O2')
+    wrapper = optim_wrapper(model.parameters(), 'O2', loss_scale=8.0)
     for _ in range(2):
         backward(wrapper, model, data(here, 0), factor=float('nan'))
         wrapper.step()

@@ -1,0 +1,59 @@
+"""Takes a cast back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from ..autocast import op_set, patching
+from . import attached_modules, fp32_values
+from .find_hooks import strip_hooks
+
+
+class CastHandle:
+    """Takes a cast back. Made by :meth:`CastPlan.apply`."""
+
+    def __init__(
+        self,
+        roots: list[nn.Module],
+        parameters: dict[str, nn.Parameter],
+        buffers: list[Tensor],
+        watched: Sequence[nn.Module] = (),
+    ) -> None:
+        self.roots = roots
+        # weak, so that modules which were taken out of the model are not kept alive
+        self._watched = WeakSet(watched)
+        self.parameters = parameters
+        self._buffers = buffers
+
+    @property
+    def casts(self) -> bool:
+        """Whether any parameter changed its type."""
+        return bool(self.parameters)
+
+    def remove(self) -> None:
+        """Take every hook off and give the tensors FP32 values: those of their masters where there are any."""
+        patching.forget_graphs()
+        op_set.release(self._watched)
+        attached_modules.release(self._watched, self.roots)
+        for root in self.roots:
+            strip_hooks(root)
+        for tensor in (*self.parameters.values(), *self._buffers):
+            exact = fp32_values.fp32_value(tensor)
+            if exact is None:
+                cast_in_place(tensor, torch.float32)
+            else:
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = exact
+                tensor.grad = None if grad is None else grad.float()
+                fp32_values.unpair(tensor)
+
+
+def cast_in_place(tensor: Tensor, dtype: torch.dtype) -> None:
+    grad, tensor.grad = tensor.grad, None
+    # through .data, so that the optimizer, DDP and tied modules keep the very object they hold
+    tensor.data = tensor.data.to(dtype)
+    tensor.grad = None if grad is None else grad.to(dtype)
