@@ -41,7 +41,8 @@ def is_table(module: nn.Module) -> bool:
     """Whether ``module`` holds buffers of its own and nothing else: frequencies, positions, constants of a normalisation."""
     own = sum(1 for _ in module.buffers(recurse=False))
     alone = own == sum(1 for _ in module.buffers()) and not any(True for _ in module.parameters())
-    return own > 0 and alone and not is_batchnorm(module)
+    # those of torch want buffers in the type of their input
+    return own > 0 and alone and not type(module).__module__.startswith('torch.nn.')
 
 
 def is_batchnorm(module: nn.Module) -> bool:
