@@ -79,8 +79,7 @@ class EngineParts:
         shard_gradients: What keeps gradients of shards in 16-bit; None where they are in FP32, or nothing is sharded.
         buffers: What the model's buffers were before the forward calls of the present step; None where no step is skipped.
         others: Whose parameters the losses of this engine may reach as well.
-        pass_watch: Warns of gradients that did not come from ``amp.scale_loss``; None where there is no such function.
-        block_watch: Warns of gradients that are clipped or read before they are unscaled; None likewise.
+        pass_watch, block_watch: Warn of gradients that did not come from ``amp.scale_loss``, or are clipped before; or None.
         casts: The handle that takes the casts off the model; None without.
         op_set: The registered functions that the model can reach.
         label: What log lines call this engine, where there are several.
@@ -334,10 +333,9 @@ class EngineParts:
         """
         gradients = self.gradients
         if isinstance(gradients, UnscaledGradients):
-            # unscaled right away, but for those that wait for the end of a backward pass
+            # at once, but for those that wait for the end of a backward pass
             return RescaleTarget(beyond, lambda: gradients.pending_scale, self.scales.check)
-        theirs = set(map(id, beyond))
-        masters = [master for weight, master in self.params.pairs if id(weight) in theirs]
+        masters = [master for weight, master in self.params.pairs if any(weight is each for each in beyond)]
         return RescaleTarget([*beyond, *masters], lambda: self.scales.current(0), self.scales.check and self.attached)
 
     def end_rescalings(self) -> None:
