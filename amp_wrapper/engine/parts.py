@@ -82,8 +82,7 @@ class EngineParts:
         pass_watch, block_watch: Warn of gradients that did not come from ``amp.scale_loss``, or are clipped before; or None.
         casts: The handle that takes the casts off the model; None without.
         op_set: The registered functions that the model can reach.
-        label: What log lines call this engine, where there are several.
-        observers: What watches its steps.
+        label, observers: What log lines call this engine, where there are several; what watches its steps.
     """
 
     def __init__(self, policy: Policy, optimizer: Optimizer | None, scalers: Sequence[LossScaler] | None) -> None:
@@ -335,7 +334,8 @@ class EngineParts:
         if isinstance(gradients, UnscaledGradients):
             # at once, but for those that wait for the end of a backward pass
             return RescaleTarget(beyond, lambda: gradients.pending_scale, self.scales.check)
-        masters = [master for weight, master in self.params.pairs if any(weight is each for each in beyond)]
+        theirs = set(map(id, beyond))
+        masters = [master for weight, master in self.params.pairs if id(weight) in theirs]
         return RescaleTarget([*beyond, *masters], lambda: self.scales.current(0), self.scales.check and self.attached)
 
     def end_rescalings(self) -> None:
