@@ -444,9 +444,32 @@ def test_a_module_that_was_inserted_is_explained(device: torch.device) -> None:
     model = Detector(Head()).to(device)
     wrapper = AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), lr=0.01))
     wrapper.attach(model)
-    model.backbone.insert(1, nn.Conv2d(8, 8, 1).to(device))
+    model.backbone.insert(1, nn.PReLU(8).to(device))
     with pytest.raises(AmpUsageError, match=r'did not have when it was cast \(backbone.1.weight.*detach\(\)'):
         model.train_step(dict(inputs=images(device)), wrapper)
+
+
+def test_an_inserted_layer_that_the_optimizer_knows_is_trained(device: torch.device) -> None:
+    """A product computes in 16-bit with the FP32 weight that joined, and its gradient is unscaled as others are."""
+
+    def step(level: str) -> torch.Tensor:
+        torch.manual_seed(1)  # no value lies so near to 0 that rounding changes its sign, and so the gradient of its loss
+        model = Detector(Head()).to(device)
+        wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
+        wrapper.attach(model)
+        layer = nn.Conv2d(8, 8, 1).to(device)
+        model.backbone.insert(1, layer)
+        wrapper.optimizer.add_param_group(dict(params=list(layer.parameters())))
+        before = layer.weight.detach().clone()
+        model.train_step(dict(inputs=images(device)), wrapper)
+        assert layer.weight.dtype is torch.float32
+        wrapper.detach()
+        return layer.weight.detach() - before
+
+    expected = step('O0')
+    assert expected.abs().max() > 0
+    # float16 rounds to 2**-11 of a value, in a forward and a backward pass of a few layers
+    assert (step('O2') - expected).abs().max() <= 2**-5 * expected.abs().max()
 
 
 def test_an_interrupt_outside_of_training_is_forgotten(device: torch.device) -> None:
