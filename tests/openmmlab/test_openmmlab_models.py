@@ -453,7 +453,8 @@ def test_an_inserted_layer_that_the_optimizer_knows_is_trained(device: torch.dev
     """A product computes in 16-bit with the FP32 weight that joined, and its gradient is unscaled as others are."""
 
     def step(level: str) -> torch.Tensor:
-        torch.manual_seed(1)  # no value lies so near to 0 that rounding changes its sign, and so the gradient of its loss
+        # with this seed no value lies so near to 0 that rounding changes its sign, and so the gradient of its loss
+        torch.manual_seed(1)
         model = Detector(Head()).to(device)
         wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=1.0))
         wrapper.attach(model)
