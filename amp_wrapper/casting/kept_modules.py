@@ -96,18 +96,17 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
     return tuple(value for value in found if is_module_class(value))
 
 
-def momentum_networks(roots: Roots) -> dict[int, str]:
-    """Frozen parts that have the names and shapes of the weights of a part that trains, by id, with their names.
+def momentum_networks(root: nn.Module, prefix: str) -> dict[int, str]:
+    """Frozen parts of a model that have the names and shapes of the weights of a part that trains, by id, with their names.
 
     Such a part follows the other one in small steps, which 16-bit weights would lose. Inside of a frozen part that is like no
     other, its larger parts are looked at. Parts of one list or ``Sequential`` are none: the layers of a network that is frozen
     in part. Nor are frozen layers that outnumber those they look like.
     """
     trained: Counter[Any] = Counter()
-    for _, root in roots:
-        for module in root.modules():
-            if any(parameter.requires_grad for parameter in module.parameters()):
-                trained[_signature(module)] += 1
+    for module in root.modules():
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            trained[_signature(module)] += 1
     frozen: dict[Any, list[tuple[int, str]]] = {}
 
     def descend(module: nn.Module, name: str, is_inside: bool) -> None:
@@ -123,8 +122,7 @@ def momentum_networks(roots: Roots) -> dict[int, str]:
             else:
                 descend(child, path, is_frozen)
 
-    for name, root in roots:
-        descend(root, name, False)
+    descend(root, prefix, False)
     # an online and a target network may have a teacher each
     found = [parts for signature, parts in frozen.items() if len(parts) <= 2 * trained[signature]]
     return dict(part for parts in found for part in parts)

@@ -113,7 +113,8 @@ class CastPlan:
         if policy.runs_16_bit:
             self._classes = registered_classes(self.roots, policy)
             if policy.casts_model:
-                self.momentum = momentum_networks(self.roots)
+                for name, root in self.roots:
+                    self.momentum.update(momentum_networks(root, name))
             for name, root in self.roots:
                 self._visit(root, name, kept=False, is_root=True)
         if policy.casts_model:

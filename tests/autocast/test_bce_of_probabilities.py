@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toy_forward import APIS, TYPES, Inside, forward
 
 from amp_wrapper import amp
+from amp_wrapper.policy import said_once
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -64,8 +65,16 @@ def test_both_apis_alike_at_every_level(
     ],
 )
 def test_nothing_is_said_of_fp32_or_where_all_is_silent(
-    level: str, kind: str, wide: bool, verbosity: int, api: str, caplog: pytest.LogCaptureFixture
+    level: str,
+    kind: str,
+    wide: bool,
+    verbosity: int,
+    api: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # as in a process where no other model speaks
+    monkeypatch.setattr(said_once, '_speaks', False)
     with caplog.at_level('WARNING', 'amp_wrapper'):
         forward(Scored(kind, wide), torch.randn(4, 8), level, api, verbosity)
     assert said(caplog) == []
