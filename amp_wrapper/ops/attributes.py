@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import operator
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import repeat, starmap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, repeat, starmap
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,7 @@ from . import loader
 
 _F = TypeVar('_F', bound=Callable[..., Any])
 
-_FORM = tuple(map(operator.attrgetter, ('shape', 'dtype', 'layout', 'device')))
+_FORM = tuple(map(operator.attrgetter, ('shape', 'dtype', 'device')))
 #: What each of some dicts held under a name.
 Column = tuple[Sequence[Mapping[str, Any]], str, Sequence[Any]]
 
@@ -38,28 +38,39 @@ def unchanged(pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]], columns: Ite
     """
     compiled = loader.library().module
     if compiled is None:
-        held = ((list(map(operator.methodcaller('get', name), states)), values) for states, name, values in columns)
-        return all(same(one, other) for one, other in (*pairs, *held))
+        held = ((list(map(operator.itemgetter(name), states)), values) for states, name, values in columns)
+        try:
+            return all(same(one, other) for one, other in chain(pairs, held))
+        except KeyError:
+            return False
     # without a frame of Python for each
     return all(starmap(compiled.same, pairs)) and all(starmap(compiled.holds, columns))
 
 
-def fingerprints(*lists: Sequence[Tensor | None]) -> tuple[Hashable, ...]:
-    """Shape, dtype, layout and device of each tensor of each list, and which are missing, to be compared with ``==``."""
+def fingerprints(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], are_own: bool) -> tuple[Any, ...]:
+    """Shape, dtype, layout and device of each tensor, and which are missing, to be compared with ``==``.
+
+    Args:
+        tensors: Tensors.
+        gradients: One for each, or None.
+        are_own: Whether they are the ``.grad`` of each: torch has seen to it that these fit, and without a library only their
+            layout is taken.
+    """
     compiled = loader.library().module
     if compiled is not None:
         try:
-            return tuple(map(compiled.fingerprint, lists))
+            return compiled.fingerprint(tensors), compiled.fingerprint(gradients)
         except NotImplementedError:
             # tensor subclasses whose shape is a Python method
             pass
-    return tuple(map(_forms, lists))
+    layouts = [None if gradient is None else gradient.layout for gradient in gradients]
+    there = [] if are_own else [gradient for gradient in gradients if gradient is not None]
+    return _forms(tensors), layouts, _forms(there)
 
 
-def _forms(tensors: Sequence[Tensor | None]) -> tuple[list[Any], ...]:
-    there = [tensor for tensor in tensors if tensor is not None]
+def _forms(tensors: Sequence[Tensor]) -> list[list[Any]]:
     # one attribute of all in turn: all of one tensor in turn take twice as long
-    return [tensor is None for tensor in tensors], *(list(map(attribute, there)) for attribute in _FORM)
+    return [list(map(attribute, tensors)) for attribute in _FORM]
 
 
 def _compiled(meaning: _F) -> _F:

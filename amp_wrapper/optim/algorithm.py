@@ -37,6 +37,8 @@ class Algorithm(abc.ABC):
     required: ClassVar[tuple[str, ...]]
     #: The keys of a group that decide the hyper-parameters beside lr, and the state that it needs.
     options: ClassVar[tuple[str, ...]]
+    #: Whether torch's own function counts the steps.
+    torch_counts: ClassVar[bool] = True
 
     @abc.abstractmethod
     def names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -76,7 +78,8 @@ class Algorithm(abc.ABC):
         columns = {'params': bucket.params, **bucket.columns}
         steps, beside = columns.pop('step', []), bucket.partners or bucket.params
         held = worked = list(columns.values())
-        if not bucket.is_wide or not all(map(Tensor.is_contiguous, chain(*held))):
+        is_plain = bucket.is_wide and all(map(Tensor.is_contiguous, bucket.params))
+        if not is_plain:
             held = [list(map(_real, tensors)) for tensors in held]
             worked = list(map(list, zip(*map(_alike, beside, *held))))
             # those with a remainder are written together with it
@@ -84,7 +87,9 @@ class Algorithm(abc.ABC):
         params = worked[0]
         columns = dict(zip(columns, worked), step=steps)
         skip = None if given.get('found_inf') is None else decision[0]
-        self._call_torch(columns, _unscaled(gradients, params, decision, given), group, skip)
+        self._call_torch(columns, _unscaled(gradients, params, is_plain, decision, given), group, skip)
+        if bucket.counts is not None:
+            bucket.counts += 1 if skip is None else 1 - skip
         copies = [] if worked is held else list(zip(chain(*held), chain(*worked)))
         for param, partner, value in zip(bucket.params, bucket.partners, params):
             if partner.dtype is torch.int16:
@@ -95,7 +100,7 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def _call_torch(self, columns: Columns, grads: Tensors, group: Mapping[str, Any], skip: Tensor | None) -> None:
-        """Step what stands under 'params', and count the step, unless ``skip`` is 1 on the device."""
+        """Step what stands under 'params', unless ``skip`` is 1 on the device."""
 
 
 def check_bucket(bucket: Bucket, gradients: Tensors) -> None:
@@ -114,11 +119,13 @@ def check_bucket(bucket: Bucket, gradients: Tensors) -> None:
     check_partners(bucket.params, bucket.partners)
 
 
-def _unscaled(gradients: Tensors, params: Tensors, decision: Tensor, given: Mapping[str, Any]) -> Tensors:
+def _unscaled(
+    gradients: Tensors, params: Tensors, is_plain: bool, decision: Tensor, given: Mapping[str, Any]
+) -> Tensors:
     """Gradients in the types and layouts of ``params``, unscaled and clipped; those that have to change are new."""
     found, is_new = gradients, False
-    fits = all(map(Tensor.is_contiguous, chain(gradients, params))) and not any(map(Tensor.is_neg, gradients))
-    if not fits or list(map(_DTYPE, gradients)) != list(map(_DTYPE, params)):
+    fits = is_plain and all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
+    if not fits or not all(map(operator.is_, map(_DTYPE, gradients), map(_DTYPE, params))):
         own = [_real(gradient).resolve_neg() for gradient in gradients]
         found = [g if g.dtype is p.dtype and is_direct((g, p)) else torch.empty_like(p) for g, p in zip(own, params)]
         is_new = all(map(operator.is_not, found, own))

@@ -125,7 +125,7 @@ class Gatherer:
             names=names,
             options=options,
             parameters=parameters,
-            fingerprints=fingerprints(parameters, gradients),
+            fingerprints=fingerprints(parameters, gradients, partners is None),
             partners=partners,
             devices=[self._place(device, kinds, stepped, beside, own_group) for device, kinds in places.items()],
             begun=self._begun,
@@ -178,6 +178,12 @@ class Gatherer:
                 self._begun.append((parameter, state, fresh))
             for name in names:
                 columns[name].append(whole[name])
+        counts = None
+        if group >= 0 and names and not self._algorithm.torch_counts:
+            # one addition counts for all
+            counts = torch.stack(columns['step'])
+            columns['step'] = list(counts.unbind())
+            self._begun += [(p, s, {'step': step}) for p, s, step in zip(params, states, columns['step'])]
         beside = [partners[position] for position in positions]
         has_partners = any(partner is not None for partner in beside)
         return Bucket(
@@ -189,6 +195,7 @@ class Gatherer:
             steps=columns.get('step', []) if group < 0 else [],
             partners=[p if b is None else b for p, b in zip(params, beside)] if has_partners else [],
             rows=torch.empty(0),
+            counts=counts,
         )
 
     def _completed(self, parameter: Tensor, state: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:

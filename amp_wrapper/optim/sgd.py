@@ -26,6 +26,7 @@ class _Sgd(Algorithm):
     moments = ('momentum_buffer',)
     required = ('lr', 'momentum', 'dampening', 'weight_decay')
     options = ('momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize', 'differentiable')
+    torch_counts = False
 
     def names(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ('step', 'momentum_buffer') if group['momentum'] != 0 else ()
@@ -58,9 +59,6 @@ class _Sgd(Algorithm):
             grads = list(torch._foreach_add(grads, params, alpha=-decay if words['maximize'] else decay))
             torch._foreach_mul_(grads, list(kept.unbind()))
         sgd.sgd(params, grads, buffers, lr=group['lr'], dampening=0.0, fused=True, found_inf=skip, **words)
-        if steps:
-            taken = torch.ones_like(steps[0]) if skip is None else 1 - skip
-            torch._foreach_add_(steps, [taken] * len(steps))
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Bucket:
         steps: The step counters that the prologue moves.
         partners: Empty, or one for each.
         rows: What the prologue writes for them.
+        counts: The memory of all step counters, where torch's function leaves the counting to us.
     """
 
     group: int | None
@@ -40,12 +42,16 @@ class Bucket:
     steps: list[Tensor]
     partners: list[Tensor]
     rows: Tensor
+    counts: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._is_sharded = any(map(is_sharded, self.params))
-        held = [self.params, *(column for name, column in self.columns.items() if name != 'step')]
-        #: Whether all is float32 or float64, the moments as their parameters: torch's functions step it as it is.
-        self.is_wide = all({one.dtype for one in each} in ({torch.float32}, {torch.float64}) for each in zip(*held))
+        moments = [column for name, column in self.columns.items() if name != 'step']
+        #: Whether all is float32 or float64, the moments as their parameters and contiguous: torch's functions step
+        #: contiguous parameters as they are.
+        self.is_wide = all(
+            {one.dtype for one in each} in ({torch.float32}, {torch.float64}) for each in zip(self.params, *moments)
+        ) and all(map(Tensor.is_contiguous, chain(*moments)))
         self._on_rank: Bucket | None = None
 
     @property
@@ -108,7 +114,7 @@ class TensorLists:
     names: list[tuple[str, ...]]
     options: list[Any]
     parameters: list[Tensor]
-    fingerprints: tuple[Hashable, ...]
+    fingerprints: tuple[Any, ...]
     partners: Sequence[Tensor | None] | None
     devices: list[DeviceBucket]
     begun: list[tuple[Tensor, dict[str, Any], dict[str, Tensor]]]
@@ -152,7 +158,7 @@ class TensorLists:
             self.lengths == list(map(len, map(_PARAMS, groups)))
             and unchanged(pairs, self.columns)
             and (not self.shards or self._has_shards(parameters, gradients))
-            and self.fingerprints == fingerprints(parameters, gradients)
+            and self.fingerprints == fingerprints(parameters, gradients, partners is None)
         )
 
     def _has_shards(self, parameters: list[Tensor], gradients: Sequence[Tensor | None]) -> bool:

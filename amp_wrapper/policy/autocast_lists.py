@@ -100,7 +100,7 @@ _TABLE: tuple[tuple[str, str, bool, str], ...] = (
         PROMOTE,
         'refuses arguments of mixed types, also under the autocast of a GPU',
         False,
-        'index_add index_copy lerp.Scalar lerp.Tensor masked_scatter scatter.src scatter_reduce.two',
+        'index_add index_copy index_reduce lerp.Scalar lerp.Tensor masked_scatter put scatter.src scatter_reduce.two',
     ),
     (
         FOLLOW,

@@ -65,6 +65,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     'scatter_add': lambda to, y: to.scatter_add(0, torch.zeros(1, 4, dtype=torch.long), y),
     'scatter_reduce': lambda to, y: to.scatter_reduce(0, torch.zeros(1, 4, dtype=torch.long), y, 'amax'),
     'index_reduce_': lambda to, y: to.index_reduce_(0, _ROWS, y[:2], 'amax'),
+    'index_reduce': lambda to, y: to.index_reduce(0, _ROWS, y[:2], 'amax'),
     'put_': lambda to, y: to.put_(_ROWS, y[0, :2], accumulate=True),
     'put': lambda to, y: to.put(_ROWS, y[0, :2], accumulate=True),
     'masked_scatter_': lambda to, y: to.masked_scatter_(_MASK, y),

@@ -140,7 +140,12 @@ def test_same_and_unchanged(walks: ModuleType, device: torch.device) -> None:
 def test_fingerprints(walks: ModuleType, device: torch.device) -> None:
     """Equal where shape, dtype, layout, device and what is missing are."""
     plain = torch.ones(2, 3, device=device)
-    known = walks.fingerprints([plain, None])
-    assert walks.fingerprints([torch.zeros(2, 3, device=device), None]) == known
-    for others in ([plain.t(), None], [plain.double(), None], [plain.to_sparse(), None], [None, plain], [plain, plain]):
-        assert walks.fingerprints(others) != known
+    two, sparse = [plain, plain], plain.to_sparse()
+    for are_own in (True, False):
+        known = walks.fingerprints(two, [plain, None], are_own)
+        assert walks.fingerprints([torch.zeros_like(plain), plain], [torch.zeros_like(plain), None], are_own) == known
+        for other in (plain.t(), plain.double()):
+            assert walks.fingerprints([plain, other], [plain, None], are_own) != known
+            assert are_own or walks.fingerprints(two, [other, None], are_own) != known
+        for others in ([sparse, None], [None, plain], two):
+            assert walks.fingerprints(two, others, are_own) != known
