@@ -19,6 +19,7 @@ from ..engine.pass_watch import is_scaled, note_scaled
 from ..errors import AmpAttachError, AmpUsageError
 from ..policy.nested import parameters_of
 from ..policy.policy import Policy
+from ..torch_internals import is_traceable_wrapper_subclass
 
 logger = logging.getLogger('amp_wrapper')
 
@@ -87,7 +88,8 @@ def watching(loss: Tensor, stepped: Callable[[], Iterable[Tensor]]) -> Iterator[
 
 def _watch(leaves: Iterable[Tensor], stepped: Callable[[], Iterable[Tensor]]) -> None:
     """Watch the gradients of these from the next block on, but of those that are in order."""
-    _reached.update((leaf, None) for leaf in leaves)
+    # torch moves a sharded parameter by swapping it, which it does to none that is weakly referenced
+    _reached.update((leaf, None) for leaf in leaves if not is_traceable_wrapper_subclass(leaf))
     for tensor in (*stepped(), *fp32_values.masters()):
         _reached.pop(tensor, None)
 

@@ -52,6 +52,7 @@ TABLES = (
     'policy/autocast_lists.py',
     'diagnostics/trace.py',
     'diagnostics/module_record.py',
+    'diagnostics/op_tensors.py',
 )
 #: Private names of mmengine, mmcv, apex, numpy, torch_ema and Python; and strings of our own that are no names.
 NOT_OF_TORCH: frozenset[str] = frozenset(

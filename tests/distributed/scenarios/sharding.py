@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from amp_wrapper import AmpUsageError
+from amp_wrapper import AmpUsageError, amp
 from amp_wrapper.optim import FusedAdam, FusedAdamW, FusedSGD
 from scenarios.common import Here, scenario
 
@@ -146,6 +146,8 @@ def fused_training(here: Here) -> None:
     for module in sharded:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(sharded, mesh=mesh, mp_policy=policy)
+    # from then on other optimizers are looked at
+    amp.initialize(nn.Linear(2, 2), opt_level='O2', verbosity=0)
     first, second = (FusedAdamW(model.parameters(), lr=0.01) for model in (sharded, whole))
     for step in range(4):
         torch.manual_seed(here.rank + 10 * step)
