@@ -209,14 +209,7 @@ class WriteBack(AmpHook):
 
 
 class Fp32Inputs(CastInputs):
-    """:class:`CastInputs` of a model whose weights stay what they are (O0), which another wrapper may take off.
-
-    Args:
-        dtype: float32, but for frozen 16-bit parts of the model.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.float32, kept: Mapping[str, int] | None = None) -> None:
-        super().__init__(dtype, kept)
+    """:class:`CastInputs` of a model whose weights stay what they are (O0), which another wrapper may take off."""
 
 
 class CastOutputs(AmpHook):

@@ -288,7 +288,7 @@ class CastPlan:
                     inputs = (
                         self._cast_inputs(root, policy.cast_model_type)
                         if policy.casts_model
-                        else Fp32Inputs(kept=kept_inputs(root, policy))
+                        else Fp32Inputs(torch.float32, kept_inputs(root, policy))
                     )
                     inputs.put(root)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))

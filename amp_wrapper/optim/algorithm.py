@@ -125,7 +125,7 @@ def _unscaled(
     """Gradients in the types and layouts of ``params``, unscaled and clipped; those that have to change are new."""
     found, is_new = gradients, False
     fits = is_plain and all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
-    if not fits or not all(map(operator.is_, map(_DTYPE, gradients), map(_DTYPE, params))):
+    if not fits or {*map(_DTYPE, gradients)} != {params[0].dtype}:
         own = [_real(gradient).resolve_neg() for gradient in gradients]
         found = [g if g.dtype is p.dtype and is_direct((g, p)) else torch.empty_like(p) for g, p in zip(own, params)]
         is_new = all(map(operator.is_not, found, own))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -46,12 +45,11 @@ class Bucket:
 
     def __post_init__(self) -> None:
         self._is_sharded = any(map(is_sharded, self.params))
-        moments = [column for name, column in self.columns.items() if name != 'step']
-        #: Whether all is float32 or float64, the moments as their parameters and contiguous: torch's functions step
-        #: contiguous parameters as they are.
-        self.is_wide = all(
-            {one.dtype for one in each} in ({torch.float32}, {torch.float64}) for each in zip(self.params, *moments)
-        ) and all(map(Tensor.is_contiguous, chain(*moments)))
+        moments = [one for name, column in self.columns.items() if name != 'step' for one in column]
+        dtypes = {one.dtype for one in (*self.params, *moments)}
+        #: Whether torch's functions step contiguous parameters as they are: all is float32 or all float64, and moments are
+        #: contiguous.
+        self.is_wide = dtypes in ({torch.float32}, {torch.float64}) and all(map(Tensor.is_contiguous, moments))
         self._on_rank: Bucket | None = None
 
     @property
