@@ -119,14 +119,16 @@ def _key(value: Any, known: Mapping[int, Any]) -> int:
     return len(known) if torch.compiler.is_dynamo_compiling() else id(value)
 
 
-def _held_by(container: Any) -> dict[Any, Any] | list[Any]:
-    """What a list, dict or dataclass holds now, in a container of its own."""
-    if isinstance(container, dict):
-        return dict(container)
-    if isinstance(container, list):
-        return list(container)
-    names = [*(field.name for field in dataclasses.fields(container)), *getattr(container, '__dict__', ())]
-    return {name: getattr(container, name) for name in names if hasattr(container, name)}
+def _held_by(container: Any) -> tuple[dict[Any, Any] | list[Any], dict[str, Any]]:
+    """What a list, dict or dataclass holds now, in a container of its own, and its attributes."""
+    items: dict[Any, Any] | list[Any] = {}
+    if isinstance(container, (dict, list)):
+        items = dict(container) if isinstance(container, dict) else list(container)
+        if type(container) in (dict, list):
+            return items, {}
+    fields = dataclasses.fields(container) if dataclasses.is_dataclass(container) else ()
+    names = [*(field.name for field in fields), *getattr(container, '__dict__', ())]
+    return items, {name: getattr(container, name) for name in names if hasattr(container, name)}
 
 
 def _changed(
@@ -279,29 +281,28 @@ class Copies:
                     tensor.copy_(made)
             else:
                 tensor.copy_(made)
-        for original, made, held in self._rebuilt.values():
-            now = _held_by(made)
+        for original, made, (had, attributes) in self._rebuilt.values():
+            now, attributes_now = _held_by(made)
             if isinstance(now, list):
-                if len(now) != len(held) or any(new is not old for new, old in zip(now, held)):
+                if len(now) != len(had) or any(new is not old for new, old in zip(now, had)):
                     original[:] = [self._original(item) for item in now]
-                continue
-            is_dict = isinstance(original, dict)
-            if not is_dict and original.__dataclass_params__.frozen:
-                # what it caches for itself
-                continue
-            for key in held:
-                if key not in now and is_dict:
-                    del original[key]
-                elif key not in now:
-                    delattr(original, key)
-            for key, item in now.items():
-                if key in held and item is held[key]:
-                    continue
-                if is_dict:
-                    original[key] = self._original(item)
-                else:
-                    setattr(original, key, self._original(item))
+            else:
+                self._update(original, had, now, _set_item, _delete_item)
+            if not getattr(getattr(original, '__dataclass_params__', None), 'frozen', False):
+                # what a frozen one has of its own, it caches for itself
+                self._update(original, attributes, attributes_now, setattr, delattr)
         return self.originals(result, written) if written else result
+
+    def _update(
+        self, original: Any, had: Any, now: dict[Any, Any], put: Callable[..., None], remove: Callable[..., None]
+    ) -> None:
+        """Let what a copy holds now, and did not before, reach its original."""
+        for key in had:
+            if key not in now:
+                remove(original, key)
+        for key, item in now.items():
+            if key not in had or item is not had[key]:
+                put(original, key, self._original(item))
 
     def _original(self, value: Any) -> Any:
         """What stands behind a copy; anything else is its own."""
@@ -314,6 +315,15 @@ class Copies:
         """``result`` with the caller's tensors in place of their copies."""
         pairs = [(tensor, made) for tensor, made, _ in self._tensors.values()] if among is None else among
         return map_tensors(lambda t: next((tensor for tensor, made in pairs if made is t), t), result)
+
+
+# those of ``operator`` have no place in a graph
+def _set_item(container: Any, key: Any, value: Any) -> None:
+    container[key] = value
+
+
+def _delete_item(container: Any, key: Any) -> None:
+    del container[key]
 
 
 def keep_original(made: Tensor, original: Tensor) -> None:
