@@ -94,11 +94,8 @@ def _kernel(op: Any, is_product: bool) -> Callable[..., Any]:
         # what the op calls has operands of one type
         _reach(False)
         try:
-            if is_product and _get_type(SPARE) is not torch.bfloat16:
-                dtype = None
-            else:
-                dtype = args[0].dtype if into else _half_of(args[:count])
-            if dtype not in CASTABLE:
+            dtype = args[0].dtype if into else _half_of(args[:count])
+            if dtype not in CASTABLE or (is_product and _get_type(SPARE) is not torch.bfloat16):
                 return run(*args, **kwargs)
             return run(*[_cast(value, dtype) for value in args[:count]], *args[count:], **kwargs)
         finally:
