@@ -3,6 +3,8 @@
 mmengine imports ``<scope>.registry`` by itself when it meets a scope, and then the modules in ``locations``.
 """
 
+from importlib import import_module
+
 import mmengine.optim  # noqa: F401  registers DeepSpeed's FusedAdam, where that is installed, before ours takes the name
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import MODEL_WRAPPERS as MMENGINE_MODEL_WRAPPERS
@@ -42,3 +44,6 @@ OPTIMIZERS = Registry('optimizer', parent=MMENGINE_OPTIMIZERS, scope='amp_wrappe
 for _optimizer in (FusedAdam, FusedAdamW, FusedSGD):
     OPTIMIZERS.register_module(module=_optimizer)
     MMENGINE_OPTIMIZERS.register_module(module=_optimizer, force=True)
+
+# where this module is imported first, and mmengine by it
+import_module('.openmmlab', __package__)

@@ -53,11 +53,15 @@ def _synchronise(module: nn.Module) -> None:
 _traced_calls: CastCalls = []
 
 
+def _copies(dtype: torch.dtype, calls: CastCalls) -> Copies:
+    within = [around for _, around in calls if around is not None] if torch.compiler.is_dynamo_compiling() else ()
+    return Copies(dtype, within=within)
+
+
 def _cast_in_graph(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwargs: Any) -> Any:
     """Cast the arguments of a call of ``module``, and note it for :class:`WriteBack`."""
     warn_of_loss(module, args, kwargs)
-    within = [around for _, around in calls if around is not None] if torch.compiler.is_dynamo_compiling() else ()
-    copies = Copies(hook.dtype, within=within, clamps_first=hook.clamps_first)
+    copies = _copies(hook.dtype, calls)
     calls.append((module, copies))
     if not hook.kept:
         return copies.cast(args), copies.cast(kwargs)
@@ -84,9 +88,6 @@ def _cast(hook: CastInputs, module: nn.Module, calls: CastCalls, args: Any, kwar
             hook.checks_range = False
             if copies.clamped():
                 said_once.warn_clamped(class_name(module), None, hook.dtype)
-                hook.clamps_first = True
-                calls.pop()
-                result = _cast_in_graph(hook, module, calls, args, kwargs)
     finally:
         state.thread.is_casting = False
     return None if result[0] is args and result[1] is kwargs else result
@@ -134,6 +135,8 @@ class CastInputs(AmpHook):
         speaks: Whether the first call warns of numbers beyond the range of ``dtype``. Syncs then.
     """
 
+    #: Whether the module is a whole model.
+    is_model = False
     #: Whether the module has weights with masters: they follow these where somebody calls the module directly.
     follows_masters = False
     #: The hook of the model that lets them follow before a graph, where a call of the module becomes part of one.
@@ -144,12 +147,18 @@ class CastInputs(AmpHook):
         self.kept = dict(kept or {})
         # whether the next call looks for numbers beyond the range; it reads the device
         self.checks_range = speaks
-        self.clamps_first = False
 
-    def put(self, module: nn.Module) -> None:
-        """Register the hook, and the one behind the forward that writes back."""
+    def put(self, module: nn.Module, is_model: bool = False) -> None:
+        """Register the hook, and the one behind the forward that writes back.
+
+        Args:
+            module: What to register them on.
+            is_model: Whether it is a whole model. Only there the second one is called after an exception, too, and does what
+                those inside have left: for others, torch.compile would make a graph for each layer.
+        """
+        self.is_model = is_model
         module.register_forward_pre_hook(self, with_kwargs=True)
-        module.register_forward_hook(WriteBack(), always_call=True)
+        module.register_forward_hook(WriteBack(), always_call=is_model)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         is_traced = torch.compiler.is_dynamo_compiling()
@@ -174,8 +183,8 @@ class CastInputs(AmpHook):
                 continue
             break
         else:
-            if calls and calls[-1][0] is module:
-                # a module that calls itself: so that each call finds its own copies
+            if self.is_model or (calls and calls[-1][0] is module):
+                # a module may call itself: so that each call finds its own copies
                 calls.append((module, None))
             return None
         return (_cast_in_graph if is_traced else _cast)(self, module, calls, args, kwargs)
@@ -195,15 +204,40 @@ class CastInputs(AmpHook):
         return {name: value for name, value in super().__getstate__().items() if name != 'follower'}
 
 
+class ExactInputs(AmpHook):
+    """Forward pre-hook: arguments that ``keep_inputs`` names are given as they were before a module around this one cast them.
+
+    Args:
+        kept: Their names, and their places in ``args``.
+    """
+
+    def __init__(self, kept: Mapping[str, int]) -> None:
+        self.kept = dict(kept)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        is_traced = torch.compiler.is_dynamo_compiling()
+        exact = _copies(torch.float32, _traced_calls if is_traced else state.thread.cast_calls).exact
+        places = list(self.kept.values())
+        return (
+            tuple([exact(value) if place in places else value for place, value in enumerate(args)]),
+            {name: exact(value) if name in self.kept else value for name, value in kwargs.items()},
+        )
+
+    never_compiled(__call__, with_callees=True)
+
+
 class WriteBack(AmpHook):
-    """Forward hook, called after every exception too: what the module wrote to copies of its arguments reaches the caller's."""
+    """Forward hook: what the module wrote to copies of its arguments reaches the caller's."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         calls = _traced_calls if torch.compiler.is_dynamo_compiling() else state.thread.cast_calls
-        if calls and calls[-1][0] is module:
-            copies = calls.pop()[1]
+        is_open = any(owner is module for owner, _ in calls)
+        while is_open:
+            # an exception has left those of modules inside
+            owner, copies = calls.pop()
             if copies is not None:
                 copies.write_back()
+            is_open = owner is not module
 
     never_compiled(__call__, with_callees=True)
 
@@ -241,6 +275,14 @@ class CastOutputs(AmpHook):
     def cast(self, value: Any) -> Any:
         """``value`` with floating tensors in the type of the outputs."""
         return cast_tensors(value, self.dtype, enter=self.enter)
+
+
+class TableOutputs(CastOutputs):
+    """:class:`CastOutputs` of a module whose buffers stay FP32: numbers beyond the range of ``dtype`` become its largest."""
+
+    def cast(self, value: Any) -> Any:
+        """``value`` with floating tensors in the type of the outputs."""
+        return Copies(self.dtype).cast(value)
 
 
 # -- weights that are computed anew before each forward ----------------------------------------------------------------

@@ -16,7 +16,9 @@ from .attached_modules import joined_later
 from .cast_hooks import AmpHook
 from .modules import class_name
 
-_ABOUT_TYPES = re.compile(r"\bd?types?\b|not implemented for '(Half|BFloat16)'|(at|c10)::(Half|BFloat16)")
+_ABOUT_TYPES = re.compile(r'\bdtypes?\b|Half|BFloat16|float16')
+#: What plain FP32 is refused for as well.
+_ABOUT_OTHERS = re.compile(r'\b(Long|Int|Byte|Bool)\b|invalid combination of arguments')
 
 
 class ExplainTypes(AmpHook):
@@ -34,7 +36,9 @@ class ExplainTypes(AmpHook):
             return
         error = sys.exc_info()[1]
         is_meant = isinstance(error, (RuntimeError, TypeError)) and not isinstance(error, AmpError)
-        if error is None or not is_meant or not _ABOUT_TYPES.search(str(error)) or hasattr(error, '_amp_wrapper_note'):
+        if error is None or not is_meant or hasattr(error, '_amp_wrapper_note'):
+            return
+        if not _ABOUT_TYPES.search(str(error)) or _ABOUT_OTHERS.search(str(error)):
             return
         place, name = _innermost(module, error.__traceback__)
         if place is None:
@@ -56,10 +60,12 @@ class ExplainTypes(AmpHook):
                 f'amp: {where} joined the model after mixed precision was attached to it, and its weights are FP32. Initialise '
                 f'it by itself before it joins: layer = amp.initialize(layer, opt_level={self.level!r}).'
             )
+        # of a model, that would keep all
+        keeps = f'keep_fp32=[{name!r}] keeps the module in FP32, ' if name else ''
         return (
             f'amp: raised in {where}, in a forward at {self.level}. Where 16-bit and FP32 meet there, or a function has no '
-            f'16-bit kernel, one of these helps: keep_fp32=[{name or class_name(place)!r}] keeps the module in FP32, '
-            f"fp32_ops=['package.function'] a function, and another opt_level casts less."
+            f"16-bit kernel, one of these helps: {keeps}fp32_ops=['package.function'] a function, and another opt_level casts "
+            f'less.'
         )
 
 

@@ -99,11 +99,12 @@ def registered_classes(roots: Roots, policy: Policy) -> tuple[type[nn.Module], .
 def momentum_networks(root: nn.Module, prefix: str) -> dict[int, str]:
     """Frozen parts of a model that have the names and shapes of the weights of a part that trains, by id, with their names.
 
-    Such a part follows the other one in small steps, which 16-bit weights would lose. Inside of a frozen part that is like no
-    other, its larger parts are looked at. Parts of one list or ``Sequential`` are none: the layers of a network that is frozen
-    in part. Nor are frozen layers that outnumber those they look like.
+    Such a part follows the other one in small steps, which 16-bit weights would lose; a network without the last layers of the
+    other one is such a part, too. Inside of a frozen part that is like no other, its larger parts are looked at. Parts of one
+    list or ``Sequential`` are none: the layers of a network that is frozen in part. Nor are frozen layers that outnumber those
+    they look like.
     """
-    trained: Counter[Any] = Counter()
+    trained: Counter[frozenset[Any]] = Counter()
     for module in root.modules():
         if any(parameter.requires_grad for parameter in module.parameters()):
             trained[_signature(module)] += 1
@@ -116,7 +117,7 @@ def momentum_networks(root: nn.Module, prefix: str) -> dict[int, str]:
             is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
             is_large = any(True for _ in child.children())
             signature, path = _signature(child), f'{name}.{key}' if name else key
-            if is_frozen and signature in trained and not is_list and (is_large or not is_inside):
+            if is_frozen and _likes(signature, trained) and not is_list and (is_large or not is_inside):
                 if all(parameter.dtype is torch.float32 for parameter in parameters):
                     frozen.setdefault(signature, []).append((id(child), path))
             else:
@@ -124,12 +125,18 @@ def momentum_networks(root: nn.Module, prefix: str) -> dict[int, str]:
 
     descend(root, prefix, False)
     # an online and a target network may have a teacher each
-    found = [parts for signature, parts in frozen.items() if len(parts) <= 2 * trained[signature]]
+    found = [parts for signature, parts in frozen.items() if len(parts) <= 2 * _likes(signature, trained)]
     return dict(part for parts in found for part in parts)
 
 
-def _signature(module: nn.Module) -> Any:
-    return tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+def _signature(module: nn.Module) -> frozenset[Any]:
+    return frozenset((name, tuple(parameter.shape)) for name, parameter in module.named_parameters())
+
+
+def _likes(signature: frozenset[Any], trained: Counter[frozenset[Any]]) -> int:
+    """How many of the parts that train have these weights: a network has others beside them, a layer has none."""
+    is_network = any('.' in name for name, _ in signature)
+    return sum(count for other, count in trained.items() if signature == other or (is_network and signature < other))
 
 
 def kept_inputs(module: nn.Module, policy: Policy) -> dict[str, int]:

@@ -176,21 +176,30 @@ class Fp32Masters(ParamPairs):
                 self._agreed = self._state()
 
     @torch.no_grad()
-    def before_forward(self) -> None:
+    def before_forward(self, trains: bool) -> None:
         """As :meth:`synchronise`; the first time, edits through ``.data`` since the cast count too. No host read.
 
         A weight whose bits are those after the cast follows its master, any other one is followed.
+
+        Args:
+            trains: Whether gradients are recorded. Before that, no master follows: averaged weights that are evaluated first
+                are taken out again.
         """
         self.synchronise()
         # what records or transforms the call would do so with this, too: the next one will do
-        if not self._marks or in_function_transform(or_mode=True):
+        if not self._marks or (self._are_shown and not trains) or in_function_transform(or_mode=True):
             return
-        marks, self._marks = self._marks, {}
+        marks, self._marks, self._are_shown = self._marks, {}, True
         for weight, record in self._with_records(weight for weight in self._weights if id(weight) in marks):
-            is_old = fp32_values.fingerprint(weight) == marks[id(weight)][1].to(weight.device)
+            mark = marks[id(weight)][1].to(weight.device)
+            is_old = fp32_values.fingerprint(weight) == mark
             # by .data: graphs that are there already may hold both
             weight.data.copy_(torch.where(is_old, record.tensor, weight))
-            ops.multi_tensor_refresh([weight], [record.tensor.data])
+            if trains:
+                ops.multi_tensor_refresh([weight], [record.tensor.data])
+            else:
+                mark = torch.where(is_old, fp32_values.fingerprint(weight), mark)
+                self._marks[id(weight)] = weight._version, mark
 
     def _state(self) -> tuple[bytes, bytes, bytes, bytes]:
         return (
@@ -217,7 +226,7 @@ class Fp32Masters(ParamPairs):
         Args:
             busy: Weights whose gradient lies elsewhere.
         """
-        self.before_forward()
+        self.before_forward(trains=True)
         self.follow_idle(busy)
 
     def follow_idle(self, busy: Container[Tensor] = ()) -> None:

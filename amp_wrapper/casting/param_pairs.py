@@ -68,6 +68,8 @@ class ParamPairs:
         self._frozen: list[nn.Parameter] = []
         # of 16-bit weights, by id, until they are used for the first time: the version and the bits
         self._marks: dict[int, tuple[int, Tensor]] = {}
+        # whether weights show what was written to masters before
+        self._are_shown = False
 
     # -- what there is -----------------------------------------------------------------------------------------------
 

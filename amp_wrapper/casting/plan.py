@@ -19,7 +19,16 @@ from ..policy.policy import Policy
 from ..shards import is_sharded
 from . import attached_modules, given_weights, shard_groups
 from .cast_handle import CastHandle, cast_in_place
-from .cast_hooks import CastComputed, CastInputs, CastOutputs, Fp32Inputs, computed_from, computed_weights
+from .cast_hooks import (
+    CastComputed,
+    CastInputs,
+    CastOutputs,
+    ExactInputs,
+    Fp32Inputs,
+    TableOutputs,
+    computed_from,
+    computed_weights,
+)
 from .dtype_errors import ExplainTypes
 from .find_hooks import has_hook, holds_casts, strip_hooks
 from .kept_modules import check_inputs, kept_inputs, momentum_networks, named_modules, registered_classes
@@ -290,7 +299,7 @@ class CastPlan:
                         if policy.casts_model
                         else Fp32Inputs(torch.float32, kept_inputs(root, policy))
                     )
-                    inputs.put(root)
+                    inputs.put(root, is_model=True)
                 root.register_forward_hook(CastOutputs(policy.cast_model_outputs or torch.float32, self._enter))
             elif self.casts_ops:
                 pass  # the hooks that close a region cast outputs
@@ -357,6 +366,11 @@ class CastPlan:
         for tensor in (*self.parameters.values(), *self._buffers.values()):
             cast_in_place(tensor, dtype)
         gathered = set(map(id, self.gathered.values()))
+        for _, root in self.roots:
+            for module in root.modules():
+                kept = kept_inputs(module, self.policy)
+                if kept and module is not root:
+                    module.register_forward_pre_hook(ExactInputs(kept), with_kwargs=True)
         for module in self._cast_modules:
             computed = computed_weights(module)
             if computed:
@@ -371,7 +385,7 @@ class CastPlan:
             if starts and gives_back:
                 module.register_forward_hook(CastOutputs(dtype))
         for module in self._tables:
-            module.register_forward_hook(CastOutputs(dtype))
+            module.register_forward_hook(TableOutputs(dtype))
         cast_modules = set(self._cast_modules)
         for _, root in self.roots:
             left = {id(inside) for m in root.modules() if isinstance(m, self._leave) for inside in m.modules()}

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import nn
 
 from ..casting import fp32_values
@@ -59,7 +60,7 @@ class FollowMasters(AmpHook):
         for reference in self.followed:
             masters = reference()
             if masters is not None:
-                masters.before_forward()
+                masters.before_forward(trains=torch.is_grad_enabled())
 
     def __getstate__(self) -> dict[str, Any]:
         self.synchronise()

@@ -328,11 +328,11 @@ class OverflowMonitor:
         # rare enough to read, often enough to see a collapse coming: the first few, then at every doubling
         if self._verbosity >= 1 and (skips <= 5 or skips & (skips - 1) == 0):
             is_start = self._falls and skips == streak <= 5
-            reason = 'a dynamic loss scale begins too high' if is_start else 'non-finite gradients'
+            usual = ', as is usual until a dynamic loss scale fits' if is_start else ''
             logger.log(
                 logging.INFO if is_start else logging.WARNING,
-                f'amp: {label + ": " if label else ""}{reason}, optimizer step skipped ({skips} so far, {streak} in a row); '
-                f'loss scale now {scale()}',
+                f'amp: {label + ": " if label else ""}non-finite gradients{usual}: optimizer step skipped ({skips} so far, '
+                f'{streak} in a row); loss scale now {scale()}',
             )
         return False
 

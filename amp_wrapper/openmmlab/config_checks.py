@@ -124,7 +124,8 @@ def check_loops(cfg: Config, *names: str) -> None:
             f'{name} has an unknown key {key!r}{nearest(str(key), known)}: {getattr(loop, "__name__", loop)} takes '
             f'{", ".join(known)}.'
             for key in words
-            if key not in parameters and key not in known
+            # a base of another project brings the name of its scope
+            if key not in parameters and key not in known and key != '_scope_'
         ]
     if problems:
         raise AmpConfigError(problems)

@@ -184,8 +184,6 @@ class Copies:
         sources: The types that are cast; everything else is left alone.
         within: In a graph, the copies of calls around this one: what is a copy of theirs is cast from the original. Elsewhere
             copies know their originals.
-        clamps_first: Whether numbers beyond the range are clamped in the first tensor, too, which is rarely a mask and often
-            large.
     """
 
     def __init__(
@@ -193,9 +191,8 @@ class Copies:
         target: torch.dtype,
         sources: frozenset[torch.dtype] = CASTABLE,
         within: Sequence[Copies] = (),
-        clamps_first: bool = False,
     ) -> None:
-        self._target, self._sources, self._within, self._clamps_first = target, sources, within, clamps_first
+        self._target, self._sources, self._within = target, sources, within
         # by the id of a tensor, in graphs by number: itself, its copy, and by what to see whether that was written to
         self._tensors: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         self._rebuilt: Rebuilt = {}
@@ -224,20 +221,17 @@ class Copies:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
-            return self._ranged(tensor).to(self._target)
+            return _rounded(tensor, self._target)
         if torch.is_inference_mode_enabled():
             # a tensor of inference does not count what is written to it
             with torch.inference_mode(False), torch.no_grad():
-                made = self._ranged(tensor).to(self._target)
+                made = _rounded(tensor, self._target)
         else:
-            made = self._ranged(tensor).to(self._target)
+            made = _rounded(tensor, self._target)
         if self._target in HALF_TYPES and (tensor.is_leaf or not tensor.requires_grad):
             # activations would live as long as their copies
             keep_original(made, tensor)
         return made
-
-    def _ranged(self, tensor: Tensor) -> Tensor:
-        return _clamped(tensor, self._target) if self._tensors or self._clamps_first else tensor
 
     def _known(self, tensor: Tensor) -> tuple[Tensor, Tensor, int | None] | None:
         if not torch.compiler.is_dynamo_compiling():
@@ -247,16 +241,25 @@ class Copies:
                 return known
         return None
 
+    def exact(self, value: Any) -> Any:
+        """``value``, any nesting, with the originals of 16-bit copies that :meth:`cast` made for calls around this one."""
+        return map_tensors(self._exact, value)
+
     def _exact(self, tensor: Tensor) -> Tensor:
-        """The tensor that this one was cast from, unless the copy was written to since."""
+        """The numbers that this one was rounded from, unless it was written to since. Gradients go through it."""
+        original = self._original_tensor(tensor)
+        if original is None:
+            return tensor
+        return _unrounded(tensor, original) if tensor.requires_grad else original
+
+    def _original_tensor(self, tensor: Tensor) -> Tensor | None:
         if not torch.compiler.is_dynamo_compiling():
-            original = original_of(tensor)
-            return tensor if original is None else original
+            return original_of(tensor)
         for copies in reversed(self._within):
             for original, made, before in copies._tensors.values():
                 if made is tensor and not _was_written(made, before):
                     return original
-        return tensor
+        return None
 
     def clamped(self) -> bool:
         """Whether a tensor without a gradient had numbers beyond the range of the type. Syncs."""
@@ -273,14 +276,19 @@ class Copies:
         """
         written = [(tensor, made) for tensor, made, before in self._tensors.values() if _was_written(made, before)]
         for tensor, made in written:
-            if tensor.shape != made.shape:
+            if tensor.shape == made.shape:
+                value = _unrounded(made, tensor)
+            else:
                 # an empty tensor that was given as ``out``
+                value = made
                 tensor.resize_(made.shape)
             if tensor.requires_grad and tensor.is_leaf:
                 with torch.no_grad():
-                    tensor.copy_(made)
+                    tensor.copy_(value)
             else:
-                tensor.copy_(made)
+                tensor.copy_(value)
+            if getattr(tensor, _ORIGINAL, (None,))[0] is made:
+                keep_original(tensor, made)
         for original, made, (had, attributes) in self._rebuilt.values():
             now, attributes_now = _held_by(made)
             if isinstance(now, list):
@@ -335,6 +343,19 @@ def original_of(value: Any) -> Tensor | None:
     """What a 16-bit tensor is a copy of; None where that is not known, or the copy was written to since."""
     original, version = getattr(value, _ORIGINAL, (None, None))
     return original if version is not None and value._version == version else None
+
+
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return _clamped(tensor, dtype).to(dtype)
+
+
+def _unrounded(made: Tensor, original: Tensor) -> Tensor:
+    """A copy that was written to, with the numbers of the original where nothing was."""
+    with torch.no_grad():
+        is_same = (made == _rounded(original, made.dtype)) & original.isfinite()
+        lost = torch.where(is_same, original - made, 0.0)
+    # the gradient goes through the copy
+    return made + lost
 
 
 def _clamped(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -57,6 +57,6 @@ def warn_clamped(what: str, value: float | None, dtype: torch.dtype) -> None:
     warn_once(
         f'{what} was given {number} beyond the range of {name}, and takes the largest that {name} has '
         f'({torch.finfo(dtype).max:g}, with its sign) instead. Write torch.finfo(x.dtype).min in masks, where x is what is '
-        f'masked.',
+        f'masked, and .max for limits.',
         'beyond the range',
     )

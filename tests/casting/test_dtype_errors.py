@@ -63,7 +63,18 @@ def test_models_inside_of_models_add_one_note() -> None:
     assert text(caught.value).count('amp: raised in') == 1
 
 
-@pytest.mark.parametrize('error', [RuntimeError('shapes differ'), KeyError('dtype'), ZeroDivisionError('Half')])
+@pytest.mark.parametrize(
+    'error',
+    [
+        RuntimeError('shapes differ'),
+        RuntimeError('unknown block type: resnet'),
+        RuntimeError('expected target dtype to be Long or Byte'),
+        TypeError("unsupported operand type(s) for +: 'Tensor' and 'NoneType'"),
+        TypeError('conv2d() received an invalid combination of arguments - got (list, torch.dtype)'),
+        KeyError('dtype'),
+        ZeroDivisionError('Half'),
+    ],
+)
 def test_other_errors_are_left_alone(error: Exception) -> None:
     def fail(x: Tensor) -> Tensor:
         raise error

@@ -69,6 +69,27 @@ def test_a_kept_module_gets_them_in_a_graph_as_well() -> None:
     assert torch.equal(net.encoder.seen, POINTS)
 
 
+@pytest.mark.parametrize('given', ['kept', 'registry'])
+@pytest.mark.parametrize('is_leaf', [True, False])
+@pytest.mark.parametrize('level', LEVELS)
+def test_what_differentiates_by_its_input_sees_all_of_its_gradient(level: str, is_leaf: bool, given: str) -> None:
+    class Energy(Net):
+        def forward(self, points: Tensor) -> Any:
+            points.requires_grad_(True)
+            energy = self.encoder(points) if given == 'kept' else torch.linalg.norm(points, dim=-1) ** 2
+            return torch.autograd.grad(energy.sum() + points.sum(), points)[0].float()
+
+    def forces(level: str) -> Tensor:
+        torch.manual_seed(0)
+        options = {} if level == 'O0' else {'keep_fp32': ['encoder']}
+        net = amp.initialize(Energy(), opt_level=level, verbosity=0, **options)
+        return net(POINTS.clone().requires_grad_(is_leaf))
+
+    right, found = forces('O0'), forces(level)
+    eps = torch.finfo(torch.bfloat16 if level in ('O4', 'O5') else torch.float16).eps
+    assert (found - right).abs().max() <= 2 * eps * right.abs().max()
+
+
 class CheckedNorm(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype is torch.float32
@@ -122,6 +143,25 @@ def test_arguments_that_are_named_stay_as_they_are(level: str, door: str, by_nam
     assert net.types == (net.layer.weight.dtype, torch.float32, torch.float32)
 
 
+@pytest.mark.parametrize('way', ['entry of a dict', 'by place', 'by name'])
+@pytest.mark.parametrize('door', DOORS)
+@pytest.mark.parametrize('level', CAST_LEVELS)
+def test_arguments_of_a_module_inside_stay_too(level: str, door: str, way: str) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Denoiser()
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            return self.net(args[0]['x'], args[0]['t']) if way == 'entry of a dict' else self.net(*args, **kwargs)
+
+    net = Around()
+    x = torch.randn(2, 3)
+    args = {'entry of a dict': [{'x': x, 't': STEPS}], 'by place': [x, STEPS], 'by name': [x]}[way]
+    behind(door, net, level, keep_inputs=['timestep'])(*args, **({'timestep': STEPS} if way == 'by name' else {}))
+    assert torch.equal(net.net.embed.seen, STEPS)
+
+
 def test_without_it_they_are_cast() -> None:
     net = amp.initialize(Denoiser(), opt_level='O5', verbosity=0)
     net(torch.randn(2, 3), STEPS)
@@ -165,6 +205,26 @@ def test_masks_are_clamped_to_the_range_with_one_warning(level: str, door: str, 
     assert torch.equal(net.seen.nan_to_num(nan=7.0), expected.nan_to_num(nan=7.0))
     assert net.seen[:2].isfinite().all()
     assert len([line for line in log if 'beyond the range' in line]) == 1
+
+
+@pytest.mark.parametrize('verbosity', [0, 1])
+@pytest.mark.parametrize('around', [None, 'aot_eager'])
+@pytest.mark.parametrize('level', CAST_LEVELS)
+def test_a_mask_that_comes_first_and_late_is_clamped(level: str, around: str | None, verbosity: int) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            hidden = self.embed(ids)
+            return (hidden @ hidden.T + mask).softmax(-1)
+
+    torch._dynamo.reset()
+    net = amp.initialize(Attends(), opt_level=level, verbosity=verbosity)
+    call: Any = net if around is None else torch.compile(net, backend=around)
+    for number in (0.0, torch.finfo(torch.float32).min):
+        assert call(torch.arange(4), torch.full((4, 4), number)).isfinite().all()
 
 
 def test_activations_still_overflow() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,30 @@ def test_other_buffers_that_lose_steps_are_named_once(level: str, door: str, log
     assert "keep_fp32=['0']" in lines[0]
 
 
+@pytest.mark.parametrize('around', [lambda call: call, lambda call: torch.compile(call, backend='aot_eager')])
+@pytest.mark.parametrize('level', CAST_LEVELS)
+def test_masks_that_tables_give_stay_finite(level: str, around: Callable[[nn.Module], Callable[..., Tensor]]) -> None:
+    class Mask(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer('mask', torch.full((4, 4), -1e9).triu(1))
+
+        def forward(self) -> Tensor:
+            return self.mask
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.mask = nn.Linear(4, 4), Mask()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.layer(x) + self.mask()).softmax(-1)
+
+    torch._dynamo.reset()
+    net = amp.initialize(Masked(), opt_level=level, verbosity=0)
+    assert around(net)(torch.ones(4, 4)).isfinite().all()
+
+
 # -- momentum networks -------------------------------------------------------------------------------------------------
 
 
@@ -180,9 +205,9 @@ def test_what_is_kept_is_named_and_what_only_looks_like_it_is_cast(log: list[str
     # frozen layers of adapters, beside one trained layer of their shape
     adapters = nn.ModuleDict({f'base{i}': nn.Linear(4, 4) for i in range(3)} | {'head': nn.Linear(4, 4)})
     frozen(*(adapters[f'base{i}'] for i in range(3)))
-    # a frozen encoder whose layers have the shape of those of a trained one, but not its own
+    # a frozen encoder with more layers than a trained one has
     encoders = nn.ModuleDict(
-        {'text': nn.Sequential(nn.Linear(4, 4)), 'image': nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))}
+        {'text': nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 'image': nn.Sequential(nn.Linear(4, 4))}
     )
     frozen(encoders['text'])
     for net in (layers, adapters, encoders):
@@ -213,6 +238,10 @@ def test_teachers_are_found_inside_of_wrappers_beside_heads_and_in_pairs() -> No
         'wrapped': nn.ModuleDict({'student': body(), 'teacher': Wrapper(module=body())}),
         'without the head': nn.ModuleDict(
             {'student': Wrapper(body=body(), head=nn.Linear(4, 2)), 'teacher': Wrapper(body=body())}
+        ),
+        # BYOL: encoder and projector, and nothing like the predictor
+        'without the last layer': nn.ModuleDict(
+            {'student': nn.Sequential(*body(), nn.Linear(4, 4)), 'teacher': body()}
         ),
         'two': nn.ModuleDict({'student': body(), 'teacher': body(), 'second_teacher': body()}),
     }

@@ -94,6 +94,28 @@ def _go_on(model: Any, wrapper: AmpOptimWrapper, then: str) -> None:
 
 
 @pytest.mark.parametrize('level', LEVELS)
+def test_averages_that_are_evaluated_before_the_first_step_are_taken_out_again(level: str) -> None:
+    def trained(evaluates: bool) -> Tensor:
+        model, wrapper = build(level, lr=0.1)
+        if evaluates:
+            own = [parameter.detach().clone() for parameter in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data * 0.5)
+            model.eval()
+            with torch.no_grad():
+                halved = model(toy.ToyData().images[:8], mode='tensor')
+                assert torch.equal(halved, model(toy.ToyData().images[:8], mode='tensor'))
+            assert torch.equal(model.fc.weight, own[-2] * 0.5)
+            model.train()
+            for parameter, value in zip(model.parameters(), own):
+                parameter.data.copy_(value)
+        step(model, wrapper)
+        return master(wrapper, model)
+
+    assert torch.equal(trained(True), trained(False))
+
+
+@pytest.mark.parametrize('level', LEVELS)
 def test_a_key_encoder_moves_through_data(level: str) -> None:
     """Weights in the optimizer that get no gradient and move by themselves: steps of the others leave them alone."""
     model, wrapper = build(level, lr=0.1)

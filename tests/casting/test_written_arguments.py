@@ -144,6 +144,57 @@ def test_what_a_forward_writes_is_in_the_containers_of_the_caller(
     assert net.block.same
 
 
+@pytest.mark.parametrize('with_gradient', [False, True])
+@pytest.mark.parametrize('door', DOORS)
+@pytest.mark.parametrize('level', LEVELS)
+def test_what_was_not_written_is_not_rounded(level: str, door: str, with_gradient: bool) -> None:
+    class Bank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.row = nn.Parameter(torch.full((3,), 7.0))
+
+        def forward(self, bank: Tensor) -> Tensor:
+            bank[1] = self.row if with_gradient else 7.0
+            return bank.sum()
+
+    bank = torch.tensor([[1000.3, -torch.inf, 1e-9]]).repeat(3, 1)
+    right = bank.clone()
+    right[1] = 7.0
+    net = Bank()
+    behind(door, net, level)(bank)
+    assert torch.equal(bank, right)
+    if with_gradient:
+        bank[1].sum().backward()
+        assert net.row.grad is not None and net.row.grad.float().tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_what_kept_modules_write_is_not_rounded(level: str) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, count: Tensor) -> Tensor:
+            count.add_(1)
+            return self.weight * count
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.counts = nn.Linear(4, 4), Counts()
+
+        def forward(self, x: Tensor, count: Tensor) -> Tensor:
+            return self.stem(x).sum() + self.counts(count) + self.counts(count)
+
+    options: dict[str, Any] = {} if level == 'O0' else {'keep_fp32': ['counts']}
+    net = amp.initialize(Twice(), opt_level=level, verbosity=0, **options)
+    count = torch.tensor(2048.0)
+    for _ in range(3):
+        net(torch.ones(1, 4), count)
+    assert count.item() == 2054
+
+
 @pytest.mark.parametrize('around', ['model', 'function'])
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O4', 'O5'])
 def test_the_same_in_a_whole_graph(level: str, around: str) -> None:

@@ -170,6 +170,16 @@ def test_projects_own_tools(
         assert differences(tested, answer['metrics'], any_nan=True) == []
 
 
+class ParameterTypes(Hook):
+    """Notes the types of the weights during a test."""
+
+    def __init__(self) -> None:
+        self.seen: set[torch.dtype] = set()
+
+    def after_test_iter(self, runner: Runner, *args: Any, **kwargs: Any) -> None:
+        self.seen.update(parameter.dtype for parameter in runner.model.parameters())
+
+
 @pytest.mark.parametrize(
     ('name', 'level', 'words'),
     [
@@ -320,8 +330,9 @@ def test_runner_and_inference_at_the_level(
     cfg.load_from = str(tmp_path / 'run' / 'epoch_1.pth')
     cfg.custom_hooks = [*cfg.custom_hooks, dict(type='amp_wrapper.AmpInferenceHook', opt_level=level)]
     cfg.experiment_name = f'{case.slug}_{level}_test'
-    runner = Runner.from_cfg(cfg)
+    runner, types = Runner.from_cfg(cfg), ParameterTypes()
+    runner.register_hook(types)
     metrics = runner.test()
     assert metrics['types/narrow'] == 0 and metrics['types/seen'] > 0
     if level in CAST:
-        assert CAST[level] in {p.dtype for p in runner.model.parameters()}
+        assert CAST[level] in types.seen

@@ -52,6 +52,7 @@ def test_importing_the_package_leaves_mmengine_alone(words: str) -> None:
         'from amp_wrapper import amp\nfrom mmengine.runner import Runner',
         'from amp_wrapper import AmpMonitorHook',
         'import amp_wrapper.openmmlab.optim_wrapper',
+        'import amp_wrapper.registry',
         'from mmengine import Config\nConfig.fromstring("custom_imports = dict(imports=[\'amp_wrapper\'])", ".py")',
         'from mmengine.registry import HOOKS\nHOOKS.get("amp_wrapper.AmpInferenceHook")',
         # is there an mmengine? That is no import of it
