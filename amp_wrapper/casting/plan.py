@@ -194,7 +194,8 @@ class CastPlan:
         if kept:
             owns = any(True for _ in module.parameters(recurse=False)) or is_parametrized(module)
             if starts or owns:
-                self._kept_modules.append((module, starts, starts and not loss))
+                # a table is named so that its numbers stay exact
+                self._kept_modules.append((module, starts, starts and not loss and not is_table(module)))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._kept_tensors.add(id(tensor))
         elif self.policy.casts_model and not is_root and is_table(module):

@@ -11,6 +11,7 @@ from doors import CAST_LEVELS, DOORS, behind
 from torch import Tensor, nn
 
 from amp_wrapper import AmpOptimWrapper, amp
+from amp_wrapper.policy import LEVELS
 
 
 class Rotary(nn.Module):
@@ -54,6 +55,31 @@ def test_tables_of_modules_without_weights_are_exact(level: str, door: str) -> N
     saved = net.state_dict()['rotary.inv_freq']
     assert saved.dtype is torch.float32
     assert torch.equal(saved, plain.inv_freq)
+
+
+@pytest.mark.parametrize('door', DOORS)
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_table_that_is_named_gives_its_numbers_unrounded(level: str, door: str) -> None:
+    class Points(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer('offset', torch.tensor([0.3]))
+
+        def forward(self) -> Tensor:
+            return torch.arange(300) * 8 + self.offset
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.points = nn.Linear(1, 1), Points()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.points()
+            return self.layer(x)
+
+    net = Net()
+    behind(door, net, level, **({} if level == 'O0' else {'keep_fp32': ['points']}))(torch.ones(1, 1))
+    assert torch.equal(net.seen, torch.arange(300) * 8 + 0.3)
 
 
 @pytest.mark.parametrize('level', CAST_LEVELS)
