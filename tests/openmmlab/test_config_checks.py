@@ -144,6 +144,8 @@ def test_wrappers_that_are_right_or_of_others_pass() -> None:
         cfg = read_config(path)
         config_checks.check_wrappers(cfg)
         config_checks.check_loops(cfg, 'train_cfg', 'val_cfg', 'test_cfg')
+    # as a base of another project gives it
+    config_checks.check_loops(Config(dict(val_cfg=dict(type='ValLoop', _scope_='mmseg'))), 'val_cfg')
 
 
 def test_members_are_named() -> None:
