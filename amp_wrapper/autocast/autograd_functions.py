@@ -10,8 +10,9 @@ import torch
 
 from .. import torch_internals
 from ..errors import AmpUsageError
+from ..policy.copies import Copies
 from ..policy.fp32_registry import Fp32Op
-from ..policy.nested import HALF_TYPES, Copies, cast_tensors
+from ..policy.nested import HALF_TYPES, cast_tensors
 from .call import autocast_off, devices_of, is_narrow, narrowed, tensors_in
 
 _MARK = '_amp_wrapper_fp32'

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..compiler_internals import constant_when_traced, untraced
 from ..policy import said_once
+from ..policy.copies import Copies
 from ..policy.fp32_registry import BCE_WARNING, CLAMPED, FLOAT32, MODEL, WIDEST, Fp32Op
-from ..policy.nested import CASTABLE, HALF_TYPES, Copies, cast_tensors, map_tensors
+from ..policy.nested import CASTABLE, HALF_TYPES, cast_tensors, map_tensors
 from . import graph, graph_region, listening, state
 from .graph_region import GraphRegion
 from .state import AutocastOff, autocast_is_on

@@ -16,7 +16,8 @@ from torch.utils import checkpoint
 
 from .. import compiler_internals
 from ..compiler_internals import constant_when_traced
-from ..policy.nested import CASTABLE, Copies
+from ..policy.copies import Copies
+from ..policy.nested import CASTABLE
 from . import state
 from .state import CASTS
 

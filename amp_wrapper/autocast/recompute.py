@@ -23,7 +23,7 @@ import torch
 from torch.utils import checkpoint
 
 from .. import torch_internals
-from ..policy import nested
+from ..policy import copies
 from . import regions, state
 
 _lock = threading.Lock()
@@ -48,11 +48,11 @@ class Segment:
         now = state.snapshot()
         if self._before is None:
             self._before = now
-            self._originals = [nested.original_of(value) for value in args]
+            self._originals = [copies.original_of(value) for value in args]
         for value, original in zip(args, self._originals):
             # it runs again with detached arguments
             if original is not None and original is not value:
-                nested.keep_original(value, original)
+                copies.keep_original(value, original)
         if now == self._before:
             return self._function(*args, **kwargs)
         with regions.resumed(self._before):

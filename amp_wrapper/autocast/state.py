@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import compiler_internals, graph_internals, torch_internals
-from ..policy.nested import Copies
+from ..policy.copies import Copies
 
 #: The device types that are asked whether autocast is on.
 AUTOCAST_DEVICES = ('cpu', 'cuda', 'xpu', 'mps')

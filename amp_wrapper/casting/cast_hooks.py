@@ -22,7 +22,8 @@ from ..autocast.call import warn_of_loss
 from ..compiler_internals import constant_when_traced, never_compiled, traced_as, untraced
 from ..errors import ScriptingError
 from ..policy import said_once
-from ..policy.nested import CASTABLE, Copies, EnterObject, cast_tensors
+from ..policy.copies import Copies
+from ..policy.nested import CASTABLE, EnterObject, cast_tensors
 from ..torch_internals import forward_pre_hooks
 from . import fp32_values
 from .modules import class_name

@@ -179,14 +179,11 @@ class Fp32Masters(ParamPairs):
     def before_forward(self, trains: bool) -> None:
         """As :meth:`synchronise`; the first time, edits through ``.data`` since the cast count too. No host read.
 
-        A weight whose bits are those after the cast follows its master, any other one is followed.
-
-        Args:
-            trains: Whether gradients are recorded. Before that, no master follows: averaged weights that are evaluated first
-                are taken out again.
+        A weight whose bits are those after the cast follows its master, any other one is followed where the call ``trains``,
+        which it does where gradients are recorded: averages that are evaluated before are taken out again.
         """
         self.synchronise()
-        # what records or transforms the call would do so with this, too: the next one will do
+        # what transforms the call would transform this
         if not self._marks or (self._are_shown and not trains) or in_function_transform(or_mode=True):
             return
         marks, self._marks, self._are_shown = self._marks, {}, True
@@ -198,8 +195,7 @@ class Fp32Masters(ParamPairs):
             if trains:
                 ops.multi_tensor_refresh([weight], [record.tensor.data])
             else:
-                mark = torch.where(is_old, fp32_values.fingerprint(weight), mark)
-                self._marks[id(weight)] = weight._version, mark
+                self._marks[id(weight)] = weight._version, torch.where(is_old, fp32_values.fingerprint(weight), mark)
 
     def _state(self) -> tuple[bytes, bytes, bytes, bytes]:
         return (

@@ -19,7 +19,8 @@ from ..autocast.state import AutocastOff, Region, autocast_is_on
 from ..compiler_internals import constant_when_traced, traced_as
 from ..errors import AmpAttachError, AmpUsageError
 from ..graph_internals import is_fake, trace_anew
-from ..policy.nested import HALF_TYPES, Copies, EnterObject, cast_tensors
+from ..policy.copies import Copies
+from ..policy.nested import HALF_TYPES, EnterObject, cast_tensors
 from ..torch_internals import VERSION, first_pre_hook, forward_hooks, forward_pre_hooks
 from .cast_hooks import AmpHook, CastOutputs
 from .find_hooks import drop_hooks

@@ -63,7 +63,7 @@ NOT_OF_TORCH: frozenset[str] = frozenset(
     numpy._core.multiarray ._reconstruct
     _params_refs _runtime_info _log_scalars
     _getframe _fields _DummyThread _exit
-    _base_ _delete_ _dataloader _evaluator mmcv._ext _unskipped _rank
+    _base_ _delete_ _scope_ _dataloader _evaluator mmcv._ext _unskipped _rank
     _build.json _loss_ _P
     """.split()
 )
