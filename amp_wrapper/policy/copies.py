@@ -62,7 +62,6 @@ class Copies:
         return known[1]
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        # masks are negative. Of data, which come first, what is too large overflows, so that the step is skipped
         is_first = not self._tensors
         if torch.compiler.is_dynamo_compiling():
             return _rounded(tensor, self._target, is_first)
@@ -106,13 +105,14 @@ class Copies:
         return None
 
     def clamped(self) -> bool:
-        """Whether a tensor without a gradient had numbers beyond the range of the type. Syncs."""
-        pairs = [
-            (tensor, _clamped(tensor, self._target, index == 0))
-            for index, (tensor, _, _) in enumerate(self._tensors.values())
-            if not tensor.is_meta
-        ]
-        return any(bool(((fits != tensor) & (tensor == tensor)).any()) for tensor, fits in pairs if fits is not tensor)
+        """Whether a tensor had finite numbers beyond the range of the type that are its largest in the copy. Syncs."""
+        limit = torch.finfo(self._target).max
+        pairs = [(tensor, made) for tensor, made, _ in self._tensors.values() if tensor.layout is torch.strided]
+        return any(
+            bool((tensor.isfinite() & (tensor.abs() > limit) & made.isfinite()).any())
+            for tensor, made in pairs
+            if not tensor.is_meta and not tensor.is_nested and tensor.dtype is not self._target
+        )
 
     def write_back(self, result: Any = None) -> Any:
         """Let what was written to copies reach the originals.
@@ -192,7 +192,22 @@ def original_of(value: Any) -> Tensor | None:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype, is_first: bool = False) -> Tensor:
-    return _clamped(tensor, dtype, is_first).to(dtype)
+    """In another type; finite numbers of a mask or the like beyond its range become its largest, of a first tensor those below.
+
+    Args:
+        tensor: What is cast; where it has a gradient, or is sparse, such numbers become infinite.
+        dtype: The type.
+        is_first: Whether it is the first tensor of the call.
+    """
+    limit = torch.finfo(dtype).max
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    if tensor.requires_grad or not is_dense or limit >= torch.finfo(tensor.dtype).max:
+        return tensor.to(dtype)
+    if is_first:
+        # masks are negative. Of data, which come first, what is too large overflows, so that the step is skipped
+        made = tensor.to(dtype)
+        return torch.where(made.isneginf() & tensor.isfinite(), -limit, made)
+    return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit)).to(dtype)
 
 
 def _unrounded(made: Tensor, original: Tensor) -> Tensor:
@@ -203,21 +218,6 @@ def _unrounded(made: Tensor, original: Tensor) -> Tensor:
         lost = (value - made).nan_to_num(0.0, 0.0, 0.0)
     # the gradient goes through the copy
     return made + lost if made.requires_grad else value
-
-
-def _clamped(tensor: Tensor, dtype: torch.dtype, is_first: bool) -> Tensor:
-    """A mask or the like with finite numbers within the range of a type; what has a gradient as it is.
-
-    Args:
-        tensor: What is cast.
-        dtype: The type.
-        is_first: Whether positive numbers stay.
-    """
-    limit = torch.finfo(dtype).max
-    is_dense = tensor.layout is torch.strided and not tensor.is_nested
-    if tensor.requires_grad or not is_dense or limit >= torch.finfo(tensor.dtype).max:
-        return tensor
-    return torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, None if is_first else limit))
 
 
 _mark_last_tensor = constant_when_traced(graph_internals.mark_last_tensor)
