@@ -132,7 +132,8 @@ def _in_range(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Finite numbers among the arguments that the 16-bit type of the call cannot hold become its largest."""
     values = (*args, *kwargs.values())
-    types = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
+    # tensors of one number have no say in the type of the result
+    types = [v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim()]
     dtype = kwargs.get('dtype') or (types[0] if types else None)
     if dtype not in HALF_TYPES:
         return args, kwargs
@@ -140,10 +141,8 @@ def _in_range(
     for value in values:
         if _is_beyond(value, limit):
             said_once.warn_clamped(_name(function), value, dtype)
-            args = tuple([_limited(v, limit) for v in args])
-            kwargs = {key: _limited(v, limit) for key, v in kwargs.items()}
             break
-    return args, kwargs
+    return tuple([_limited(v, limit) for v in args]), {key: _limited(v, limit) for key, v in kwargs.items()}
 
 
 def _is_beyond(value: Any, limit: float) -> bool:
@@ -151,6 +150,10 @@ def _is_beyond(value: Any, limit: float) -> bool:
 
 
 def _limited(value: Any, limit: float) -> Any:
+    if isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.float32, torch.float64):
+        # what is under torch.where and torch.clamp, which lead here
+        ops = torch.ops.aten
+        return ops.where(value.isinf(), value, ops.clamp(value, -limit, limit))
     return math.copysign(limit, value) if _is_beyond(value, limit) else value
 
 
