@@ -19,7 +19,7 @@ from . import loader
 
 _F = TypeVar('_F', bound=Callable[..., Any])
 
-_FORM = tuple(map(operator.attrgetter, ('shape', 'dtype', 'device')))
+_SHAPE, _DTYPE, _DEVICE = map(operator.attrgetter, ('shape', 'dtype', 'device'))
 #: What each of some dicts held under a name.
 Column = tuple[Sequence[Mapping[str, Any]], str, Sequence[Any]]
 
@@ -53,8 +53,8 @@ def fingerprints(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], 
     Args:
         tensors: Tensors.
         gradients: One for each, or None.
-        are_own: Whether they are the ``.grad`` of each: torch has seen to it that these fit, and without a library only their
-            layout is taken.
+        are_own: Whether they are the ``.grad`` of each. Without a library only half of it is taken then: torch has seen to it
+            that both have one shape, one dtype and one device.
     """
     compiled = loader.library().module
     if compiled is not None:
@@ -64,13 +64,15 @@ def fingerprints(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], 
             # tensor subclasses whose shape is a Python method
             pass
     layouts = [None if gradient is None else gradient.layout for gradient in gradients]
-    there = [] if are_own else [gradient for gradient in gradients if gradient is not None]
-    return _forms(tensors), layouts, _forms(there)
+    there = [gradient for gradient in gradients if gradient is not None]
+    if are_own and compiled is None:
+        return _values(tensors, _SHAPE, _DEVICE), _values(there, _DTYPE), layouts
+    return *(_values(each, _SHAPE, _DTYPE, _DEVICE) for each in (tensors, there)), layouts
 
 
-def _forms(tensors: Sequence[Tensor]) -> list[list[Any]]:
+def _values(tensors: Sequence[Tensor], *attributes: Callable[[Any], Any]) -> list[list[Any]]:
     # one attribute of all in turn: all of one tensor in turn take twice as long
-    return [list(map(attribute, tensors)) for attribute in _FORM]
+    return [list(map(attribute, tensors)) for attribute in attributes]
 
 
 def _compiled(meaning: _F) -> _F:

@@ -87,7 +87,9 @@ class Algorithm(abc.ABC):
         params = worked[0]
         columns = dict(zip(columns, worked), step=steps)
         skip = None if given.get('found_inf') is None else decision[0]
-        self._call_torch(columns, _unscaled(gradients, params, is_plain, decision, given), group, skip)
+        self._call_torch(
+            columns, _unscaled(gradients, params, is_plain and bucket.gradients_fit, decision, given), group, skip
+        )
         if bucket.counts is not None:
             bucket.counts += 1 if skip is None else 1 - skip
         copies = [] if worked is held else list(zip(chain(*held), chain(*worked)))
@@ -119,13 +121,18 @@ def check_bucket(bucket: Bucket, gradients: Tensors) -> None:
     check_partners(bucket.params, bucket.partners)
 
 
-def _unscaled(
-    gradients: Tensors, params: Tensors, is_plain: bool, decision: Tensor, given: Mapping[str, Any]
-) -> Tensors:
-    """Gradients in the types and layouts of ``params``, unscaled and clipped; those that have to change are new."""
+def _unscaled(gradients: Tensors, params: Tensors, fits: bool, decision: Tensor, given: Mapping[str, Any]) -> Tensors:
+    """Gradients in the types and layouts of ``params``, unscaled and clipped; those that have to change are new.
+
+    Args:
+        gradients: Scaled.
+        params: What is stepped.
+        fits: Whether both have the same types, and ``params`` are contiguous.
+        decision: From the prologue.
+        given: What that decided from.
+    """
     found, is_new = gradients, False
-    fits = is_plain and all(map(Tensor.is_contiguous, gradients)) and not any(map(Tensor.is_neg, gradients))
-    if not fits or {*map(_DTYPE, gradients)} != {params[0].dtype}:
+    if not fits or not all(map(Tensor.is_contiguous, gradients)) or any(map(Tensor.is_neg, gradients)):
         own = [_real(gradient).resolve_neg() for gradient in gradients]
         found = [g if g.dtype is p.dtype and is_direct((g, p)) else torch.empty_like(p) for g, p in zip(own, params)]
         is_new = all(map(operator.is_not, found, own))

@@ -120,6 +120,7 @@ class Gatherer:
             [None] * len(stepped) if partners is None else [partners[index] for index in chosen]
         )
         own_group = [group_of[index] for index in chosen]
+        there = [gradient for gradient in gradients if gradient is not None]
         return TensorLists(
             lengths=[len(group['params']) for group in groups],
             names=names,
@@ -127,7 +128,7 @@ class Gatherer:
             parameters=parameters,
             fingerprints=fingerprints(parameters, gradients, partners is None),
             partners=partners,
-            devices=[self._place(device, kinds, stepped, beside, own_group) for device, kinds in places.items()],
+            devices=[self._place(device, kinds, stepped, beside, there, own_group) for device, kinds in places.items()],
             begun=self._begun,
         )
 
@@ -137,10 +138,13 @@ class Gatherer:
         kinds: Mapping[Kind, list[int]],
         stepped: list[Tensor],
         partners: list[Tensor | None],
+        gradients: list[Tensor],
         group_of: list[int],
     ) -> DeviceBucket:
         # those of the fused ops first
-        buckets = [self._bucket(kind, positions, stepped, partners) for kind, positions in sorted(kinds.items())]
+        buckets = [
+            self._bucket(kind, positions, stepped, partners, gradients) for kind, positions in sorted(kinds.items())
+        ]
         fused = [bucket for bucket in buckets if bucket.group is None]
         count = sum(len(group['params']) for group in self._optimizer.param_groups)
         total = sum(len(bucket.params) for bucket in fused)
@@ -163,7 +167,14 @@ class Gatherer:
             decision=self._buffers.rows('decision', device, 1, ops.DECISION)[0],
         )
 
-    def _bucket(self, kind: Kind, positions: list[int], stepped: list[Tensor], partners: list[Tensor | None]) -> Bucket:
+    def _bucket(
+        self,
+        kind: Kind,
+        positions: list[int],
+        stepped: list[Tensor],
+        partners: list[Tensor | None],
+        gradients: list[Tensor],
+    ) -> Bucket:
         group, names = kind
         params = [stepped[position] for position in positions]
         states: list[dict[str, Any]] = []
@@ -195,6 +206,7 @@ class Gatherer:
             steps=columns.get('step', []) if group < 0 else [],
             partners=[p if b is None else b for p, b in zip(params, beside)] if has_partners else [],
             rows=torch.empty(0),
+            gradients_fit=all(gradients[position].dtype is stepped[position].dtype for position in positions),
             counts=counts,
         )
 

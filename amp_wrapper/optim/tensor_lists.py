@@ -30,6 +30,7 @@ class Bucket:
         steps: The step counters that the prologue moves.
         partners: Empty, or one for each.
         rows: What the prologue writes for them.
+        gradients_fit: Whether the gradients have the types of the parameters.
         counts: The memory of all step counters, where torch's function leaves the counting to us.
     """
 
@@ -41,6 +42,7 @@ class Bucket:
     steps: list[Tensor]
     partners: list[Tensor]
     rows: Tensor
+    gradients_fit: bool
     counts: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -144,8 +144,11 @@ def test_fingerprints(walks: ModuleType, device: torch.device) -> None:
     for are_own in (True, False):
         known = walks.fingerprints(two, [plain, None], are_own)
         assert walks.fingerprints([torch.zeros_like(plain), plain], [torch.zeros_like(plain), None], are_own) == known
-        for other in (plain.t(), plain.double()):
-            assert walks.fingerprints([plain, other], [plain, None], are_own) != known
-            assert are_own or walks.fingerprints(two, [other, None], are_own) != known
         for others in ([sparse, None], [None, plain], two):
             assert walks.fingerprints(two, others, are_own) != known
+    known = walks.fingerprints(two, two, False)
+    for other in (plain.t(), plain.double()):
+        assert walks.fingerprints([plain, other], two, False) != known
+        assert walks.fingerprints(two, [plain, other], False) != known
+        # torch lets no gradient be other than its tensor
+        assert walks.fingerprints([plain, other], [plain, other], True) != walks.fingerprints(two, two, True)

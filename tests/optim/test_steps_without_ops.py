@@ -267,3 +267,49 @@ def test_a_step_that_nothing_is_said_about_is_taken_as_it_is(device: torch.devic
         optimizer.step()
     assert update.decision is not None and weight.tolist() == [0.5, 0.5]
     assert list(map(str, update.decision.tolist())) == '0.0 1.0 1.0 inf nan nan 0.0 0.0'.split()
+
+
+@pytest.mark.parametrize('groups', [1, 2])
+@kinds
+def test_what_has_changed_since_the_last_step_is_seen(
+    kind: str, groups: int, device: torch.device, switch: Switch
+) -> None:
+    """What no step can be taken with is told before one is; everything else is stepped as by an optimizer that begins there."""
+    switch(True)
+
+    def build() -> tuple[list[nn.Parameter], Any]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(3, 2, device=device)) for _ in range(2)]
+        split = [{'params': [p]} for p in parameters] if groups == 2 else parameters
+        optimizer = KINDS[kind](split)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return parameters, optimizer
+
+    parameters, optimizer = build()
+    before = copy.deepcopy((parameters, optimizer.state_dict()))
+    for spoil, text in (
+        (lambda p: setattr(p, 'grad', torch.ones_like(p).to_sparse()), 'sparse gradient'),
+        (lambda p: setattr(p, 'data', torch.ones(4, 2, device=device)), 'gradient'),
+    ):
+        parameters, optimizer = build()
+        spoil(parameters[0])
+        with pytest.raises(AmpUsageError, match=text):
+            optimizer.step()
+        assert same_bits(parameters[1], before[0][1])
+    for dtype in (torch.float64, torch.bfloat16):
+        parameters, optimizer = build()
+        for parameter in parameters:
+            parameter.data, parameter.grad = parameter.data.to(dtype), None
+            parameter.grad = torch.ones_like(parameter)
+        other = KINDS[kind](
+            [{'params': [p]} for p in copy.deepcopy(parameters)] if groups == 2 else copy.deepcopy(parameters)
+        )
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for parameter in (p for group in other.param_groups for p in group['params']):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        other.step()
+        theirs = [p for group in other.param_groups for p in group['params']]
+        assert all(map(same_bits, parameters, theirs))
