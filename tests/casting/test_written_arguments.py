@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -193,6 +196,49 @@ def test_what_kept_modules_write_is_not_rounded(level: str) -> None:
     for _ in range(3):
         net(torch.ones(1, 4), count)
     assert count.item() == 2054
+
+
+@pytest.mark.parametrize('is_caught', [True, False])
+@pytest.mark.parametrize('door', DOORS)
+@pytest.mark.parametrize('level', LEVELS)
+def test_what_was_written_before_an_exception_is_there(level: str, door: str, is_caught: bool) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor, aux: dict[str, Tensor]) -> Tensor:
+            aux['calls'] = aux['calls'] + 1
+            if not self.training:
+                raise ValueError('not here')
+            return x * self.scale
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.block = nn.Linear(4, 4), Fails()
+
+        def forward(self, x: Tensor, aux: dict[str, Tensor]) -> Tensor:
+            hidden = self.stem(x)
+            try:
+                return self.block(hidden, aux)
+            except ValueError:
+                if not is_caught:
+                    raise
+                return hidden
+
+    net = Tries()
+    call = behind(door, net, level)
+    aux, x = {'calls': torch.zeros(4)}, torch.ones(2, 4)
+    for count, training in enumerate((True, False, False, True), 1):
+        net.block.train(training)
+        with contextlib.nullcontext() if training or is_caught else pytest.raises(ValueError, match='not here'):
+            call(x, aux)
+        assert aux['calls'].tolist() == [count] * 4
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize('around', ['model', 'function'])
