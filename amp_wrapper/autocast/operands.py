@@ -12,7 +12,7 @@ write, bfloat16 the products as well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .state import SPARE, operands_type
 
 _PRODUCTS = """
     mm addmm addmm_ bmm baddbmm baddbmm_ addbmm addbmm_ mv addmv addmv_ addr addr_ dot vdot
-    tensordot convolution conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding
+    tensordot linalg_multi_dot chain_matmul convolution conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding
     conv_transpose1d conv_transpose2d.input conv_transpose3d.input scaled_dot_product_attention
 """
 _WRITES = 'index_put index_copy index_add index_reduce masked_scatter put scatter.src scatter_add scatter_reduce.two'
@@ -94,10 +94,12 @@ def _kernel(op: Any, is_product: bool) -> Callable[..., Any]:
         # what the op calls has operands of one type
         _reach(False)
         try:
-            dtype = args[0].dtype if into else _half_of(args[:count])
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:count]
+            dtype = args[0].dtype if into else _half_of(given)
             if dtype not in CASTABLE or (is_product and _get_type(SPARE) is not torch.bfloat16):
                 return run(*args, **kwargs)
-            return run(*[_cast(value, dtype) for value in args[:count]], *args[count:], **kwargs)
+            cast = [_cast(value, dtype) for value in given]
+            return run(cast) if given is args[0] else run(*cast, *args[count:], **kwargs)
         finally:
             _reach(True)
 
@@ -106,7 +108,7 @@ def _kernel(op: Any, is_product: bool) -> Callable[..., Any]:
     return kernel
 
 
-def _half_of(operands: tuple[Any, ...]) -> torch.dtype | None:
+def _half_of(operands: Sequence[Any]) -> torch.dtype | None:
     """The 16-bit type among operands of unlike types; None where their types agree."""
     first = operands[0].dtype
     for value in operands:

@@ -37,6 +37,8 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     'addbmm': lambda x, y: torch.addbmm(x, y[None], x[None]),
     'einsum': lambda x, y: torch.einsum('ij,kj->ik', x, y),
     'tensordot': lambda x, y: torch.tensordot(x, y, 1),
+    'multi_dot': lambda x, y: torch.linalg.multi_dot([x, y, x]),
+    'chain_matmul': lambda x, y: torch.chain_matmul(x, y, x),
     'linear': lambda x, y: functional.linear(x, y, y[0]),
     'linear of three dimensions': lambda x, y: functional.linear(x[None], y),
     'conv1d': lambda x, y: functional.conv1d(x[None], y[:, :, None], y[0]),
