@@ -116,19 +116,24 @@ def is_narrow(op: Fp32Op, tensors: Iterable[Tensor]) -> bool:
     return any(tensor.dtype in op.avoids(tensor.device.type) for tensor in tensors if tensor.dtype in HALF_TYPES)
 
 
-def _warn(text: str, tensors: list[Tensor]) -> None:
-    if text and tensors and tensors[0].dtype in HALF_TYPES:
+def _speaks(region: GraphRegion | None) -> bool:
+    return state.is_active(state.SPEAKS) if region is None else region.has(state.SPEAKS)
+
+
+def _warn(text: str, tensors: list[Tensor], region: GraphRegion | None = None) -> None:
+    if text and tensors and tensors[0].dtype in HALF_TYPES and _speaks(region):
         said_once.warn_once(text)
 
 
 def warn_of_loss(module: nn.Module, args: Any, kwargs: Any) -> None:
     """Warn of 16-bit probabilities that a loss is called with, before they are cast: its function sees FP32."""
     if isinstance(module, nn.BCELoss):
-        _warn(BCE_WARNING, tensors_in(args, kwargs))
+        region = graph_region.innermost() if torch.compiler.is_dynamo_compiling() else None
+        _warn(BCE_WARNING, tensors_in(args, kwargs), region)
 
 
 def _in_range(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], region: GraphRegion | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Finite numbers among the arguments that the 16-bit type of the call cannot hold become its largest."""
     values = (*args, *kwargs.values())
@@ -139,7 +144,7 @@ def _in_range(
         return args, kwargs
     limit = torch.finfo(dtype).max
     for value in values:
-        if _is_beyond(value, limit):
+        if _is_beyond(value, limit) and _speaks(region):
             said_once.warn_clamped(_name(function), value, dtype)
             break
     return tuple([_limited(v, limit) for v in args]), {key: _limited(v, limit) for key, v in kwargs.items()}
@@ -206,11 +211,11 @@ def call_in_graph(
         op: As for :func:`call`, as all that follow.
     """
     if op.output == CLAMPED:
-        args, kwargs = _in_range(function, args, kwargs)
+        args, kwargs = _in_range(function, args, kwargs, region)
         return region.run(function, args, kwargs)
     tensors = tensors_in(args[held:], kwargs)
     narrow = is_narrow(op, tensors)
-    _warn(op.warning, tensors)
+    _warn(op.warning, tensors, region)
     if narrow and _writes(function, kwargs):
         # what is written to stays the caller's tensor
         return call(op, function, args, kwargs, held)

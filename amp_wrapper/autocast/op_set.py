@@ -51,6 +51,7 @@ class OpSet:
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``ENTRY_METHODS`` open a region.
         casts: Whether the tables of O1 and O4 act in its regions, and what the user registered.
         operands: Whether products of 16-bit and FP32 operands compute in 16-bit.
+        speaks: Whether forwards may warn.
 
     Attributes:
         keys: What is active, for :func:`amp_wrapper.autocast.regions.enter`.
@@ -62,10 +63,11 @@ class OpSet:
         classes: Iterable[type] = (),
         casts: bool = False,
         operands: bool = False,
+        speaks: bool = True,
     ) -> None:
         self.extra = tuple(dict.fromkeys(Fp32Op(op) if isinstance(op, str) else op for op in extra))
         self.classes = tuple(cls for cls in classes if any(hasattr(cls, name) for name in ENTRY_METHODS))
-        self.casts, self.operands = casts, operands
+        self.casts, self.operands, self.speaks = casts, operands, speaks
         recompute.install()
         patches.add({_config_key(op): op for op in self.extra})
         self.keys = _DEFAULT_KEYS | {_config_key(op) for op in self.extra}
@@ -74,6 +76,8 @@ class OpSet:
             self.keys = (self.keys - set(CAST_OPS)) | {_cast_key(name) for name in CAST_OPS} | {state.CASTS}
         else:
             self.keys |= {state.OPERANDS if operands else state.DESTINATIONS}
+        if speaks:
+            self.keys |= {state.SPEAKS}
         for cls in self.classes:
             for name in ENTRY_METHODS:
                 _wrap_method(cls, name)
@@ -84,26 +88,27 @@ class OpSet:
             dict.fromkeys((*self.classes, *other.classes)),
             self.casts or other.casts,
             self.operands or other.operands,
+            self.speaks or other.speaks,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # another process has to know its names and wrap its methods, too
-        return OpSet, (self.extra, self.classes, self.casts, self.operands)
+        return OpSet, (self.extra, self.classes, self.casts, self.operands, self.speaks)
 
 
 # module of an attached model -> its set. Copies are not in it: they open regions at their root's hooks.
 _attached: WeakKeyDictionary[nn.Module, OpSet] = WeakKeyDictionary()
 
 
-def attach(modules: Iterable[nn.Module], ops: OpSet, speaks: bool = True) -> None:
+def attach(modules: Iterable[nn.Module], ops: OpSet) -> None:
     """Let the ``ENTRY_METHODS`` of these modules open a region, when they are called outside of any forward pass.
 
     Args:
         modules: Of one model.
         ops: What is active in it.
-        speaks: Whether its forwards may warn.
     """
-    said_once.begin(speaks)
+    if ops.speaks:
+        said_once.begin()
     for module in modules:
         known = _attached.get(module)
         _attached[module] = ops if known is None else known | ops

@@ -31,6 +31,8 @@ CASTS = '@casts'
 OPERANDS = '@operands'
 #: Active in a region without CASTS: what is written into a tensor takes its type.
 DESTINATIONS = '@destinations'
+#: Active in a region of a model whose forwards may warn.
+SPEAKS = '@speaks'
 #: A kind of device that no tensor has: whether :mod:`.operands` acts is its autocast, and its type says what acts.
 SPARE = 'ipu'
 
@@ -151,7 +153,7 @@ def depth() -> int:
 
 
 def is_active(key: str) -> bool:
-    """Whether an entry of the FP32 registry is active on this thread."""
+    """Whether an entry of the FP32 registry, or one of the names above, is active on this thread."""
     if thread.overruled:
         return False
     regions = thread.regions

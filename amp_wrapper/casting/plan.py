@@ -141,7 +141,7 @@ class CastPlan:
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
             classes = sorted({type(m) for m in self._modules()}, key=lambda cls: f'{cls.__module__}.{cls.__qualname__}')
-            self.ops = OpSet(policy.fp32_ops, classes, casts=self.casts_ops, operands=policy.casts_model)
+            self.ops = OpSet(policy.fp32_ops, classes, self.casts_ops, policy.casts_model, policy.verbosity >= 1)
 
     @property
     def casts_ops(self) -> bool:
@@ -317,7 +317,7 @@ class CastPlan:
         if policy.cast_model_type is not None or policy.runs_16_bit:
             attached_modules.watch(watched, policy)
         if self.ops is not None:
-            op_set.attach(watched, self.ops, policy.verbosity > 0)
+            op_set.attach(watched, self.ops)
             if not policy.casts_model:
                 for module, starts, gives_back in self._kept_modules:
                     if region_on(module, FP32) is None:

@@ -10,19 +10,11 @@ from ..compiler_internals import constant_when_traced
 
 logger = logging.getLogger('amp_wrapper')
 _said: set[str] = set()
-_speaks = False
 
 
-def begin(speaks: bool) -> None:
-    """Another model is prepared: what was said before may be said of it, too.
-
-    Args:
-        speaks: Whether something is to be said of it. Where nothing is, that leaves other models alone.
-    """
-    global _speaks
-    if speaks:
-        _said.clear()
-        _speaks = True
+def begin() -> None:
+    """Another model is prepared: what was said before may be said of it, too."""
+    _said.clear()
 
 
 def pass_over(text: str) -> None:
@@ -38,7 +30,7 @@ def warn_once(text: str, kind: str = '') -> bool:
         text: Of the warning.
         kind: What counts as the same warning; the text itself by default.
     """
-    if _speaks and (kind or text) not in _said:
+    if (kind or text) not in _said:
         _said.add(kind or text)
         logger.warning('amp: %s', text)
     return True

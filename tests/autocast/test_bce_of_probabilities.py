@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from toy_forward import APIS, TYPES, Inside, forward
 
 from amp_wrapper import amp
-from amp_wrapper.policy import said_once
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -71,10 +70,9 @@ def test_nothing_is_said_of_fp32_or_where_all_is_silent(
     verbosity: int,
     api: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # as in a process where no other model speaks
-    monkeypatch.setattr(said_once, '_speaks', False)
+    # another model speaks
+    amp.initialize(Inside(torch.sin), opt_level='O4', verbosity=1)
     with caplog.at_level('WARNING', 'amp_wrapper'):
         forward(Scored(kind, wide), torch.randn(4, 8), level, api, verbosity)
     assert said(caplog) == []
@@ -88,10 +86,14 @@ def test_in_a_graph_as_outside(level: str, caplog: pytest.LogCaptureFixture) -> 
         return F.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid())
 
     x = torch.randn(4, 8)
-    model = amp.initialize(Inside(body), opt_level=level, verbosity=1)
-    with caplog.at_level('WARNING', 'amp_wrapper'):
-        loss = torch.compile(model, backend='aot_eager', fullgraph=True)(x)
-    assert len(said(caplog)) == 1 and torch.equal(loss, model(x))
+    for verbosity in (1, 0, 1):
+        caplog.clear()
+        # another model speaks
+        amp.initialize(Inside(body), opt_level=level, verbosity=1)
+        model = amp.initialize(Inside(body), opt_level=level, verbosity=verbosity)
+        with caplog.at_level('WARNING', 'amp_wrapper'):
+            loss = torch.compile(model, backend='aot_eager', fullgraph=True)(x)
+        assert len(said(caplog)) == verbosity and torch.equal(loss, model(x))
 
 
 @pytest.mark.parametrize('allowed', [False, True])

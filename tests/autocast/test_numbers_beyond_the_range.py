@@ -78,6 +78,8 @@ def test_one_warning_for_a_model(api: str, caplog: pytest.LogCaptureFixture) -> 
 
     for verbosity in (0, 1, 1):
         caplog.clear()
+        # another model speaks
+        amp.initialize(Inside(body), opt_level='O2', verbosity=1)
         with caplog.at_level('WARNING', 'amp_wrapper'):
             forward(Inside(body), torch.randn(8, 8), 'O2', api, verbosity)
         said = [record.getMessage() for record in caplog.records if 'beyond the range' in record.getMessage()]
