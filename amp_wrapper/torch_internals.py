@@ -316,6 +316,10 @@ def watch_clipping(see: Callable[[Sequence[Tensor], int], None]) -> None:
     functions._group_tensors_by_device_and_dtype = watched
 
 
+#: One fused step of SGD, for lists of one device and type: torch.optim's function sorts them first, at every step. Since 2.3.
+fused_sgd: Callable[..., None] = torch._fused_sgd_
+
+
 def step_pre_hooks(optimizer: Optimizer) -> _Hooks | None:
     """The hooks before the step of one optimizer; None where its class does not call the constructor of torch's. Since 2.0."""
     return getattr(optimizer, '_optimizer_step_pre_hooks', None)

@@ -23,8 +23,9 @@ from .tensor_lists import Bucket, DeviceBucket, TensorLists
 FUSED = (torch.float32, *HALF_TYPES)
 REAL = (torch.float32, torch.float64, *HALF_TYPES)
 COMPLEX = (torch.complex64, torch.complex128)
-#: The group of parameters that torch's own functions step, or -1; and the state that they need.
-Kind = tuple[int, tuple[str, ...]]
+DOUBLE = (torch.float64, torch.complex128)
+#: The group of parameters that torch's own functions step, or -1; the state that they need; and whether it has 64 bits.
+Kind = tuple[int, tuple[str, ...], bool]
 
 
 class Buffers:
@@ -98,9 +99,9 @@ class Gatherer:
         for index in chosen:
             self._check(index, parameters[index], gradients[index], names[group_of[index]])
         served = ops.compiled_devices()
-        # torch's own functions take the hyper-parameters of one group
+        # torch's own functions take the hyper-parameters of one group, and tensors of one type
         kinds = [
-            (-1 if p.dtype in FUSED and p.device.type in served else group, names[group])
+            (-1 if p.dtype in FUSED and p.device.type in served else group, names[group], p.dtype in DOUBLE)
             for p, group in ((parameters[index], group_of[index]) for index in chosen)
         ]
         places: dict[torch.device, dict[Kind, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -162,7 +163,7 @@ class Gatherer:
             rows=rows,
             steps=[step for bucket in buckets for step in bucket.steps],
             groups=torch.tensor(
-                [group_of[i] for bucket in fused for i in kinds[-1, tuple(bucket.columns)]], dtype=torch.int64
+                [group_of[i] for bucket in fused for i in kinds[-1, tuple(bucket.columns), False]], dtype=torch.int64
             ),
             decision=self._buffers.rows('decision', device, 1, ops.DECISION)[0],
         )
@@ -175,7 +176,7 @@ class Gatherer:
         partners: list[Tensor | None],
         gradients: list[Tensor],
     ) -> Bucket:
-        group, names = kind
+        group, names, _ = kind
         params = [stepped[position] for position in positions]
         states: list[dict[str, Any]] = []
         columns: dict[str, list[Tensor]] = {name: [] for name in names}

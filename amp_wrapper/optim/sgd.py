@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, sgd
+from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from .. import ops
 from ..compiler_internals import untraced
+from ..torch_internals import fused_sgd
 from .algorithm import Algorithm, Columns, Tensors
 from .fused import FusedOptimizer
 from .tensor_lists import Bucket
@@ -50,15 +51,16 @@ class _Sgd(Algorithm):
         words: dict[str, Any] = {name: float(group[name]) for name in ('momentum', 'weight_decay')}
         words |= {name: bool(group[name]) for name in ('nesterov', 'maximize')}
         params, steps, dampening = columns['params'], columns.get('step', []), float(group['dampening'])
-        # a momentum of zeros becomes the first gradient
-        buffers = [*columns.get('momentum_buffer', [None] * len(params))]
         if steps and dampening != 0:
             # the first gradient is not dampened, and only the device knows which it is
             decay, words['weight_decay'] = words['weight_decay'], 0.0
             kept = 1 - dampening * (torch.stack(steps) > 0)
             grads = list(torch._foreach_add(grads, params, alpha=-decay if words['maximize'] else decay))
             torch._foreach_mul_(grads, list(kept.unbind()))
-        sgd.sgd(params, grads, buffers, lr=group['lr'], dampening=0.0, fused=True, found_inf=skip, **words)
+        # a momentum of zeros becomes the first gradient
+        buffers = columns.get('momentum_buffer', [])
+        words |= dict(lr=group['lr'], dampening=0.0, is_first_step=False, found_inf=skip)
+        fused_sgd(params, grads, buffers, **words)
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):

@@ -57,14 +57,19 @@ def switch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 class OpCount(TorchDispatchMode):
-    """Counts what is computed."""
+    """Counts what is computed, and notes the types of the tensors of each fused step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.types: list[set[torch.dtype]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.__name__.split('.')[0]] += 1
+        name = func.__name__.split('.')[0]
+        self.calls[name] += 1
+        if name.startswith('_fused_'):
+            # the steps of Adam are float32 always
+            self.types.append({tensor.dtype for tensors in args[:3] for tensor in tensors})
         return func(*args, **(kwargs or {}))
 
 
@@ -126,6 +131,25 @@ def agree(one: Any, other: Any, path: str = '') -> None:
             torch.testing.assert_close(one, other, rtol=2e-2 if half else 1e-3, atol=2e-3 if half else 1e-4, msg=path)
     elif isinstance(one, (list, tuple)):
         agree(dict(enumerate(one)), dict(enumerate(other)), path)
+
+
+@pytest.mark.parametrize('away', [False, True])
+@kinds
+def test_all_types_in_one_group(kind: str, away: bool, device: torch.device, switch: Switch) -> None:
+    """As each in a group of its own; torch's kernels for GPUs take one type at a time."""
+    switch(away)
+    types = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16)
+    together = [nn.Parameter(torch.ones(5, dtype=dtype, device=device)) for dtype in types * 2]
+    apart = [nn.Parameter(p.detach().clone()) for p in together]
+    optimizers = KINDS[kind](together), KINDS[kind]([dict(params=[p]) for p in apart])
+    for step in range(3):
+        for p, q in zip(together, apart):
+            p.grad, q.grad = torch.full_like(p, step + 0.5), torch.full_like(q, step + 0.5)
+        with OpCount() as count:
+            for optimizer in optimizers:
+                optimizer.step()
+        assert count.types and all(len(types) == 1 for types in count.types)
+    assert all(torch.equal(p, q) and not torch.equal(p, torch.ones_like(p)) for p, q in zip(together, apart))
 
 
 @pytest.mark.parametrize('api', ['amp', 'wrapper'])

@@ -62,6 +62,22 @@ def test_graph_task_id() -> None:
     assert torch_internals.graph_task_id() == -1
 
 
+def test_fused_sgd() -> None:
+    """As what leads to it."""
+    words = dict(lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True)
+    p = nn.Parameter(torch.randn(5))
+    optimizer = torch.optim.SGD([p], fused=True, **words)  # type: ignore[arg-type]
+    alone, momentum = p.detach().clone(), torch.zeros(5)
+    for skip in (0, 0, 1, 0):
+        found = torch.full((), float(skip))
+        p.grad = torch.randn(5)
+        optimizer.found_inf = found  # type: ignore[attr-defined]
+        optimizer.step()
+        rest = dict(dampening=0.0, maximize=False, is_first_step=False, found_inf=found)
+        torch_internals.fused_sgd([alone], [p.grad], [momentum], **words, **rest)
+        assert torch.equal(p, alone)
+
+
 def test_watch_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both functions, also under a name of their own; not in compiled code, and not where torch lacks the name. The norm
     itself is taken first, and writes nothing."""
