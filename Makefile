@@ -126,7 +126,7 @@ test-grids: $(VENV)/.dev
 	$(TRY) -m 'grid and not long' $(PYTEST_ARGS)
 
 test-long: $(VENV)/.dev
-	$(TRY) -m long $(PYTEST_ARGS)
+	$(TRY) --full -m long $(PYTEST_ARGS)
 
 test-all: test
 	$(MAKE) --no-print-directory test-grids test-long

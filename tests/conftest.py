@@ -13,12 +13,13 @@ from pathlib import Path
 # before torch starts its threads: two workers on two cores, and bit-exact sums that do not depend on their number
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 # processes that tests start import what the tests share, too
-SUPPORT = str(Path(__file__).parent / 'support')
-if SUPPORT not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
-    os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [SUPPORT, os.environ.get('PYTHONPATH')]))
+SHARED = [str(Path(__file__).parent / folder) for folder in ('lib', 'support')]
+if SHARED[0] not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
+    os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [*SHARED, os.environ.get('PYTHONPATH')]))
 
 from collections.abc import Iterator
 
+import pairs
 import pytest
 import torch
 import torch._dynamo
@@ -33,9 +34,11 @@ from amp_wrapper.ops import loader
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption('--device', default='cpu', choices=('cpu', 'cuda'), help='where tensors live')
+    parser.addoption('--full', action='store_true', help='all combinations where others try pairs; and what takes long')
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    pairs.full = config.getoption('--full')
     absent = missing()
     if find_spec('mmengine') is not None:
         # tests read checkpoints of runners, whose classes torch.load knows by this
@@ -44,8 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SkipsWhatLacksAPackage(absent))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What starts compilers and whole trainings comes first, so that no worker is left alone with it at the end."""
+    if not config.getoption('--full'):
+        items[:] = [item for item in items if item.get_closest_marker('long') is None]
     long = {'system', 'tools', 'distributed', 'test_cuda_kernels'}
     items.sort(key=lambda item: long.isdisjoint((item.path.parent.name, item.path.stem)))
 

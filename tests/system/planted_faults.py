@@ -1,37 +1,35 @@
-"""Plants faults, one after the other, and asks the tests whether they notice.
+"""Plants faults in a copy of the tree, one after the other, and runs the tests that should notice: red is good.
 
-``python tests/system/planted_faults.py [--only NAME ...]``: each fault of ``data/planted_faults.toml`` takes a protection away.
-It is planted in a copy of the tree, the tests that should notice are run there, and red is good. ``--green`` runs the same
-tests on the copy without a fault first: they have to be green.
-
-Files move and tests are sorted anew, so neither is found by its path. A fault is found by its text, which has to stand in
-exactly one place of the package and ``csrc``; how it is wrapped over lines does not matter. Its tests are found by the names of
-their files, wherever below ``tests`` these lie. What is not found is 'stale': the list has to follow.
+``python tests/system/planted_faults.py [--only NAME ...]`` plants those of ``tests/faults``, which are found by their text.
+``--random COUNT --room ROOM --tests PATH ...`` changes an operator, a constant or a branch at random places of a room instead.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import copy
 import dataclasses
-import datetime
+import functools
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 try:
     import tomllib
 except ImportError:  # Python 3.10, where pytest brings it
     import tomli as tomllib
 
-ROOT = next(folder for folder in Path(__file__).parents if (folder / 'pyproject.toml').exists())
-LIST = ROOT / 'tests' / 'data' / 'planted_faults.toml'
-SOURCES = ('amp_wrapper', 'csrc')
+ROOT = Path(__file__).resolve().parents[2]
+LISTS = ROOT / 'tests' / 'faults'
 #: Tests with environments of their own.
 APART = {'downstream', 'foreign_packages'}
 #: What a copy leaves out: nothing of it is needed, or it is made anew.
@@ -47,11 +45,20 @@ LEFT_OUT = (
     '.hypothesis',
     'work_dirs',
 )
+_OPPOSITES: dict[type[ast.AST], Any] = {
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult, ast.And: ast.Or, ast.Or: ast.And,
+}  # fmt: skip
+
+
+class StaleFault(Exception):
+    """The list does not fit the tree any more."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One replacement of a piece of code; the head of the list says what the words mean."""
+    """One replacement of a piece of code; ``tests/faults/README.md`` explains the rest."""
 
     name: str
     room: str
@@ -64,134 +71,126 @@ class Fault:
     reference: bool = False
     builds: bool = False
 
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds the code however it is wrapped over lines."""
+        return re.compile(r'\s+'.join(map(re.escape, self.old.split())))
 
-FAULTS = [Fault(**words) for words in tomllib.loads(LIST.read_text())['fault']]
+    def find(self, tree: Path) -> Path:
+        """The one file that has the code.
 
+        Raises:
+            StaleFault: None has it, or it is in several places.
+        """
+        counts = {path: len(self.pattern.findall(text)) for path, text in texts(tree).items()}
+        found = {path: count for path, count in counts.items() if count}
+        if len(found) != 1 or (sum(found.values()) > 1 and not self.everywhere):
+            raise StaleFault(f'its text is in {[f"{path.relative_to(tree)} ({n})" for path, n in found.items()]}')
+        return next(iter(found))
 
-class Stale(Exception):
-    """The list does not fit the tree any more."""
+    def arguments(self, tree: Path) -> list[str]:
+        """What pytest is given.
 
-
-def pattern(text: str) -> re.Pattern[str]:
-    """Finds a piece of code however it is wrapped over lines."""
-    return re.compile(r'\s+'.join(map(re.escape, text.split())))
-
-
-def sources(tree: Path) -> Iterator[Path]:
-    for folder in SOURCES:
-        for path in sorted((tree / folder).rglob('*')):
-            if path.suffix in ('.py', '.h', '.inl', '.cpp', '.cuh', '.cu'):
-                yield path
-
-
-def find(tree: Path, fault: Fault) -> Path:
-    """The one file that the text of a fault stands in.
-
-    Raises:
-        Stale: It stands nowhere, or in several places.
-    """
-    wanted = pattern(fault.old)
-    found = [(path, len(wanted.findall(path.read_text()))) for path in sources(tree)]
-    found = [(path, count) for path, count in found if count]
-    if not found:
-        raise Stale('its text is not there')
-    if len(found) > 1 or (found[0][1] > 1 and not fault.everywhere):
-        places = ', '.join(f'{path.relative_to(tree)} ({count})' for path, count in found)
-        raise Stale(f'its text is not unique: {places}')
-    return found[0][0]
+        Raises:
+            StaleFault: There is no file of such a name.
+        """
+        paths = []
+        for name in self.tests.split():
+            found = [path for path in sorted((tree / 'tests').rglob(name)) if not APART & set(path.parts)]
+            if not found:
+                raise StaleFault(f'there is no {name} below tests')
+            paths += map(str, found)
+        return [*paths, *(['-k', self.only] if self.only else [])]
 
 
-def tests_of(tree: Path, fault: Fault) -> list[str]:
-    """The arguments for pytest.
-
-    Raises:
-        Stale: There is no file of such a name.
-    """
-    paths = []
-    for name in fault.tests.split():
-        found = sorted(path for path in (tree / 'tests').rglob(name) if not APART & set(path.parts))
-        if not found:
-            raise Stale(f'there is no {name} below tests')
-        paths += map(str, found)
-    return [*paths, *(['-k', fault.only] if fault.only else [])]
+def read_faults() -> list[Fault]:
+    """All of ``tests/faults``."""
+    lists = {path.stem: tomllib.loads(path.read_text()) for path in sorted(LISTS.glob('*.toml'))}
+    return [Fault(room=room, **words) for room, content in lists.items() for words in content['fault']]
 
 
-def run(tree: Path, fault: Fault) -> tuple[str, str]:
-    """Run the tests of a fault: 'red', 'green', 'stale' or 'broken', and what pytest says in a line."""
-    if fault.builds:
-        done = _called(tree, fault, [sys.executable, 'setup.py', 'build_ext', '--inplace'])
-        if done.returncode:
-            return 'broken', 'the ops cannot be built: ' + done.stderr.strip().splitlines()[-1][:200]
-    command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', *tests_of(tree, fault)]
-    done = _called(tree, fault, command)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    failed = [line for line in lines if line.startswith(('FAILED', 'ERROR'))]
-    said = (failed or lines or ['nothing'])[-1]
-    if done.returncode == 5:
-        return 'stale', f'no test is called {fault.only!r}'
-    if done.returncode not in (0, 1):
-        return 'broken', (done.stderr.strip().splitlines() or [said])[-1]
-    # a fault that cannot be imported says nothing about the tests; one may show when a test is over, as an error
-    broken = done.returncode == 1 and not any('::' in line for line in failed)
-    return ('broken' if broken else 'red' if done.returncode else 'green'), said.removeprefix('FAILED ').removeprefix(
-        'ERROR '
-    )
+@functools.cache
+def texts(tree: Path) -> dict[Path, str]:
+    """The files that faults are planted in, as they were at first."""
+    paths: Iterator[Path] = (path for folder in ('amp_wrapper', 'csrc') for path in sorted((tree / folder).rglob('*')))
+    return {path: path.read_text() for path in paths if path.suffix in ('.py', '.h', '.inl', '.cpp', '.cuh', '.cu')}
 
 
-def _called(tree: Path, fault: Fault, command: list[str]) -> subprocess.CompletedProcess[str]:
+def call(tree: Path, command: list[str], reference: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a command of Python in a tree."""
     environment = {**os.environ, 'PYTHONPATH': str(tree), 'PYTHONDONTWRITEBYTECODE': '1', 'OMP_NUM_THREADS': '1'}
-    if fault.reference:
+    if reference:
         environment['AMP_WRAPPER_OPS'] = 'reference'
+    command = [sys.executable, *command]
     return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=1200, check=False)
 
 
-def try_fault(tree: Path, fault: Fault, green: bool = False) -> tuple[str, str, str]:
-    """Plant a fault, run its tests and take it out again.
+def run_tests(tree: Path, arguments: list[str], reference: bool = False) -> tuple[str, str]:
+    """Run tests: 'red', 'green' or 'broken', and what pytest says in a line."""
+    done = call(tree, ['-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', *arguments], reference)
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    failed = [line for line in lines if line.startswith(('FAILED', 'ERROR'))]
+    said = (failed or lines or done.stderr.splitlines() or ['nothing'])[-1]
+    if done.returncode in (0, 1) and (done.returncode == 0 or any('::' in line for line in failed)):
+        return ('red' if done.returncode else 'green'), said
+    # what cannot be imported says nothing about the tests
+    return 'broken', said
 
-    Returns:
-        What became of it, the file it was planted in, and a line about it.
-    """
+
+def try_fault(tree: Path, fault: Fault, green: bool = False) -> tuple[str, str]:
+    """Plant a fault, run its tests, and take it out again: what became of it, and a line about it."""
     try:
-        path = find(tree, fault)
-        tests_of(tree, fault)
-    except Stale as error:
-        return 'stale', '', str(error)
-    where = str(path.relative_to(tree))
+        path, arguments = fault.find(tree), fault.arguments(tree)
+    except StaleFault as error:
+        return 'stale', str(error)
     if green:
-        state, said = run(tree, fault)
+        state, said = run_tests(tree, arguments, fault.reference)
         if state != 'green':
-            return f'{state} without it', where, said
+            return f'{state} without it', said
     text = path.read_text()
     libraries = {library: library.read_bytes() for library in tree.rglob('*.so')} if fault.builds else {}
-    path.write_text(pattern(fault.old).sub(lambda _: fault.new, text))
+    path.write_text(fault.pattern.sub(lambda _: fault.new, text))
     try:
-        return (*(result := run(tree, fault))[:1], where, result[1])
+        if fault.builds and call(tree, ['setup.py', 'build_ext', '--inplace']).returncode:
+            return 'broken', 'the ops cannot be built'
+        return run_tests(tree, arguments, fault.reference)
     finally:
         path.write_text(text)
         for library, content in libraries.items():
             library.write_bytes(content)
 
 
-def table(rows: Iterable[tuple[Fault, str, str, str]]) -> str:
-    """The result as a page."""
-    rows = list(rows)
-    red = sum(state == 'red' for _, state, _, _ in rows)
-    lines = [
-        '# Planted faults',
-        '',
-        f'{datetime.date.today()}, `python tests/system/planted_faults.py`: {red} of {len(rows)} are noticed. Each takes one '
-        'protection away; the test named is the first that fails.',
-        '',
-        '| room | fault | what is protected | file | noticed | by |',
-        '| --- | --- | --- | --- | --- | --- |',
-    ]
-    for fault, state, where, said in sorted(rows, key=lambda row: row[0].room):
-        test = said.partition(' - ')[0].rpartition('/')[2] if state == 'red' else said
-        test = f'`{test}`' if state == 'red' else test
-        file = f'`{where.removeprefix("amp_wrapper/")}`'
-        cells = (fault.room, fault.name, fault.promise, file, 'yes' if state == 'red' else f'**{state}**', test)
-        lines.append('| ' + ' | '.join(cell.replace('|', '\\|') for cell in cells) + ' |')
-    return '\n'.join([*lines, ''])
+def mutations(text: str) -> Iterator[tuple[ast.expr, str]]:
+    """Expressions of a source, and what may stand there instead."""
+    for node in ast.walk(ast.parse(text)):
+        place = node.test if isinstance(node, (ast.If, ast.IfExp)) else node
+        changed = copy.deepcopy(place)
+        if isinstance(node, (ast.If, ast.IfExp)):
+            changed = ast.UnaryOp(ast.Not(), node.test)
+        elif isinstance(changed, ast.Compare) and type(changed.ops[0]) in _OPPOSITES:
+            changed.ops[0] = _OPPOSITES[type(changed.ops[0])]()
+        elif isinstance(changed, (ast.BoolOp, ast.BinOp)) and type(changed.op) in _OPPOSITES:
+            changed.op = _OPPOSITES[type(changed.op)]()
+        elif isinstance(changed, ast.Constant) and isinstance(changed.value, (int, float)):
+            changed.value = not changed.value if isinstance(changed.value, bool) else changed.value + 1
+        else:
+            continue
+        assert isinstance(place, ast.expr)
+        yield place, f'({ast.unparse(changed)})'
+
+
+def random_faults(room: str, count: int, seed: int) -> Iterator[tuple[str, str, str]]:
+    """Relative paths, their changed texts, and what was changed."""
+    sources = {path: text for path, text in texts(ROOT).items() if path.is_relative_to(ROOT / 'amp_wrapper' / room)}
+    places = [(path, *place) for path, text in sources.items() if path.suffix == '.py' for place in mutations(text)]
+    for path, node, new in random.Random(seed).sample(places, min(count, len(places))):
+        lines = sources[path].encode().splitlines(keepends=True)
+        assert node.end_lineno is not None and node.end_col_offset is not None
+        begin = len(b''.join(lines[: node.lineno - 1])) + node.col_offset
+        end = len(b''.join(lines[: node.end_lineno - 1])) + node.end_col_offset
+        source = b''.join(lines)
+        what = f'{path.relative_to(ROOT)}:{node.lineno} {source[begin:end].decode()} -> {new}'
+        yield str(path.relative_to(ROOT)), (source[:begin] + new.encode() + source[end:]).decode(), what
 
 
 def main() -> None:
@@ -199,40 +198,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--only', nargs='+', default=[], help='names, or rooms, of faults')
     parser.add_argument('--green', action='store_true', help='run the tests without the fault, too')
-    parser.add_argument('--find', action='store_true', help='say where faults would be planted, and run nothing')
-    parser.add_argument('--table', type=Path, help='write the result there')
+    parser.add_argument('--random', type=int, default=0, help='how many faults to choose at random')
+    parser.add_argument('--room', default='', help='of those')
+    parser.add_argument('--tests', nargs='+', default=[], help='of those: what pytest runs')
+    parser.add_argument('--seed', type=int, default=0, help='of those')
     args = parser.parse_args()
-    chosen = [fault for fault in FAULTS if not args.only or {fault.name, fault.room} & set(args.only)]
-    if not chosen:
-        raise SystemExit(f'no fault is called {" or ".join(args.only)}')
-    if args.find:
-        stale = 0
-        for fault in chosen:
-            try:
-                tests_of(ROOT, fault)
-                print(f'{fault.name}: {find(ROOT, fault).relative_to(ROOT)}')
-            except Stale as error:
-                stale += 1
-                print(f'{fault.name}: stale: {error}')
-        raise SystemExit(1 if stale else 0)
-    rows = []
+    states = []
     with tempfile.TemporaryDirectory(prefix='planted-') as folder:
         tree = Path(folder) / 'tree'
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*LEFT_OUT))
-        for fault in chosen:
-            begin = time.monotonic()
-            state, where, said = try_fault(tree, fault, args.green)
-            rows.append((fault, state, where, said))
-            print(
-                f'{state:8} {fault.name} ({where or fault.room}, {time.monotonic() - begin:.0f} s): {said[:160]}',
-                flush=True,
-            )
-    page = table(rows)
-    if args.table:
-        args.table.write_text(page)
-    wrong = [fault.name for fault, state, _, _ in rows if state != 'red']
-    print(f'\n{len(rows) - len(wrong)} of {len(rows)} red' + (f'; not: {", ".join(wrong)}' if wrong else ''))
-    raise SystemExit(1 if wrong else 0)
+
+        def note(result: tuple[str, str], what: str, begin: float) -> None:
+            states.append((result[0], what))
+            print(f'{result[0]:7} {what} ({time.monotonic() - begin:.0f} s): {result[1][:160]}', flush=True)
+
+        for place, text, what in random_faults(args.room, args.random, args.seed) if args.random else ():
+            begin, before = time.monotonic(), (tree / place).read_text()
+            (tree / place).write_text(text)
+            note(run_tests(tree, args.tests), what, begin)
+            (tree / place).write_text(before)
+        for fault in () if args.random else read_faults():
+            if not args.only or {fault.name, fault.room} & set(args.only):
+                begin = time.monotonic()
+                note(try_fault(tree, fault, args.green), f'{fault.room}: {fault.name}', begin)
+    # what cannot even be imported is noticed
+    missed = [what for state, what in states if state != 'red' and not (args.random and state == 'broken')]
+    print(f'\n{len(states) - len(missed)} of {len(states)} are noticed')
+    print('\n'.join(missed))
+    raise SystemExit(1 if missed else 0)
 
 
 if __name__ == '__main__':
