@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import on_ranks
 import pytest
 import ranks
 import torch
@@ -23,3 +24,20 @@ def four_ranks(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -
     group = ranks.Group(tmp_path_factory.mktemp('ranks'), device, world=4)
     yield group
     group.close()
+
+
+@pytest.fixture(scope='session')
+def ranks_of(
+    tmp_path_factory: pytest.TempPathFactory, device: torch.device
+) -> Iterator[Callable[[int], on_ranks.Group]]:
+    """Gives the group of so many ranks, which the first test that asks for it starts."""
+    groups: dict[int, on_ranks.Group] = {}
+
+    def group(world: int) -> on_ranks.Group:
+        if world not in groups:
+            groups[world] = on_ranks.Group(tmp_path_factory.mktemp('ranks'), device, world)
+        return groups[world]
+
+    yield group
+    for each in groups.values():
+        each.close()

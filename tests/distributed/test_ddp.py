@@ -1,121 +1,507 @@
-"""Several processes: one model on all ranks, whatever DDP, the levels and the gradients do. Checked by exit codes."""
+"""What may be set at DistributedDataParallel, put into or around it, changed after the start, or is refused."""
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
+import os
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
-import ranks
 import torch
-from grid import but, grid, long
-
-pytestmark = [
-    pytest.mark.skipif(not torch.distributed.is_available(), reason='this torch was built without torch.distributed'),
-]
-
-
-@pytest.mark.parametrize(
-    'scenario',
-    [
-        'averaging',
-        'joint',
-        'accumulation',
-        'overflows',
-        'random_overflows',
-        'hooks',
-        'changes',
-        'second_losses',
-        'gan',
-        'averages',
-        'sync_batchnorm',
-        'buffers',
-        'flexible',
-        'turns',
-        'refusals',
-        'late_wrapping',
-        'disabled',
-        'local_flags',
-    ],
+import torch.distributed as dist
+import torch.nn.functional as F
+from mmengine.model import MMDistributedDataParallel, MMSeparateDistributedDataParallel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import MODEL_WRAPPERS
+from nets import (
+    HALF,
+    LEVELS,
+    OPTIMIZERS,
+    Exact,
+    Layers,
+    Training,
+    backward,
+    batch,
+    differs,
+    fp32,
+    gather,
+    grads,
+    optim_wrapper,
+    same_on_all_ranks,
+    step,
+    wrapped,
 )
-def test_scenario(scenario: str, two_ranks: ranks.Group, tmp_path: Path) -> None:
-    """What each is about stands in ``scenarios/``."""
-    two_ranks.succeed(tmp_path, scenario)
+from on_ranks import Here, on_ranks
+from pairs import pairs
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_wrapper import AmpAttachError, amp
+
+BUILTIN = 'built in'
+HOOKS = {
+    'average': default_hooks.allreduce_hook,
+    'in 16-bit': default_hooks.fp16_compress_hook,
+    'wrapped': default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    BUILTIN: None,
+}
 
 
-@pytest.mark.parametrize(('scenario', 'words'), [('random_overflows', ['fused']), ('local_flags', ['fused', 'split'])])
-def test_decisions_on_the_device(scenario: str, words: list[str], two_ranks: ranks.Group, tmp_path: Path) -> None:
-    """The same with an optimizer that nobody waits for."""
-    two_ranks.succeed(tmp_path, scenario, *words)
+@pairs(level=LEVELS, hook=HOOKS)
+@on_ranks()
+def test_communication_hooks_survive_the_cast(here: Here, level: str, hook: str) -> None:
+    """They see buckets of the type of the weights."""
+    types: set[torch.dtype] = set()
+    training = Training(here, level)
+
+    def spy(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        types.add(bucket.buffer().dtype)
+        return HOOKS[hook](None, bucket)  # type: ignore[misc]
+
+    # DDP reads annotations as objects, and here they are strings
+    spy.__annotations__.clear()
+    if hook == BUILTIN:
+        training.ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    else:
+        training.ddp.register_comm_hook(None, spy)
+    for passes in ('a', 'la', 'a1', 'a'):
+        training.update(passes)
+        training.check(passes)
+    # BatchNorm's weight stays FP32, in a bucket of its own, but for O3
+    kept = {torch.float32} if level != 'O3' else set()
+    assert types == (set() if hook == BUILTIN else {HALF.get(level, torch.float32)} | kept)
 
 
-@grid
-def test_three_ranks_take_one_decision(tmp_path: Path, device: torch.device) -> None:
-    ranks.succeed(tmp_path, 'random_overflows', device, world=3)
+class Counting(MMDistributedDataParallel):
+    """A class of a user: a module, a buffer and attributes of its own, another forward pass, a hook."""
+
+    def __init__(self, **words: Any) -> None:
+        super().__init__(**words)
+        self.extra, self.calls = nn.Linear(2, 2), 0
+        self.register_buffer('seen', torch.zeros(()))
+        self.register_forward_pre_hook(lambda module, args: setattr(self, 'calls', self.calls + 1))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen += 1
+        return super().forward(*args, **kwargs)
 
 
-def test_groups_that_are_not_the_world(tmp_path: Path, device: torch.device) -> None:
-    ranks.succeed(tmp_path, 'groups', device, world=3)
+@on_ranks()
+def test_a_subclass_of_ddp_keeps_what_it_has(here: Here) -> None:
+    net = Layers()
+    model = wrapped(here, net, Counting, static_graph=True)
+    extra = model.extra
+    model.eval()
+    net.train()
+    wrapper = optim_wrapper(net.parameters(), 'O2')
+    wrapper.attach(model)
+    assert (model.extra, float(model.seen), model.training, net.training) == (extra, 0, False, True)
+    for number in range(3):
+        backward(wrapper, model, batch(here, number))
+        same_on_all_ranks(here, grads(net), 'gradients')
+        wrapper.step()
+        wrapper.zero_grad()
+    assert (model.calls, float(model.seen), model.static_graph) == (3, 3, True)
 
 
-@pytest.mark.parametrize('scenario', but(['joint'], ['averaging', 'joint', 'changes'], long))
-def test_the_checks_see_a_reducer_that_was_not_rebuilt(scenario: str, tmp_path: Path, device: torch.device) -> None:
-    """The silent failure itself: without the rebuild, every rank keeps its own gradients."""
-    ended = ranks.launch(tmp_path, 'planted', device, scenario)
-    assert any(rank.code != 0 for rank in ended)
-    said = ''.join(rank.said for rank in ended)
-    # red for its own reason, and not because the plant itself broke
-    assert 'differs between rank' in said or 'Expected to have finished reduction' in said, said[-2000:]
+@on_ranks()
+def test_a_detached_model_is_averaged_in_fp32(here: Here) -> None:
+    net = Layers()
+    model = wrapped(here, net)
+    wrapper = optim_wrapper(net.parameters(), 'O2')
+    step(wrapper, model, batch(here, 0))
+    wrapper.detach()
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.float32}
+    plain = OptimWrapper(wrapper.optimizer)
+    with plain.optim_context(model):
+        loss = model(batch(here, 1))
+    plain.backward(loss)
+    same_on_all_ranks(here, grads(net), 'gradients')
+    assert differs(here, [loss])
 
 
-def test_the_line_about_a_skipped_step_comes_once(two_ranks: ranks.Group, tmp_path: Path) -> None:
-    said = two_ranks.succeed(tmp_path, 'message')
-    assert [text.count('optimizer step skipped') for text in said] == [2, 0]
+@on_ranks()
+def test_ddp_around_a_part_of_the_model(here: Here) -> None:
+    model = nn.Sequential(wrapped(here, Layers()))
+    wrapper = optim_wrapper(model.parameters(), 'O2')
+    backward(wrapper, model, batch(here, 1))
+    same_on_all_ranks(here, grads(model), 'gradients')
 
 
-def test_resume_on_one_two_and_three_ranks(two_ranks: ranks.Group, tmp_path: Path, device: torch.device) -> None:
-    """A rank is killed in mid-run; what it leaves resumes on as many ranks bit for bit, and on others at all."""
-    (tmp_path / 'whole').mkdir()
-    two_ranks.succeed(tmp_path, 'train', 'whole')
-    ended = ranks.launch(tmp_path, 'train', device, 'part', 'kill')
-    # the killed one by its signal, and the one left alone by its own error
-    assert ended[1].code == -9 and ended[0].code != 0, ended
-    for world in (1, 3):
-        shutil.copytree(tmp_path / 'part', tmp_path / f'part{world}')
-    ranks.succeed(tmp_path, 'train', device, 'part', 'resume', world=2)
-    whole, part = (torch.load(tmp_path / name / 'end.pt', weights_only=True) for name in ('whole', 'part'))
-    assert whole.keys() == part.keys()
-    for key, value in whole.items():
-        assert value.equal(part[key]), key
-    for world in (1, 3):
-        said = ranks.succeed(tmp_path, 'train', device, f'part{world}', 'resume', world=world)
-        assert 'saved by 2 processes' in said[0] or 'another number of processes' in said[0], said[0][-3000:]
-        end = torch.load(tmp_path / f'part{world}' / 'end.pt', weights_only=True)
-        assert end.keys() == whole.keys() and all(bool(value.isfinite().all()) for value in end.values())
+@on_ranks()
+def test_the_comparison_sees_a_ddp_that_no_longer_averages(here: Here) -> None:
+    """The silent failure of a cast below a DDP: torch makes new accumulators of gradients, to which DDP does not listen."""
+    training = Training(here, 'O2')
+    training.update('a')
+    training.check('averaged')
+    for parameter in training.net.trained.values():
+        half = parameter.dtype
+        parameter.data = parameter.data.double()
+        parameter.data = parameter.data.to(half)
+    training.update('a')
+    with pytest.raises(AssertionError, match='differs between rank'):
+        same_on_all_ranks(here, training.net.parameters(), 'weights')
 
 
-@grid
-def test_files_of_a_model_with_wrappers_inside(two_ranks: ranks.Group, tmp_path: Path, device: torch.device) -> None:
-    """mmengine saves names with ``.module.`` there, and finds none of them again."""
-    two_ranks.succeed(tmp_path, 'gan_files', 'whole')
-    two_ranks.succeed(tmp_path, 'gan_files', 'part', 'half')
-    shutil.copytree(tmp_path / 'part', tmp_path / 'one')
-    (tmp_path / 'one' / 'last_checkpoint').write_text(str(tmp_path / 'one' / 'epoch_1.pth'))
-    two_ranks.succeed(tmp_path, 'gan_files', 'part', 'resume')
-    whole, part = (torch.load(tmp_path / name / 'end.pt', weights_only=True) for name in ('whole', 'part'))
-    assert whole.keys() == part.keys()
-    assert [key for key, value in whole.items() if not value.equal(part[key])] == []
-    said = ranks.succeed(tmp_path, 'gan_files', device, 'one', 'resume', world=1)
-    alone = torch.load(tmp_path / 'one' / 'end.pt', weights_only=True)
-    assert alone.keys() == whole.keys(), said
-    # other data, and still near: random weights would not be
-    for key, value in whole.items():
-        if value.is_floating_point() and 'running' not in key:
-            torch.testing.assert_close(alone[key], value, rtol=0, atol=0.1)
+class Wrapper(nn.Module):
+    """No DDP: whether it averages nobody knows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
-@long
-def test_a_group_of_ranks_begins_anew_after_a_failure(two_ranks: ranks.Group, tmp_path: Path) -> None:
-    with pytest.raises(pytest.fail.Exception, match="KeyError: 'no such scenario'"):
-        two_ranks.succeed(tmp_path, 'no such scenario', limit=30)
-    assert two_ranks.succeed(tmp_path, 'disabled')
+def _mixed(here: Here) -> tuple[nn.Module, ...]:
+    model = wrapped(here, Layers(side=True))
+    # what the argument mixed_precision leaves there; torch takes it on GPUs alone
+    model.mixed_precision = object()
+    return (model,)
+
+
+def _foreign(here: Here) -> tuple[nn.Module, ...]:
+    if 'Wrapper' not in MODEL_WRAPPERS:
+        MODEL_WRAPPERS.register_module(name='Wrapper', module=Wrapper)
+    return (Wrapper(Layers(side=True).to(here.device)),)
+
+
+def _inner(here: Here) -> tuple[nn.Module, ...]:
+    ddp = wrapped(here, Layers(side=True))
+    return ddp.module, ddp
+
+
+REFUSED = {
+    'casts the model itself': _mixed,
+    'is no DistributedDataParallel': _foreign,
+    'hand over the wrapped model': _inner,
+}
+
+
+@pairs(text=REFUSED, level=('O2', 'O3', 'O5'))
+@on_ranks()
+def test_wrappers_that_would_stop_averaging_are_refused(here: Here, text: str, level: str) -> None:
+    model, *_around = REFUSED[text](here)
+    wrapper = optim_wrapper(model.parameters(), level)
+    with pytest.raises(AmpAttachError, match=text), wrapper.optim_context(model):
+        pass
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pairs(level=('O1', 'O2', 'O5'), inside=(False, True))
+@on_ranks()
+def test_initialize_refuses_a_model_that_ddp_has_wrapped(here: Here, level: str, inside: bool) -> None:
+    net = Exact().to(here.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ddp = wrapped(here, net)
+    if inside and level == 'O1':
+        # nothing is cast below DDP
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+        return
+    with pytest.raises(AmpAttachError, match='DistributedDataParallel'):
+        amp.initialize(net if inside else ddp, optimizer, opt_level=level, verbosity=0)
+    assert net.fc.weight.dtype is torch.float32
+
+
+@on_ranks()
+def test_a_wrapper_that_says_it_survives_the_cast_is_taken(here: Here) -> None:
+    (model,) = _foreign(here)
+    model.survives_cast = True  # type: ignore[assignment]
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(here.world)))
+    wrapper = optim_wrapper(model.parameters(), 'O2')
+    wrapper.attach(model)
+    with wrapper.optim_context(model):
+        loss = model.module(batch(here, 0), side=True)  # type: ignore[operator]
+    wrapper.backward(loss)
+    same_on_all_ranks(here, grads(model), 'gradients')
+
+
+@on_ranks()
+def test_a_disabled_wrapper_leaves_ddp_as_it_is(here: Here) -> None:
+    """A parameter that is unfrozen later stays on its rank, as in plain torch."""
+    net = Layers()
+    model = wrapped(here, net)
+    wrapper = optim_wrapper(model.parameters(), 'O2', enabled=False)
+    for number in range(2):
+        net.side.requires_grad_(number == 1)
+        backward(wrapper, model, batch(here, number), side=True)
+    same_on_all_ranks(here, [net.first.weight.grad], 'first')
+    assert differs(here, [net.side.weight.grad])
+    assert net.first.weight.dtype is torch.float32
+
+
+@pairs(level=('O2', 'O5'), unused=(False, True))
+@on_ranks()
+def test_parameters_that_are_unfrozen_are_averaged(here: Here, level: str, unused: bool) -> None:
+    """Frozen when DDP wraps, or between that and the first call; frozen again by turns where DDP looks for unused ones."""
+    net = Layers()
+    net.first.requires_grad_(False)
+    model = wrapped(here, net, find_unused_parameters=unused)
+    net.again.requires_grad_(False)
+    wrapper = optim_wrapper(model.parameters(), level)
+    plan = [(), (), ('first',), ('first', 'again'), ('first', 'again', 'side')]
+    if unused:
+        plan += [('side',), ('first',), (), ('first', 'again')]
+    for number, trained in enumerate(plan):
+        for name in ('first', 'again', 'side'):
+            getattr(net, name).requires_grad_(name in trained)
+        start = fp32(net)
+        backward(wrapper, model, batch(here, number), side=True)
+        same_on_all_ranks(here, grads(net), f'gradients {number}')
+        wrapper.step()
+        wrapper.zero_grad()
+        moved = {name for name, value in fp32(net).items() if not value.equal(start[name])}
+        wanted = {name for name in start if name.split('.')[0] in ('norm', 'middle', 'last', *trained)}
+        assert moved == wanted, number
+        same_on_all_ranks(here, fp32(net).values(), f'weights {number}')
+
+
+@pairs(level=LEVELS, recompute=('', 'plain', 'reentrant'))
+@on_ranks()
+def test_tied_weights_and_recomputed_activations(here: Here, level: str, recompute: str) -> None:
+    net = Layers(tied=True, recompute=recompute)
+    model = wrapped(here, net, static_graph=recompute == 'reentrant')
+    wrapper = optim_wrapper(model.parameters(), level)
+    for number in range(3):
+        # the first layer gives its input gradients, which the old kind of checkpoint asks for
+        step(wrapper, model, batch(here, number))
+        same_on_all_ranks(here, fp32(net).values(), f'{number}')
+    assert net.again.weight is net.middle.weight
+    assert differs(here, [batch(here, 0)])
+
+
+@pairs(level=('O2', 'O3', 'O5'))
+@on_ranks()
+def test_a_part_that_the_optimizer_gets_later(here: Here, level: str) -> None:
+    net = Layers()
+    model = wrapped(here, net)
+    wrapper = optim_wrapper([p for p in net.parameters() if p.requires_grad], level)
+    for number in range(4):
+        if number == 2:
+            net.side.requires_grad_(True)
+            wrapper.optimizer.add_param_group(dict(params=list(net.side.parameters())))
+        before = net.side.weight.detach().clone()
+        step(wrapper, model, batch(here, number), side=True)
+        assert net.side.weight.equal(before) == (number < 2)
+        same_on_all_ranks(here, fp32(net).values(), f'{number}')
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.g = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.d = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        for name in use:
+            x = getattr(self, name)(x)
+        return x
+
+
+GAN_LEVELS = {'O2 O5': ('O2', 'O5'), 'O5 O0': ('O5', 'O0'), 'O1 O2': ('O1', 'O2'), 'O2 O2': ('O2', 'O2')}
+
+
+@pairs(levels=GAN_LEVELS, freezes=(True, False))
+@on_ranks()
+def test_networks_of_a_gan_have_wrappers_and_ddps_of_their_own(here: Here, levels: str, freezes: bool) -> None:
+    """Losses of the generator reach the discriminator, which is frozen meanwhile or not."""
+    model = MMSeparateDistributedDataParallel(Pair().to(here.device), find_unused_parameters=not freezes)
+    net = model.module
+    wrappers = OptimWrapperDict(
+        g=optim_wrapper(net.g.parameters(), GAN_LEVELS[levels][0], loss_scale=2.0**10, accumulative_counts=2),
+        d=optim_wrapper(net.d.parameters(), GAN_LEVELS[levels][1]),
+    )
+    wrappers.initialize_count_status(model, 0, 100)
+    for number in range(6):
+        x = batch(here, number)
+        with wrappers['d'].optim_context(net.d):
+            with torch.no_grad():
+                fake = net.g(x)
+            losses = F.softplus(-net.d(x)).mean(), F.softplus(net.d(fake)).mean()
+        wrappers['d'].update_params(losses[0] + losses[1])
+        net.d.requires_grad_(not freezes)
+        with wrappers['g'].optim_context(net.g):
+            loss = F.softplus(-net.d(net.g(x))).mean()
+        wrappers['g'].update_params(loss)
+        net.d.requires_grad_(True)
+        same_on_all_ranks(here, fp32(net).values(), f'{number}')
+    for name, level in zip(('g', 'd'), GAN_LEVELS[levels]):
+        assert {p.dtype for p in getattr(net, name).parameters()} == {HALF.get(level, torch.float32)}
+
+
+@pairs(level=('O0', 'O1', 'O2', 'O5'), counts=(1, 2), crossing=(False, True))
+@on_ranks()
+def test_two_wrappers_take_turns_over_one_ddp(here: Here, level: str, counts: int, crossing: bool) -> None:
+    """One accumulates; the loss of the other goes through both parts, or through its own."""
+    net = Pair()
+    model = wrapped(here, net, find_unused_parameters=True)
+    wrappers = OptimWrapperDict(
+        g=optim_wrapper(net.g.parameters(), level, accumulative_counts=counts), d=optim_wrapper(net.d.parameters(), level)
+    )
+    wrappers.initialize_count_status(model, 0, 100)
+    for number in range(4):
+        for name, use in (('g', 'g'), ('d', 'gd' if crossing else 'd')):
+            loss = step(wrappers[name], model, batch(here, number), use=use)
+        same_on_all_ranks(here, fp32(net).values(), f'{number}')
+    assert differs(here, [loss])
+
+
+@pairs(level=('O1', 'O2', 'O5'), optimizer=OPTIMIZERS)
+@on_ranks()
+def test_an_overflow_at_weights_of_another_wrapper_counts_on_all_ranks(here: Here, level: str, optimizer: str) -> None:
+    """The loss that overflowed went through the other network under no_sync, on one rank."""
+    model = MMSeparateDistributedDataParallel(Pair().to(here.device))
+    net, scale = model.module, dict(init_scale=2.0**8)
+    options = dict(master_weights='split') if optimizer == 'split' and level != 'O1' else {}
+    kind = OPTIMIZERS[optimizer]
+    wrappers = OptimWrapperDict(
+        **{name: optim_wrapper(getattr(net, name).parameters(), level, kind, loss_scale=scale, **options) for name in 'gd'}
+    )
+    wrappers.initialize_count_status(model, 0, 100)
+    for number in range(3):
+        with net.d.no_sync(), wrappers['g'].optim_context(net.g):
+            loss = net.d(net.g(batch(here, number))).float().square().mean()
+        wrappers['g'].update_params(loss * (float('inf') if (number, here.rank) == (1, 1) else 1.0))
+        step(wrappers['d'], net.d, batch(here, number))
+        same_on_all_ranks(here, fp32(net).values(), f'{number}')
+        scales = [wrapper.loss_scaler.get_scale() for wrapper in wrappers.values()]
+        assert scales == [2.0**7 if number else 2.0**8, 2.0**8]
+
+
+class Exchanging(nn.BatchNorm1d):
+    """Statistics over all ranks in plain torch: its own class has no CPU kernels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = x.float().mean(0)
+            dist.all_reduce(mean)
+            self.running_mean.lerp_((mean / dist.get_world_size()).to(self.running_mean), 0.5)
+            self.num_batches_tracked += 1
+        return F.batch_norm(x, None, None, self.weight.to(x), self.bias.to(x), training=True)
+
+
+@pairs(level=LEVELS, door=('wrapper', 'amp'), passes=(1, 2), broadcasts=(False, True), exchanges=(False, True))
+@on_ranks()
+def test_skipped_step_restores_buffers(
+    here: Here, level: str, door: str, passes: int, broadcasts: bool, exchanges: bool
+) -> None:
+    """On every rank, whatever DDP does with them; the batch of one rank has NaN."""
+    torch.manual_seed(here.rank)
+    kind = Exchanging if exchanges else nn.BatchNorm1d
+    if exchanges and here.device.type == 'cuda':
+        kind = nn.SyncBatchNorm  # type: ignore[assignment]
+    model = nn.Sequential(nn.Linear(6, 4), kind(4), nn.Linear(4, 3)).to(here.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if door == 'amp':
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=dict(init_scale=8.0), verbosity=0)  # type: ignore[arg-type]
+    ddp = wrapped(here, model, broadcast_buffers=broadcasts)
+    wrapper = optim_wrapper(
+        ddp.parameters(), level, accumulative_counts=passes, skip_nonfinite=True, loss_scale=8.0
+    ) if door == 'wrapper' else None  # fmt: skip
+    if wrapper is not None:
+        wrapper.initialize_count_status(ddp, 0, 100)
+    for number in range(4):
+        before = [buffer.clone() for buffer in model.buffers()]
+        for part in range(passes):
+            inputs = batch(here, 10 * number + part)
+            if number % 2 and part == 0 and here.rank == 1:
+                inputs[0, 0] = torch.nan
+            if wrapper is not None:
+                step(wrapper, ddp, inputs)
+                continue
+            with amp.scale_loss(ddp(inputs).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+        if wrapper is None:
+            optimizer.step()
+            optimizer.zero_grad()
+        if broadcasts:
+            # from the broadcast before the first pass on
+            before = [gather(here, buffer)[0] for buffer in before]
+        assert all(map(torch.equal, before, model.buffers())) == (number % 2 == 1), number
+
+
+def _on_two_of_three(here: Here) -> None:
+    """Ranks 1 and 2 train, in groups of their own."""
+    groups = [dist.new_group([1, 2]) for _ in range(2)]
+    if here.rank == 0:
+        return
+    parts = nn.ModuleList(DistributedDataParallel(nn.Linear(6, 6).to(here.device), process_group=g) for g in groups)
+    wrapper = optim_wrapper(parts.parameters(), 'O2', loss_scale='dynamic')
+    for number in range(3):
+        with wrapper.optim_context(parts):
+            out = parts[1](parts[0](batch(here, number)))
+        wrapper.update_params(out.float().square().mean() * (float('inf') if (number, here.rank) == (1, 1) else 1))
+        assert wrapper.step_was_skipped() == (number == 1)
+    assert [part.process_group for part in parts] == groups
+
+
+def test_flags_are_exchanged_in_the_groups_of_the_ddps(ranks_of: Any, tmp_path: Any) -> None:
+    """And in no other: the rank that does not train never answers."""
+    ranks_of(3).run(tmp_path, _on_two_of_three)
+
+
+@pytest.mark.parametrize('door', ['wrapper', 'amp'])
+@on_ranks()
+def test_one_rank_tells_of_a_skipped_step(here: Here, door: str) -> None:
+    training = Training(here, 'O2', door, verbosity=1, loss_scale=8.0)
+    training.update('a')
+    outputs = [os.dup(number) for number in (1, 2)]
+    path = here.folder / f'said{here.rank}'
+    with path.open('w') as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        for _ in range(2):
+            training.update('a0')
+    for number, output in zip((1, 2), outputs):
+        os.dup2(output, number)
+    assert path.read_text().count('step skipped') == (2 if here.rank == 0 else 0)
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(x)).relu()).float().square().mean()
+
+
+@pairs(level=('O1', 'O5'), way=('inside', 'around', 'function'))
+@on_ranks()
+def test_compiled_models_under_ddp_follow_eager_training(here: Here, level: str, way: str) -> None:
+    """With an accumulation, and a step that NaN on one rank skips on both."""
+    torch.use_deterministic_algorithms(False)
+    found = []
+    for compiles in (False, True):
+        model = Compiled().to(here.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        words: dict[str, Any] = dict(backend='aot_eager')
+        if compiles and way == 'inside':
+            model.compile(**words)
+        ddp = call = wrapped(here, model)
+        if compiles and way == 'around':
+            call = torch.compile(ddp, **words)
+        if compiles and way == 'function':
+            call = torch.compile(lambda x, ddp=ddp: ddp(x) * 1, **words)
+        for number, passes in enumerate((1, 1, 1, 2)):
+            for part in range(passes):
+                x = batch(here, 10 * number + part)
+                if number == 1 and here.rank == 1:
+                    x[0, 0] = torch.nan
+                with ddp.no_sync() if part + 1 < passes else nullcontext():
+                    with amp.scale_loss(call(x), optimizer) as scaled:
+                        scaled.backward()
+            optimizer.step()
+            assert amp.last_step_skipped(optimizer) == (number == 1)
+            optimizer.zero_grad()
+        assert torch.isfinite(model.norm.running_mean).all()
+        same_on_all_ranks(here, [parameter.detach() for parameter in model.parameters()], way)
+        found.append(fp32(model))
+        torch.compiler.reset()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0.02, atol=0.01, msg=name)
