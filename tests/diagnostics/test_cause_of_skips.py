@@ -1,0 +1,530 @@
+"""Why a step was skipped: the diagnosis names cause and place of faults that are planted, and settings that help."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+from collections.abc import Callable
+from itertools import cycle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pairs import pairs
+from planted_overflows import (
+    ALL,
+    CASES,
+    DEEP,
+    Act,
+    Deep,
+    Fault,
+    Planted,
+    ScaleGradient,
+    batches,
+    examine,
+    in_range_of_fp32,
+    named_as_planted,
+    nan_input,
+    root_at_zero,
+    square,
+    train,
+)
+from torch import Tensor, nn
+
+from amp_wrapper import Diagnosis, FusedSGD, amp
+
+Optimizer = torch.optim.Optimizer
+
+
+def check_remedies(each: Planted, found: Diagnosis) -> None:
+    """Use each setting that the diagnosis recommends or rejects for the same step."""
+    for remedy in found.remedies:
+        if remedy.finite is None or remedy.kind == 'fp32':
+            continue
+        setting = eval(f'dict({remedy.setting})')
+        level = setting.pop('opt_level', 'O2')
+        options = {} if level == 'O5' else {**each.options, **setting}
+        again = train(dataclasses.replace(each, options=options), level)
+        assert (again == []) == remedy.finite, (remedy, [other.text for other in again])
+    kinds = {remedy.kind for remedy in found.remedies if remedy.finite} - {'fp32_ops', 'fp32'}
+    if each.cause == 'forward_range':
+        assert kinds == ({'keep_fp32', 'bfloat16'} if each.name != 'one in 16-bit alone' else {'keep_fp32'})
+    if each.cause == 'gradient_scale':
+        assert 'loss_scale' in kinds
+    if each.cause in ('forward_nan', 'gradient_nan', 'input'):
+        assert not kinds
+
+
+@pytest.mark.parametrize(('each', 'level'), CASES)
+def test_planted_fault_is_named_with_what_helps(each: Planted, level: str) -> None:
+    (found,) = train(each, level)
+    assert named_as_planted(each, level, found), found.text
+    assert each.op in found.op
+    assert found.level.startswith(level)
+    if each.phase == 'backward':
+        assert found.first_gradient.startswith(f'{each.module} (')
+        assert 'stem.weight' in found.parameters
+    if each.act is not None:
+        assert found.outputs
+        # the line of the fault itself
+        assert each.phase == 'backward' or 'planted_overflows.py' in found.source
+    if level == 'O2':
+        check_remedies(each, found)
+
+
+@pytest.mark.parametrize(('level', 'cause'), [('O1', 'forward_range'), ('O2', 'gradient_nan')])
+def test_fault_between_modules_is_that_of_the_model_itself(level: str, cause: str) -> None:
+    model = Deep()
+    model.between = in_range_of_fp32 if cause == 'forward_range' else root_at_zero
+    (found,) = examine(model, level, batches(1))
+    assert (found.cause, found.module) == (cause, '')
+    assert 'the model itself' in found.text
+
+
+# normal numbers of NumPy come in twos: the second one is a part of its state
+DRAWS = {'Python': random.random, 'NumPy': np.random.randn, 'torch': lambda: float(torch.rand(()))}
+
+
+@pytest.mark.parametrize('name', DRAWS)
+def test_step_that_fails_by_chance_is_run_again_with_the_same_random_numbers(name: str) -> None:
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    model = Deep()
+    model.blocks[2].place = Fault(lambda x: in_range_of_fp32(x) if DRAWS[name]() < 0.4 else x)
+    found = examine(model, 'O2', batches(12))
+    assert len(found) >= 2
+    assert {(each.cause, each.module) for each in found} == {('forward_range', DEEP)}
+
+
+# -- weights and optimizer state -------------------------------------------------------------------------------------
+
+
+def nan_in_weight(index: int, model: nn.Module, optimizer: Optimizer) -> None:
+    with torch.no_grad():
+        model.blocks[1].fc2.weight[0, 0] = torch.nan
+
+
+def nan_in_buffer(index: int, model: nn.Module, optimizer: Optimizer) -> None:
+    model.norm.eval()
+    model.norm.running_mean[3] = torch.nan
+
+
+def nan_in_state(index: int, model: nn.Module, optimizer: Optimizer) -> None:
+    if index == 1:
+        list(optimizer.state.values())[3]['exp_avg'].fill_(torch.nan)
+
+
+def huge_master(index: int, model: nn.Module, optimizer: Optimizer) -> None:
+    names = list(dict(model.named_parameters()))
+    with torch.no_grad():
+        list(amp.master_params(optimizer))[names.index('blocks.1.fc2.weight')][0, 0] = 7e4
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.001, eps=1e-4)
+
+
+@pytest.mark.parametrize('level', ALL)
+def test_weight_that_is_nan(level: str) -> None:
+    (found,) = examine(Deep(), level, batches(1), before=nan_in_weight)
+    assert (found.cause, found.module, found.parameters) == ('weight', 'blocks.1.fc2', ['blocks.1.fc2.weight'])
+
+
+@pytest.mark.parametrize('level', ALL)
+def test_optimizer_state_that_is_nan(level: str) -> None:
+    model = Deep()
+    # the step with the NaN in its state is taken, for its gradients are finite; the next one is not
+    (found,) = examine(model, level, batches(3), optimizer=adam(model), before=nan_in_state)
+    name = list(dict(model.named_parameters()))[3]
+    assert found.cause in ('optimizer_state', 'weight')
+    assert found.parameters == [name]
+    assert f'{name}: exp_avg' in found.text
+
+
+@pytest.mark.parametrize('kind', [torch.optim.SGD, FusedSGD])
+def test_master_beyond_the_range_of_its_weight(kind: Any) -> None:
+    model = Deep()
+    (found,) = examine(model, 'O2', batches(1), optimizer=kind(model.parameters(), lr=0.01), before=huge_master)
+    assert found.cause in ('weight_range', 'weight')
+    assert found.module == 'blocks.1.fc2'
+    assert 'up to 7e+04' in found.text
+    assert {(remedy.kind, remedy.finite) for remedy in found.remedies} == {('keep_fp32', True), ('bfloat16', True)}
+
+
+def test_buffer_that_is_nan() -> None:
+    (found,) = examine(Deep(), 'O2', batches(1), before=nan_in_buffer)
+    assert (found.cause, found.module) == ('weight', 'norm')
+    assert 'norm.running_mean' in found.text
+
+
+@pytest.mark.parametrize(('level', 'eps', 'told'), [('O3', 1e-8, True), ('O3', 1e-4, False), ('O2', 1e-8, False)])
+def test_eps_that_is_zero_in_the_type_of_the_weights(level: str, eps: float, told: bool) -> None:
+    model = Deep()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
+    (found,) = examine(model, level, batches(1), optimizer=optimizer, before=nan_in_weight)
+    assert found.cause == 'weight'
+    assert ('its eps=1e-08 is zero' in found.text) == told
+
+
+# -- accumulation, several losses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_one_micro_batch_of_three(level: str) -> None:
+    first, second, third = batches(3)
+    (found,) = examine(Deep(), level, [first, nan_input(second), third], passes=3)
+    assert found.cause == 'input'
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+@pytest.mark.parametrize('place', ['outside', 'inside'])
+def test_losses_concerned_are_named(place: str, level: str) -> None:
+    """Three losses, of which the first and the last are not finite: by themselves, or by a place of their forward pass."""
+    torch.manual_seed(0)
+    model = Deep(outputs=3 if place == 'outside' else 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=3, verbosity=0)
+    wrong = Fault(in_range_of_fp32 if level != 'O5' else lambda x: x * 1e30 * 1e30)
+    with amp.monitor(optimizer) as watch:
+        outputs = model(batches(1)[0]) if place == 'outside' else [None] * 3
+        for index, output in enumerate(outputs):
+            if place == 'outside':
+                loss = square(output if index == 1 else root_at_zero(output.float()))
+            else:
+                model.blocks[1].place = wrong if index != 1 else nn.Identity()
+                loss = square(model(batches(3)[index]))
+            with amp.scale_loss(loss, optimizer, loss_id=index) as scaled:
+                scaled.backward(retain_graph=index < 2 and place == 'outside')
+        optimizer.step()
+    (found,) = watch.diagnoses
+    if place == 'outside':
+        assert (found.cause, found.losses) == ('loss', [0, 2])
+    else:
+        # the copy has the place as it is at the step
+        assert found.cause == ('forward_nan' if level == 'O5' else 'forward_range')
+        assert found.module == 'blocks.1.place'
+        assert {0, 2} <= set(found.losses)
+
+
+# -- masks -----------------------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Attention with a causal mask, and a gain that float16 cannot hold in the second of three blocks."""
+
+    def __init__(self, make: str) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.make = make
+        mask = torch.full((6, 6), -torch.inf).triu(1)
+        if make == 'buffer':
+            self.register_buffer('mask', mask)
+        elif make == 'parameter':
+            self.mask = nn.Parameter(mask, requires_grad=False)
+        else:
+            self.held = (mask,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.make == 'logarithm':
+            mask = torch.ones(6, 6).tril().log()
+        else:
+            mask = self.held[0] if self.make == 'attribute' else self.mask
+        for index, block in enumerate(self.blocks):
+            scores = block(x) @ x.transpose(0, 1) + mask.to(x.dtype)
+            if index == 1:
+                scores = in_range_of_fp32(scores)
+            x = x + scores.softmax(-1) @ x
+        return x
+
+
+@pairs(make=['buffer', 'parameter', 'attribute', 'logarithm'], level=['O1', 'O2'])
+def test_mask_is_no_cause(make: str, level: str) -> None:
+    (found,) = examine(Masked(make), level, batches(1))
+    assert found.cause == 'forward_range', found.text
+    assert 'in_range_of_fp32' in found.source
+
+
+class SlicedMask(nn.Module):
+    """As models of language write it: a causal mask of the longest text, of which the model hands a part to its blocks."""
+
+    def __init__(self, filled: float) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.gain = 1e6
+        self.register_buffer('mask', torch.full((16, 16), filled).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        # wider than long: more of it is masked than of the whole
+        mask = self.mask[:3, :8]
+        for place, block in enumerate(self.blocks):
+            y = block(x)
+            x = (y.mT @ y * (self.gain if place == 1 else 1.0))[:, :3] + mask
+            x = (x.softmax(-1) @ y.mT).mT[..., :3].mT.repeat(1, 2, 3)[:, :6, :8] if x.shape[-1] != 8 else x.softmax(-1)
+        return x
+
+
+@pytest.mark.parametrize(
+    ('filled', 'level'), [(-torch.inf, 'O1'), (-torch.inf, 'O2'), (torch.finfo(torch.float32).min, 'O2')]
+)
+def test_part_of_a_mask_is_a_mask(filled: float, level: str) -> None:
+    (found,) = examine(SlicedMask(filled), level, [torch.randn(2, 3, 4)])
+    assert (found.cause, found.module) == ('forward_range', ''), found.text
+    assert 'aten.mul made' in found.text
+    assert 'self.gain' in found.source
+
+
+class Logarithm(nn.Module):
+    """The logarithm of zero, and something that takes it."""
+
+    def __init__(self, then: Act) -> None:
+        super().__init__()
+        self.first, self.then = nn.Linear(4, 8), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.first(x).relu().log())
+
+
+@pytest.mark.parametrize('then', [Tensor.mean, nn.Linear(8, 8), nn.Linear(8, 16)], ids=['mean', 'as wide', 'wider'])
+def test_logarithm_of_zero_that_is_no_mask(then: Act) -> None:
+    (found,) = examine(Logarithm(then), 'O2', [torch.randn(8, 4)])
+    assert (found.cause, found.module) == ('forward_nan', '')
+    assert 'aten.log' in found.text
+
+
+# -- what other people's models do -----------------------------------------------------------------------------------
+
+
+class Acts(nn.Module):
+    """A layer, a fault, and something that takes its result."""
+
+    def __init__(self, then: Act) -> None:
+        super().__init__()
+        self.stem, self.fault, self.then = nn.Linear(4, 4), Fault(in_range_of_fp32), then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self.fault(self.stem(x)))
+
+
+def a_thousand_times(x: Tensor) -> Tensor:
+    for _ in range(1100):
+        x = x + 1e-3
+    return x
+
+
+def written_in_parts(x: Tensor) -> Tensor:
+    out = x.new_zeros(6, 8)
+    out[:, :4] = x
+    out[:, 4:] = x
+    return out
+
+
+@pytest.mark.parametrize(
+    'then', [a_thousand_times, written_in_parts, lambda x: torch.fft.rfft(x.float()).abs()], ids=['far', 'parts', 'fft']
+)
+def test_place_is_found_through_many_ops_written_parts_and_complex_numbers(then: Act) -> None:
+    (found,) = examine(Acts(then), 'O2', batches(1))
+    assert (found.cause, found.module) == ('forward_range', 'fault'), found.text
+
+
+class Odd(Deep):
+    """A model that does what models of others do."""
+
+    calls = 0
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        # of which Python makes no copy
+        self.lock = threading.Lock() if what == 'cannot be copied' else None
+        Odd.calls = 0
+
+    def forward(self, x: Any) -> Any:
+        Odd.calls += 1
+        if self.what == 'empties its dict':
+            x = x.pop('x')
+        if self.what == 'changes its input':
+            x = x.sub_(0.5)
+        output = super().forward(x)
+        if self.what == 'counts its calls':
+            return square(output) * (torch.inf if Odd.calls == 2 else 1.0)
+        return SimpleNamespace(y=output) if self.what == 'gives an object' else output
+
+
+@pytest.mark.parametrize(
+    ('what', 'level', 'causes'),
+    [
+        ('counts its calls', 'O2', ['not_reproduced']),
+        ('gives an object', 'O2', ['not_replayed', 'input']),
+        # at O1 nothing casts the input first
+        ('changes its input', 'O1', ['not_replayed', 'input']),
+        ('empties its dict', 'O2', ['input', 'input']),
+    ],
+)
+def test_models_that_cannot_be_run_again_are_watched(what: str, level: str, causes: list[str]) -> None:
+    inputs: list[Any] = [x if what == 'counts its calls' else nan_input(x) for x in batches(2)]
+    if what == 'empties its dict':
+        inputs = [{'x': x} for x in inputs]
+    found = examine(Odd(what), level, inputs, lambda y: y if what == 'counts its calls' else square(getattr(y, 'y', y)))
+    assert [each.cause for each in found] == causes
+
+
+def test_evaluations_and_thrown_away_batches_are_not_blamed() -> None:
+    """Neither where the step is run again, nor where modules are watched."""
+    for what, causes in (('', ['loss', 'loss']), ('cannot be copied', ['not_replayed', 'gradient'])):
+        model: Any = Odd(what)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(model, optimizer, opt_level='O2', verbosity=0)
+        with amp.monitor(optimizer) as watch:
+            for index, x in enumerate(batches(3)):
+                if not what:
+                    # no loss of this step is made of it
+                    assert not square(model(x * 1e7)).isfinite()
+                with amp.scale_loss(square(model(x)) * (1.0 if index == 1 else torch.nan), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    model(nan_input(x))
+        assert [each.cause for each in watch.diagnoses] == causes
+
+
+class Parts(nn.Module):
+    """Called part by part, with an activation that writes to its input, so that no call can be run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.act(self.stem(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forward_features(x))
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'causes', 'text'),
+    [
+        (nan_input, {'input'}, 'What the model was given holds NaN'),
+        (lambda x: x * 0 + 3e6, {'input_range', 'forward_range'}, 'numbers up to 3e+06, and the type of the level'),
+        (lambda x: x * 0 + 6e4, {'forward', 'not_replayed'}, 'is that of stem (ParametrizedLinear), after numbers up'),
+    ],
+)
+def test_watched_modules_are_told_from_what_they_are_given(
+    spoil: Callable[[Tensor], Tensor], causes: set[str], text: str
+) -> None:
+    torch.manual_seed(0)
+    model: Any = Parts()
+    with torch.no_grad():
+        model.stem.parametrizations.weight.original0.fill_(9.0)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level='O2', loss_scale=1.0, verbosity=0)
+    with amp.monitor(optimizer) as watch:
+        for step in range(3):
+            x = torch.randn(8, 4)
+            loss = square(model.head(model.forward_features(spoil(x) if step else x)))
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    first, second = watch.diagnoses
+    assert first.cause == 'not_replayed'
+    assert second.cause in causes
+    assert text in second.text
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+INF = float('inf')
+#: What FP32 cannot do either, and what the diagnosis calls it.
+ALWAYS: dict[str, tuple[Act, str]] = {
+    'log': (lambda x: torch.log(x * 0), 'The logarithm of zero'),
+    'log in place': (lambda x: (x * 0).log_(), 'The logarithm of zero'),
+    'log of less': (lambda x: (-1 - x.abs()).log2(), 'The logarithm of a negative number'),
+    'root': (lambda x: (x * 0 - 1).sqrt(), 'A root of a negative number'),
+    '0/0': (lambda x: (x * 0) / (x * 0), 'Division of zero by zero'),
+    '1/0': (lambda x: 1 / (x * 0), 'Division by zero'),
+    'x/0': (lambda x: (x * 0 + 1).div_(0), 'Division by zero'),
+    '0 to the -1': (lambda x: (x * 0) ** -1.5, 'Division by zero'),
+    '0*inf': (lambda x: x * 0 * torch.full_like(x, INF), '0 times infinity'),
+    'inf-inf': (lambda x: torch.full_like(x, INF) + x * 0 - torch.full_like(x, INF), 'Infinity minus infinity'),
+    'inf': (lambda x: x * 0 + INF, 'A number that is not finite'),
+}
+#: What float16 alone cannot do: numbers that are zero in it. No gradient goes through it, which would be out of range.
+IN_FLOAT16: dict[str, tuple[Act, str]] = {
+    'log of an eps': (lambda x: x + (x.detach() * 0 + 1e-8).log(), 'The logarithm of zero'),
+    '0 over an eps': (lambda x: x + x.detach() * 0 / (x.detach().abs() * 0 + 1e-8), 'Division of zero by zero'),
+    'root of an eps': (lambda x: x + (x.detach() * 0).add(1e-9).rsqrt() * 1e-3, 'Division by zero'),
+}
+
+
+def between(act: Act, level: str, **options: Any) -> list[Diagnosis]:
+    """Do something between two layers."""
+    torch.manual_seed(0)
+    return examine(nn.Sequential(nn.Linear(4, 8), Fault(act), nn.Linear(8, 2)), level, batches(1), **options)
+
+
+def test_division_by_zero_and_the_like_are_called_so() -> None:
+    wrong = []
+    for name, level in zip(2 * list(ALWAYS), cycle(['O1', 'O2', 'O3', 'O4', 'O5'])):
+        act, words = ALWAYS[name]
+        (found,) = between(act, level)
+        said = found.text.startswith(f'{words} in ') and 'no matter of precision' in found.text
+        if found.cause != 'forward_nan' or not said or 'overflow' in found.text:
+            wrong.append((name, level, found.cause, found.text))
+    assert wrong == []
+
+
+@pytest.mark.parametrize(('name', 'level'), list(zip(IN_FLOAT16, ['O1', 'O2', 'O3'])))
+def test_number_that_float16_rounds_to_zero_gets_its_function_in_fp32(name: str, level: str) -> None:
+    act, words = IN_FLOAT16[name]
+    (found,) = between(act, level)
+    said = f'{found.text} {found.advice}'
+    assert found.text.startswith(f'{words} in float16')
+    assert 'What is zero there is a number too small for float16.' in found.text
+    assert 'too large' not in said
+    assert 'overflow' not in said
+    tried = {each.kind: each for each in found.remedies}
+    assert tried['fp32_ops'].finite
+    assert tried['fp32_ops'].setting in found.advice
+    # the shortest list with which the step is finite
+    (function,) = eval(f'dict({tried["fp32_ops"].setting})')['fp32_ops']
+    assert between(act, level, fp32_ops=[function]) == []
+
+
+@pytest.mark.parametrize(
+    ('act', 'level', 'cause', 'text'),
+    [
+        (lambda x: (x * 0 + 15).exp() * 1e-3, 'O2', 'forward_range', 'float16 overflow in '),
+        (
+            lambda x: ((x * 1e-5).square().sum(-1, keepdim=True) + 1e-12).sqrt() * x,
+            'O2',
+            'gradient_16bit',
+            'Division by zero in float16 in the backward pass',
+        ),
+        (lambda x: (x * 0).sqrt(), 'O5', 'gradient_nan', 'Division by zero in bfloat16'),
+    ],
+    ids=['an overflow', 'backward in float16', 'backward'],
+)
+def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, level: str, cause: str, text: str) -> None:
+    (found,) = between(act, level)
+    assert found.cause == cause
+    assert found.text.startswith(text)
+    if cause == 'forward_range':
+        assert {each.kind for each in found.remedies if each.finite} == {'keep_fp32', 'fp32_ops', 'bfloat16'}
+    else:
+        assert 'too large' not in found.text
+
+
+def test_numbers_of_the_text_are_those_of_the_op() -> None:
+    (found,) = between(lambda x: ScaleGradient.apply(x * 0 + 50.0, 1.0) * 2e3, 'O2')
+    assert 'aten.mul made 48 of 48 elements infinite from finite numbers up to 50' in found.text
+    assert "With fp32_ops=['torch.mul'" in found.advice or "opt_level='O5'" in found.advice

@@ -1,0 +1,323 @@
+"""Which skipped steps are reported, where the reports are, and that a training which is watched stays the same."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from bits import differences
+from mmengine.model import BaseModel
+from mmengine.registry import HOOKS, MODELS
+from pairs import pairs
+from planted_overflows import Act, Deep, Fault, ScaleGradient, batches, examine, nan_input, root_at_zero, square
+from torch import Tensor, nn
+
+from amp_wrapper import AmpAttachError, FusedAdamW, amp
+
+SKIPPING = ('O1', 'O2', 'O3', 'O4', 'O5')
+
+
+def train(
+    level: str, act: Act, at: range | tuple[int, ...], steps: int, spoilt: int | None = None, **options: Any
+) -> tuple[list[str], int, list[str]]:
+    """Train with something that acts at some steps: causes that were found, skipped steps, all reports in the log."""
+    torch.manual_seed(0)
+    place = Fault(act)
+    model: Any = nn.Sequential(nn.Linear(4, 8), place, nn.Linear(8, 2))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=1, **options)
+    with amp.monitor(optimizer) as watch:
+        for index, x in enumerate(batches(steps)):
+            # a copy runs again the step at which the model stands
+            place.act = act if index in at else Tensor.contiguous
+            with amp.scale_loss(model(nan_input(x) if index == spoilt else x).square().mean(), optimizer) as loss:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return (
+        [each.cause for each in watch.diagnoses],
+        amp.skipped_steps(optimizer),
+        [each.text for each in watch.diagnoses],
+    )
+
+
+def large_gradient(x: Tensor) -> Tensor:
+    return ScaleGradient.apply(x, 2.0**12)
+
+
+@pairs(level=SKIPPING, fault=['input', 'gradient_nan'])
+def test_first_fault_is_reported(level: str, fault: str, log: list[str]) -> None:
+    act, at, spoilt = (root_at_zero, (5,), None) if fault == 'gradient_nan' else (Tensor.contiguous, (), 5)
+    causes, skips, texts = train(level, act, at, 8, spoilt)
+    assert (causes, skips) == ([fault], 1)
+    told = [line for line in log if 'why a step was skipped' in line]
+    assert len(told) == 1
+    assert texts[0] in told[0]
+
+
+@pairs(level=['O1', 'O2'], outputs=[{}, {'cast_model_outputs': 'float16'}])
+def test_dynamic_scale_that_falls_is_not_reported(level: str, outputs: dict[str, Any]) -> None:
+    """Neither at the start, nor later; a fault among such steps is."""
+    options = {'loss_scale': {'init_scale': 2.0**24}, 'max_loss_scale': None, **outputs}
+    causes, skips, _ = train(level, large_gradient, (6,), 8, **options)
+    assert skips >= 3
+    assert causes == []
+    causes, skips, _ = train(level, large_gradient, (), 8, spoilt=1, **options)
+    assert skips >= 3
+    assert causes == ['input']
+
+
+@pytest.mark.parametrize(('level', 'static'), [('O1', False), ('O3', True)])
+def test_scale_that_cannot_fall_is_reported(level: str, static: bool) -> None:
+    floor = {'loss_scale': {'init_scale': 2.0**24}, 'min_loss_scale': 2.0**24, 'max_loss_scale': None}
+    causes, skips, _ = train(level, large_gradient, range(20), 20, **({'loss_scale': 2.0**24} if static else floor))
+    assert skips == 20
+    assert causes[0] == 'gradient_scale'
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_dynamic_scale_that_falls_at_the_start_is_no_warning(level: str, log: list[str]) -> None:
+    """A skip after a step that was taken, and one at a static scale, are."""
+    for scale, factors in (('dynamic', [torch.inf, torch.inf, 0.01, torch.inf]), (8.0, [torch.inf])):
+        model: Any = nn.Linear(2, 2)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=scale)
+        for factor in factors:
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(1, 2)).sum() * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+    said = [line.split()[0] for line in log if 'optimizer step skipped' in line]
+    assert said == ['INFO', 'INFO', 'WARNING', 'WARNING']
+
+
+# -- in a runner of mmengine -----------------------------------------------------------------------------------------
+
+
+@HOOKS.register_module()
+class SpoilsABatch(toy.Hook):
+    """NaN in one batch."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == 9:
+            data_batch['inputs'].fill_(float('nan'))
+
+
+@MODELS.register_module()
+class ConstantGradient(BaseModel):
+    """Its gradient is 3 for each weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(36, 1, bias=False)
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        return {'loss': self.fc(torch.ones_like(inputs.flatten(1))).float().mean() * 3}
+
+
+def reports_of(folder: Path, level: str, hooks: list[Any], model: Any = None, **options: Any) -> list[dict[str, Any]]:
+    wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=dict(type='SGD', lr=0.01), **options)
+    words: dict[str, Any] = dict(val_cfg=None, val_dataloader=None, val_evaluator=None)
+    if model is not None:
+        words['model'] = model
+    toy.run(folder, wrapper, custom_hooks=[dict(type='amp_wrapper.AmpMonitorHook'), *hooks], **words)
+    return [json.loads(path.read_text()) for path in sorted((folder / 'amp_diagnosis').glob('*.json'))]
+
+
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_runner_reports_a_batch_with_nan_and_no_falling_scale(level: str, tmp_path: Path) -> None:
+    options = {'loss_scale': {'init_scale': 2.0**24}, 'max_loss_scale': None} if level == 'O2' else {}
+    found = reports_of(tmp_path, level, [dict(type='SpoilsABatch')], **options)
+    assert [(each['cause'], each['iteration']) for each in found] == [('input', 10)]
+
+
+@pytest.mark.parametrize('level', ['O2', 'O3'])
+def test_sum_of_gradients_that_are_finite(level: str, tmp_path: Path) -> None:
+    """45,000 and 45,000 are more than the 65,504 of float16."""
+    model = dict(type='ConstantGradient')
+    found = reports_of(tmp_path, level, [], model, accumulative_counts=2, loss_scale=30000.0)[0]
+    assert found['cause'] in ('gradient_sum', 'gradient_range')
+    assert 'sum' in found['text']
+    assert found['parameters'] == ['fc.weight']
+
+
+# -- reports ---------------------------------------------------------------------------------------------------------
+
+
+def test_page_says_where_the_forward_pass_alone_was_tried(tmp_path: Path) -> None:
+    """The loss is outside of the model, and its gradient at outputs that were infinite is none of finite ones."""
+    model = nn.Sequential(nn.Linear(4, 4), Fault(lambda x: x * 1e5 * 1e5), nn.Linear(4, 2))
+    (found,) = examine(model, 'O2', batches(1), lambda y: y.square().mean(), folder=tmp_path)
+    assert [remedy.setting for remedy in found.remedies if remedy.forward_only]
+    assert 'its forward pass is finite; the loss, outside of the model, was not tried' in found.advice
+    page = (tmp_path / 'amp_diagnosis/iter_1.html').read_text()
+    table = page.partition('What was tried on this step')[2].partition('</table>')[0]
+    for remedy in found.remedies:
+        row = table.partition(f'{html.escape(remedy.setting).replace("&#x27;", "&#39;")}</td>')[2].partition('</tr>')[0]
+        assert ('>finite in its forward pass<' in row) == remedy.forward_only
+        assert '>finite<' not in row
+
+
+def test_page_and_json_have_the_diagnosis_and_load_nothing(tmp_path: Path) -> None:
+    model = Deep()
+    model.blocks[1].place = Fault(lambda x: x * 1e6 / 1e6)
+    (found,) = examine(model, 'O2', batches(1), folder=tmp_path)
+    data = json.loads((tmp_path / 'amp_diagnosis/iter_1.json').read_text())
+    assert (data['cause'], data['module'], data['text']) == (found.cause, found.module, found.text)
+    assert (data['iteration'], data['rank'], data['level'][:2]) == (1, 0, 'O2')
+    assert data['scales'] == [65536.0]
+    page = html.unescape((tmp_path / 'amp_diagnosis/iter_1.html').read_text())
+    for part in (found.text, 'blocks.1.place', *(remedy.setting for remedy in found.remedies)):
+        assert part in page
+    assert not [word for word in ('http', 'src=', 'url(') if word in page]
+
+
+def test_names_of_samples_are_few_and_short(tmp_path: Path) -> None:
+    class Takes(nn.Linear):
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            return super().forward(batch['x'])
+
+    batch = {'indices': torch.arange(100_000), 'token': torch.randn(10), 'image_id': [7, 'a'], 'path': ['y'] * 999}
+    (found,) = examine(Takes(4, 2), 'O2', [{'x': nan_input(batches(1)[0]), **batch}])
+    assert found.samples['image_id'] == ['7', 'a']
+    assert not found.samples.get('token')
+    for name in ('indices', 'path'):
+        assert 10 < len(found.samples[name]) < 999
+    assert found.samples['indices'][:3] == ['0', '1', '2']
+
+
+# -- the training itself ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+@pytest.mark.parametrize('kind', [torch.optim.AdamW, FusedAdamW], ids=['AdamW', 'FusedAdamW'])
+def test_training_is_the_same_bit_for_bit(level: str, kind: Any, tmp_path: Path) -> None:
+    """Also what a hook collects for the loss: that of the copy must never get there."""
+
+    class Collector:
+        def __init__(self) -> None:
+            self.features: list[Tensor] = []
+
+        def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            self.features.append(output)
+
+    runs = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model: Any = Deep()
+        model.blocks[0].place = nn.Dropout(0.3)
+        collectors = [Collector() for _ in range(3)]
+        collected = collectors[0].features
+        model.blocks[0].register_forward_hook(lambda module, args, output: collected.append(output))  # noqa: B023
+        model.blocks[1].register_forward_hook(collectors[1].__call__)
+        model.blocks[2].register_forward_hook(collectors[2])
+        optimizer: Any = kind(model.parameters(), lr=0.01, eps=1e-4)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        words: Any = dict(interval=1, ranges_interval=1) if watched else dict(diagnose_overflow=False)
+        watch = amp.monitor(optimizer, folder=tmp_path if watched else None, **words)
+        for index, x in enumerate(batches(5)):
+            optimizer.zero_grad()
+            loss = square(model(nan_input(x) if index in (1, 2) else x))
+            loss = loss + sum(square(each.features.pop()) for each in collectors)
+            assert not any(each.features for each in collectors)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert [each.cause for each in watch.diagnoses] == ['input'] * 2 * watched
+        watch.close()
+        runs.append([model.state_dict(), optimizer.state_dict(), amp.state_dict(), torch.randn(3)])
+    assert differences(runs[0], runs[1]) == []
+
+
+# -- compiled models -------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Linear):
+    """torch compiles no module of its own alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias).relu()
+
+
+def compiled(way: str, graphs: list[Any]) -> nn.Module:
+    """A model that is compiled in one of several ways; each graph is noted."""
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    words: Any = dict(backend=backend)
+    model: Any = nn.Sequential(Layer(4, 32), Layer(32, 32), Layer(32, 2))
+    if way == 'wrapper':
+        return torch.compile(model, **words)
+    if way == 'forward':
+        model.forward = torch.compile(model.forward, **words)
+    if way == 'wrapper of a part':
+        model[1] = torch.compile(model[1], **words)
+    for module in {'whole': [model], 'parts': list(model)}.get(way, []):
+        module.compile(**words)
+    return model
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return square(model(x))
+
+
+@pytest.mark.parametrize('way', ['wrapper', 'forward', 'wrapper of a part', 'whole', 'parts'])
+def test_copies_of_compiled_models_run_as_they_were_written(way: str) -> None:
+    """Nothing is compiled for them, their results say so, and the model goes on with the graphs that it has."""
+    graphs: list[Any] = []
+    model = compiled(way, graphs)
+    x = torch.randn(6, 4)
+    wanted = loss_fn(model, x).detach()
+    made = len(graphs)
+    assert made
+    words: Any = dict(levels=['O0', 'O5'], steps=4, progress=False)
+    suggested = amp.suggest_level(model, loss_fn, batches(4), **words)
+    report = amp.report(model, x, loss_fn=loss_fn, opt_level='O2')
+    assert 'without torch.compile' in str(suggested)
+    assert report.data['compiled']
+    assert 'without torch.compile' in str(report)
+    assert len(graphs) == made
+    assert torch.equal(loss_fn(model, x).detach(), wanted)
+    assert len(graphs) == made
+    # it is what was compiled that runs: another type of input needs another graph
+    loss_fn(model.double(), x.double())
+    assert len(graphs) > made
+
+
+def test_nothing_is_said_of_torch_compile_where_nothing_is_compiled() -> None:
+    model = compiled('not at all', [])
+    report = amp.report(model, torch.randn(6, 4), loss_fn=loss_fn, opt_level='O2')
+    assert not report.data['compiled']
+    words: Any = dict(levels=['O0', 'O5'], steps=4, progress=False)
+    assert 'torch.compile' not in str(report) + str(amp.suggest_level(model, loss_fn, batches(4), **words))
+
+
+@pytest.mark.parametrize('way', ['whole', 'parts'])
+def test_diagnosis_of_a_compiled_model_compiles_nothing(way: str) -> None:
+    graphs: list[Any] = []
+    made = []
+
+    def note(index: int, model: nn.Module, optimizer: Any) -> None:
+        made.append(len(graphs))
+
+    inputs = [nan_input(x) if index == 3 else x for index, x in enumerate(batches(6))]
+    assert len(examine(compiled(way, graphs), 'O2', inputs, before=note)) == 1
+    assert made[2:] == made[2:3] * 4
+
+
+def test_level_that_a_model_cannot_have() -> None:
+    """A weight beyond float16 is an error of the level, in a report as in a training."""
+    model = Deep()
+    with torch.no_grad():
+        model.stem.weight.fill_(1e6)
+    with pytest.raises(AmpAttachError, match='range'):
+        amp.report(model, batches(1)[0], 'O2')
+    assert 'range' in amp.report(model, batches(1)[0], 'O5').data['memory']['O2']['error']
