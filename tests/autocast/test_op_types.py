@@ -1,0 +1,355 @@
+"""What O1 and O4 cast, op by op: to 16-bit, to float32, to the widest type, to the type that is written to, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bits import same_bits
+from forwards import HALF, PER_OP, Forwards
+from op_calls import ALL_ROWS, LOSSES, MASK, MIXED_PRODUCTS, PLACES, PRODUCTS, Call
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from amp_wrapper import amp
+
+F32 = torch.float32
+#: What comes after the first tensor in a call of an op, given another tensor.
+Arguments = Callable[[Tensor], tuple[Any, ...]]
+
+
+def _alike(names: str, arguments: Arguments) -> dict[str, Arguments]:
+    return dict.fromkeys(names.split(), arguments)
+
+
+HALF_OPS: dict[str, Arguments] = {
+    'addbmm': lambda y: (y.expand(2, 4, 4), y.expand(2, 4, 4)),
+    'addmm': lambda y: (y, y),
+    'addmv': lambda y: (y, y[0]),
+    'addr': lambda y: (y[0], y[1]),
+    'baddbmm': lambda y: (y.expand(4, 4, 4), y.expand(4, 4, 4)),
+    'mv': lambda y: (y[0],),
+}
+FLOAT32_OPS: dict[str, Arguments] = {
+    **_alike('acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan prod sum', lambda y: ()),
+    **_alike('cumprod cumsum softmax log_softmax logsumexp frobenius_norm', lambda y: (0,)),
+    **_alike('cdist dist', lambda y: (y,)),
+    'norm': lambda y: (2, 0),
+    'nuclear_norm': lambda y: ((0, 1),),
+    'pow': lambda y: (-0.5,),
+    'renorm': lambda y: (2, 0, 1.0),
+    'ldexp': lambda y: (torch.ones(4, dtype=torch.int),),
+    'mvlgamma': lambda y: (1,),
+}
+WIDEST_OPS: dict[str, Arguments] = {
+    **_alike('addcdiv addcmul', lambda y: (y, y)),
+    **_alike('index_add index_copy', lambda y: (0, ALL_ROWS, y)),
+    **_alike('scatter scatter_add', lambda y: (0, PLACES, y)),
+    **_alike('dot vdot', lambda y: (y[0],)),
+    'atan2': lambda y: (y,),
+    'index_put': lambda y: ((ALL_ROWS,), y),
+    'index_reduce': lambda y: (0, ALL_ROWS, y, 'mean'),
+    'lerp': lambda y: (y, 0.5),
+    'masked_scatter': lambda y: (MASK, y),
+    'put': lambda y: (PLACES, y),
+    'scatter_reduce': lambda y: (0, PLACES, y, 'sum'),
+}
+
+
+def first(name: str, x: Tensor) -> Tensor:
+    """The tensor that an op is called with: a row of ``x``, a batch of it, or all of it."""
+    return x[0] if name in ('addmv', 'dot', 'vdot') else x.expand(4, 4, 4) if name == 'baddbmm' else x
+
+
+def forms(name: str, arguments: Arguments) -> Iterator[tuple[str, Call]]:
+    """The ways to call an op."""
+    function, method = getattr(torch, name, None), getattr(Tensor, name, None)
+    in_place = getattr(Tensor, f'{name}_', None)
+    if function is not None:
+        yield 'function', lambda x, y: function(first(name, x), *arguments(y))
+    if method is not None:
+        yield 'method', lambda x, y: method(first(name, x), *arguments(y))
+    if in_place is not None:
+
+        def write(x: Tensor, y: Tensor) -> Tensor:
+            written = first(name, x).clone()
+            result = in_place(written, *arguments(y))
+            assert result is written
+            return written
+
+        yield 'in place', write
+    if function is not None:
+
+        def into(x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast('cpu', enabled=False):
+                shape = function(first(name, x.double()), *arguments(y.double())).shape
+            return function(first(name, x.detach()), *arguments(y), out=torch.empty(shape, dtype=x.dtype))
+
+        yield 'out', into
+
+
+@pytest.fixture(scope='module')
+def forwards() -> Forwards:
+    return Forwards()
+
+
+def values(dtype: torch.dtype) -> Tensor:
+    return (torch.arange(16.0).square().sin() * 0.3 + 0.5).reshape(4, 4).to(dtype)
+
+
+@pytest.mark.parametrize('level', PER_OP)
+def test_ops_in_each_form(level: str, forwards: Forwards) -> None:
+    half, wrong = HALF[level], []
+    torch.use_deterministic_algorithms(False)  # put_ knows no other way
+    groups = [(half, HALF_OPS), (F32, FLOAT32_OPS), (None, WIDEST_OPS)]
+    ops = [(fixed, name, *form) for fixed, group in groups for name in group for form in forms(name, group[name])]
+    for (fixed, name, form, call), left, right in itertools.product(ops, (half, F32), (half, F32)):
+        x, y = values(left).requires_grad_(), values(right).flip(0)
+        computes = fixed or (F32 if F32 in ((left, right) if name in WIDEST_OPS else (left,)) else half)
+        # torch itself takes mixed types in these
+        if form == 'in place' and fixed is not F32 and name not in ('addcdiv', 'addcmul', 'atan2'):
+            computes = left
+        if form == 'out':
+            try:
+                exact = call(x, y)
+            except (RuntimeError, TypeError):
+                continue
+        else:
+            exact = call(x.to(computes), y.to(computes)).detach()
+        result = forwards(level, call, x, y).seen
+        if form == 'in place':
+            exact = exact.to(left)
+        elif form != 'out':
+            result.float().sum().backward()
+            assert x.grad is not None and x.grad.dtype is left and x.grad.isfinite().all(), name
+        if not same_bits(result.detach(), exact):
+            wrong.append((name, form, left, right, result.dtype))
+    assert wrong == []
+
+
+# functions that are made of others, or that are reached by modules
+IN_16_BIT: dict[str, Call] = {
+    **PRODUCTS,
+    'conv_tbc': lambda x, y: torch.conv_tbc(x[None], y[None], y[0]),
+    'convolution': lambda x, y: torch.convolution(x[None], y[:, :, None], None, [1], [0], [1], False, [0], 1),
+    'prelu': lambda x, y: F.prelu(x, y[0]),
+    'gru_cell': lambda x, y: torch.gru_cell(x, y, torch.ones(12, 4), torch.ones(12, 4)),
+    'lstm_cell': lambda x, y: torch.lstm_cell(x, (y, x), torch.ones(16, 4), torch.ones(16, 4))[0],
+    'rnn_tanh_cell': lambda x, y: torch.rnn_tanh_cell(x, y, torch.ones(4, 4), torch.ones(4, 4)),
+    'rnn_relu_cell': lambda x, y: torch.rnn_relu_cell(x, y, torch.ones(4, 4), torch.ones(4, 4)),
+    'Linear': lambda x, y: nn.Linear(4, 4)(x),
+    'Conv2d': lambda x, y: nn.Conv2d(1, 2, 3)(x[None, None]),
+    'MultiheadAttention': lambda x, y: nn.MultiheadAttention(4, 2)(x, x, x)[0],
+}
+#: By the name of the op: how many axes come first, and arguments of interpolate.
+RESIZED: dict[str, tuple[int, dict[str, Any]]] = {
+    **{f'upsample_nearest{n}d': (n, {'mode': 'nearest'}) for n in (1, 2, 3)},
+    **{f'_upsample_nearest_exact{n}d': (n, {'mode': 'nearest-exact'}) for n in (1, 2, 3)},
+    'upsample_linear1d': (1, {'mode': 'linear'}),
+    'upsample_bilinear2d': (2, {'mode': 'bilinear'}),
+    'upsample_bicubic2d': (2, {'mode': 'bicubic'}),
+    'upsample_trilinear3d': (3, {'mode': 'trilinear'}),
+    '_upsample_bilinear2d_aa': (2, {'mode': 'bilinear', 'antialias': True}),
+    '_upsample_bicubic2d_aa': (2, {'mode': 'bicubic', 'antialias': True}),
+}
+IN_FLOAT32: dict[str, Call] = {
+    # rounded on the way here
+    **{name: call for name, call in LOSSES.items() if 'ctc' not in name},
+    'linalg.cross': lambda x, y: torch.linalg.cross(x[:, :3], y[:, :3]),
+    '__pow__': lambda x, y: x**2,
+    '__rpow__': lambda x, y: 2**x,
+    'pow of a tensor': torch.pow,
+    'sum of a dimension': lambda x, y: x.sum(0),
+    'prod of a dimension': lambda x, y: x.prod(0),
+    'norm': lambda x, y: x.norm(),
+    'matrix_norm': lambda x, y: torch.linalg.matrix_norm(x),
+    'vecdot': lambda x, y: torch.linalg.vecdot(x, y),
+    'nll_loss2d': lambda x, y: F.nll_loss(x[:, :, None, None], ALL_ROWS[:, None, None]),
+    'vector_norm': lambda x, y: torch.linalg.vector_norm(x),
+    'softmin': lambda x, y: F.softmin(x, 0),
+    'softplus': lambda x, y: F.softplus(x),
+    'gumbel_softmax': lambda x, y: F.gumbel_softmax(x),
+    'cosine_similarity': lambda x, y: F.cosine_similarity(x, y),
+    'normalize': lambda x, y: F.normalize(x),
+    'pdist': lambda x, y: F.pdist(x),
+    'group_norm': lambda x, y: F.group_norm(x, 2),
+    'layer_norm': lambda x, y: F.layer_norm(x, (4,)),
+    'rms_norm': lambda x, y: F.rms_norm(x, (4,)),
+    'LocalResponseNorm': lambda x, y: nn.LocalResponseNorm(2)(x[None]),
+    'attention weights': lambda x, y: nn.MultiheadAttention(4, 2)(x, x, x)[1],
+    **{
+        name: lambda x, y, axes=axes, words=words: F.interpolate(x[(None,) * axes], scale_factor=2.0, **words)
+        for name, (axes, words) in RESIZED.items()
+    },
+}
+IN_THE_WIDEST: dict[str, Call] = {
+    **MIXED_PRODUCTS,
+    **{name: getattr(operator, name) for name in ('add', 'sub', 'mul', 'truediv')},
+    'bilinear': lambda x, y: F.bilinear(x, y, torch.ones(2, 4, 4, dtype=y.dtype), y[0, :2]),
+    'cross': lambda x, y: torch.cross(x[:, :3], y[:, :3], dim=1),
+    'grid_sample': lambda x, y: F.grid_sample(x[None, None], y[None, :, :2, None].mT, align_corners=False),
+    'grid_sampler': lambda x, y: torch.grid_sampler(x[None, None], y[None, :, :2, None].mT, 0, 0, False),
+    'cat': lambda x, y: torch.cat([x, y]),
+    'stack': lambda x, y: torch.stack([x, y]),
+}
+AS_GIVEN: dict[str, Call] = {
+    'relu': lambda x, y: F.relu(x),
+    'mean': lambda x, y: x.mean(0),
+    'embedding': lambda x, y: F.embedding(ALL_ROWS, x),
+    'BatchNorm1d': lambda x, y: nn.BatchNorm1d(4)(x),
+    'BatchNorm1d in eval': lambda x, y: nn.BatchNorm1d(4).eval()(x),
+}
+
+
+@pytest.mark.parametrize('level', PER_OP)
+def test_types_of_functions_and_layers(level: str, forwards: Forwards) -> None:
+    half, wrong = HALF[level], []
+    groups = [(half, IN_16_BIT), (F32, IN_FLOAT32), ('widest', IN_THE_WIDEST), ('given', AS_GIVEN)]
+    calls = [(kind, name, group[name]) for kind, group in groups for name in group]
+    for (kind, name, call), left, right in itertools.product(calls, (half, F32), (half, F32)):
+        x, y = values(left).requires_grad_(), values(right)
+        widest = F32 if F32 in (left, right) else half
+        expected = {'widest': widest, 'given': left}.get(str(kind), kind)
+        result = forwards(level, call, x, y).seen
+        if result.grad_fn is not None:
+            result.float().sum().backward()
+        if (result.dtype, x.grad is None or x.grad.dtype) != (expected, left):
+            wrong.append((name, left, right, result.dtype, x.grad is None or x.grad.dtype))
+    assert wrong == []
+
+
+def test_every_op_of_the_list_for_cuda_is_tried_here() -> None:
+    """torch's documented list; a later torch that has more makes this fail."""
+    tried = {*HALF_OPS, *FLOAT32_OPS, *WIDEST_OPS, *IN_16_BIT, *IN_FLOAT32, *IN_THE_WIDEST}
+    tried |= {'binary_cross_entropy', 'scaled_dot_product_attention', '_convolution', 'native_layer_norm'}
+    listed = {
+        name.removeprefix('aten::').partition('.')[0].removeprefix('linalg_')
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key('AutocastCUDA')
+    }
+    on_a_gpu_alone = ('cudnn_', '_cudnn', '_thnn', '_scaled_dot')
+    assert len(listed) > 50 and sorted(n for n in listed - tried if not n.startswith(on_a_gpu_alone)) == []
+
+
+@pytest.mark.parametrize('level', PER_OP)
+def test_types_that_no_list_changes(level: str, forwards: Forwards) -> None:
+    def body(given: Tensor) -> None:
+        half, wide = given, given.float()
+        for x, y in itertools.product((half, wide), repeat=2):
+            for compare in (operator.eq, operator.gt, operator.le, torch.ne, torch.lt):
+                assert compare(x, y).dtype is torch.bool
+            for write in (operator.iadd, operator.isub, operator.imul, operator.itruediv, Tensor.copy_):
+                assert write(x.clone(), y).dtype is x.dtype
+        # a type that the caller asks for stands
+        for dtype, x in itertools.product((torch.float16, torch.bfloat16, torch.float64), (half, wide)):
+            for reduce in (torch.sum, torch.prod, torch.cumsum, torch.softmax, F.log_softmax):
+                assert reduce(x, 0, dtype=dtype).dtype is dtype
+            assert x.sum(dtype=dtype).dtype is torch.softmax(x, 0, dtype).dtype is dtype
+        assert torch.linalg.vector_norm(half, dtype=half.dtype).dtype is half.dtype
+        # and so do other types
+        assert ALL_ROWS.sum().dtype is torch.int64
+        for dtype in (torch.float64, torch.complex64):
+            x = torch.ones(4, dtype=dtype)
+            assert x.sum().dtype is x.exp().dtype is F.mse_loss(x.real, x.real).to(dtype).dtype is dtype
+        assert F.mse_loss(half.double(), half.double()).dtype is torch.float64
+
+    forwards(level, body)
+
+
+@pytest.mark.parametrize('level', PER_OP)
+def test_sum_that_float16_cannot_hold(level: str, forwards: Forwards) -> None:
+    x = torch.full((100_000,), 0.875, dtype=HALF[level])
+    found = forwards(level, lambda _: (x.sum(), F.l1_loss(x, x * 0, reduction='sum'), x.norm(1))).seen
+    assert [total.item() for total in found] == [87_500.0] * 3
+
+
+def test_plain_autocast_of_a_script_keeps_its_own_list(forwards: Forwards) -> None:
+    """The kernels of the package act in its own regions alone."""
+    x = torch.ones(2, dtype=torch.bfloat16)
+    forwards('O4', lambda _: None)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert x.sum().dtype is x.softmax(0).dtype is (x**2).dtype is torch.bfloat16
+        x.clone().exp_()
+
+
+@pytest.mark.parametrize('level', PER_OP)
+def test_second_derivatives(level: str) -> None:
+    """A gradient penalty through every kind of rule, against float64."""
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.norm, self.b = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.norm(F.softplus(self.a(x)))
+            return self.b(hidden * hidden.softmax(-1)) + (x**2).sum(-1, keepdim=True)
+
+    def penalty(model: nn.Module, x: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return (slope.norm(dim=1) - 1).square().mean()
+
+    model = Critic()
+    exact = copy.deepcopy(model).double()
+    x = torch.randn(8, 4)
+    penalty(exact, x.double().requires_grad_()).backward()
+    penalty(amp.initialize(model, opt_level=level, verbosity=0), x.requires_grad_()).backward()
+    # eight products of 4 to 8 terms: a few roundings, of 2^-11 and 2^-8
+    bound = 2e-2 if level == 'O1' else 1e-1
+    for mine, theirs in zip(model.parameters(), exact.parameters()):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if mine.grad is not None and theirs.grad is not None:
+            assert mine.grad.dtype is F32
+            assert (mine.grad - theirs.grad).norm() <= bound * theirs.grad.norm() + 1e-6
+
+
+# -- recurrent layers ----------------------------------------------------------------------------------------------------
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {'num_layers': 2, 'bidirectional': True},
+    {'batch_first': True, 'bias': False},
+    {'num_layers': 2, 'dropout': 0.5},
+]
+LAYERS = [(kind, words) for kind in (nn.RNN, nn.LSTM, nn.GRU) for words in SHAPES]
+LAYERS += [(nn.LSTM, {'proj_size': 2}), (nn.RNN, {'nonlinearity': 'relu'})]
+
+
+@pytest.mark.parametrize('level', PER_OP)
+def test_recurrent_layers_and_cells(level: str, forwards: Forwards) -> None:
+    """Results are those of a 16-bit layer; gradients have the types that came in."""
+    half = HALF[level]
+    for (kind, words), dtype, packed in itertools.product(LAYERS, (half, F32), (False, True)):
+        layer = kind(4, 4, **words)
+        x = torch.randn(3, 3, 4).to(dtype).requires_grad_()
+        lengths = torch.tensor([3, 3, 2] if packed else [3, 3, 3])
+        narrow = copy.deepcopy(layer).to(half)
+
+        def call(module: nn.Module, x: Tensor, lengths: Tensor = lengths, packed: bool = packed) -> Any:
+            torch.manual_seed(1)
+            out, last = module(pack_padded_sequence(x, lengths) if packed else x)
+            return pad_packed_sequence(out)[0] if packed else out, last
+
+        out, last = forwards(level, call, layer, x).seen
+        assert same_bits(out.detach(), call(narrow, x.detach().to(half))[0].detach()), (kind, words, dtype)
+        assert {t.dtype for t in (last if isinstance(last, tuple) else (last,))} == {half}
+        out.float().sum().backward()
+        assert x.grad is not None and x.grad.dtype is dtype
+        assert all(p.grad is not None and p.grad.dtype is F32 for p in layer.parameters())
+    for cell in (nn.RNNCell(4, 4), nn.RNNCell(4, 4, nonlinearity='relu'), nn.LSTMCell(4, 4), nn.GRUCell(4, 4)):
+        state = forwards(level, lambda x, cell=cell: cell(x, cell(x))).seen
+        assert (state[0] if isinstance(state, tuple) else state).dtype is half
+
+
+@pytest.mark.parametrize('level', PER_OP)
+@pytest.mark.parametrize('packed', [False, True])
+def test_recurrent_layer_called_directly_gives_float32(level: str, packed: bool) -> None:
+    model = amp.initialize(nn.Sequential(nn.LSTM(4, 4)), opt_level=level, verbosity=0)
+    x: Any = torch.randn(4, 3, 4)
+    out = model[0](pack_padded_sequence(x, torch.tensor([4, 4, 4])) if packed else x)[0]
+    assert (out.data if packed else out).dtype is F32

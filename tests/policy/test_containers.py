@@ -1,0 +1,199 @@
+"""Arguments and results of a model: nested containers are cast and keep their types, and the caller's are never changed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from bits import same_bits
+from forwards import prepared
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+OTHERS = (torch.int64, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.float64)
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any = None
+
+
+class Words(dict):
+    """A dict with an attribute of its own."""
+
+    note = 'class'
+
+
+class Row(list):
+    pass
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Box:
+    content: Any
+    label: str = 'box'
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenBox:
+    content: Any
+    label: str = 'frozen'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    content: Any
+
+
+@dataclasses.dataclass
+class Late:
+    given: Any
+    late: Any = dataclasses.field(init=False)
+
+
+@dataclasses.dataclass
+class Output(collections.OrderedDict):
+    """As the outputs of transformers."""
+
+    logits: Any = None
+
+    def __post_init__(self) -> None:
+        self['logits'] = self.logits
+
+
+def words(items: dict[str, Any]) -> Words:
+    result = Words(items)
+    result.note = 'instance'
+    return result
+
+
+leaves = st.one_of(
+    st.sampled_from([*FLOATS, *OTHERS]).map(lambda dtype: torch.ones(2, dtype=dtype)),
+    st.sampled_from([None, True, 2, 1.5, 1j, 'text', b'bytes', range(3), slice(1), torch.Size([2]), Color.RED, Box]),
+    st.builds(lambda: np.ones(2, np.float32)),
+    st.builds(lambda: {1, 2}),
+    st.builds(lambda: SimpleNamespace(tensor=torch.ones(1))),
+    st.builds(lambda: iter([torch.ones(1)])),
+)
+
+
+def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists = st.lists(inner, max_size=3)
+    dicts = st.dictionaries(st.sampled_from(['a', 'b', 'c']), inner, max_size=3)
+    makers = [dict, collections.OrderedDict, lambda items: collections.defaultdict(list, items), words]
+    return st.one_of(
+        *(lists.map(make) for make in (list, tuple, Row)),
+        *(dicts.map(make) for make in makers),
+        *(inner.map(make) for make in (Point, Box, FrozenBox, Slotted, Late, Output)),
+    )
+
+
+def children(value: Any) -> list[Any] | None:
+    """The parts of a container, or None for what is none."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return None
+
+
+def snapshot(value: Any) -> Any:
+    """Identity of everything inside."""
+    parts = children(value)
+    return id(value) if parts is None else (id(value), tuple(map(snapshot, parts)))
+
+
+def check(old: Any, new: Any, dtype: torch.dtype, sources: tuple[torch.dtype, ...] = FLOATS) -> None:
+    """Tensors of the sources have been cast; all else is as it was."""
+    assert type(new) is type(old)
+    parts, others = children(old), children(new)
+    if isinstance(old, Tensor) and old.dtype in sources and old.dtype is not dtype:
+        assert same_bits(new, old.to(dtype))
+    elif parts is None:
+        assert new is old
+    else:
+        assert others is not None and len(others) == len(parts)
+        for part, other in zip(parts, others):
+            check(part, other, dtype, sources)
+    if isinstance(old, dict):
+        assert list(old) == list(new)
+        assert getattr(new, 'note', '') == getattr(old, 'note', '')
+        assert getattr(new, 'default_factory', 0) is getattr(old, 'default_factory', 0)
+
+
+class Echo(nn.Module):
+    """Returns what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.got: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.got = (*args, *kwargs.values())
+        return self.got[0]
+
+
+@pytest.fixture(scope='module')
+def models() -> dict[torch.dtype, Any]:
+    return {half: prepared(Echo(), level) for level, half in (('O2', torch.float16), ('O5', torch.bfloat16))}
+
+
+@settings(max_examples=80, deadline=None)
+@given(value=st.recursive(leaves, containers, max_leaves=10), by_name=st.booleans())
+def test_any_nesting(models: dict[torch.dtype, Any], value: Any, by_name: bool) -> None:
+    before = snapshot(value)
+    for half, model in models.items():
+        result = model(value=value) if by_name else model(value)
+        check(value, model.got[0], half)
+        check(model.got[0], result, torch.float32, (torch.float16, torch.bfloat16))
+    assert snapshot(value) == before
+
+
+def test_containers_of_torch(models: dict[torch.dtype, Any]) -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)], enforce_sorted=False)
+    returned = [torch.max(torch.eye(2), dim=0), torch.linalg.qr(torch.eye(2)), torch.topk(torch.eye(2), 1)]
+    for half, model in models.items():
+        for value in returned:
+            model(value)
+            check(value, model.got[0], half)
+        out = model(packed)
+        (got,) = model.got
+        assert type(got) is type(out) is PackedSequence
+        assert (packed.data.dtype, got.data.dtype, out.data.dtype) == (torch.float32, half, torch.float32)
+        for name in ('batch_sizes', 'sorted_indices', 'unsorted_indices'):
+            assert getattr(got, name) is getattr(packed, name)
+
+
+def test_attribute_beside_the_fields_stays(models: dict[torch.dtype, Any]) -> None:
+    value = Late(torch.ones(1))
+    value.extra = 'kept'  # type: ignore[attr-defined]
+    for half, model in models.items():
+        model(value)
+        (got,) = model.got
+        assert got.given.dtype is half and got.extra == 'kept' and not hasattr(got, 'late')
+
+
+def test_casts_are_differentiable(models: dict[torch.dtype, Any]) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    for half, model in models.items():
+        parameter.grad = None
+        result = model({'x': [parameter]})['x'][0]
+        assert model.got[0]['x'][0].dtype is half and result.dtype is torch.float32
+        result.sum().backward()
+        assert parameter.grad is not None and same_bits(parameter.grad, torch.ones(3))

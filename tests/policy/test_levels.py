@@ -1,0 +1,386 @@
+"""The table of levels, every option of it, and every error that a configuration can have."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forwards import CAST, HALF, LEVELS, PER_OP
+from torch import nn
+
+from amp_wrapper import AmpConfigError, Policy, resolve
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+FIELDS = 'cast_model_type autocast_dtype keep_batchnorm_fp32 master_weights skip_nonfinite'.split()
+#: Those fields, and whether the loss scale is dynamic.
+TABLE: dict[str, tuple[Any, ...]] = {
+    'O0': (F32, None, False, False, False, False),
+    'O1': (None, F16, False, False, True, True),
+    'O2': (F16, None, True, True, True, True),
+    'O3': (F16, None, False, False, True, False),
+    'O4': (None, BF16, False, False, True, False),
+    'O5': (BF16, None, True, True, True, False),
+}
+TYPES = {
+    F16: ['float16', 'fp16', 'half', 'torch.float16', 'torch.half', 'FP16', ' float16 ', F16],
+    BF16: ['bfloat16', 'bf16', 'torch.bfloat16', 'BF16', BF16],
+    F32: ['float32', 'fp32', 'float', 'single', 'torch.float32', 'torch.float', F32],
+    torch.float64: ['float64', 'fp64', 'double', 'torch.double', torch.float64],
+}
+
+
+def problems(level: Any = 'O2', **options: Any) -> tuple[str, ...]:
+    """What is wrong with a configuration, each in one sentence; nothing where it is resolved."""
+    try:
+        resolve(level, **options)
+    except AmpConfigError as error:
+        assert isinstance(error, ValueError) and all(problem in str(error) for problem in error.problems)
+        return error.problems
+    return ()
+
+
+def changes(policy: Policy, base: Policy) -> dict[str, Any]:
+    """The fields in which a policy differs from another."""
+    names = [field.name for field in dataclasses.fields(Policy)]
+    return {name: getattr(policy, name) for name in names if getattr(policy, name) != getattr(base, name)}
+
+
+def unexplained(rows: Any) -> list[Any]:
+    """Of (level, options, words of its only error): the rows whose error is another."""
+    found = [(level, options, words, problems(level, **options)) for level, options, words in rows]
+    return [row for row in found if len(row[3]) != 1 or not all(word in row[3][0] for word in row[2])]
+
+
+# -- levels and their options --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_table_of_levels(level: str) -> None:
+    policy, dynamic = resolve(level), TABLE[level][-1]
+    assert tuple(getattr(policy, name) for name in FIELDS) == TABLE[level][:-1]
+    assert policy.opt_level == level and policy.enabled and policy.casts_model == (level in CAST)
+    assert policy.patch_torch_functions == (level in PER_OP) and not policy.split_masters and not policy.from_16bit
+    assert (policy.num_losses, policy.verbosity, policy.max_consecutive_skips) == (1, 1, 50)
+    assert policy.restore_buffers_on_skip and not policy.accumulate_in_fp32 and policy.cast_model_outputs is None
+    assert dataclasses.asdict(policy.loss_scale) == dict(
+        dynamic=dynamic,
+        init_scale=2.0**16 if dynamic else 1.0,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=2000,
+        min_scale=None,
+        max_scale=2.0**24,
+        hysteresis=1,
+        enabled=True,
+    )
+    assert resolve() == resolve('O1')
+
+
+BOTH = [(value, value) for value in (True, False)]
+#: Levels, an option, its values with those of the field of that name.
+LEGAL: list[tuple[tuple[str, ...], str, list[tuple[Any, Any]]]] = [
+    (('O0', *CAST), 'cast_model_type', [(word, dtype) for dtype in (F16, BF16, F32) for word in TYPES[dtype]]),
+    (('O0', *CAST), 'cast_model_type', [(False, None)]),
+    (PER_OP, 'cast_model_type', [(word, None) for word in (False, *TYPES[F32])]),
+    (('O0', *CAST), 'keep_batchnorm_fp32', [*BOTH, ('True', True), ('False', False)]),
+    (('O0', *CAST), 'master_weights', BOTH),
+    (LEVELS, 'skip_nonfinite', BOTH),
+    (LEVELS, 'keep_fp32', [('head', ('head',)), (['a.*', nn.LayerNorm], ('a.*', nn.LayerNorm)), (nn.GRU, (nn.GRU,))]),
+    (LEVELS, 'keep_inputs', [('steps', ('steps',)), (['a', 'b'], ('a', 'b'))]),
+    (LEVELS, 'cast_model_outputs', [(word, dtype) for dtype, words in TYPES.items() for word in words]),
+    (LEVELS, 'num_losses', [(3, 3), (np.int64(2), 2)]),
+    (LEVELS, 'verbosity', [(0, 0), (2, 2)]),
+    (LEVELS, 'max_consecutive_skips', [(None, None), (7, 7), (np.int32(5), 5)]),
+    *[(LEVELS, name, [*BOTH, (np.bool_(True), True)]) for name in ('from_16bit', 'restore_buffers_on_skip', 'enabled')],
+    (LEVELS, 'accumulate_in_fp32', BOTH),
+]
+
+
+def test_options_change_their_field_alone() -> None:
+    wrong = []
+    for levels, name, values in LEGAL:
+        for level in levels:
+            for value, expected in values:
+                found, base = resolve(level, **{name: value}), resolve(level)
+                same = getattr(base, name) == expected
+                if changes(found, base) != ({} if same else {name: expected}) or (
+                    type(getattr(found, name)) is not type(expected)
+                ):
+                    wrong.append((level, name, value))
+    assert wrong == []
+    for level in PER_OP:
+        assert changes(resolve(level, patch_torch_functions=False), resolve(level)) == {'autocast_dtype': None}
+    for level in LEVELS:
+        assert resolve(level, patch_torch_functions=level in PER_OP) == resolve(level)
+    for level in CAST:
+        split = {'split_masters': True} | ({} if resolve(level).master_weights else {'master_weights': True})
+        assert changes(resolve(level, master_weights='split'), resolve(level)) == split
+
+
+def test_dtype_turns_levels() -> None:
+    for word in TYPES[BF16]:
+        for level, becomes in (('O1', 'O4'), ('O2', 'O5'), ('O4', 'O4'), ('O5', 'O5')):
+            assert resolve(level, dtype=word) == resolve(becomes)
+        assert changes(resolve('O3', dtype=word), resolve('O3')) == {'cast_model_type': BF16}
+    for level in ('O1', 'O2', 'O3'):
+        assert resolve(level, dtype='float16') == resolve(level)
+    for level in PER_OP:
+        for word in ('float32', 'float64', F32, torch.float64):
+            assert changes(resolve(level, dtype=word), resolve(level)) == {'autocast_dtype': None}
+    assert resolve('O0', dtype='float32') == resolve('O0')
+    assert resolve('O2', dtype='bfloat16', cast_model_type='bf16') == resolve('O5')
+
+
+def test_option_that_a_level_refuses_names_value_level_and_remedy() -> None:
+    rows: list[Any] = []
+    for level in PER_OP:
+        remedy = {'O1': "opt_level='O2'", 'O4': "opt_level='O5'"}[level]
+        values = [('cast_model_type', v) for v in (*TYPES[F16], *TYPES[BF16])]
+        values += [('keep_batchnorm_fp32', v) for v in (True, False, 'True', 'False')]
+        values += [('master_weights', v) for v in (True, False, 'split')]
+        rows += [(level, {name: v}, [f'{name}={v!r}', level, remedy, 'leave it out']) for name, v in values]
+    rows += [(lv, {'patch_torch_functions': True}, ['patch_torch_functions', lv, "'O1'"]) for lv in ('O0', *CAST)]
+    for level, dtype, remedy in (
+        ('O0', 'bfloat16', "'O4'"),
+        ('O0', 'float16', "'O1'"),
+        ('O4', 'float16', "'O1'"),
+        ('O5', 'float16', "'O2'"),
+        ('O2', 'float32', "'O0'"),
+        ('O3', 'float32', "'O0'"),
+        ('O5', 'float64', "'O0'"),
+    ):
+        rows.append((level, {'dtype': dtype}, [f'dtype={dtype!r}', f'opt_level={level!r}', remedy]))
+    rows += [
+        ('O2', dict(dtype='bfloat16', cast_model_type='float16'), ["cast_model_type='float16'", "dtype='bfloat16'"]),
+        ('O1', dict(dtype='float32', patch_torch_functions=True), ['patch_torch_functions=True', "dtype='float32'"]),
+        ('O0', dict(master_weights='split'), ["'split'", "'O0'", "'O5'"]),
+        ('O2', dict(master_weights='split', cast_model_type=False), ["'split'", 'cast_model_type=False']),
+        ('O5', dict(master_weights='split', num_losses=2), ["'split'", 'num_losses=2', 'master_weights=True']),
+        (
+            'O2',
+            dict(master_weights='split', num_losses=2, accumulate_in_fp32=True),
+            ["'split'", 'num_losses=2', 'master_weights=True'],
+        ),
+        ('O3', dict(num_losses=2, accumulate_in_fp32=True), ['accumulate_in_fp32', 'num_losses=2', "'O3'"]),
+        (
+            'O2',
+            dict(num_losses=2, accumulate_in_fp32=True, master_weights=False),
+            ['accumulate_in_fp32', 'num_losses=2'],
+        ),
+    ]
+    assert unexplained(rows) == []
+    assert not problems('O2', num_losses=2, accumulate_in_fp32=True)
+    assert not problems('O0', num_losses=2, accumulate_in_fp32=True)
+
+
+#: Values that mean nothing at any level.
+MEANINGLESS: dict[str, list[Any]] = {
+    'cast_model_type': [True, 'float64', torch.int8, 'fp15', 16],
+    'keep_batchnorm_fp32': ['true', 'None', 1, 0],
+    'master_weights': ['True', 'Split', 1],
+    'patch_torch_functions': ['False', 0],
+    'cast_model_outputs': ['int8', torch.int64, True, ''],
+    'num_losses': [0, -1, 1.0, True, '2', np.bool_(True), np.float64(2.0), torch.tensor(True), np.int64(0)],
+    'verbosity': [3, True, 'loud'],
+    'max_consecutive_skips': [0, 2.5, True],
+    'enabled': [1, None, 'False'],
+    'skip_nonfinite': ['yes', 1],
+    'accumulate_in_fp32': [None, 1],
+    'from_16bit': [None, 1],
+    'restore_buffers_on_skip': [None, 1],
+    'keep_fp32': [3, [''], [None], {'head': True}, nn.Linear(1, 1)],
+    'keep_inputs': [3, ['a b'], [''], [nn.Linear]],
+    'dtype': ['int8', 16, torch.complex64, 'torch.', ''],
+    'fp32_ops': [3, [3], ['']],
+}
+
+
+def test_value_that_means_nothing_is_refused_at_each_level() -> None:
+    rows = [
+        (level, {name: value}, [f'{name}={value!r}'])
+        for name, values in MEANINGLESS.items()
+        for value in values
+        for level in ('O2', 'O3')
+    ]
+    assert unexplained(rows) == []
+    for name in ('dtype', 'cast_model_type', 'cast_model_outputs'):
+        (text,) = problems(**{name: 'fp15'})
+        assert "'float16' ('fp16', 'half')" in text and "'bfloat16' ('bf16')" in text
+    with pytest.raises(TypeError, match='no_such_option'):
+        resolve('O2', no_such_option=1)  # type: ignore[call-arg]
+
+
+def test_level_that_does_not_exist() -> None:
+    meant = {'o2': 'O2', 'O4 ': 'O4', ' O4': 'O4', '01': 'O1', '05': 'O5', 1: 'O1', '1': 'O1'}
+    for value in (*meant, 'O6', 'O', '', True, None, ['O1'], 1.0):
+        (text,) = problems(value)
+        assert f'opt_level={value!r}' in text and all(f'{level}: ' in text for level in LEVELS)
+        hint = meant.get(value) if isinstance(value, (str, int)) and value is not True else None
+        assert (f"Write '{hint}'" in text) if hint else 'Write' not in text
+    # and the level that was meant is checked, too
+    found = problems('o1', master_weights=True)
+    assert len(found) == 2 and "opt_level='o1'" in found[0] and 'master_weights=True' in found[1]
+
+
+def test_all_conflicts_come_in_one_error() -> None:
+    words = dict(cast_model_type='float16', keep_batchnorm_fp32='maybe', master_weights=True, loss_scale=-1)
+    words |= dict(num_losses=0, min_loss_scale=8.0, max_loss_scale=4.0, verbosity=9, fp32_ops=['nms', 'torch.sofmax'])
+    found = problems('O1', **words)
+    names = (
+        'cast_model_type=',
+        'keep_batchnorm_fp32=',
+        'master_weights=',
+        'loss_scale=-1',
+        'num_losses=',
+        'min_loss_scale=',
+    )
+    for word in (*names, 'verbosity=', "'nms'", "'torch.sofmax'"):
+        assert sum(word in problem for problem in found) == 1, word
+    error = pickle.loads(pickle.dumps(AmpConfigError(found)))
+    assert error.problems == found and str(error).startswith(f'{len(found)} conflicts') and '\n  9. ' in str(error)
+    assert len(found) == 9
+
+
+# -- loss scales ---------------------------------------------------------------------------------------------------------
+
+EVERY = dict(init_scale=64.0, growth_factor=3, backoff_factor=0.25, growth_interval=np.int64(7), hysteresis=3)
+EVERY |= dict(min_scale=2.0, max_scale=256.0, enabled=False)
+#: Options, and the fields that differ from those of 'dynamic'.
+SCALES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({'loss_scale': 'dynamic'}, {}),
+    ({'loss_scale': {}}, {}),
+    *[({'loss_scale': v}, dict(dynamic=False, init_scale=float(v))) for v in (128, 0.5, '128.0', '1e3', np.float32(4))],
+    ({'loss_scale': {'init_scale': 512}}, {'init_scale': 512.0}),
+    ({'loss_scale': EVERY}, EVERY),
+    ({'loss_scale': {'max_scale': None}}, {'max_scale': None}),
+    ({'loss_scale': 'dynamic', 'min_loss_scale': 2.0}, {'min_scale': 2.0}),
+    # the default first scale moves to the bounds
+    ({'loss_scale': 'dynamic', 'max_loss_scale': 1024.0}, {'max_scale': 1024.0, 'init_scale': 1024.0}),
+    ({'loss_scale': 'dynamic', 'min_loss_scale': 2.0**20}, {'min_scale': 2.0**20, 'init_scale': 2.0**20}),
+    (
+        {'loss_scale': {'init_scale': 2.0**30}, 'max_loss_scale': None},
+        {'init_scale': 2.0**30, 'max_scale': None},
+    ),
+    ({'loss_scale': {'min_scale': 2.0}, 'min_loss_scale': 2.0}, {'min_scale': 2.0}),
+    ({'loss_scale': 2.0**30}, dict(dynamic=False, init_scale=2.0**30)),
+]
+
+
+def test_loss_scale() -> None:
+    for options, fields in SCALES:
+        given = copy.deepcopy(options)
+        for level in LEVELS:
+            policy, base = resolve(level, **options), resolve(level)
+            expected = {**dataclasses.asdict(resolve('O1').loss_scale), **fields}
+            found = dataclasses.asdict(policy.loss_scale)
+            assert found == expected and changes(policy, base).keys() <= {'loss_scale'}, (level, options)
+            assert list(map(type, found.values()))[:4] == [bool, float, float, float]
+        assert options == given
+    assert resolve('O2', max_loss_scale=1024.0).loss_scale.init_scale == 1024.0
+    assert resolve('O3', min_loss_scale=8.0).loss_scale.init_scale == 1.0
+
+
+#: What is refused, and words of the error.
+BAD_SCALES: list[tuple[Any, list[str]]] = [
+    *[(value, ['positive finite', 'float32']) for value in (0, -1, math.nan, math.inf, 1e39, 1e-60, '0', '-2', 'inf')],
+    (True, ['loss_scale=True', "'dynamic'"]),
+    ('dynamc', ["loss_scale='dynamc'", "did you mean 'dynamic'?"]),
+    ('', ["loss_scale=''", "'dynamic'"]),
+    ([], ['loss_scale=[]', "'dynamic'"]),
+    ({'int_scale': 1.0}, ["'int_scale'", "did you mean 'init_scale'?", 'backoff_factor']),
+    ({3: 1.0}, ['unknown key 3']),
+    *[({'init_scale': value}, [f"loss_scale['init_scale']={value!r}"]) for value in (0, math.nan, None, '4')],
+    *[({'growth_factor': value}, ["['growth_factor']", 'above 1']) for value in (1.0, math.inf, math.nan)],
+    *[({'backoff_factor': value}, ["['backoff_factor']"]) for value in (1.0, 0, 2)],
+    *[({key: v}, [key]) for key in ('growth_interval', 'hysteresis') for v in (0, 2.5, True, 2**31)],
+    ({'min_scale': -1.0}, ["loss_scale['min_scale']=-1.0"]),
+    ({'min_scale': 8.0, 'max_scale': 4.0}, ['8', '4', 'above']),
+    ({'enabled': 1}, ["loss_scale['enabled']=1"]),
+]
+
+
+def test_bad_loss_scale() -> None:
+    rows = [(level, {'loss_scale': value}, words) for value, words in BAD_SCALES for level in ('O0', 'O1', 'O5')]
+    rows += [
+        ('O2', options, ['loss_scale'])
+        for options in (
+            dict(min_loss_scale=0.0),
+            dict(min_loss_scale=math.nan),
+            dict(max_loss_scale=math.inf),
+            dict(max_loss_scale=True),
+            dict(min_loss_scale=2.0, max_loss_scale=1.0),
+            dict(min_loss_scale=2.0**25),
+            dict(loss_scale={'min_scale': 2.0}, min_loss_scale=4.0),
+            dict(loss_scale={'max_scale': 2.0}, max_loss_scale=4.0),
+        )
+    ]
+    assert unexplained(rows) == []
+    assert not problems(min_loss_scale=2.0**24) and not problems(loss_scale={'growth_interval': 2**31 - 1})
+
+
+@pytest.mark.xfail(strict=True, reason='policy')
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(loss_scale={'init_scale': 2.0**30}),
+        dict(loss_scale={'init_scale': 1.0, 'min_scale': 4.0}),
+        dict(loss_scale=64.0, max_loss_scale=1024.0),
+        dict(loss_scale=64.0, min_loss_scale=1.0),
+    ],
+    ids=str,
+)
+def test_scale_that_its_bounds_would_change_is_refused(options: dict[str, Any]) -> None:
+    assert problems('O2', **options)
+
+
+# -- the record ----------------------------------------------------------------------------------------------------------
+
+
+def test_record_is_plain_frozen_and_independent_of_what_was_given() -> None:
+    given: dict[str, Any] = dict(cast_model_type='bfloat16', keep_batchnorm_fp32=False, loss_scale={'init_scale': 64.0})
+    given |= dict(keep_fp32=['head.*', nn.LayerNorm], keep_inputs=['step'], num_losses=3, cast_model_outputs='float16')
+    policy = resolve('O2', **given)
+    given['keep_fp32'].append('body')
+    given['loss_scale']['init_scale'] = 1.0
+    assert policy.keep_fp32 == ('head.*', nn.LayerNorm) and policy.loss_scale.init_scale == 64.0
+    plain = policy.to_dict()
+    assert set(plain) == {field.name for field in dataclasses.fields(Policy)}
+    assert plain['keep_fp32'] == ['head.*', 'LayerNorm'] and plain['keep_inputs'] == ['step']
+    assert (plain['cast_model_type'], plain['cast_model_outputs']) == ('bfloat16', 'float16')
+    assert plain['loss_scale'] == dataclasses.asdict(policy.loss_scale)
+    buffer = io.BytesIO()
+    torch.save(plain, buffer)
+    assert torch.load(io.BytesIO(buffer.getvalue()), weights_only=True) == plain
+    for record, name in ((policy, 'opt_level'), (policy.loss_scale, 'init_scale')):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, name, 'O3')
+
+
+def test_disabled_is_still_checked_and_casts_nothing() -> None:
+    assert problems('O2', enabled=False, num_losses=0)
+    policy = resolve('O2', enabled=False)
+    assert not policy.enabled and not policy.casts_model and 'does nothing' in policy.describe()
+
+
+def test_description_is_one_line() -> None:
+    rows: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+        ('O0', {}, ('O0', 'float32 weights', 'loss scale 1')),
+        ('O1', {}, ('O1', 'autocast to float16', 'dynamic loss scale from 65536')),
+        ('O2', {}, ('O2', 'float16 weights', 'FP32 BatchNorm', 'FP32 masters')),
+        ('O2', {'master_weights': 'split'}, ('split FP32 masters',)),
+        ('O3', {}, ('O3', 'no masters')),
+        ('O4', {'num_losses': 3}, ('O4', 'FP32 weights', 'autocast to bfloat16', '3 losses')),
+        ('O2', {'loss_scale': {'enabled': False}}, ('no loss scale',)),
+    ]
+    for level, options, words in rows:
+        text = resolve(level, **options).describe()
+        assert '\n' not in text and all(word in text for word in words), text
+    assert not any('BatchNorm' in resolve(level).describe() for level in LEVELS if level not in ('O2', 'O5'))
+    assert set(HALF) == {level for level in LEVELS if '16' in resolve(level).describe().replace('65536', '')}
