@@ -1,16 +1,27 @@
-"""Fixtures of the tests of checkpoints."""
+"""What the tests of checkpoints share: runners that start quickly, and files of this package at each level."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import make_foreign
+import foreign
+import mmengine.runner.runner
 import pytest
-import torch
 import toy
-from mmengine.runner import Runner
+from mmengine.config import Config
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _quick() -> Iterator[None]:
+    """mmengine formats the whole config, asks git for each file and looks for compilers at each start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Config, 'pretty_text', '')
+        patch.setattr(mmengine.runner.runner, 'collect_env', dict)
+        patch.setattr(mmengine.runner.runner, 'get_git_hash', str)
+        yield
 
 
 @pytest.fixture(scope='session')
@@ -19,11 +30,9 @@ def own_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     folder = tmp_path_factory.mktemp('own')
     runs = {}
     for level in toy.LEVELS:
-        torch.manual_seed(0)
-        scale = dict(loss_scale=make_foreign.SCALER) if level in ('O1', 'O2') else {}
-        wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=make_foreign.SGD, **scale)
-        runner = Runner.from_cfg(make_foreign.config(folder / level, wrapper))
-        runner.train()
+        scale = dict(loss_scale=foreign.SCALER) if level in ('O1', 'O2') else {}
+        wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=foreign.SGD, **scale)
+        runner = foreign.run(folder / level, wrapper)
         masters = [tensor.detach().clone() for tensor in runner.optim_wrapper.master_params()]
         state = copy.deepcopy(runner.optim_wrapper.optimizer.state_dict()['state'])
         scaler = runner.optim_wrapper.loss_scaler.state_dict()

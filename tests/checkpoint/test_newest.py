@@ -1,359 +1,252 @@
-"""Which checkpoint of a run is the newest that is complete, a file or a folder of shards; what a killed run leaves."""
+"""Checkpoints are written whole or not at all, and ``resume=True`` takes the newest one that is whole."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
-import pathlib
-import re
-import sys
-import threading
-import warnings
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from bits import differences
-
-from amp_wrapper import CheckpointWriteError
-from amp_wrapper.checkpoint import file as checkpoint_file
-from amp_wrapper.checkpoint import folder, shard_writer, sharded
-from amp_wrapper.checkpoint.newest import Newest, find_newest
-
-
-class _Evil:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.folder / 'evil'),)
-
-
-def training_file(time: str = '20260101_000000', iteration: int = 0, **more: Any) -> dict[str, Any]:
-    return {
-        'state_dict': {'weight': torch.ones(3)},
-        'optimizer': {},
-        'message_hub': {},
-        'meta': {'time': time, 'iter': iteration},
-        **more,
-    }
-
-
-def test_newest_by_the_time_inside(tmp_path: Path) -> None:
-    # copied folders have any modification times
-    checkpoint_file.save(training_file('20260102_000000', 10), tmp_path / 'new.pth')
-    checkpoint_file.save(training_file('20260101_000000', 99), tmp_path / 'old.pth')
-    checkpoint_file.save(training_file('20260102_000000', 9), tmp_path / 'same_second.pth')
-    checkpoint_file.save({'state_dict': {}, 'meta': {'time': '2027'}}, tmp_path / 'best.pth')
-    (tmp_path / 'half.pth.amp-part').write_bytes(b'PK')
-    assert find_newest(tmp_path) == Newest((tmp_path / 'new.pth').resolve(), ())
-
-
-def test_newest_passes_over_what_is_broken(tmp_path: Path) -> None:
-    for number in range(1, 5):
-        checkpoint_file.save(training_file(iteration=number), tmp_path / f'iter_{number}.pth')
-    data = (tmp_path / 'iter_4.pth').read_bytes()
-    (tmp_path / 'iter_4.pth').write_bytes(data[:700])
-    data = bytearray((tmp_path / 'iter_3.pth').read_bytes())
-    data[data.find(torch.ones(3).numpy().tobytes())] ^= 1
-    (tmp_path / 'iter_3.pth').write_bytes(data)
-    (tmp_path / 'last_checkpoint').write_text('')
-    found = find_newest(tmp_path)
-    assert found.path == (tmp_path / 'iter_2.pth').resolve()
-    assert len(found.passed_over) == 3
-    for words in ('last_checkpoint is empty', 'iter_4.pth is truncated', 'iter_3.pth is damaged'):
-        assert any(words in line for line in found.passed_over), words
-
-
-def test_newest_follows_the_pointer_out_of_the_folder(tmp_path: Path) -> None:
-    work, elsewhere = tmp_path / 'work', tmp_path / 'elsewhere'
-    work.mkdir()
-    checkpoint_file.save(training_file(), elsewhere / 'epoch_1.pth')
-    (work / 'last_checkpoint').write_text(str(elsewhere / 'epoch_1.pth'))
-    assert find_newest(work).path == (elsewhere / 'epoch_1.pth').resolve()
-    (elsewhere / 'epoch_1.pth').unlink()
-    found = find_newest(work)
-    assert found.path is None and 'is not there' in found.passed_over[0]
-    assert find_newest(tmp_path / 'nowhere') == Newest(None, ())
-
-
-# -- found by a reviewer ----------------------------------------------------------------------------------------------
-
-
-def _saves(*marks: str) -> dict[str, Any]:
-    return {'runtime_info': {'amp_saves': list(marks)}}
-
-
-def test_order_needs_no_clock(tmp_path: Path) -> None:
-    """Time zones change, clocks are set back: the file that last_checkpoint names, or what was saved after it."""
-    checkpoint_file.save(training_file('20260101_090000', 2, message_hub=_saves('a', 'b')), tmp_path / 'epoch_2.pth')
-    checkpoint_file.save(
-        training_file('20260101_010000', 4, message_hub=_saves('a', 'b', 'c')), tmp_path / 'epoch_4.pth'
-    )
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_4.pth'))
-    assert find_newest(tmp_path).path == tmp_path / 'epoch_4.pth'
-    # killed before it could say so
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_2.pth'))
-    assert find_newest(tmp_path).path == tmp_path / 'epoch_4.pth'
-    # a run that began anew in this folder: what lies there is not its own
-    checkpoint_file.save(training_file('20250101_010000', 1, message_hub=_saves('x')), tmp_path / 'epoch_1.pth')
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_1.pth'))
-    assert find_newest(tmp_path).path == tmp_path / 'epoch_1.pth'
-
-
-def test_a_copied_folder_is_a_run_of_its_own(tmp_path: Path) -> None:
-    first, copied = tmp_path / 'a', tmp_path / 'b'
-    checkpoint_file.save(training_file(iteration=1), first / 'epoch_1.pth')
-    checkpoint_file.save(training_file(iteration=1), copied / 'epoch_1.pth')
-    checkpoint_file.save(training_file('20270101_000000', 3), first / 'epoch_3.pth')
-    for text in (first / 'epoch_1.pth', 'epoch_1.pth'):
-        (copied / 'last_checkpoint').write_text(str(text))
-        assert find_newest(copied).path == copied / 'epoch_1.pth'
-
-
-@pytest.mark.parametrize('text', ['a\0b', 'x' * 5000, 'nothing', '\n', 'file:///nowhere/epoch_1.pth'])
-def test_a_pointer_to_nowhere(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere, work = tmp_path / 'elsewhere', tmp_path / 'work'
-    checkpoint_file.save(training_file(iteration=7), elsewhere / 'epoch_7.pth')
-    monkeypatch.chdir(elsewhere)
-    work.mkdir()
-    (work / 'last_checkpoint').write_text(text)
-    found = find_newest(work)
-    assert found.path is None and len(found.passed_over) == 1
-
-
-def test_other_peoples_files_do_not_stand_in_the_way(tmp_path: Path) -> None:
-    (tmp_path / 'loop.pth').symlink_to(tmp_path / 'loop.pth')
-    (tmp_path / 'backbone.pth').write_bytes(b'PK')
-    torch.save({'state_dict': {}, 'x': _Evil(tmp_path)}, tmp_path / 'pretrained.pth')
-    assert find_newest(tmp_path) == Newest(None, ())
-    (tmp_path / 'epoch_1.pth').write_bytes(b'PK')
-    assert len(find_newest(tmp_path).passed_over) == 1
-
-
-def test_names_of_ones_own_are_found_through_the_pointer(tmp_path: Path) -> None:
-    checkpoint_file.save(training_file(), tmp_path / 'ep_1.pt')
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'ep_1.pt'))
-    assert find_newest(tmp_path).path == tmp_path / 'ep_1.pt'
-    checkpoint_file.save({'state_dict': {}, 'meta': {}}, tmp_path / 'ep_1.pt')
-    found = find_newest(tmp_path)
-    assert found.path is None and 'holds no optimizer' in found.passed_over[0]
-
-
-def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    for name in ('a.pth', 'a.pth.amp-part', 'b.pth.amp-part', 'notes.part'):
-        (tmp_path / name).write_text('x')
-    assert folder.remove_leftovers(tmp_path) == ['a.pth.amp-part', 'b.pth.amp-part']
-    assert sorted(os.listdir(tmp_path)) == ['a.pth', 'notes.part']
-
-
-# -- folders of shards -----------------------------------------------------------------------------------------------
-
-
-def save_shards(path: Path, **words: Any) -> None:
-    sharded.save(training_file(**words), path, lambda tensor: bool(tensor.ndim))
-
-
-def test_folders_are_found_beside_files(tmp_path: Path) -> None:
-    checkpoint_file.save(training_file('20260101_000001'), tmp_path / 'epoch_1.pth')
-    save_shards(tmp_path / 'epoch_2.pth', time='20260101_000002')
-    checkpoint_file.save(training_file('20260101_000000'), tmp_path / 'epoch_3.pth')
-    (tmp_path / 'last_checkpoint').write_text(str(tmp_path / 'epoch_2.pth'))
-    assert find_newest(tmp_path) == Newest(tmp_path / 'epoch_2.pth', ())
-    (tmp_path / 'last_checkpoint').unlink()
-    assert find_newest(tmp_path).path == tmp_path / 'epoch_2.pth'
-
-
-@pytest.mark.parametrize('name', ['files.json', 'rest.pth', 'tensors/.metadata', 'tensors/__0_0.distcp'])
-@pytest.mark.parametrize('how', ['changed', 'missing'])
-def test_damaged_folders_are_passed_over(tmp_path: Path, name: str, how: str) -> None:
-    save_shards(tmp_path / 'epoch_1.pth', time='20260101_000001')
-    save_shards(tmp_path / 'epoch_2.pth', time='20260101_000002')
-    path = tmp_path / 'epoch_2.pth' / name
-    content = path.read_bytes()
-    path.unlink() if how == 'missing' else path.write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
-    found = find_newest(tmp_path)
-    assert found.path == tmp_path / 'epoch_1.pth'
-    assert len(found.passed_over) == 1 and 'epoch_2.pth' in found.passed_over[0]
-
-
-def test_a_folder_that_was_being_replaced(tmp_path: Path) -> None:
-    """Somebody died between renaming the old folder and the new one: the old one counts, and gets its name back."""
-    save_shards(tmp_path / 'epoch_1.pth')
-    (tmp_path / 'epoch_1.pth').rename(tmp_path / 'epoch_1.pth.amp-old')
-    (tmp_path / 'epoch_1.pth.amp-part' / 'tensors').mkdir(parents=True)
-    assert find_newest(tmp_path).path == tmp_path / 'epoch_1.pth'
-    assert sharded.load(tmp_path / 'epoch_1.pth')['state_dict']['weight'].sum() == 3
-    assert folder.remove_leftovers(tmp_path) == ['epoch_1.pth.amp-part']
-    assert os.listdir(tmp_path) == ['epoch_1.pth'] and folder.is_folder(tmp_path / 'epoch_1.pth')
-    (tmp_path / 'epoch_1.pth.amp-old').mkdir()
-    assert folder.remove_leftovers(tmp_path) == ['epoch_1.pth.amp-old']
-    assert os.listdir(tmp_path) == ['epoch_1.pth']
-
-
-def test_a_run_in_one_process_writes_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is changed afterwards is not written; a second one waits for the first; errors come when it is waited for."""
-    may_write, original = threading.Event(), shard_writer._write
-
-    def write(*args: Any) -> None:
-        assert may_write.wait(60)
-        original(*args)
-
-    monkeypatch.setattr(shard_writer, '_write', write)
-    content = training_file()
-    first = sharded.begin(content, tmp_path / 'epoch_1.pth', takes=lambda tensor: bool(tensor.ndim))
-    content['state_dict']['weight'].zero_()
-    assert not first.is_written
-    may_write.set()
-    second = sharded.begin(content, tmp_path / 'epoch_2.pth', takes=lambda tensor: bool(tensor.ndim))
-    assert first.is_written
-    first.finish()
-    second.finish()
-    for number, total in ((1, 3), (2, 0)):
-        assert sharded.load(tmp_path / f'epoch_{number}.pth')['state_dict']['weight'].sum() == total
-    monkeypatch.setattr(folder, 'look_at', lambda path: [][0])
-    third = sharded.begin(content, tmp_path / 'epoch_2.pth')
-    with pytest.raises(CheckpointWriteError, match=r'epoch_2.*IndexError'):
-        third.finish()
-    monkeypatch.undo()
-    assert 'weight' in sharded.load(tmp_path / 'epoch_2.pth')['state_dict']
-    assert sorted(os.listdir(tmp_path)) == ['epoch_1.pth', 'epoch_2.pth']
-
-
-def test_shapes_without_reading(tmp_path: Path) -> None:
-    save_shards(tmp_path / 'a.pth')
-    assert sharded.shapes(tmp_path / 'a.pth') == {'state_dict/weight': torch.Size([3])}
-    (tmp_path / 'a.pth' / 'tensors' / '__0_0.distcp').write_bytes(b'')
-    found = sharded.load(tmp_path / 'a.pth', check=False, only_shapes=True)['state_dict']['weight']
-    assert found.shape == (3,) and found.dtype is torch.float32
-
-
-def test_keys_with_slashes(tmp_path: Path) -> None:
-    content = {'a': {'b/c': torch.ones(2)}, 'a/b': {'c': torch.zeros(2)}}
-    sharded.save(content, tmp_path / 'a.pth', lambda tensor: True)
-    found = sharded.load(tmp_path / 'a.pth')
-    assert found['a']['b/c'].sum() == 2 and found['a/b']['c'].sum() == 0
-
-
-@pytest.mark.parametrize('module', ['pathlib', 'pathlib._local'])
-def test_folders_of_another_python(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps a path in the metadata, and Python 3.13 pickles paths under another module than those around it."""
-    with monkeypatch.context() as other_python:
-        other_python.setitem(sys.modules, module, pathlib)
-        other_python.setattr(type(tmp_path), '__module__', module)
-        save_shards(tmp_path / 'a.pth')
-    content = (tmp_path / 'a.pth' / 'tensors' / '.metadata').read_bytes()
-    assert [part for part in re.findall(rb'pathlib[._a-z]*', content) if part != module.encode()] == []
-    assert module.encode() in content
-    assert sharded.load(tmp_path / 'a.pth')['state_dict']['weight'].sum() == 3
-
-
-def test_files_and_folders_replace_each_other(tmp_path: Path) -> None:
-    path = tmp_path / 'epoch_1.pth'
-    for _ in range(2):
-        save_shards(path)
-        assert path.is_dir() and os.listdir(tmp_path) == ['epoch_1.pth']
-        checkpoint_file.save({'x': 1}, path)
-        assert path.is_file() and os.listdir(tmp_path) == ['epoch_1.pth']
-
-
-def test_other_folders_are_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / 'epoch_1.pth'
-    path.mkdir()
-    (path / 'notes').write_text('x')
-    with pytest.raises(CheckpointWriteError, match='is a folder, and no checkpoint'):
-        save_shards(path)
-    with pytest.raises(CheckpointWriteError, match=r'epoch_1\.pth'):
-        checkpoint_file.save({'x': 1}, path)
-    assert (path / 'notes').read_text() == 'x' and os.listdir(tmp_path) == ['epoch_1.pth']
-
-
-def test_a_file_that_a_folder_was_about_to_replace(tmp_path: Path) -> None:
-    checkpoint_file.save(training_file(), tmp_path / 'epoch_1.pth.amp-old')
-    assert find_newest(tmp_path).path == tmp_path / 'epoch_1.pth'
-    assert checkpoint_file.load(tmp_path / 'epoch_1.pth')['state_dict']['weight'].sum() == 3
-    folder.remove_leftovers(tmp_path)
-    assert os.listdir(tmp_path) == ['epoch_1.pth']
-
-
-def test_who_dies_while_a_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_shards(tmp_path / 'epoch_1.pth')
-
-    def rmtree(path: Path, ignore_errors: bool = False) -> None:
-        if Path(path).is_dir():
-            (Path(path) / 'files.json').unlink()
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint_file.shutil, 'rmtree', rmtree)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint_file.remove(tmp_path / 'epoch_1.pth')
-    monkeypatch.undo()
-    assert folder.remove_leftovers(tmp_path) == ['epoch_1.pth.removed.amp-part'] and os.listdir(tmp_path) == []
-
-
-def test_what_is_removed_meanwhile_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody tidies up the folder while it is written: an error, and the one before stays."""
-    save_shards(tmp_path / 'epoch_1.pth')
-    original = shard_writer._write
-
-    def write(*args: Any) -> None:
-        folder.remove_leftovers(tmp_path)
-        original(*args)
-
-    monkeypatch.setattr(shard_writer, '_write', write)
-    pending = sharded.begin(training_file(), tmp_path / 'epoch_1.pth')
-    with pytest.raises(CheckpointWriteError, match=r'epoch_1\.pth'):
-        pending.finish()
-    folder.verify(tmp_path / 'epoch_1.pth')
-    assert os.listdir(tmp_path) == ['epoch_1.pth']
-
-
-def test_what_nobody_asked_about_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]) -> None:
-    monkeypatch.setattr(folder, 'look_at', lambda path: [][0])
-    sharded.begin(training_file(), tmp_path / 'epoch_1.pth')
-    shard_writer.wait_for_the_last()
-    shard_writer.wait_for_the_last()
-    assert len(log) == 1 and 'WARNING' in log[0] and 'epoch_1.pth could not be written' in log[0]
-
-
-class Pair(NamedTuple):
-    left: torch.Tensor
-    right: int
-
-
-def test_what_a_state_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Named tuples, ordered dicts with the versions of modules, dicts of one key; the home folder may be written short."""
-    monkeypatch.setenv('HOME', str(tmp_path))
-    model = torch.nn.BatchNorm1d(2)
-    content = {'model': model.state_dict(), 'one': {'sharded_tensor': 'x'}, 'many': [(torch.ones(1), 2)]}
-    sharded.save(content, '~/a.pth', lambda tensor: bool(tensor.ndim))
-    found = sharded.load('~/a.pth')
-    assert found['model']._metadata == model.state_dict()._metadata and found['model']._metadata['']['version'] == 2
-    assert found['one'] == {'sharded_tensor': 'x'} and found['many'][0][1] == 2
-    assert (tmp_path / 'a.pth' / 'files.json').is_file()
-    pair, tensors = sharded.split(Pair(torch.ones(3), 4), lambda tensor: True)
-    assert isinstance(pair, Pair) and isinstance(sharded.join(pair, tensors), Pair)
-
-
-def test_a_torch_without_the_argument_no_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.6: neither ``save`` nor ``load`` has it, and ``load`` would wait for other processes."""
-    saves = importlib.import_module('torch.distributed.checkpoint.state_dict_saver')
-    loads = importlib.import_module('torch.distributed.checkpoint.state_dict_loader')
-    save_now = saves.save
-    alone = {'no_dist': True} if 'no_dist' in inspect.signature(save_now).parameters else {}
-
-    def save(state_dict: Any, *, storage_writer: Any = None, process_group: Any = None) -> Any:
-        return save_now(state_dict, storage_writer=storage_writer, process_group=process_group, **alone)
-
-    def load(state_dict: Any, *, storage_reader: Any = None, process_group: Any = None) -> None:
-        raise AssertionError('collective')
-
-    monkeypatch.setattr(saves, 'save', save)
-    monkeypatch.setattr(loads, 'load', load)
-    save_shards(tmp_path / 'a.pth')
-    with warnings.catch_warnings():
-        warnings.simplefilter('error', FutureWarning)
-        found = sharded.load(tmp_path / 'a.pth')
-    assert differences(found, training_file()) == []
+import toy
+from damage import with_code, with_flipped_bit
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from amp_wrapper import AmpCheckpointError, CheckpointWriteError
+
+WRAPPER = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1, momentum=0.9))
+SMALL: dict[str, Any] = dict(
+    train_dataloader=toy.loader(length=4), val_dataloader=None, val_evaluator=None, val_cfg=None, log_level='INFO'
+)
+
+
+def train_cfg(epochs: int) -> dict[str, Any]:
+    return dict(by_epoch=True, max_epochs=epochs)
+
+
+@HOOKS.register_module()
+class OnlyLoad(Hook):
+    """Ends a run when everything is loaded."""
+
+    priority = 'LOWEST'
+
+    def before_train(self, runner: Any) -> None:
+        raise toy.Stop
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Runner, Path]:
+    """A runner, and the only file of its folder ``saved``, written for the first time."""
+    runner = toy.run(tmp_path / 'work', dict(WRAPPER), train_cfg=train_cfg(1), **SMALL)
+    save(runner, tmp_path, 1)
+    return runner, tmp_path / 'saved' / 'a.pth'
+
+
+def save(runner: Runner, folder: Path, number: int) -> None:
+    runner.save_checkpoint(str(folder / 'saved'), 'a.pth', meta=dict(number=number))
+
+
+def number_in(path: Path) -> int:
+    assert os.listdir(path.parent) == [path.name]
+    number: int = torch.load(path, weights_only=True)['meta']['number']
+    return number
+
+
+def test_old_file_stays_until_the_new_one_is_on_the_disk(
+    written: tuple[Runner, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, path = written
+    seen: list[Any] = []
+    replace, fsync = os.replace, os.fsync
+
+    def watch_replace(source: Any, target: Any) -> None:
+        if Path(target) == path:
+            # at this moment both are whole
+            seen.append([torch.load(each, weights_only=True)['meta']['number'] for each in (source, target)])
+        replace(source, target)
+
+    def watch_fsync(handle: int) -> None:
+        seen.append('fsync')
+        fsync(handle)
+
+    monkeypatch.setattr(os, 'replace', watch_replace)
+    monkeypatch.setattr(os, 'fsync', watch_fsync)
+    save(runner, tmp_path, 2)
+    # the folder, too: a rename is not on the disk before
+    assert seen == ['fsync', [2, 1], 'fsync'] and number_in(path) == 2
+
+
+@pytest.mark.parametrize(
+    ('failure', 'expected', 'word'),
+    [
+        (KeyboardInterrupt(), KeyboardInterrupt, ''),
+        (OSError(28, 'No space left on device'), CheckpointWriteError, 'the disk is full'),
+        (PermissionError(13, 'Permission denied'), CheckpointWriteError, 'change its permissions'),
+    ],
+)
+def test_failed_write_leaves_the_old_file(
+    failure: BaseException,
+    expected: type[BaseException],
+    word: str,
+    written: tuple[Runner, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, path = written
+
+    def failing(handle: int) -> None:
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, 'fsync', failing)
+        with pytest.raises(expected, match=word):
+            save(runner, tmp_path, 2)
+    assert number_in(path) == 1
+
+
+def test_write_that_fails_in_the_middle_leaves_the_old_file(written: tuple[Runner, Path], tmp_path: Path) -> None:
+    """As on a full disk, torch's writer meets an error of the system before the file is whole."""
+    runner, path = written
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(CheckpointWriteError, match=r'a\.pth could not be written'):
+            save(runner, tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert number_in(path) == 1
+
+
+def test_content_that_cannot_be_saved_is_no_failure_of_the_disk(written: tuple[Runner, Path]) -> None:
+    runner, path = written
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        runner.save_checkpoint(str(path.parent), path.name, meta=dict(number=lambda: 0))
+    assert number_in(path) == 1
+
+
+def test_unwritable_folder_is_found_before_the_training(tmp_path: Path) -> None:
+    (tmp_path / 'file').write_text('')
+    hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'file')))
+    runner = Runner.from_cfg(toy.toy_config(tmp_path / 'work', dict(WRAPPER), default_hooks=hooks, **SMALL))
+    with pytest.raises(CheckpointWriteError, match='no file can be made'):
+        runner.train()
+    assert runner.iter == 0
+
+
+def test_content_that_cannot_be_read_back_is_warned_of_when_it_is_saved(tmp_path: Path) -> None:
+    toy.ToyData.METAINFO['secret'] = Path  # type: ignore[assignment]
+    try:
+        with toy.run_log() as lines:
+            toy.run(tmp_path, dict(WRAPPER), **SMALL)
+    finally:
+        del toy.ToyData.METAINFO['secret']
+    said = [line for line in lines if 'cannot be resumed from' in line]
+    assert len(said) == 1 and 'asks for code to run' in said[0]
+
+
+# -- the newest one ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def three_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of a run that has saved three times."""
+    folder: Path = tmp_path_factory.mktemp('run') / 'work'
+    toy.run(folder, dict(WRAPPER), train_cfg=train_cfg(3), **SMALL)
+    return folder
+
+
+def resumed(folder: Path, **overrides: Any) -> tuple[int, str]:
+    """The epoch from which a run in a folder goes on, and what it says."""
+    case: dict[str, Any] = dict(train_cfg=train_cfg(9), custom_hooks=[dict(type='OnlyLoad')], resume=True, **SMALL)
+    runner = Runner.from_cfg(toy.toy_config(folder, dict(WRAPPER), **{**case, **overrides}))
+    with toy.run_log() as lines, pytest.raises(toy.Stop):
+        runner.train()
+    return runner.epoch, '\n'.join(lines)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:700])
+
+
+def flip(path: Path) -> None:
+    weight = torch.load(path, weights_only=True)['state_dict']['fc.weight']
+    path.write_bytes(with_flipped_bit(path.read_bytes(), weight))
+
+
+def point(folder: Path, text: str) -> None:
+    (folder / 'last_checkpoint').write_text(text)
+
+
+def beside(folder: Path) -> None:
+    """What else may lie in a work folder: a half-written file, weights alone, a link to itself, somebody's code."""
+    (folder / 'epoch_4.pth.amp-part').write_bytes(b'PK')
+    torch.save({'state_dict': {}, 'meta': {'time': '2099'}}, folder / 'best.pth')
+    (folder / 'loop.pth').symlink_to(folder / 'loop.pth')
+    (folder / 'pretrained.pth').write_bytes(with_code(folder / 'mark'))
+
+
+NEWEST: dict[str, tuple[Callable[[Path], Any], int, str]] = {
+    'nothing happened': (lambda folder: None, 3, 'epoch_3.pth'),
+    'the last is cut off': (lambda folder: cut(folder / 'epoch_3.pth'), 2, 'epoch_3.pth is truncated'),
+    'a bit of the last is flipped': (lambda folder: flip(folder / 'epoch_3.pth'), 2, 'epoch_3.pth is damaged'),
+    'the last is gone': (lambda folder: (folder / 'epoch_3.pth').unlink(), 2, 'epoch_3.pth'),
+    'two are broken': (lambda folder: [cut(folder / 'epoch_3.pth'), flip(folder / 'epoch_2.pth')], 1, 'epoch_2.pth'),
+    'no pointer': (lambda folder: (folder / 'last_checkpoint').unlink(), 3, ''),
+    'an empty pointer': (lambda folder: point(folder, ''), 3, 'last_checkpoint is empty'),
+    'a pointer to nothing': (lambda folder: point(folder, 'nothing'), 3, 'nothing'),
+    'a pointer that is no name': (lambda folder: point(folder, 'a\0b'), 3, 'last_checkpoint'),
+    'a long pointer': (lambda folder: point(folder, 'x' * 5000), 3, 'last_checkpoint'),
+    'other files': (beside, 3, 'epoch_3.pth'),
+    'a half-written pointer': (lambda folder: [point(folder, ''), cut(folder / 'epoch_3.pth')], 2, 'truncated'),
+}
+
+
+@pytest.mark.parametrize('case', NEWEST)
+def test_newest_whole_checkpoint_is_resumed(case: str, three_epochs: Path, tmp_path: Path) -> None:
+    happened, epoch, words = NEWEST[case]
+    folder = tmp_path / 'work'
+    shutil.copytree(three_epochs, folder)
+    # as in a run that was not copied
+    point(folder, str(folder / 'epoch_3.pth'))
+    happened(folder)
+    found, said = resumed(folder)
+    assert found == epoch and words in said, said
+    assert not (folder / 'mark').exists()
+
+
+def test_copied_folder_goes_on_from_its_own_files(three_epochs: Path, tmp_path: Path) -> None:
+    """``last_checkpoint`` holds an absolute path."""
+    shutil.copytree(three_epochs, tmp_path / 'work')
+    _, said = resumed(tmp_path / 'work')
+    assert str(tmp_path / 'work' / 'epoch_3.pth') in said and str(three_epochs) not in said
+
+
+def test_checkpoints_that_a_hook_saves_elsewhere_are_found(tmp_path: Path) -> None:
+    hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'elsewhere')))
+    toy.run(tmp_path / 'work', dict(WRAPPER), train_cfg=train_cfg(2), default_hooks=hooks, **SMALL)
+    assert resumed(tmp_path / 'work', default_hooks=hooks)[0] == 2
+    cut(tmp_path / 'elsewhere' / 'work' / 'epoch_2.pth')
+    assert resumed(tmp_path / 'work', default_hooks=hooks)[0] == 1
+
+
+def test_training_starts_anew_only_where_there_is_no_checkpoint(three_epochs: Path, tmp_path: Path) -> None:
+    epoch, said = resumed(tmp_path / 'new')
+    assert epoch == 0 and 'nothing to resume from' in said
+    shutil.copytree(three_epochs, tmp_path / 'work')
+    for path in (tmp_path / 'work').glob('*.pth'):
+        cut(path)
+    runner = Runner.from_cfg(toy.toy_config(tmp_path / 'work', dict(WRAPPER), resume=True, **SMALL))
+    with pytest.raises(AmpCheckpointError, match=r'no checkpoint in .* is complete'):
+        runner.train()

@@ -1,0 +1,305 @@
+"""``amp-wrapper convert``: what it says about a file of any kind, the weights that it takes out, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import foreign
+import pytest
+import torch
+from bits import differences
+from damage import with_flipped_bit
+
+from amp_wrapper.cli import main
+
+#: The kind of each file, and what else is said about it: the row, and words in it.
+KINDS: dict[str, tuple[str, str, str]] = {
+    'plain_sgd': ('plain', 'loss scale', 'none'),
+    'plain_adamw': ('plain', 'base group', 'base_param_settings'),
+    'plain_pair': ('plain', 'head: groups', '2 parameters, lr 0.125'),
+    'ema': ('plain', 'EMA', '6 updates'),
+    'stock_sgd': ('stock', 'loss scale', '2048 (dynamic), 2 clean steps of 4'),
+    'stock_adamw': ('stock', 'optimizer', '18 of float32'),
+    'stock_bf16': ('stock', 'loss scale', 'disabled'),
+    'apex_wrapper': ('apex', 'loss scale', '4096 (dynamic by its values), 3 clean steps'),
+    'raw_apex': ('raw_apex', 'loss scale 1', '512 (dynamic by its values), 1017 clean steps'),
+    'raw_apex_imagenet': ('raw_apex', 'saved', 'epoch 2'),
+    'weights': ('weights', 'resumes', 'load_from'),
+    'bare_legacy': ('weights', 'saved', 'does not tell'),
+}
+TYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
+
+
+def read(path: Path) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def foreign_file(name: str) -> Any:
+    return read(foreign.FOLDER / f'{name}.pth')
+
+
+def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, str]:
+    """The rows of ``--inspect``."""
+    assert main(['convert', str(path), '--inspect']) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return dict(re.split(r'  +', line, maxsplit=1) for line in lines)  # type: ignore[misc]
+
+
+def error(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line in which the command ends."""
+    capsys.readouterr()
+    assert main(['convert', *map(str, words)]) == 1
+    said = capsys.readouterr()
+    assert said.out == '' and said.err.startswith('amp-wrapper convert: error: ') and said.err.count('\n') == 1
+    return said.err
+
+
+def convert(content: Any, folder: Path, *words: str) -> Any:
+    """What becomes of a file."""
+    torch.save(content, folder / 'source.pth')
+    assert main(['convert', str(folder / 'source.pth'), str(folder / 'out.pth'), *words]) == 0
+    return read(folder / 'out.pth')
+
+
+# -- inspection -------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_file_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {path.stem for path in foreign.FOLDER.glob('*.pth')} == set(KINDS)
+    for name, (kind, row, words) in KINDS.items():
+        rows = inspected(capsys, foreign.FOLDER / f'{name}.pth')
+        assert rows['kind'].startswith(f'{kind} (') and words in rows[row], (name, rows)
+        assert '8 of float32 (42 elements, 168 bytes), 1 of int64' in rows['model'] and rows['non-finite'] == 'none'
+        assert ('no checksums' in rows['file']) == (name == 'bare_legacy')
+        assert rows['EMA'].startswith('none') == (name != 'ema')
+        if kind in ('plain', 'stock'):
+            assert rows['saved'].startswith('epoch 2, iter 6') and 'mmengine 0.10.7, seed 0' in rows['saved']
+
+
+def test_files_of_every_level_are_described(
+    own: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for level, path in own.items():
+        rows = inspected(capsys, path)
+        assert rows['kind'].startswith('own (') and rows['level'].startswith(level)
+        moves = level in ('O1', 'O2')
+        assert ("'init_scale': 1024.0" in rows['level']) == moves and ('no overrides' in rows['level']) != moves
+        expected = '2048 (dynamic), 2 clean steps of 4' if moves else '1 (static)'
+        assert rows['loss scale'].startswith(expected)
+        assert ('6 steps, 0 skipped' in rows['loss scale']) == (level != 'O0')
+        assert ('float16' in rows['optimizer']) == (level == 'O3')
+    file = read(own['O2'])
+    file['state_dict']['stem.bias'] = torch.full((4,), float('nan'))
+    torch.save(file, tmp_path / 'file.pth')
+    assert inspected(capsys, tmp_path / 'file.pth')['non-finite'] == 'stem.bias'
+
+
+def test_open_accumulation_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # three iterations an epoch, in accumulations of two
+    wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=foreign.SGD, accumulative_counts=2)
+    foreign.run(tmp_path, wrapper, epochs=3)
+    assert '6 parameters' in inspected(capsys, tmp_path / 'epoch_1.pth')['accumulated']
+    assert inspected(capsys, tmp_path / 'epoch_2.pth')['accumulated'].startswith('nothing')
+
+
+def test_commit_of_the_users_repository_is_no_version_of_mmengine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mmengine appends the commit of the current folder to its version."""
+    for version in ('0.10.7', '1.0.0rc4'):
+        for ending in ('', 'unknown', '2d91ed43092e96ac9cfd59fb615ad8562771e9cf', '7' * 64):
+            file = foreign_file('plain_sgd')
+            file['meta']['mmengine_version'] = version + ending
+            torch.save(file, tmp_path / 'file.pth')
+            commit = f', in a repository at commit {ending[:8]}' if len(ending) > 8 else ''
+            said = inspected(capsys, tmp_path / 'file.pth')['saved']
+            assert f'by mmengine {version}{commit}, seed 0' in said, ending
+
+
+@pytest.mark.xfail(strict=True, raises=NotImplementedError, reason='checkpoint')
+def test_file_with_float8_weights_is_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = foreign_file('weights')
+    file['state_dict']['small'] = torch.ones(3).to(torch.float8_e4m3fn)
+    torch.save(file, tmp_path / 'file.pth')
+    assert 'float8' in inspected(capsys, tmp_path / 'file.pth')['model']
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('word', TYPES)
+def test_weights_of_every_file(word: str, tmp_path: Path) -> None:
+    for name in KINDS:
+        file, result = foreign_file(name), tmp_path / f'{name}.pth'
+        source = shutil.copy(foreign.FOLDER / f'{name}.pth', tmp_path / f'{name}_source.pth')
+        assert main(['convert', str(source), str(result), '--to', word]) == 0
+        assert Path(source).read_bytes() == (foreign.FOLDER / f'{name}.pth').read_bytes()
+        content = read(result)
+        assert list(content) == ['meta', 'state_dict'] and content['meta'] == file.get('meta', {}), name
+        weights = file.get('state_dict', file.get('model', file))
+        expected = {key.removeprefix('module.'): value for key, value in weights.items()}
+        for key, value in expected.items():
+            if key == 'bn.num_batches_tracked':
+                continue
+            # a variance of float16 may be 0
+            kept = word == 'fp16' and 'running' in key
+            expected[key] = value.to(torch.float32 if kept else TYPES[word])
+        assert differences(content['state_dict'], expected, ordered=True) == [], name
+
+
+def test_types_that_are_left_alone_and_values_that_do_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tied = torch.tensor([1.5, 1e-9, 0.0])
+    weights = {
+        'a': tied,
+        'b': tied,
+        'large': torch.tensor([1.0, 70000.0]),
+        'infinite': torch.tensor([float('inf'), float('nan')]),
+        'double': torch.tensor([1e300], dtype=torch.float64),
+        'complex': torch.tensor([1j]),
+        'flag': torch.tensor([True]),
+        'half': torch.tensor([0.5], dtype=torch.float16),
+        'brain': torch.tensor([0.5], dtype=torch.bfloat16),
+        'empty': torch.zeros(0),
+        'x._extra_state': {'any': 'thing'},
+    }
+    expected = {
+        'fp16': {**dict.fromkeys(('a', 'b', 'infinite', 'brain', 'empty'), torch.float16)},
+        'bf16': {**dict.fromkeys(('a', 'b', 'large', 'infinite', 'half', 'empty'), torch.bfloat16)},
+        'fp32': {**dict.fromkeys(('half', 'brain'), torch.float32)},
+    }
+    for word, changed in expected.items():
+        result = convert({'state_dict': weights, 'meta': {}}, tmp_path, '--to', word)['state_dict']
+        said = capsys.readouterr().out
+        for name, value in weights.items():
+            wanted = value.to(changed.get(name, value.dtype)) if isinstance(value, torch.Tensor) else value
+            assert differences(result[name], wanted) == [], (word, name)
+        # they are one tensor in the file, too
+        assert result['a'].data_ptr() == result['b'].data_ptr()
+        assert ('kept in float32: large' in said) == ('1 elements were too small' in said) == (word == 'fp16')
+
+
+def test_average_or_trained_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = foreign_file('ema')
+    prefix = 'module.'
+    trained = {key[len(prefix) :]: value for key, value in file['ema_state_dict'].items() if key.startswith(prefix)}
+    assert differences(trained['stem.weight'], file['state_dict']['stem.weight'])
+    for words, expected in (([], file['state_dict']), (['--weights', 'trained'], trained)):
+        result = convert(file, tmp_path, '--to', 'fp32', *words)['state_dict']
+        assert differences(result, dict(expected)) == [], words
+        assert 'average' in capsys.readouterr().out
+    plain = foreign_file('plain_sgd')
+    result = convert(plain, tmp_path, '--to', 'fp32', '--weights', 'trained')['state_dict']
+    assert differences(result, dict(plain['state_dict'])) == [] and 'no average' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    'lost', [dict(amp={'loss_scaler0': {'loss_scale': 0.0, 'unskipped': 0}}), dict(optimizer={'state': 3})]
+)
+def test_weights_are_saved_from_a_file_that_nothing_resumes_from(lost: dict[str, Any], tmp_path: Path) -> None:
+    """apex's scale could fall to 0."""
+    file = {**foreign_file('raw_apex'), **lost}
+    assert differences(convert(file, tmp_path, '--to', 'fp32')['state_dict'], dict(file['model'])) == []
+    assert main(['convert', str(tmp_path / 'source.pth'), '--inspect']) == 1
+
+
+@pytest.mark.parametrize('words, stem', [([], 'epoch_2'), (['--to', 'fp16'], 'epoch_2_fp16')])
+def test_published_file_has_its_hash_in_its_name(
+    words: list[str], stem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(shutil.copy(foreign.FOLDER / 'stock_sgd.pth', tmp_path / 'epoch_2.pth'))
+    assert main(['convert', str(source), '--publish', *words]) == 0
+    (out,) = set(tmp_path.iterdir()) - {source}
+    digest = hashlib.sha256(out.read_bytes()).hexdigest()
+    assert out.name == f'{stem}-{digest[:8]}.pth' and str(out) in capsys.readouterr().out
+    # what load_url(check_hash=True) looks for in the name
+    found = torch.hub.HASH_REGEX.search(out.name)
+    assert found is not None and digest.startswith(found.group(1)) and len(found.group(1)) == 8
+    assert set(read(out)) == {'meta', 'state_dict'}
+    # the same content has the same hash, also where the source has one in its own name
+    again = shutil.copy(source, tmp_path / 'again-0123abcd.pth')
+    assert main(['convert', str(again), '--publish', *words]) == 0
+    assert (tmp_path / out.name.replace('epoch_2', 'again')).read_bytes() == out.read_bytes()
+    if not words:
+        before = set(tmp_path.iterdir())
+        assert 'never overwritten' in error(capsys, out, '--publish')
+        assert set(tmp_path.iterdir()) == before
+
+
+def test_folder_of_shards_gives_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, source = tmp_path / 'folder', foreign.FOLDER / 'stock_sgd.pth'
+    assert main(['convert', str(source), str(folder), '--to', 'sharded']) == 0
+    for path in (folder, source):
+        assert main(['convert', str(path), str(tmp_path / f'{path.stem}.pth'), '--to', 'fp32']) == 0
+    assert differences(read(tmp_path / 'folder.pth'), read(tmp_path / 'stock_sgd.pth')) == []
+    capsys.readouterr()
+    assert inspected(capsys, folder)['kind'] == inspected(capsys, source)['kind']
+    for path in [path for path in folder.rglob('*') if path.is_file()]:
+        content = path.read_bytes()
+        path.write_bytes(content[:-2] + bytes([content[-2] ^ 1, content[-1]]))
+        assert 'damaged' in error(capsys, folder, '--inspect'), path
+        path.write_bytes(content)
+    (tmp_path / 'other').mkdir()
+    assert 'is a folder, and no checkpoint' in error(capsys, source, tmp_path / 'other', '--to', 'sharded')
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+#: What is in a file, and the word that the error has to name.
+ODD: dict[str, tuple[Any, str]] = {
+    'a list': ([1], 'must be a dict'),
+    'nothing': ({}, 'state_dict'),
+    'other keys': ({'weights': 3}, 'weights'),
+    'weights are a number': ({'state_dict': 3}, 'state_dict'),
+    'a weight is a number': ({'state_dict': {'a': 3}}, "['a']"),
+    'a name is a number': ({'state_dict': {7: torch.ones(2)}}, 'key 7'),
+    'a sparse weight': ({'state_dict': {'w': torch.ones(2, 2).to_sparse()}}, "['w']"),
+    'the optimizer is a list': ({'model': {}, 'optimizer': []}, 'optimizer'),
+    'the optimizer is empty': ({'model': {}, 'optimizer': {}}, "'state'"),
+    'the average is a list': ({'state_dict': {'a': torch.ones(1)}, 'ema_state_dict': [1]}, 'ema_state_dict'),
+}
+
+
+@pytest.mark.parametrize('name', ODD)
+def test_odd_files_end_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content, word = ODD[name]
+    torch.save(content, tmp_path / 'file.pth')
+    assert word in error(capsys, tmp_path / 'file.pth', '--inspect')
+
+
+def test_average_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({**foreign_file('ema'), 'ema_state_dict': {'module.x': torch.ones(1)}}, tmp_path / 'file.pth')
+    said = error(capsys, tmp_path / 'file.pth', tmp_path / 'out.pth', '--to', 'fp32', '--weights', 'trained')
+    assert 'module.x' in said and not (tmp_path / 'out.pth').exists()
+
+
+def test_source_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Path(shutil.copy(foreign.FOLDER / 'stock_sgd.pth', tmp_path / 'a.pth'))
+    before = source.read_bytes()
+    (tmp_path / 'link.pth').symlink_to(source)
+    for out in (source, tmp_path / 'link.pth', f'{tmp_path}/./a.pth'):
+        assert 'never overwritten' in error(capsys, source, out, '--to', 'fp16')
+    assert 'is a folder' in error(capsys, source, tmp_path, '--to', 'fp16')
+    (tmp_path / 'file').write_text('')
+    assert 'could not be written' in error(capsys, source, tmp_path / 'file' / 'out.pth', '--to', 'fp16')
+    assert source.read_bytes() == before
+    source.write_bytes(with_flipped_bit(before, read(source)['state_dict']['stem.weight']))
+    assert 'checksum' in error(capsys, source, '--inspect')
+    assert 'is not there' in error(capsys, tmp_path / 'none.pth', '--inspect')
+
+
+@pytest.mark.parametrize('words', [[], ['x.pth', '--inspect'], ['--to', 'fp8'], ['--weights', 'mean', '--inspect']])
+def test_wrong_words_end_with_status_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(['convert', 'a.pth', *words])
+    assert caught.value.code == 2 and 'error: ' in capsys.readouterr().err
+
+
+def test_output_may_be_named_behind_the_options(tmp_path: Path) -> None:
+    assert main(['convert', str(foreign.FOLDER / 'ema.pth'), '--to', 'fp16', str(tmp_path / 'out.pth')]) == 0
+    assert (tmp_path / 'out.pth').is_file()

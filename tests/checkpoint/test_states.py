@@ -1,0 +1,294 @@
+"""Every optimizer and odd models go on from what they saved. A run that cannot be resumed is the worst damage."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+from bits import differences
+from mmengine.hooks import EMAHook
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_wrapper import AmpCheckpointError, AmpOptimWrapper
+
+
+class Lion(Optimizer):
+    """As other libraries write them: no word about foreach, capturable or differentiable."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, dict(lr=lr, weight_decay={'a': 1}))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group['params']:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault('mean', torch.zeros_like(p))
+                    p.add_(mean.lerp_(p.grad, 0.1).sign(), alpha=-group['lr'])
+
+
+class Lookahead(Lion):
+    """Its ``load_state_dict`` needs what only its constructor makes."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, lr)
+        self.extra = 1
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        assert self.extra == 1
+        super().load_state_dict(state_dict)
+
+
+class Odd(Lion):
+    """Names of torch's with forms of its own, and a state that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.state['global'] = {'count': 3}  # type: ignore[index]
+        for group in self.param_groups:
+            for p in group['params']:
+                self.state[p]['exp_avg'] = torch.ones(2, dtype=torch.int8)
+
+
+class Relative(Optimizer):
+    """As Adafactor of transformers and timm: it chooses its own learning rate, and None stands for that."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, dict(lr=None, betas=None, lr_scale=1.0, k=0, eps=(None, 1e-3)))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group['k'] += 1
+            for parameter in group['params']:
+                if parameter.grad is not None:
+                    # of another shape than torch's state of that name
+                    self.state[parameter].update(
+                        exp_avg=parameter.grad.mean(-1), RMS=0.5, parts=[parameter.grad.sum()], step=-1
+                    )
+                    parameter.data.add_(parameter.grad, alpha=-0.01)
+
+
+def described(params: Any) -> list[dict[str, Any]]:
+    """A group for each parameter with what timm and mmengine write beside torch's settings."""
+    return [dict(params=[p], lr_scale=0.5, decay_mult=2.0, layer=3, note=None, initial_lr=0.1) for p in params]
+
+
+t = torch.optim
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    'SGD': lambda p: t.SGD(p, lr=0.1),
+    'SGD momentum': lambda p: t.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    'SGD extra keys': lambda p: t.SGD(described(p), lr=0.1, momentum=0.9),
+    'Adam': lambda p: t.Adam(p, lr=0.01, eps=1e-4),
+    'Adam tensor lr': lambda p: t.Adam(p, lr=torch.tensor(0.01), eps=1e-4),
+    'Adam tensor betas': lambda p: t.Adam(
+        p, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), eps=1e-4
+    ),
+    'Adam amsgrad': lambda p: t.Adam(p, lr=0.01, betas=(0.9, 0.99), eps=1e-4, amsgrad=True),
+    'AdamW': lambda p: t.AdamW(p, lr=0.01, eps=1e-4, foreach=False),
+    'AdamW fused': lambda p: t.AdamW(p, lr=0.01, eps=1e-4, fused=True),
+    'AdamW NumPy numbers': lambda p: t.AdamW(p, lr=np.float64(0.1), weight_decay=np.float32(0.5), eps=1e-4),
+    'AdamW named': lambda p: t.AdamW([(f'p{index}', each) for index, each in enumerate(p)], lr=0.01, eps=1e-4),
+    'Adamax': lambda p: t.Adamax(p, lr=0.01, eps=1e-4),
+    'NAdam': lambda p: t.NAdam(p, lr=0.01, eps=1e-4),
+    'RAdam': lambda p: t.RAdam(p, lr=0.01, eps=1e-4),
+    'RMSprop': lambda p: t.RMSprop(p, lr=0.01, centered=True, momentum=0.5, eps=1e-4),
+    'Adagrad': lambda p: t.Adagrad(p, lr=0.01),
+    'Adadelta': lambda p: t.Adadelta(p, eps=1e-4),
+    'ASGD': lambda p: t.ASGD(p, lr=0.01),
+    'Rprop': lambda p: t.Rprop(p, lr=0.01),
+    'Adafactor': lambda p: t.Adafactor(p, lr=0.01),
+    'of others': lambda p: Lion(p, lr=0.01),
+    'of others, with attributes': lambda p: Lookahead(p, lr=0.01),
+    'of others, odd state': lambda p: Odd(p, lr=0.01),
+    'of others, chosen rate': lambda p: Relative(p),
+}
+if hasattr(t, 'Muon'):
+    OPTIMIZERS['Muon'] = lambda p: t.Muon([q for q in p if q.dim() == 2], lr=0.01)
+#: Need FP32 parameters, or keep nothing that could be compared.
+NOT_AT_O3 = ('AdamW fused', 'of others, odd state')
+
+
+class Net(nn.Module):
+    """Frozen parameters and unused ones among the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.unused, self.frozen, self.two = (nn.Linear(4, 4) for _ in range(4))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.frozen(self.one(x)).tanh()).square().mean()
+
+
+def train(model: nn.Module, wrapper: AmpOptimWrapper, steps: int = 1) -> None:
+    for index in range(steps):
+        with wrapper.optim_context(model):
+            loss = model(torch.linspace(-1, 1, 8).reshape(2, 4) + index)
+        wrapper.update_params(loss)
+
+
+def wrapped(level: str, make: Callable[[Any], Optimizer]) -> tuple[Net, AmpOptimWrapper]:
+    model = Net()
+    return model, AmpOptimWrapper(opt_level=level, optimizer=make(list(model.parameters())), loss_scale=1.0)
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_every_optimizer_goes_on(name: str) -> None:
+    for level in ('O0', 'O2', 'O3', 'O5'):
+        if level == 'O3' and name in NOT_AT_O3:
+            continue
+        model, wrapper = wrapped(level, OPTIMIZERS[name])
+        train(model, wrapper, 2)
+        file = io.BytesIO()
+        torch.save((model.state_dict(), wrapper.state_dict()), file)
+        train(model, wrapper, 2)
+        weights, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        again, other = wrapped(level, OPTIMIZERS[name])
+        again.load_state_dict(weights)
+        other.load_state_dict(state)
+        train(again, other, 2)
+        assert differences(dict(model.state_dict()), dict(again.state_dict())) == [], level
+        ends = [{key: each.state_dict()[key] for key in ('state', 'param_groups')} for each in (wrapper, other)]
+        assert differences(*ends) == [], level
+
+
+@pytest.mark.parametrize(
+    'key', ['decoupled_weight_decay', 'capturable', 'fused', 'foreach', 'maximize', 'differentiable']
+)
+def test_files_of_older_torch_lack_settings(key: str) -> None:
+    model, wrapper = wrapped('O5', lambda p: t.AdamW([dict(params=[each]) for each in p], lr=0.01))
+    train(model, wrapper)
+    state = copy.deepcopy(wrapper.state_dict())
+    for group in [*state['param_groups'], state['base_param_settings']]:
+        group.pop(key, None)
+    wrapper.load_state_dict(state)
+    train(model, wrapper)
+    # the step after the load is the second, not a first one again
+    stepped = [entry['step'] for entry in wrapper.optimizer.state.values()]
+    assert stepped and all(int(count) == 2 for count in stepped)
+
+
+@pytest.mark.parametrize('value', [-0.01, 0, np.float32(0.5), np.array(0.5), torch.tensor(-1e-20), 2**40], ids=str)
+def test_learning_rates_of_any_schedule_are_taken(value: Any) -> None:
+    """A linear decay that lasts too long goes below 0; NumPy's functions give NumPy's numbers."""
+    model, wrapper = wrapped('O5', lambda p: t.SGD(p, lr=0.1, momentum=0.9))
+    train(model, wrapper)
+    state = copy.deepcopy(wrapper.state_dict())
+    for key in ('lr', 'momentum', 'weight_decay'):
+        state['param_groups'][0][key] = value
+    wrapper.load_state_dict(state)
+    assert float(wrapper.optimizer.param_groups[0]['lr']) == float(value)
+
+
+def test_state_of_another_optimizer_is_refused() -> None:
+    states = {}
+    for name in ('SGD momentum', 'Adam'):
+        model, wrapper = wrapped('O5', OPTIMIZERS[name])
+        train(model, wrapper)
+        states[name] = wrapper.state_dict()
+    _, wrapper = wrapped('O5', OPTIMIZERS['Adam'])
+    with pytest.raises(AmpCheckpointError, match='another optimizer'):
+        wrapper.load_state_dict(states['SGD momentum'])
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+WRAPPER = dict(type='AmpOptimWrapper', opt_level='O5', optimizer=dict(type='SGD', lr=0.1))
+
+
+@MODELS.register_module()
+class OddModel(toy.ToyModel):
+    """A list whose name begins as that of a wrapped model, and buffers of several forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module_list = nn.ModuleList([nn.Linear(3, 3)])
+        self.register_buffer('adjacency', torch.eye(3))
+        self.register_buffer('expanded', torch.ones(1).expand(4))
+        self.register_buffer('number', torch.tensor(1.0))
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None, mode: str = 'tensor') -> Any:
+        result = super().forward(inputs, labels, mode)
+        if mode == 'loss':
+            result['extra_loss'] = self.module_list[0](torch.ones(1, 3)).square().mean()
+        return result
+
+
+def test_names_that_begin_like_those_of_a_wrapped_model_are_loaded(tmp_path: Path) -> None:
+    """mmengine takes the seven letters ``module_`` from ``module_list.0.weight``, and the weight is lost."""
+    case = dict(model=dict(type='OddModel'), train_dataloader=toy.loader(length=4))
+    toy.run(tmp_path, dict(WRAPPER), **case)
+    runner = toy.run(tmp_path, dict(WRAPPER), resume=True, **case)
+    saved = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)['state_dict']
+    assert differences(dict(runner.model.state_dict()), dict(saved)) == []
+
+
+def test_models_may_differ_in_what_torch_converts(tmp_path: Path) -> None:
+    """Buffers of another type, a number in a list of one, and BatchNorms from before they counted batches."""
+    case = dict(model=dict(type='OddModel'), train_dataloader=toy.loader(length=4))
+    toy.run(tmp_path, dict(WRAPPER), **case)
+    file = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)
+    state = dict(file['state_dict'])
+    del state['bn.num_batches_tracked']
+    state.update(adjacency=state['adjacency'].double(), number=torch.ones(1))
+    torch.save({**file, 'state_dict': state}, tmp_path / 'old.pth')
+    runner = toy.run(tmp_path / 'b', dict(WRAPPER), resume=True, load_from=str(tmp_path / 'old.pth'), **case)
+    assert differences(runner.model.state_dict()['conv.weight'], state['conv.weight']) == []
+
+
+@MODELS.register_module()
+class NamedToy(toy.ToyModel):
+    """The toy with a wrapper inside, and with a real submodule called ``module`` in that wrapper."""
+
+    def __init__(self, wrapped: bool) -> None:
+        super().__init__()
+        self.fc = nn.Sequential()
+        self.fc.module = nn.Linear(4, 3)
+        if wrapped:
+            self.fc = nn.DataParallel(self.fc)
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace('fc.module.module', 'fc.module'): value for key, value in state.items()}
+
+
+@pytest.mark.parametrize(('first', 'second'), [(False, True), (True, False), (True, True)])
+def test_files_fit_models_with_and_without_wrappers_inside(first: bool, second: bool, tmp_path: Path) -> None:
+    """One DDP for each child is usual in GANs. Names in files are plain."""
+
+    def case(wrapped: bool, **words: Any) -> dict[str, Any]:
+        hooks = [dict(type='EMAHook', momentum=0.3)]
+        train_cfg = dict(by_epoch=True, max_epochs=1, val_interval=1)
+        model = dict(type='NamedToy', wrapped=wrapped)
+        return dict(
+            model=model, custom_hooks=hooks, train_cfg=train_cfg, train_dataloader=toy.loader(length=4), **words
+        )
+
+    wrapper = {**WRAPPER, 'opt_level': 'O2'}
+    runner = toy.run(tmp_path / 'first', wrapper, **case(first))
+    saved = toy.checkpoint(tmp_path / 'first')
+    assert 'fc.module.weight' in saved['state_dict'] and 'fc.module.module.weight' not in saved['state_dict']
+    path = str(tmp_path / 'first' / 'epoch_1.pth')
+    # no further iteration: what is there is what was loaded
+    again = toy.run(tmp_path / 'second', wrapper, **case(second, load_from=path, resume=True))
+    assert differences(plain(again.model.state_dict()), plain(runner.model.state_dict())) == []
+    means = [
+        next(hook for hook in each.hooks if isinstance(hook, EMAHook)).ema_model.module for each in (runner, again)
+    ]
+    assert differences(*(plain(mean.state_dict()) for mean in means)) == []
+    # weights alone
+    torch.manual_seed(5)
+    still = {**wrapper, 'optimizer': dict(type='SGD', lr=0.0)}
+    loaded = plain(toy.run(tmp_path / 'third', still, **case(second, load_from=path)).model.state_dict())
+    for key in ('fc.module.weight', 'conv.weight'):
+        assert differences(loaded[key], saved['state_dict'][key]) == [], key
