@@ -71,20 +71,20 @@ class Group:
         self._links: list[Connection] = []
         self._started = 0
 
-    def run(self, folder: Path, body: Callable[..., None], **parameters: Any) -> None:
+    def run(self, folder: Path, body: Callable[..., None], /, **parameters: Any) -> None:
         """Call a function of a module on all ranks, which must end well."""
         answers = self.answers(folder, body, **parameters)
         if any(answers):
             pytest.fail('\n'.join(f'rank {rank}: {text[-3000:]}' for rank, text in enumerate(answers) if text))
 
-    def answers(self, folder: Path, body: Callable[..., None], limit: float = 240, **parameters: Any) -> list[str]:
+    def answers(self, folder: Path, body: Callable[..., None], /, **parameters: Any) -> list[str]:
         """What came of the call on each rank: nothing, the traceback of an error, or that the rank is gone."""
         if not self._ranks:
             self._start()
         for link in self._links:
             link.send((body.__module__, body.__name__, folder, parameters))
         found: dict[int, str] = {}
-        end = time.monotonic() + limit
+        end = time.monotonic() + 240
         while len(found) < self.world and time.monotonic() < end:
             left = {self._links[rank]: rank for rank in range(self.world) if rank not in found}
             for link in wait(list(left), timeout=end - time.monotonic()):

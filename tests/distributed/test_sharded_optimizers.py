@@ -170,7 +170,7 @@ class Zero:
         """The whole state of the optimizer, on every rank."""
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.consolidate_state_dict(to=0)
-            box = [self.optimizer.state_dict() if self.here.rank == 0 else None]
+            box = [copy.deepcopy(self.optimizer.state_dict()) if self.here.rank == 0 else None]
             dist.broadcast_object_list(box, src=0)
             assert box[0] is not None
             return box[0]

@@ -1,0 +1,384 @@
+"""Whole trainings with mmengine on several ranks: killed and resumed, sharded, and what is in their files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mmengine.runner.runner
+import pytest
+import torch
+import torch.distributed as dist
+import toy
+from bits import differences
+from fsdp import skip_without_fsdp
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapperDict, build_optim_wrapper
+from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.runner import FlexibleRunner, Runner
+from nets import HALF, dyadic, same_on_all_ranks
+from on_ranks import Group, Here, on_ranks
+from pairs import pairs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import amp_wrapper
+from amp_wrapper import AmpConfigError, AmpOptimWrapper, FusedSGD, MMFullyShard
+
+# it asks compilers for their versions
+mmengine.runner.runner.collect_env = dict
+
+#: What a resume restores.
+SAVED = ('state_dict', 'ema_state_dict', 'optimizer', 'param_schedulers')
+WRAPPERS: dict[str, dict[str, Any]] = {
+    'ddp': dict(type='MMDistributedDataParallel', broadcast_buffers=False),
+    'sharded': dict(type='amp_wrapper.MMFullyShard', blocks=['Linear']),
+    'sharded and repeated': dict(type='amp_wrapper.MMFullyShard', mesh=(2, 1)),
+    'sharded, no_sync': dict(type='amp_wrapper.MMFullyShard', no_sync=True, reduce_dtype='float32'),
+}
+
+
+@pytest.fixture(autouse=True)
+def _skip_old(request: pytest.FixtureRequest, device: torch.device) -> None:
+    if 'shard' in request.node.name:
+        skip_without_fsdp(device.type)
+
+
+@HOOKS.register_module(force=True)
+class KillRankOne(Hook):
+    """In the middle of the second epoch."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if dist.get_rank() == 1 and runner.iter == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def config_of(here: Here, wrapper: str, level: str, optimizer: str = 'SGD', **more: Any) -> dict[str, Any]:
+    """All that mmengine has: accumulation, clipping, an average, early stopping, the best file, dropout, augmentation."""
+    config = toy.everything(level, max_epochs=2)
+    config.update(
+        launcher='pytorch' if here.world > 1 else 'none',
+        model_wrapper_cfg=dict(WRAPPERS[wrapper]),
+        randomness=dict(seed=0, deterministic=True, diff_rank_seed=True),
+    )
+    if here.device.type == 'cpu' and wrapper == 'ddp':
+        config['model_wrapper_cfg']['device_ids'] = None
+    if optimizer != 'SGD':
+        kind = optimizer.removeprefix('Zero ')
+        config['optim_wrapper']['optimizer'] = dict(type=kind, lr=0.01, weight_decay=1e-3)
+        if kind != optimizer:
+            config['optim_wrapper']['optimizer'] |= dict(type='ZeroRedundancyOptimizer', optimizer_type=kind)
+    return {**config, **more}
+
+
+def run(here: Here, folder: str, wrapper: str, level: str, optimizer: str, how: str = '') -> None:
+    """A training that is killed, resumes, or has nothing that DDP and FSDP2 add up in another order ('alike')."""
+    config = config_of(here, wrapper, level, optimizer, resume=how == 'resume', log_level='INFO')
+    if how == 'kill':
+        config['custom_hooks'] = [*config['custom_hooks'], dict(type='KillRankOne')]
+    if how == 'alike':
+        config['optim_wrapper'].update(accumulative_counts=1, clip_grad=dict(type='value', clip_value=0.02))
+    runner = toy.run(here.folder / folder, **config)
+    assert runner.epoch == 2
+    if here.world > 1:
+        assert isinstance(runner.model, MMFullyShard) is (wrapper != 'ddp')
+        same_on_all_ranks(here, [whole(p) for p in runner.model.parameters()], 'weights')
+    if how == 'resume' and here.rank == 0:
+        logs = ''.join(path.read_text() for path in (here.folder / folder).rglob('*.log'))
+        assert ('another number of processes' in logs or 'saved by 2 processes' in logs) == (here.world != 2)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize(
+    ('wrapper', 'level', 'optimizer', 'others'),
+    [
+        ('ddp', 'O2', 'SGD', {'ddp': 1, 'of three': 3}),
+        ('sharded', 'O5', 'FusedAdamW', {'ddp': 2, 'sharded': 1}),
+        pytest.param('sharded, no_sync', 'O2', 'AdamW', {'ddp': 2}, marks=pytest.mark.long),
+        pytest.param('sharded', 'O1', 'SGD', {'sharded': 3}, marks=pytest.mark.long),
+        pytest.param('ddp', 'O5', 'Zero AdamW', {}, marks=pytest.mark.long),
+    ],
+)
+def test_killed_run_resumes_exactly(
+    ranks_of: Callable[[int], Group], tmp_path: Path, wrapper: str, level: str, optimizer: str, others: dict[str, int]
+) -> None:
+    """In new processes, as many. On other numbers, and wrapped otherwise, it goes on."""
+    two, words = ranks_of(2), dict(wrapper=wrapper, level=level, optimizer=optimizer)
+    two.run(tmp_path, run, folder='whole', **words)
+    answers = two.answers(tmp_path, run, folder='part', how='kill', **words)
+    # the one that is left alone ends with an error of its own
+    assert answers[1] == 'killed' and 'Traceback' in answers[0]
+    for number in range(len(others)):
+        shutil.copytree(tmp_path / 'part', tmp_path / f'{number}')
+    two.run(tmp_path, run, folder='part', how='resume', **words)
+    expected, found = toy.checkpoint(tmp_path / 'whole'), toy.checkpoint(tmp_path / 'part')
+    for part in SAVED:
+        assert differences(found[part], expected[part]) == [], part
+    for number, (other, world) in enumerate(others.items()):
+        words['wrapper'] = other if other in WRAPPERS else 'ddp'
+        ranks_of(world).run(tmp_path, run, folder=f'{number}', how='resume', **words)
+        state = toy.checkpoint(tmp_path / f'{number}')['state_dict']
+        assert {name: value.shape for name, value in state.items()} == {
+            name: value.shape for name, value in expected['state_dict'].items()
+        }
+        assert all(bool(value.isfinite().all()) for value in state.values())
+
+
+@pairs(wrapper=('sharded', 'sharded and repeated', 'zero'), level=('O1', 'O2', 'O5'))
+@on_ranks()
+def test_sharded_run_writes_the_file_of_ddp(here: Here, wrapper: str, level: str) -> None:
+    """Weights, averages, moments, schedules, and the best file, bit for bit."""
+    optimizer = 'AdamW' if wrapper == 'zero' else 'FusedAdamW'
+    run(here, 'ddp', 'ddp', level, optimizer, 'alike')
+    if wrapper == 'zero':
+        run(here, 'other', 'ddp', level, f'Zero {optimizer}', 'alike')
+    else:
+        run(here, 'other', wrapper, level, optimizer, 'alike')
+    found, expected = (toy.checkpoint(here.folder / name) for name in ('other', 'ddp'))
+    assert found.keys() == expected.keys()
+    for part in SAVED:
+        left, right = (each[part] for each in (found, expected))
+        if wrapper == 'zero' and part == 'optimizer':
+            left, right = left['state'], right['state']
+        assert differences(left, right) == [], part
+    best = [sorted(path.name for path in (here.folder / name).glob('best*')) for name in ('other', 'ddp')]
+    assert best[0] == best[1] != []
+
+
+@on_ranks()
+def test_validation_before_and_test_after_a_sharded_training(here: Here) -> None:
+    """Scores are those of DDP."""
+    scores = {}
+    for wrapper in ('ddp', 'sharded', 'sharded and repeated'):
+        config = config_of(here, wrapper, 'O5', train_cfg=dict(by_epoch=True, max_epochs=1, val_interval=1))
+        config['optim_wrapper']['accumulative_counts'] = 1
+        config['custom_hooks'] = config['custom_hooks'][:1]
+        config['default_hooks']['checkpoint'] = dict(type='CheckpointHook', interval=1)
+        config['test_dataloader'], config['test_cfg'] = config['val_dataloader'], {}
+        config['test_evaluator'] = dict(type='ToyScore')
+        torch.manual_seed(0)
+        runner = Runner.from_cfg(toy.toy_config(here.folder / wrapper, **config))
+        before = runner.val()
+        runner.train()
+        scores[wrapper] = [before, runner.val(), runner.test()]
+    assert scores['sharded'] == scores['ddp'] == scores['sharded and repeated']
+
+
+class Versioned(nn.Linear):
+    """In its first version, weights were stored with the other sign."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        if local_metadata.get('version', 1) < 2:
+            state_dict[f'{prefix}weight'] = -state_dict[f'{prefix}weight']
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@MODELS.register_module(force=True)
+class VersionedToy(toy.ToyModel):
+    def __init__(self, **words: Any) -> None:
+        super().__init__(**words)
+        self.fc = Versioned(self.fc.in_features, self.fc.out_features)
+
+
+@HOOKS.register_module(force=True)
+class Loaded(Hook):
+    """Keeps a weight as it was loaded."""
+
+    weight: Tensor
+
+    def before_train(self, runner: Any) -> None:
+        Loaded.weight = runner.model.module.fc.weight.detach().full_tensor()
+
+
+@pairs(averages=(False, True))
+@on_ranks()
+def test_modules_of_a_sharded_run_know_the_version_of_a_file(here: Here, averages: bool) -> None:
+    config = config_of(here, 'sharded', 'O5', model=dict(type='VersionedToy'))
+    config['model_wrapper_cfg'].pop('blocks')
+    config['custom_hooks'] = [dict(type='EMAHook', momentum=0.1)] if averages else []
+    runner = toy.run(here.folder / 'run', **config)
+    expected = runner.model.state_dict()['module.fc.weight'].full_tensor()
+    dist.barrier()
+    config['custom_hooks'] = [*config['custom_hooks'], dict(type='Loaded', priority='LOWEST')]
+    toy.run(here.folder / 'run', **config, resume=True)
+    assert torch.equal(Loaded.weight, expected)
+
+
+BAD_CONFIGS: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+    'product is the number of processes': (AmpConfigError, dict(mesh=(3,))),
+    "did you mean 'Linear'": (AmpConfigError, dict(blocks=['Linaer'])),
+    'int8': (AmpConfigError, dict(reduce_dtype='int8')),
+    'block': (TypeError, dict(block='Linear')),
+    'nothing is kept twice': (AmpConfigError, {}),
+}
+
+
+@pairs(text=BAD_CONFIGS)
+@on_ranks()
+def test_configs_that_cannot_shard_end_before_the_training(here: Here, text: str) -> None:
+    kind, words = BAD_CONFIGS[text]
+    config = config_of(here, 'sharded', 'O5', 'SGD' if words else 'FusedAdamW')
+    config['model_wrapper_cfg'] = dict(type='amp_wrapper.MMFullyShard', **words)
+    if not words:
+        config['optim_wrapper']['master_weights'] = 'split'
+    with pytest.raises(kind, match=text):
+        toy.run(here.folder / 'run', **config)
+    assert not list((here.folder / 'run').glob('*.pth'))
+
+
+@pairs(level=('O0', 'O2', 'O5'))
+@on_ranks()
+def test_strategies_of_flexible_runners_train_alike(here: Here, level: str) -> None:
+    """The file of ``FullyShardStrategy`` has the weights of ``DDPStrategy``."""
+    if here.device.type == 'cpu':
+        # mmengine sets a CUDA device when it starts processes
+        torch.cuda.set_device = lambda device: None
+    wrapping = dict(type='MMDistributedDataParallel', broadcast_buffers=False)
+    if here.device.type == 'cpu':
+        wrapping['device_ids'] = None
+    found = []
+    for name, strategy in (
+        ('ddp', dict(type='DDPStrategy', model_wrapper=wrapping)),
+        ('sharded', dict(type='amp_wrapper.FullyShardStrategy', blocks='Linear')),
+    ):
+        optimizer = dict(type='SGD', lr=0.1, momentum=0.9)
+        config = toy.toy_config(here.folder / name, dict(type='AmpOptimWrapper', opt_level=level, optimizer=optimizer))
+        config.update(strategy=strategy, launcher='pytorch', randomness=dict(seed=0), env_cfg={})
+        config.default_hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1))
+        runner = FlexibleRunner.from_cfg(config)
+        runner.train()
+        dist.barrier()
+        if name == 'ddp':
+            kind = HALF.get(level, torch.float32)
+            assert {p.dtype for n, p in runner.model.named_parameters() if 'fc' in n} == {kind}
+            same_on_all_ranks(here, runner.model.parameters(), 'weights')
+        state = toy.checkpoint(here.folder / name)['state_dict']
+        found.append({name.removeprefix('module.'): value for name, value in state.items()})
+    assert differences(*found) == []
+
+
+@MODELS.register_module(force=True)
+class TwoNetworks(BaseModel):
+    """A generator and a discriminator, without much sense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 36))
+        self.discriminator = nn.Sequential(nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        wrappers, real = optim_wrapper, data['inputs'].flatten(1)
+        with wrappers['discriminator'].optim_context(self.discriminator):
+            loss = self.discriminator(real).mean() - self.discriminator(self.generator(real).detach()).mean()
+        wrappers['discriminator'].update_params(loss)
+        self.discriminator.requires_grad_(False)
+        with wrappers['generator'].optim_context(self.generator):
+            loss = self.discriminator(self.generator(real + torch.rand_like(real))).mean()
+        wrappers['generator'].update_params(loss)
+        self.discriminator.requires_grad_(True)
+        return dict(loss=loss.detach())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module(force=True)
+class OneForEach:
+    def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: Any = None) -> None:
+        self.configs = optim_wrapper_cfg
+
+    def __call__(self, model: Any) -> OptimWrapperDict:
+        children = dict(getattr(model, 'module', model).named_children())
+        return OptimWrapperDict(**{name: build_optim_wrapper(children[name], cfg) for name, cfg in self.configs.items()})
+
+
+def run_two(here: Here, folder: str, epochs: int, resume: bool) -> None:
+    """Both networks in DDPs of their own; the file has plain names, and the average in place of the weights."""
+    ids = dict(device_ids=None) if here.device.type == 'cpu' else {}
+    adam = dict(type='Adam', lr=0.01)
+    wrappers = dict(
+        constructor='OneForEach',
+        generator=dict(type='AmpOptimWrapper', opt_level='O2', optimizer=adam),
+        discriminator=dict(type='AmpOptimWrapper', opt_level='O5', optimizer=adam),
+    )
+    words = dict(
+        model=dict(type='TwoNetworks'),
+        launcher='pytorch' if here.world > 1 else 'none',
+        model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel', broadcast_buffers=False, **ids),
+        randomness=dict(seed=0, deterministic=True, diff_rank_seed=True),
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
+        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1)),
+        custom_hooks=[dict(type='EMAHook', momentum=0.1), dict(type='amp_wrapper.ExactResumeHook')],
+        resume=resume,
+        **dict.fromkeys(('val_dataloader', 'val_evaluator', 'val_cfg')),
+    )
+    runner = toy.run(here.folder / folder, wrappers, **words)
+    if here.world > 1:
+        same_on_all_ranks(here, runner.model.parameters(), 'weights')
+    if here.rank == 0:
+        saved = toy.checkpoint(here.folder / folder)
+        model = TwoNetworks().state_dict()
+        assert saved['state_dict'].keys() == model.keys()
+        assert {name.removeprefix('module.') for name in saved['ema_state_dict']} - {'steps'} == model.keys()
+
+
+def test_files_of_a_model_with_a_ddp_for_each_child(ranks_of: Callable[[int], Group], tmp_path: Path) -> None:
+    """They resume exactly, and on one process."""
+    two = ranks_of(2)
+    two.run(tmp_path, run_two, folder='whole', epochs=2, resume=False)
+    two.run(tmp_path, run_two, folder='part', epochs=1, resume=False)
+    shutil.copytree(tmp_path / 'part', tmp_path / 'one')
+    (tmp_path / 'one' / 'last_checkpoint').write_text(str(tmp_path / 'one' / 'epoch_1.pth'))
+    two.run(tmp_path, run_two, folder='part', epochs=2, resume=True)
+    ranks_of(1).run(tmp_path, run_two, folder='one', epochs=2, resume=True)
+    expected, found, one = (toy.checkpoint(tmp_path / name) for name in ('whole', 'part', 'one'))
+    for part in ('state_dict', 'ema_state_dict', 'optimizer'):
+        assert differences(found[part], expected[part]) == [], part
+    # other data, and still near: random weights would not be
+    for name, value in expected['state_dict'].items():
+        if 'running' not in name and value.is_floating_point():
+            torch.testing.assert_close(one['state_dict'][name], value, rtol=0, atol=0.15, msg=name)
+
+
+def accumulate(here: Here, level: str, losses: int, sharded: bool) -> None:
+    """One process saves inside an accumulation, and goes on; or two ranks do so with shards, from there."""
+    torch.manual_seed(0)
+    net = nn.Linear(2, 3).to(here.device)
+    if sharded:
+        mesh = init_device_mesh(here.device.type, (here.world,))
+        amp_wrapper.fully_shard(net, level, mesh=mesh)  # type: ignore[arg-type]
+    words = dict(opt_level=level, accumulative_counts=2, num_losses=losses, loss_scale=8.0, verbosity=0)
+    wrapper = AmpOptimWrapper(optimizer=FusedSGD(net.parameters(), lr=0.25, momentum=0.5), **words)  # type: ignore[arg-type]
+    if sharded:
+        wrapper.load_state_dict(torch.load(here.folder / 'saved', weights_only=True))
+    wrapper.initialize_count_status(net, int(sharded), 100)
+    for index in (1,) if sharded else (0, 1):
+        with wrapper.optim_context(net):
+            loss = net(dyadic(here, index, rank=0)).sum()
+        wrapper.update_params(loss)
+        if index == 0:
+            torch.save(wrapper.state_dict(), here.folder / 'saved')
+    found = {name: whole(value) for name, value in net.state_dict().items()}
+    if sharded:
+        assert differences(found, dict(torch.load(here.folder / 'expected', weights_only=True))) == []
+    else:
+        torch.save(found, here.folder / 'expected')
+
+
+@pairs(level=('O0', 'O2', 'O5'), losses=(1, 2))
+def test_an_open_accumulation_of_one_process_goes_on_sharded(
+    ranks_of: Callable[[int], Group], tmp_path: Path, level: str, losses: int
+) -> None:
+    for world in (1, 2):
+        ranks_of(world).run(tmp_path, accumulate, level=level, losses=losses, sharded=world == 2)
