@@ -1,0 +1,284 @@
+"""Pictures show the numbers of the log: lines, skipped steps, resumes and heat maps are read back from the figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip('matplotlib')
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from amp_wrapper import AmpConfigError, AmpUsageError, cli, plot_runs
+
+Points = list[tuple[float, float]]
+NAN = math.nan
+
+
+def write(file: Path, rows: Sequence[dict[str, Any]], end: str = '') -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(''.join(json.dumps(row) + '\n' for row in rows) + end)
+    return file
+
+
+def training(count: int = 6, first: int = 1) -> list[dict[str, Any]]:
+    """Rows of a log: one step is skipped at iteration 1, two at iteration 3."""
+    numbers = ('iter', 'step', 'loss', 'grad_norm', 'amp_scale', 'amp_skipped')
+    places = range(first, first + count)
+    return [dict(zip(numbers, (at, at, 2.0 / at, 1.0 + at, 2.0 ** (16 - at), 1 if at < 3 else 3))) for at in places]
+
+
+def title(axes: Axes) -> str:
+    return ''.join(axes.get_title(place) for place in ('left', 'center', 'right'))
+
+
+def lines(axes: Axes, marks: bool = False) -> list[Points]:
+    """The points of each line, or of the marks that no line connects."""
+    chosen = [line for line in axes.lines if (line.get_linestyle() == 'None') == marks]
+    return [list(zip(np.asarray(line.get_xdata()).tolist(), np.asarray(line.get_ydata()).tolist())) for line in chosen]
+
+
+# -- lines -----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_and_skipped_steps_are_those_of_the_log(tmp_path: Path) -> None:
+    """Validation rows, which count epochs, are no part of it; a half-written line and a damaged one are left out."""
+    rows = [*training(3), {'accuracy/top1': 92.0, 'loss': 7.0, 'step': 1}]
+    end = (
+        '\x00\xff garbage\n[1, 2]\n'
+        + ''.join(json.dumps(row) + '\n' for row in training(3, 4))
+        + '{"loss": 1.0, "iter": 9'
+    )
+    figure = plot_runs([write(tmp_path / 'cnn/scalars.json', rows, end)])
+    assert [title(axes).split('  (')[0] for axes in figure.axes] == ['Loss', 'Gradient norm', 'Loss scale']
+    assert lines(figure.axes[0]) == [[(at, 2.0 / at) for at in range(1, 7)]]
+    assert lines(figure.axes[1]) == [[(at, 1.0 + at) for at in range(1, 7)]]
+    scale = figure.axes[2]
+    assert lines(scale) == [[(at, 2.0 ** (16 - at)) for at in range(1, 7)]]
+    # it holds until the next row
+    assert scale.lines[0].get_drawstyle() == 'steps-post'
+    assert lines(scale, marks=True) == [[(1, 2.0**15), (3, 2.0**13)]]
+    # how many, where there are several
+    assert [text.get_text() for text in scale.texts] == ['2']
+    part = plot_runs([tmp_path / 'cnn/scalars.json'], first=2, last=4, title='some', panels=['scale'])
+    assert len(part.axes) == 1
+    assert lines(part.axes[0]) == [[(at, 2.0 ** (16 - at)) for at in range(2, 5)]]
+    assert lines(part.axes[0], marks=True) == [[(3, 2.0**13)]]
+    assert part.get_suptitle() == 'some'
+
+
+@pytest.mark.parametrize(
+    ('places', 'counts', 'skipped'),
+    [
+        ([1, 2, 3, 4], [1, 1, 2, 2], [1, 3]),
+        # the beginning is not there: nobody knows when the first 7 were
+        ([1020, 1040, 1060], [7, 7, 9], [1060]),
+        # a count that begins again
+        ([1, 2, 3], [2, 0, 1], [1, 3]),
+        ([1, 2, 3], [0, NAN, 1], [3]),
+    ],
+)
+def test_skips_are_where_the_count_grows(
+    tmp_path: Path, places: list[int], counts: list[float], skipped: list[int]
+) -> None:
+    rows = [{'iter': at, 'amp_scale': 8.0, 'amp_skipped': count} for at, count in zip(places, counts)]
+    (axes,) = plot_runs([write(tmp_path / 'a.json', rows)]).axes
+    assert [[at for at, _ in points] for points in lines(axes, marks=True)] == [skipped]
+
+
+def test_nonfinite_losses_have_marks_and_leave_gaps(tmp_path: Path) -> None:
+    """null is what amp.monitor writes for NaN."""
+    rows = [{'iteration': at, 'loss': loss} for at, loss in enumerate([2.0, None, 1.0, math.inf, 0.5], 1)]
+    (axes,) = plot_runs([write(tmp_path / 'mine.jsonl', rows)]).axes
+    (points,) = lines(axes)
+    assert [at for at, value in points if math.isnan(value)] == [2, 4]
+    assert [[at for at, _ in marks] for marks in lines(axes, marks=True)] == [[2, 4]]
+    assert 'NaN' in title(axes)
+
+
+def test_no_panel_for_a_scale_that_is_always_1(tmp_path: Path) -> None:
+    """As at O5, where the log has a count of skipped steps, and no step was skipped."""
+    rows = [{'iter': at, 'loss': 1.0, 'amp_skipped': 0} for at in range(1, 4)]
+    figure = plot_runs([write(tmp_path / 'a.json', rows)])
+    assert [title(axes) for axes in figure.axes] == ['Loss']
+    # unless it is all that was asked for
+    assert len(plot_runs([tmp_path / 'a.json'], panels=['scale']).axes) == 1
+
+
+def test_several_runs_differ_without_colours(tmp_path: Path) -> None:
+    files = [write(tmp_path / name / 'scalars.json', training()) for name in ('a', 'b', 'c')]
+    figure = plot_runs(files)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ['a', 'b', 'c']
+    drawn = [line for line in figure.axes[0].lines if line.get_linestyle() != 'None']
+    assert len(drawn) == 3
+    for look in ([line.get_color() for line in drawn], [str(line._dash_pattern) for line in drawn]):  # type: ignore[attr-defined]
+        assert len(set(look)) == 3
+
+
+def test_members_and_losses_have_lines_of_their_own(tmp_path: Path) -> None:
+    names = (
+        'iter',
+        'loss_real',
+        'loss_fake',
+        'generator_amp_scale',
+        'discriminator_amp_scale',
+        'generator_amp_skipped',
+    )
+    rows = [dict(zip(names, row)) for row in ((1, 1.0, 3.0, 8.0, 16.0, 0), (2, 2.0, 4.0, 4.0, 16.0, 1))]
+    figure = plot_runs([write(tmp_path / 'a.json', rows)])
+    assert lines(figure.axes[0]) == [[(1, 1.0), (2, 2.0)], [(1, 3.0), (2, 4.0)]]
+    assert lines(figure.axes[1]) == [[(1, 8.0), (2, 4.0)], [(1, 16.0), (2, 16.0)]]
+    assert lines(figure.axes[1], marks=True) == [[(2, 4.0)]]
+    names = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert names == {'loss_real', 'loss_fake', 'generator', 'discriminator'}
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def run_folder(work_dir: Path, time: str, places: Sequence[int], scale: float, resumed: int | None = None) -> Path:
+    """As mmengine leaves it; its text log says where it was resumed."""
+    rows = [{'iter': at, 'step': at, 'amp_scale': scale} for at in places]
+    file = write(work_dir / time / 'vis_data/scalars.json', rows)
+    if resumed is not None:
+        (work_dir / time / f'{time}.log').write_text(f'INFO - resumed epoch: 3, iter: {resumed}\n')
+    return file
+
+
+def test_newest_training_of_a_work_dir_with_the_runs_that_it_resumed(tmp_path: Path) -> None:
+    run_folder(tmp_path, '20260101_000000', range(10, 100, 10), 8.0)
+    run_folder(tmp_path, '20260102_000000', range(10, 60, 10), 1.0)
+    (tmp_path / '20260103_000000').mkdir()
+    (axes,) = plot_runs([tmp_path]).axes
+    assert {value for _, value in lines(axes)[0]} == {1.0}
+    assert {value for _, value in lines(plot_runs([tmp_path / '20260101_000000']).axes[0])[0]} == {8.0}
+    run_folder(tmp_path, '20260104_000000', range(50, 130, 10), 2.0, 40)
+    (axes,) = plot_runs([tmp_path], panels=['scale']).axes
+    drawn = lines(axes)
+    # iterations that were run twice are those of the later run; a vertical line says where it was resumed
+    assert [point for points in drawn for point in points if point[1] > 1][:1] == [(50, 2.0)]
+    assert (10, 1.0) in drawn[0]
+    assert [[at for at, _ in points] for points in drawn[1:]] in ([[40, 40]], [[40]])
+
+
+def test_file_that_goes_on_after_a_resume(tmp_path: Path) -> None:
+    rows = [{'iteration': at, 'loss': 1.0} for at in (1, 2, 3, 4)] + [
+        {'iteration': at, 'loss': 2.0} for at in (3, 4, 5)
+    ]
+    write(tmp_path / 'amp_monitor.jsonl', rows)
+    (axes,) = plot_runs([tmp_path]).axes
+    assert lines(axes)[0] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    assert {at for at, _ in lines(axes)[1]} == {3}
+
+
+@pytest.mark.parametrize(
+    ('words', 'error', 'text'),
+    [
+        ({'runs': []}, AmpConfigError, 'runs=[] is empty'),
+        ({'panels': ['los']}, AmpConfigError, "panels='los' is none of loss, grad_norm"),
+        ({'first': 5, 'last': 4}, AmpConfigError, 'from=5 is after to=4'),
+        ({'first': 70}, AmpUsageError, 'nothing to draw from iteration 70'),
+        ({'runs': ['two']}, AmpUsageError, 'those of 2 trainings below it'),
+        ({'runs': ['empty']}, AmpUsageError, 'has none of the numbers'),
+        ({'runs': ['other.json']}, AmpUsageError, 'other.json'),
+    ],
+)
+def test_wrong_arguments_and_logs_without_numbers(
+    words: dict[str, Any], error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path('log.json'), training())
+    for name in 'ab':
+        run_folder(Path('two') / name, '20260101_000000', [1, 2], 1.0)
+    write(Path('other.json'), [{'iteration': 1, 'other': 2}, {'iter': None}])
+    Path('empty').mkdir()
+    with pytest.raises(error, match=re.escape(text)):
+        plot_runs(**{'runs': ['log.json'], **words})
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def counts(powers: dict[int, int], zeros: int = 0, nonfinite: int = 0) -> dict[str, Any]:
+    elements = sum(powers.values()) + zeros + nonfinite
+    named = {str(power): count for power, count in powers.items()}
+    return {'elements': elements, 'largest': 1.0, 'zeros': zeros, 'nonfinite': nonfinite, 'powers': named}
+
+
+def test_heat_map_of_ranges_has_the_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers at three steps, measured without the loss scale; the last one is measured again after a resume."""
+    monkeypatch.chdir(tmp_path)
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def noted(figure: Figure, *args: Any, **words: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **words)
+
+    monkeypatch.setattr(Figure, 'savefig', noted)
+    weights = {'body.weight': counts({-5: 4}), 'head.weight': counts({-3: 4})}
+    steps = [
+        {'body.weight': counts({-20: 1, -18: 5, -10: 2}, zeros=2), 'head.weight': counts({-16: 1})},
+        # between two powers of two the median is the lower one
+        {'body.weight': counts({}, nonfinite=4), 'head.weight': counts({-12: 3, -10: 3}, nonfinite=1)},
+        {'body.weight': counts({0: 1}), 'head.weight': counts({0: 1})},
+        {'body.weight': counts({-19: 3}), 'head.weight': counts({}, zeros=7)},
+    ]
+    step = {'dtype': 'float16', 'loss_scale': 1024.0, 'without_scale': True, 'weights': weights}
+    rows = [{'iteration': at, 'gradients': each, **step} for at, each in zip((1, 11, 21, 21), steps)]
+    write(tmp_path / 'amp_ranges.jsonl', rows, 'damaged\n{"iteration": 31}\n')
+    maps = []
+    for _ in range(2):
+        assert cli.main(['plot', str(tmp_path), '--ranges']) == 0
+        meshes = [mesh for axes in figures[-1].axes for mesh in axes.collections if mesh.get_array() is not None]
+        maps.append([np.ma.filled(mesh.get_array().astype(float), NAN).tolist() for mesh in meshes])
+        rows = [{**row, 'without_scale': False} for row in rows]
+        write(tmp_path / 'amp_ranges.jsonl', rows)
+    with_scale = [[-8, NAN, -9], [-6, -2, NAN]]
+    assert np.array_equal(maps[0][0], with_scale, equal_nan=True)
+    assert np.array_equal(maps[1][0], np.array(with_scale) - 10, equal_nan=True)
+    assert [each for found in maps for each in found if each[0][0] == -5] == [[[-5.0] * 3, [-3.0] * 3]] * 2
+    axes = figures[0].axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ['body.weight', 'head.weight']
+    # a cross is a layer with numbers that are not finite
+    assert sorted(point for points in lines(axes, marks=True) for point in points) == [(11.0, 0.0), (11.0, 1.0)]
+
+
+def test_files_and_what_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SVG has its words as text, and the same picture is the same file; settings of matplotlib stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / 'cnn/amp_monitor.jsonl', [{**row, 'iteration': row['iter']} for row in training()])
+    before = dict(matplotlib.rcParams)
+    for file in ('new/a.svg', 'b.svg', 'a.png'):
+        assert cli.main(['plot', 'cnn', '--out', file]) == 0
+    said = capsys.readouterr().out
+    assert 'cnn: iterations 1 to 6, 3 steps skipped' in said
+    assert 'left out: ' in said
+    text = (tmp_path / 'new/a.svg').read_text()
+    for words in ('Loss', 'Gradient norm', 'skipped step', 'iteration'):
+        assert re.search(f'>[^<]*{words}[^<]*</t', text), words
+    assert (tmp_path / 'b.svg').read_text() == text
+    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
+    assert dict(matplotlib.rcParams) == before
+    for file in ('a.jpg', 'b.svg/c.svg'):
+        assert cli.main(['plot', 'cnn', '--out', file]) == 1
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = write(tmp_path / 'a.json', training())
+    for name in [name for name in sys.modules if name.partition('.')[0] == 'matplotlib']:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(AmpUsageError, match='pip install matplotlib'):
+        plot_runs([log])

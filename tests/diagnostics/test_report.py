@@ -1,0 +1,416 @@
+"""``amp.report`` on models of which it is known what runs in FP32, what 16-bit types lose, and what a step holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_wrapper import AmpConfigError, AmpUsageError, FusedAdam, PrecisionReport, amp
+
+
+def by_name(report: PrecisionReport) -> dict[str, dict[str, Any]]:
+    return {module['name']: module for module in report.data['modules']}
+
+
+def in_fp32(module: dict[str, Any]) -> list[tuple[str, str]]:
+    """The ops that ran in FP32, and the rule for each."""
+    return [(op['op'], op['rule']) for op in module['fp32_ops']]
+
+
+class Known(nn.Module):
+    """Each module has FP32 ops of one known cause, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.bn = nn.BatchNorm2d(4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 4)
+        self.unused = nn.Linear(2, 2)
+        self.parts = nn.ModuleList([nn.Linear(4, 4)])
+        self.loss = nn.CrossEntropyLoss()
+        self.register_buffer('matrix', torch.eye(4))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.bn(self.conv(x)).relu().mean((2, 3))
+        x = self.norm(x) @ torch.linalg.inv(self.matrix)
+        x = self.head(torch.softmax(x, -1).float() * 2)
+        x = self.parts[0](self.parts[0](x))
+        return self.loss(x, labels)
+
+
+BATCH = (torch.randn(2, 1, 6, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1]))
+
+
+def known(level: str, **options: Any) -> PrecisionReport:
+    return amp.report(Known(), BATCH, level, lambda model, batch: model(*batch), **options)
+
+
+# -- what runs in which type -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('level', 'half'), [('O1', 'float16'), ('O2', 'float16'), ('O4', 'bfloat16'), ('O5', 'bfloat16')]
+)
+def test_what_runs_in_fp32_and_why(level: str, half: str) -> None:
+    is_cast = level in ('O2', 'O5')
+    found = by_name(known(level, fp32_ops=['torch.Tensor.relu'], keep_fp32=['norm'] if is_cast else None))
+    softmax = [] if is_cast else [('_softmax', 'autocast')]
+    # .float() by the model itself
+    by_itself = [('relu', 'fp32_ops'), ('linalg_inv_ex', 'registry'), *softmax, ('mul', 'FP32 input')]
+    assert in_fp32(found['']) == by_itself
+    assert in_fp32(found['bn']) == [('native_batch_norm', 'batchnorm' if is_cast else 'FP32 weights')]
+    assert in_fp32(found['norm']) == [('native_layer_norm', 'keep_fp32' if is_cast else 'autocast')]
+    assert {rule for _, rule in in_fp32(found['loss'])} == {'loss'}
+    assert in_fp32(found['conv']) == in_fp32(found['head']) == []
+    assert found['conv']['ops'] == {half: {'convolution': 1}}
+    assert found['parts.0']['ops'] == {half: {'addmm': 2}}
+    assert found['']['ops'][half]['mm'] == 1
+
+
+def test_fp32_has_no_rules_and_a_loss_outside_of_the_model_a_row() -> None:
+    report = known('O0')
+    assert [op for module in report.data['modules'] for op in module['fp32_ops']] == []
+    assert by_name(report)['conv']['ops'] == {'float32': {'convolution': 1}}
+    linear = amp.report(
+        nn.Linear(4, 3), torch.ones(2, 4), 'O2', lambda model, x: F.mse_loss(model(x), torch.ones(2, 3))
+    )
+    outside = linear.data['modules'][-1]
+    assert outside['state'] == 'outside'
+    assert [op for op, _ in in_fp32(outside)] == ['mse_loss']
+
+
+def test_types_of_weights_outputs_and_gradients() -> None:
+    found = by_name(known('O2', keep_fp32=['head']))
+    assert found['conv']['weights'] == {'types': {'float16': 40}, 'elements': 40, 'bytes': 80, 'masters': 'float32'}
+    assert found['bn']['weights'] == {'types': {'float32': 8}, 'elements': 8, 'bytes': 32, 'masters': None}
+    assert found['']['weights'] is None
+    assert found['head']['weights']['types'] == {'float32': 20}
+    # kept in FP32, and the 16-bit type goes on outside of it
+    assert found['head']['outputs'] == {'computed': ['float32'], 'given': ['float16']}
+    assert [found[name]['gradients'] for name in ('conv', 'head')] == [['float16'], ['float32']]
+    split = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O5', make_optimizer=fused, master_weights='split')
+    assert split.data['modules'][0]['weights']['masters'] == 'split'
+    assert split.data['memory']['O5']['masters'] == 15 * 2
+
+
+def test_calls_are_counted() -> None:
+    found = {name: (module['state'], module['calls']) for name, module in by_name(known('O5')).items()}
+    once = dict.fromkeys(('', 'conv', 'bn', 'norm', 'head', 'loss'), ('called', 1))
+    assert found == {**once, 'unused': ('not called', 0), 'parts': ('container', 0), 'parts.0': ('called', 2)}
+
+
+class Segments(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_checkpointed_segments_count_once(reentrant: bool) -> None:
+    report = amp.report(Segments(reentrant), torch.randn(2, 4), 'O2', lambda model, x: model(x).sum())
+    found = by_name(report)['second']
+    assert (found['calls'], found['ops'], found['gradients']) == (1, {'float16': {'addmm': 1}}, ['float16'])
+
+
+def test_scripted_parts_and_inference_mode() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4))
+    with torch.inference_mode():
+        found = by_name(amp.report(model, torch.randn(2, 4), 'O4'))
+    assert (found['0']['state'], found['1']['state']) == ('scripted', 'called')
+    # the ops of the first are those of what calls it
+    assert found['']['ops'] == found['1']['ops'] == {'bfloat16': {'addmm': 1}}
+
+
+@pytest.mark.parametrize('example', [(torch.ones(2, 4),), dict(x=torch.ones(2, 4)), torch.ones(2, 4)])
+def test_examples_and_outputs_in_containers(example: Any) -> None:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return dict(out=[super().forward(x)], count=1)
+
+    found = by_name(amp.report(Model(4, 3), example, 'O2'))['']
+    assert found['inputs'] == {'given': ['float32'], 'computed': ['float16']}
+    assert found['outputs'] == {'computed': ['float16'], 'given': ['float32']}
+
+
+# -- what 16-bit types lose ------------------------------------------------------------------------------------------
+
+
+def linear(*rows: list[float]) -> nn.Linear:
+    """A layer with these weights and without a bias."""
+    layer = nn.Linear(len(rows[0]), len(rows), bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(rows))
+    return layer
+
+
+def lost(ranges: dict[str, Any], dtype: str = 'float16') -> list[float]:
+    return [ranges[dtype][share] for share in ('overflow', 'underflow', 'subnormal')]
+
+
+def test_shares_of_weights_and_outputs_that_16_bit_types_lose() -> None:
+    # too large for float16; zero in it; subnormal; three that it holds, and zero
+    layer = linear([1e5, 1e-9, 3 * 2.0**-24, 1 + 2.0**-12], [1.0, 0.0, -2.0, 0.5])
+    found = amp.report(layer, torch.ones(1, 4), 'O5').data['modules'][0]['ranges']['weights']
+    assert [found[name] for name in ('elements', 'zeros', 'nonfinite', 'largest')] == [8, 1, 0, 1e5]
+    assert lost(found) == [1 / 8, 1 / 8, 1 / 8]
+    assert lost(found, 'bfloat16') == [0, 0, 0]
+    model = nn.Sequential(linear([1.0], [4.0]), nn.Identity())
+    found = by_name(amp.report(model, torch.tensor([[30000.0]]), 'O2'))['0']['ranges']
+    assert (found['inputs']['largest'], found['outputs']['largest']) == (30000.0, 120000.0)
+    assert lost(found['outputs'])[0] == 1 / 2
+    # 120,000 is infinite at the level
+    assert found['outputs']['at_level'] == {'largest': 30000.0, 'nonfinite': 1, 'zeros': 0}
+
+
+#: Powers of two and their neighbours at the limits of both types: where they overflow, become subnormal, become zero.
+EDGES = [65519.99, 65520.0, 65536.0, 2.0**-24, 2.0**-25, 2.0**-25 * (1 + 2.0**-23), 2.0**-14, 2.0**-14 - 2.0**-26]
+EDGES += [3.3895313892515355e38, 3.3961776e38, 2.0**-126, 2.0**-133, 2.0**-134, 1.5 * 2.0**-134]
+
+
+def test_what_is_lost_is_what_the_cast_loses() -> None:
+    """At each limit of the types."""
+    values = torch.tensor(EDGES)
+    found = amp.report(linear(EDGES), torch.ones(1, len(EDGES)), 'O4').data['modules'][0]['ranges']['weights']
+    for dtype in (torch.float16, torch.bfloat16):
+        cast = values.to(dtype)
+        small = (cast != 0) & (values < torch.finfo(dtype).tiny)
+        expected = [float(each.double().mean()) for each in (~cast.isfinite(), cast == 0, small)]
+        assert lost(found, str(dtype).removeprefix('torch.')) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ('batch', 'factor', 'options', 'overflow', 'underflow', 'best'),
+    [
+        # gradients 2 ** -28 and 2 ** -30 of weights, and 2 ** -30 of the output: zero without a scale
+        ([4.0, 1.0], 2.0**-30, {}, 0, 0, 2.0 ** (13 + 28)),
+        # 4 * 2 ** 15 is too large, 1 * 2 ** 15 and 0.25 * 2 ** 15 are not
+        ([4.0, 0.25], 1.0, {'loss_scale': 2.0**15}, 1 / 3, 0, 2.0**11),
+        # a static scale is taken as it is: 100 * 1000 overflows, 65 * 1000 does not
+        ([100.0, 65.0], 1.0, {'loss_scale': 1000.0}, 1 / 3, 0, 2.0**7),
+        ([100.0, 65.0], 1.0, {'loss_scale': 3.0}, 0, 0, 2.0**7),
+        # 2 ** -25 is a tie, which goes to zero, and what is above it does not
+        ([2.0**13, 2.0**-25, 2.0**-25 * 1.25], 1.0, {'loss_scale': 1.0}, 0, 1 / 4, 1.0),
+    ],
+)
+def test_gradients_that_are_lost_at_a_loss_scale(
+    batch: list[float], factor: float, options: dict[str, Any], overflow: float, underflow: float, best: float
+) -> None:
+    layer = linear([1.0] * len(batch))
+    report = amp.report(layer, torch.tensor([batch]), 'O2', lambda model, x: (model(x) * factor).sum(), **options)
+    found = report.data['gradients']
+    assert found['first_scale'] == options.get('loss_scale', 65536.0)
+    assert lost({'float16': found['float16']['first_scale']})[:2] == [overflow, underflow]
+    assert found['best_scale'] == best
+    assert found['float16']['best_scale']['overflow'] == 0
+    assert found['float16']['best_scale']['underflow'] == underflow
+    assert found['float16']['without_scale']['underflow'] == (1.0 if factor != 1.0 else underflow)
+
+
+def test_all_calls_count_and_a_tensor_that_modules_hand_on_counts_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear([2.0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    found = by_name(amp.report(Twice(), torch.ones(1, 1), 'O5'))['layer']['ranges']['outputs']
+    assert (found['powers'], found['largest']) == ({'1': 1, '2': 1}, 4.0)
+    model = nn.Sequential(nn.Sequential(nn.Identity(), linear([4.0])), nn.Identity())
+    data = amp.report(model, torch.ones(1, 1), 'O2', lambda model, x: (model(x) * 2.0**-4).sum()).data
+    assert data['outputs']['powers'] == {'0': 1, '2': 1}
+    assert data['gradients']['outputs']['powers'] == {'-4': 1}
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return FusedAdam(model.parameters())
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters())
+
+
+def test_bytes_by_level_counted_by_hand() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    model.register_buffer('count', torch.zeros((), dtype=torch.int64))
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return F.mse_loss(model(x), torch.zeros(2, 3))
+
+    report = amp.report(model, torch.ones(2, 4), 'O2', loss_fn, make_optimizer=adam)
+    # 12 weights. Adam has two numbers for each, and a float32 step. A count of 8 bytes.
+    # Kept for the backward pass: 8 inputs of the layer, in its type; 6 outputs and 6 targets of the loss, in FP32.
+    expected = {
+        level: {
+            'weights': 24 if level in ('O2', 'O3', 'O5') else 48,
+            'gradients': 24 if level in ('O2', 'O3', 'O5') else 48,
+            'masters': 48 if level in ('O2', 'O5') else 0,
+            'optimizer_state': 4 + (48 if level == 'O3' else 96),
+            'activations': 48 + (32 if level == 'O0' else 16),
+            'buffers': 8,
+        }
+        for level in ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+    }
+    memory = report.data['memory']
+    assert {level: {name: memory[level][name] for name in each} for level, each in expected.items()} == expected
+    assert all(memory[level]['total'] == sum(each.values()) for level, each in expected.items())
+    assert report.data['optimizer'] == 'Adam'
+
+
+def test_memory_without_an_optimizer_or_trained_weights() -> None:
+    data = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O2').data
+    assert data['optimizer'] is data['loss'] is data['gradients'] is None
+    assert data['memory']['O2']['optimizer_state'] == 0
+    # its masters are counted all the same
+    assert data['memory']['O2']['masters'] == 15 * 4
+    frozen = amp.report(nn.Linear(4, 3).requires_grad_(False), torch.ones(2, 4), 'O2').data['memory']['O2']
+    assert frozen['masters'] == frozen['activations'] == frozen['gradients'] == 0
+    # 65536 times 1e5 is infinite in float16
+    memory = amp.report(
+        nn.Linear(4, 3), torch.ones(2, 4), 'O2', lambda model, x: model(x).sum() * 1e5, make_optimizer=adam
+    ).data['memory']
+    assert memory['O2']['optimizer_state'] == memory['O0']['optimizer_state'] > 0
+
+
+def test_error_of_another_level_is_in_its_row() -> None:
+    class Table(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * {torch.float32: 1.0, torch.bfloat16: 2.0}[y.dtype]
+
+    report = amp.report(Table(4, 3), torch.ones(2, 4), 'O5')
+    errors = {level: counted['error'] for level, counted in report.data['memory'].items() if 'error' in counted}
+    assert errors == dict.fromkeys(('O1', 'O2', 'O3'), 'KeyError: torch.float16')
+    assert 'KeyError: torch.float16' in str(report)
+    assert 'KeyError: torch.float16' in report.html()
+
+
+# -- what a report leaves alone --------------------------------------------------------------------------------------
+
+
+def test_optimizers_and_batches_are_made_for_copies() -> None:
+    model = nn.Linear(4, 2)
+    batch = SimpleNamespace(x=torch.ones(3, 4))
+    losses: list[float] = []
+    seen: list[nn.Module] = []
+
+    def make(copied: nn.Module) -> torch.optim.Optimizer:
+        seen.append(copied)
+        copied.bias.requires_grad_(False)
+        return torch.optim.SGD(copied.parameters(), lr=0.1)
+
+    def loss_fn(copied: nn.Module, given: Any) -> Tensor:
+        given.x.mul_(10)
+        losses.append(float(given.x.sum()))
+        return copied(given.x).float().square().mean()
+
+    report = amp.report(model, batch, 'O5', loss_fn, make_optimizer=make)
+    assert seen
+    assert not any(each is model for each in seen)
+    assert model.bias.requires_grad
+    assert report.data['optimizer'] == 'SGD'
+    assert torch.equal(batch.x, torch.ones(3, 4))
+    assert set(losses) == {120.0}
+
+
+class Never(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ('words', 'error', 'text'),
+    [
+        ({'keep_fp23': ['x']}, AmpConfigError, "did you mean 'keep_fp32'"),
+        ({'opt_level': 'O7'}, AmpConfigError, "opt_level='O7'"),
+        ({'keep_fp32': ['nothing']}, AmpConfigError, 'matches no module'),
+        ({'fp32_ops': ['torch.nn.GRU']}, AmpConfigError, 'matches no module'),
+        ({'model': print}, AmpUsageError, 'must be a torch.nn.Module'),
+        ({'example': iter([1])}, AmpUsageError, 'example=list_iterator can be read once'),
+        ({'loss_fn': 'mse'}, AmpConfigError, 'loss_fn=str must be a function'),
+        ({'loss_fn': lambda model, x: torch.ones(2, 3)}, AmpUsageError, r'a tensor of shape \(2, 3\)'),
+        ({'loss_fn': lambda model, x: {}}, AmpUsageError, 'gave dict'),
+        ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, AmpConfigError, 'SGD must be a function'),
+        ({'make_optimizer': torch.optim.AdamW}, AmpConfigError, r'AdamW is the class.*lambda model: AdamW\('),
+        ({'make_optimizer': lambda model: None, 'model': nn.Linear(4, 3)}, AmpUsageError, 'gave None: it must return'),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_model_runs(words: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        amp.report(**{'model': Never(4, 3), 'example': torch.ones(2, 4), **words})
+
+
+# -- how it is shown -------------------------------------------------------------------------------------------------
+
+
+def test_text_page_and_json(tmp_path: Path) -> None:
+    report = known('O2', make_optimizer=adam)
+    text = report.text(width=140)
+    page, data = report.write(tmp_path / 'new')
+    html = page.read_text(encoding='utf-8')
+    for part in ('Precision of Known at O2', 'native_batch_norm', 'batchnorm', 'CrossEntropyLoss'):
+        assert part in text
+        assert part in html
+    for width in (80, 140):
+        assert max(map(len, report.text(width=width).splitlines())) <= width
+    assert '0 Linear' in report.text(depth=2)
+    assert '0 Linear' not in report.text(depth=1)
+    assert str(report).startswith('Precision of Known at O2')
+    assert not [word for word in ('http', 'src=', 'url(') if word in html]
+    assert json.loads(data.read_text()) == json.loads(report.json()) == report.data
+    assert isinstance(report.data['format'], int)
+
+
+def test_names_of_the_model_are_text_to_terminal_and_page() -> None:
+    odd = type('[bold]<b>', (nn.Sequential,), {})(nn.Linear(2, 2))
+    report = amp.report(nn.Sequential(odd), torch.ones(1, 2), 'O5')
+    assert '[bold]<b>' in report.text(width=140)
+    assert '[bold]<b>' not in report.html()
+    assert '[bold]&lt;b&gt;' in report.html()
+
+
+def test_write_that_fails_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O5')
+    before = {path.name: path.read_bytes() for path in report.write(tmp_path)}
+
+    def full(*paths: Any) -> None:
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(os, 'replace', full)
+    with pytest.raises(OSError, match='No space'):
+        report.write(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.xfail(strict=True, reason='diagnostics', raises=ModuleNotFoundError)
+def test_text_needs_no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not among the packages that an installation brings."""
+    report = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O5')
+    for name in {'rich', *(name for name in sys.modules if name.startswith('rich.'))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert 'Linear' in str(report)
+
+
+@pytest.mark.xfail(strict=True, reason='diagnostics')
+def test_numbers_that_are_not_finite_are_null_in_json() -> None:
+    """As in the lines of the monitor: a column has one type."""
+    report = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O4', lambda model, x: model(x).sum() * torch.inf)
+    assert json.loads(report.json())['loss']['fp32'] is None

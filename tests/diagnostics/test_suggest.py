@@ -1,0 +1,534 @@
+"""``amp.suggest_level`` on models with a known answer; it changes nothing, can be interrupted, refuses what it cannot try."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from bits import differences, same_bits
+from mmengine.optim import build_optim_wrapper
+from pairs import pairs
+from planted_overflows import Act, Fault
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_wrapper import (
+    AmpConfigError,
+    AmpOptimWrapper,
+    AmpUsageError,
+    FusedAdamW,
+    FusedSGD,
+    LevelSuggestion,
+    amp,
+)
+
+Batch = tuple[Tensor, Tensor]
+STEPS = 4
+HALF = (torch.float16, torch.bfloat16)
+
+
+# -- models of which it is known which level suits them ---------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Its logits are ``factor ** 2`` times as large as need be: for a large factor beyond float16, never beyond bfloat16."""
+
+    def __init__(self, width: int, factor: float) -> None:
+        super().__init__()
+        self.qkv, self.out, self.factor = nn.Linear(width, 3 * width), nn.Linear(width, width), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        logits = (q * self.factor) @ (k * self.factor).transpose(-1, -2)
+        return self.out((logits / self.factor**2).softmax(-1) @ v)
+
+
+class OverflowingFormer(nn.Module):
+    """Three blocks; the attention of those in ``large`` overflows in float16."""
+
+    def __init__(self, large: tuple[int, ...] = (1,)) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({'attn': Attention(16, 300.0 if index in large else 1.0), 'mlp': nn.Linear(16, 16)})
+            for index in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block['attn'](x)
+            x = x + block['mlp'](x)
+        return self.head(x.mean(1))
+
+
+class TinyGradientHead(nn.Module):
+    """The gradients of ``aux`` are below ``2 ** -25``, which is zero in float16 without a loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.head, self.aux = nn.Linear(16, 4), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.body(x)
+        return self.head(features), self.aux(features.detach())
+
+
+class Plain(nn.Module):
+    """Nothing is the matter with it, unless something is done in its middle."""
+
+    def __init__(self, middle: Act = lambda x: x, dropout: float = 0.0) -> None:
+        super().__init__()
+        layers = [nn.BatchNorm1d(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
+        self.net, self.head, self.middle = nn.Sequential(*layers, nn.Dropout(dropout)), nn.Linear(16, 4), middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.net(x)))
+
+
+def plain_cnn() -> nn.Module:
+    layers = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1)]
+    return nn.Sequential(
+        *layers, nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)
+    )
+
+
+class Positions(Plain):
+    """Weights of its own, in no submodule, that float16 cannot hold; and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.full((1, 8), 1e5))
+        self.phases = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions * 1e-5) * self.phases.abs().mean()
+
+
+class Offset(nn.Module):
+    """What is left of a number after 1000 was added and taken away: bfloat16 has steps of 4 there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + 1000.0) - 1000.0
+
+
+class MaskedAttention(nn.Module):
+    """A mask from a module of its own, and scores that float16 cannot hold for a large ``gain``."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        least = torch.finfo(torch.float32).min
+        self.embed, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.mask = Fault(lambda x: torch.full((6, 6), least).triu(1).to(x.dtype))
+        self.scores = Fault(lambda x: (x * gain) @ (x * gain).mT / gain**2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(((self.scores(x) + self.mask(x)).softmax(-1) @ x).mean(1))
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def loss_with_aux(model: nn.Module, batch: Batch) -> Tensor:
+    logits, aux = model(batch[0])
+    return F.cross_entropy(logits, batch[1]) + aux.float().square().mean() * 2.0**-22
+
+
+def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """It needs the graph wherever it is computed."""
+    images = batch[0].clone().requires_grad_()
+    scores = model(images).float()
+    (gradient,) = torch.autograd.grad(scores.sum(), images, create_graph=True)
+    return F.cross_entropy(scores, batch[1]) + gradient.float().square().sum()
+
+
+def times(factor: float) -> Callable[[nn.Module, Batch], Tensor]:
+    return lambda model, batch: cross_entropy(model, batch) * factor
+
+
+def batches(count: int, *shape: int, size: int = 32) -> list[Batch]:
+    """Labels that can be learned."""
+    generator = torch.Generator().manual_seed(1)
+    found: list[Any] = []
+    for _ in range(count):
+        labels = torch.randint(4, (size,), generator=generator)
+        noise = torch.randn(size, *shape, generator=generator)
+        found.append((noise + labels.view(-1, *[1] * len(shape)) * 0.7, labels))
+    return found
+
+
+def suggest(
+    model: nn.Module, loss_fn: Any = cross_entropy, shape: tuple[int, ...] = (8,), **words: Any
+) -> LevelSuggestion:
+    words = {'steps': STEPS, 'progress': False, 'prefer': 'memory', **words}
+    return amp.suggest_level(model, loss_fn, batches(STEPS, *shape), **words)
+
+
+def entry(found: LevelSuggestion, level: str) -> dict[str, Any]:
+    return next(each for each in found.data['levels'] if each['level'] == level)
+
+
+def against(found: LevelSuggestion, level: str) -> str:
+    """Why a level does not suit; '' where it does."""
+    return ' '.join(reason['text'] for reason in entry(found, level)['reasons'])
+
+
+# -- known answers ---------------------------------------------------------------------------------------------------
+
+
+def fails_in(dtype: torch.dtype, error: Exception) -> Callable[[Tensor], Tensor]:
+    def act(x: Tensor) -> Tensor:
+        if x.dtype is dtype:
+            raise error
+        return x
+
+    return act
+
+
+Answer = tuple[Callable[[], nn.Module], dict[str, Any], str, tuple[str, ...], dict[str, str]]
+
+
+def answer(
+    make: Callable[[], nn.Module], levels: str, level: str, keep: str = '', unsuited: Any = None, **words: Any
+) -> Answer:
+    """A model, levels to try; the level and the module in FP32 that are recommended; the word against others."""
+    return make, {'levels': levels.split(), **words}, level, (keep,) if keep else (), unsuited or {}
+
+
+NO_SUCH_OP = RuntimeError('"picky" not implemented for \'BFloat16\'')
+TINY_RATE = {'make_optimizer': lambda model: FusedSGD(model.parameters(), lr=1e-11)}
+# no update of it is lost in 16 bits
+LARGE_RATE = {'make_optimizer': lambda model: FusedAdamW(model.parameters(), lr=0.05)}
+ADAMW = {'make_optimizer': lambda model: torch.optim.AdamW(model.parameters())}
+FORMER: dict[str, Any] = {'shape': (6, 8)}
+NOT_IN_ATTENTION = {'O2': "forward pass, in 'blocks.1.attn' (Attention)"}
+KNOWN = {
+    'overflow in float16': answer(OverflowingFormer, 'O0 O2 O5', 'O5', '', NOT_IN_ATTENTION, **FORMER),
+    'no bfloat16': answer(OverflowingFormer, 'O0 O1 O2', 'O2', 'blocks.1.attn', {'O1': 'forward pass'}, **FORMER),
+    'all of a class': answer(lambda: OverflowingFormer((0, 1, 2)), 'O2', 'O2', 'Attention', **FORMER),
+    'gradients vanish without a loss scale': answer(
+        TinyGradientHead,
+        'O2 O3',
+        'O2',
+        unsuited={'O3': "100 % of the gradient of 'aux' (Linear) becomes zero"},
+        loss_fn=loss_with_aux,
+    ),
+    'nothing is the matter': answer(Plain, 'O0 O1 O2 O3 O4 O5', 'O5'),
+    'nothing is the matter with a CNN': answer(plain_cnn, 'O0 O2 O5', 'O5', shape=(1, 8, 8)),
+    'scale that falls to nothing': answer(
+        Plain, 'O2 O5', 'O5', unsuited={'O2': 'scale'}, loss_fn=times(1e9), **TINY_RATE
+    ),
+    'mask': answer(lambda: MaskedAttention(1.0), 'O2 O5', 'O5', **FORMER),
+    'mask and overflow': answer(
+        lambda: MaskedAttention(3e3), 'O2 O5', 'O5', '', {'O2': "forward pass, in 'scores' (Fault)"}, **FORMER
+    ),
+    'op that a type does not have': answer(
+        lambda: Plain(fails_in(torch.bfloat16, NO_SUCH_OP)), 'O2 O5', 'O2', '', {'O5': "not implemented for 'BFloat16'"}
+    ),
+    'other error': answer(
+        lambda: Plain(fails_in(torch.bfloat16, KeyError('bfloat16'))), 'O2 O5', 'O2', '', {'O5': 'KeyError'}
+    ),
+    'no memory': answer(
+        lambda: Plain(fails_in(torch.float16, torch.OutOfMemoryError('out'))), 'O2 O5', 'O5', '', {'O2': 'memory'}
+    ),
+    'weights of the model itself': answer(Positions, 'O2 O5', 'O5', '', {'O2': 'use bfloat16'}, **ADAMW),
+    'loss of gradients': answer(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), 'O5', 'O5', loss_fn=gradient_penalty
+    ),
+    'loss that is another one in 16 bits': answer(
+        lambda: Plain(lambda x: x * (1.0 if x.dtype is torch.float32 else 1e-3)), 'O0 O2', 'O0', '', {'O2': 'FP32'}
+    ),
+    'less than a tenth is saved': answer(Plain, 'O0 O5', 'O0', keep_fp32=['net', 'head']),
+    'nothing else was asked for': answer(Plain, 'O5', 'O5', keep_fp32=['net', 'head']),
+}
+
+
+@pytest.mark.parametrize('name', KNOWN)
+def test_known_answer(name: str) -> None:
+    make, words, level, keep, unsuited = KNOWN[name]
+    found = suggest(make(), **words)
+    assert (found.level, found.keep_fp32) == (level, keep), str(found)
+    tried = {each['level'] for each in found.data['levels']}
+    # of a level that modules in FP32 have mended, the entry without them comes first
+    for other in tried - {'O0', 'O3', level if keep else ''} | unsuited.keys():
+        assert bool(against(found, other)) == (other in unsuited), other
+        assert unsuited.get(other, '') in against(found, other)
+
+
+@pytest.mark.xfail(strict=True, reason='diagnostics')
+@pytest.mark.parametrize(('levels', 'level'), [(['O0', 'O3'], 'O0'), (['O0', 'O5'], 'O0')])
+def test_inaccurate_modules_and_levels_without_masters_are_not_mended(levels: list[str], level: str) -> None:
+    """O3 is recommended if it alone was asked for, a level whose gradients are far off not at all."""
+    inside = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), Offset(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    found = suggest(inside if 'O5' in levels else Plain(), levels=levels, **LARGE_RATE)
+    assert (found.level, found.keep_fp32) == (level, ())
+
+
+def test_errors_of_gradients_follow_the_type_and_no_loss_scale() -> None:
+    errors = {}
+    for factor in (1.0, 1e4):
+        found = suggest(Plain(dropout=0.5), times(factor), levels=['O0', 'O1', 'O2', 'O4', 'O5'], **TINY_RATE)
+        errors[factor] = {level: entry(found, level)['gradients']['error'] for level in ('O1', 'O2', 'O4', 'O5')}
+        assert entry(found, 'O0')['gradients']['error'] is None
+        for level, error in errors[factor].items():
+            assert 1e-4 < error < 0.02 if level in ('O1', 'O2') else 1e-3 < error < 0.1
+        # 8 bits of bfloat16 against 11 of float16
+        assert errors[factor]['O2'] < errors[factor]['O5']
+        assert entry(found, 'O0')['memory']['ratio'] == 1
+        assert all(entry(found, level)['memory']['ratio'] < 0.9 for level in errors[factor])
+    assert errors[1e4] == pytest.approx(errors[1.0], rel=0.5)
+
+
+def test_slower_levels_do_not_suit_where_speed_is_preferred() -> None:
+    def slow(x: Tensor) -> Tensor:
+        # each level casts the input of what it runs in 16 bits
+        if x.dtype in HALF:
+            time.sleep(0.05)
+        return x
+
+    found = suggest(Plain(slow), levels=['O0', 'O5'], prefer='speed')
+    assert found.level == 'O0'
+    assert 'times as long as in FP32' in against(found, 'O5')
+    found = suggest(Plain(slow), levels=['O0', 'O5'], prefer='memory')
+    assert (found.level, against(found, 'O5')) == ('O5', '')
+    assert 'times as long as in FP32' in str(found)
+
+
+@pytest.mark.xfail(strict=True, reason='diagnostics')
+@pytest.mark.parametrize('call', [2, STEPS])
+def test_error_at_a_later_step_is_no_matter_of_the_loss_scale(call: int) -> None:
+    calls = itertools.count()
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        if model.head.weight.dtype is torch.bfloat16 and next(calls) >= call:
+            raise IndexError('index out of range')
+        return cross_entropy(model, batch)
+
+    found = suggest(Plain(), loss_fn, levels=['O0', 'O5'])
+    assert found.level == 'O0'
+    assert 'index out of range' in against(found, 'O5')
+    assert entry(found, 'O5')['reasons'][0]['kind'] != 'scale'
+
+
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_segments_that_are_computed_again_are_not_counted(reentrant: bool) -> None:
+    class Segments(Plain):
+        again = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_()
+            return self.head(checkpoint(self.net, x, use_reentrant=reentrant) if self.again else self.net(x))
+
+    counted = []
+    for again in (True, False):
+        Segments.again = again
+        counted.append(entry(suggest(Segments(), levels=['O5']), 'O5')['memory']['counted']['activations'])
+    assert counted[0] < 0.7 * counted[1]
+
+
+# -- it changes nothing ----------------------------------------------------------------------------------------------
+
+
+def snapshot(model: nn.Module, data: Any) -> dict[str, Any]:
+    return {
+        'weights': copy.deepcopy(model.state_dict()),
+        'gradients': [None if p.grad is None else p.grad.clone() for p in model.parameters()],
+        'modes': [module.training for module in model.modules()],
+        'random': [torch.get_rng_state(), random.getstate(), np.random.get_state()],
+        'data': copy.deepcopy(data),
+        'grad mode': torch.is_grad_enabled(),
+    }
+
+
+def careless(model: nn.Module, batch: Batch) -> Tensor:
+    """Draws random numbers, and writes to its batch and to buffers."""
+    batch[0].add_(torch.randn(()) * 0.01 + random.random() * 0.01 + float(np.random.randn()) * 0.01)
+    return cross_entropy(model, batch)
+
+
+@pairs(
+    attached=['', 'O2', 'O3', 'O4'],
+    level=['O0', 'O2', 'O5'],
+    tool=['report', 'suggest', 'interrupted'],
+    training=[True, False],
+)
+def test_nothing_is_changed(attached: str, level: Any, tool: str, training: bool) -> None:
+    model: Any = Plain(dropout=0.3).train(training)
+    data = batches(STEPS, 8)
+    masters: list[Tensor] = []
+    if attached:
+        optimizer: Any = FusedAdamW(model.parameters(), lr=1e-3)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=attached, verbosity=0)
+        with amp.scale_loss(cross_entropy(model, data[0]), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        masters = list(amp.master_params(optimizer))
+    cross_entropy(model, data[0]).backward()
+    model.net[0].eval()
+    before, calls = [snapshot(model, data), copy.deepcopy(masters)], itertools.count()
+
+    def loss_fn(copied: nn.Module, batch: Batch) -> Tensor:
+        loss = careless(copied, batch)
+        if tool == 'interrupted' and next(calls) == 9:
+            raise KeyboardInterrupt
+        return loss
+
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        if tool == 'report':
+            report = amp.report(model, data[0], level, loss_fn)
+            assert report.data['mode'] == ('training' if training else 'evaluation')
+        else:
+            found = amp.suggest_level(model, loss_fn, data, levels=[level, 'O1'], steps=STEPS, progress=False)
+            assert found.data['interrupted'] == (tool == 'interrupted')
+        assert torch.is_autocast_enabled('cpu')
+        assert not torch.is_grad_enabled()
+    assert differences(before, [snapshot(model, data), masters]) == []
+    if attached == 'O2':
+        assert all(same_bits(a.to(b.dtype), b) for a, b in zip(masters, model.parameters(), strict=True))
+
+
+def test_same_call_gives_the_same_numbers_and_names_without_wrappers() -> None:
+    torch.manual_seed(3)
+    model = Plain(dropout=0.3)
+    results = []
+    for seed, wrap in ((0, nn.DataParallel), (0, torch.compile), (1, nn.DataParallel)):
+        levels = suggest(wrap(model), levels=['O5'], seed=seed, keep_fp32=['head']).data['levels']
+        results.append(repr([(each['loss'], each['gradients'], each['modules']) for each in levels]))
+        torch.manual_seed(4)
+    assert results[0] == results[1] != results[2]
+
+
+# -- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def test_interruption_keeps_what_is_known() -> None:
+    def interrupted_after(left: int) -> tuple[LevelSuggestion, int]:
+        calls = itertools.count(1)
+
+        def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+            if next(calls) > left:
+                raise KeyboardInterrupt
+            return cross_entropy(model, batch)
+
+        return suggest(Plain(), loss_fn, levels=['O4', 'O5']), next(calls) - 1
+
+    found, calls = interrupted_after(10**6)
+    assert (found.level, found.data['interrupted']) == ('O5', False)
+    early, _ = interrupted_after(3)
+    assert (early.level, early.data['not_tried']) == (None, ['O4', 'O5'])
+    assert early.reason.startswith('Interrupted; not tried: O4, O5.')
+    assert early.config == early.script == '# no level'
+    assert 'not tried' in str(early)
+    assert 'No level' in early.html()
+    late, _ = interrupted_after(calls - 1)
+    assert late.data['interrupted']
+    assert late.level in ('O4', 'O5')
+    assert late.reason.startswith('Interrupted')
+
+
+# -- the result ------------------------------------------------------------------------------------------------------
+
+
+def test_overrides_hold_for_every_level_that_can_have_them() -> None:
+    found = suggest(Plain(), levels=['O4', 'O5'], master_weights='split', keep_fp32=['head'])
+    assert found.level == 'O5'
+    assert "master_weights='split' conflicts" in against(found, 'O4')
+    assert found.script == (
+        "model, optimizer = amp.initialize(model, optimizer, opt_level='O5', master_weights='split', keep_fp32=['head'])"
+    )
+
+
+def test_result_as_text_page_data_and_lines_that_work() -> None:
+    found = suggest(OverflowingFormer(), **FORMER, levels=['O0', 'O2'])
+    text, page = str(found), found.html()
+    assert text.startswith(found.reason)
+    for part in (found.config, found.script, 'recommended', "O2 keep_fp32=['blocks.1.attn']"):
+        assert part in text
+    for part in ('Recommended level: O2', 'blocks.1.attn'):
+        assert part in page
+    assert not [word for word in ('http', 'src=', 'url(') if word in page]
+    assert json.loads(json.dumps(found.data, default=str))['level'] == 'O2'
+    assert found.data['optimizer'] == 'FusedAdamW with a learning rate of 0.001, since none was given'
+    names: dict[str, Any] = {}
+    exec(found.config, names)
+    sgd = dict(type='SGD', lr=0.1)
+    wrapper = build_optim_wrapper(OverflowingFormer(), {**names['optim_wrapper'], 'optimizer': sgd})
+    assert isinstance(wrapper, AmpOptimWrapper)
+    model = OverflowingFormer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exec(found.script.replace(')', ', verbosity=0)'), {'amp': amp, 'model': model, 'optimizer': optimizer})
+    assert model.head.weight.dtype is torch.float16
+    assert model.blocks[1]['attn'].out.weight.dtype is torch.float32
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+DATA = batches(2, 8)
+
+
+class Broken:
+    def __iter__(self) -> Any:
+        raise TypeError('worker 0 cannot\npickle this')
+
+
+@pytest.mark.parametrize(
+    ('words', 'text'),
+    [
+        *(({'levels': value}, 'levels=') for value in (['O7'], [], 5)),
+        *(({'steps': value}, f'steps={value}') for value in (3, 4.5, True)),
+        ({'prefer': 'beauty'}, "prefer='beauty'"),
+        ({'seed': 'zero'}, "seed='zero' must be a whole number"),
+        ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, 'make_optimizer=SGD must be a function'),
+        ({'make_optimizer': torch.optim.SGD}, 'make_optimizer=SGD is the class'),
+        ({'kep_fp32': ['head']}, "kep_fp32=... is no option (did you mean 'keep_fp32'?)"),
+        ({'step': 8}, "step=... is no option (did you mean 'steps'?)"),
+        ({'keep_fp32': ['hed']}, "keep_fp32='hed' matches no module (did you mean 'head'?)"),
+        ({'fp32_ops': ['torch.nn.GRU']}, "fp32_ops='torch.nn.GRU' matches no module"),
+        ({'num_losses': 2}, 'num_losses=2 cannot be tried'),
+        ({'loss_scale': -1}, 'loss_scale=-1'),
+        ({'levels': ['O1'], 'master_weights': True}, 'master_weights=True conflicts'),
+        ({'model': 3}, 'model=int'),
+        ({'model': nn.ReLU()}, 'no parameter that requires a gradient'),
+        ({'loss_fn': None}, 'loss_fn=None'),
+        *(({'batches': value}, f'batches={type(value).__name__}') for value in (3, {'x': 1}, 'batches', None)),
+        ({'batches': []}, 'batches is empty'),
+        ({'batches': Broken()}, 'batches=Broken cannot be read (TypeError: worker 0 cannot pickle this)'),
+        ({'loss_fn': lambda model, batch: model(batch[0])}, 'returned a tensor of shape (32, 4)'),
+        ({'loss_fn': times(float('nan'))}, 'the first loss is nan in FP32'),
+        ({'loss_fn': cross_entropy, 'make_optimizer': lambda model: None}, 'gave None: it must return'),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(words: dict[str, Any], text: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        raise AssertionError
+
+    with pytest.raises((AmpConfigError, AmpUsageError), match=re.escape(text)):
+        amp.suggest_level(**{'model': Plain(), 'loss_fn': loss_fn, 'batches': DATA, 'progress': False, **words})
+
+
+def test_loss_of_another_model_is_refused_and_leaves_it_alone() -> None:
+    model = Plain()
+    before = snapshot(model, None)
+    with pytest.raises(AmpUsageError, match='it has to call the model that it is given'):
+        suggest(model, lambda _, batch: cross_entropy(model, batch))
+    assert differences(before, snapshot(model, None)) == []
+
+
+def test_whole_numbers_of_numpy_and_batches_by_index() -> None:
+    indexed = type('Indexed', (), {'__getitem__': batches(STEPS, 8).__getitem__})()
+    words: Any = {'steps': np.int64(STEPS), 'seed': np.int32(1), 'levels': ['O0'], 'progress': False}
+    found = amp.suggest_level(Plain(), cross_entropy, indexed, **words)
+    assert (found.level, found.data['seed']) == ('O0', 1)
