@@ -1,0 +1,285 @@
+"""``fp32_ops`` and members of the registry in Python: functions, methods and autograd Functions run in FP32 in a forward."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import same_bits
+from forwards import CAST, HALF, PER_OP, Inside, prepared
+from torch import Tensor, nn
+
+from amp_wrapper import AmpUsageError
+
+F32 = torch.float32
+seen: list[Any] = []
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    seen.append((x.dtype, y.dtype, torch.is_autocast_enabled('cpu')))
+    return x @ y.T
+
+
+def summed(x: Tensor) -> Tensor:
+    return x.sum()
+
+
+def nested(items: dict[str, list[Tensor]], dtype: torch.dtype = F32) -> dict[str, Any]:
+    seen.append(dtype)
+    return {'sum': items['x'][0] + 1, 'labels': items['x'][1], 'made': torch.zeros(1, dtype=dtype), 'text': 'as it is'}
+
+
+def written(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+@dataclasses.dataclass
+class Coder:
+    weight: Tensor
+    calls: int = 0
+
+    def decode(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        seen.append(x.dtype)
+        return x * 2
+
+    @staticmethod
+    def encode(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return x * 2
+
+    @classmethod
+    def make(cls, x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        assert cls is Coder
+        return x * 2
+
+
+class Square(torch.autograd.Function):
+    """A custom op without 16-bit kernels, as most of mmcv's are for bfloat16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        if x.dtype is not F32:
+            raise RuntimeError(f'expected scalar type Float but found {x.dtype}')
+        ctx.save_for_backward(x)
+        ctx.scale = scale
+        index = (x * 0).argmax()
+        ctx.mark_non_differentiable(index)
+        return x * x * scale, index
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        if gradient.dtype is not F32 or x.dtype is not F32:
+            raise RuntimeError(f'expected scalar type Float but found {gradient.dtype}')
+        return 2 * x * gradient * ctx.scale, None
+
+
+class OtherBackward(Square):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        assert gradient.dtype is F32
+        return gradient * 5, None
+
+
+square = Square.apply
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen() -> None:
+    seen.clear()
+
+
+def called(level: str, names: str, body: Callable[[Tensor], Any]) -> Any:
+    """What ``body`` returns in a forward of a model whose ``fp32_ops`` are some names of this file."""
+    model = Inside(body)
+    prepared(model, level, fp32_ops=[f'{__name__}.{name}' for name in names.split()])(torch.eye(4))
+    return model.seen
+
+
+@pytest.mark.parametrize('level', HALF)
+def test_output_has_the_type_of_the_first_tensor(level: str) -> None:
+    half = HALF[level]
+    narrow, wide = torch.full((2, 2), 1.5, dtype=half), torch.full((2, 2), 0.1)
+    for x, y, expected in ((narrow, narrow, half), (narrow, wide, half), (wide, narrow, F32), (wide, wide, F32)):
+        result = called(level, 'product', lambda _, x=x, y=y: product(x, y))
+        assert same_bits(result, (x.float() @ y.float().T).to(expected)) and seen.pop() == (F32, F32, False)
+    model = Inside(lambda x: summed(x))
+    prepared(model, level, fp32_ops=[dict(name=f'{__name__}.summed', output='float32')])(torch.eye(4))
+    assert model.seen.dtype is F32
+
+
+@pytest.mark.parametrize('level', PER_OP)
+def test_exception_leaves_autocast_as_it_was(level: str) -> None:
+    def body(x: Tensor) -> torch.dtype:
+        with pytest.raises(RuntimeError, match='mat1 and mat2'):
+            product(torch.ones(2, 3), torch.ones(2, 2))
+        return (x @ x.float()).dtype
+
+    assert called(level, 'product', body) is HALF[level]
+
+
+@pytest.mark.parametrize('level', CAST)
+def test_nested_arguments_and_dtypes(level: str) -> None:
+    labels = torch.tensor([70001])
+    for dtype in (HALF[level], torch.int64):
+        result = called(level, 'nested', lambda x, dtype=dtype: nested({'x': [x, labels]}, dtype=dtype))
+        assert result['sum'].dtype is HALF[level] and result['labels'] is labels and result['text'] == 'as it is'
+    assert seen == [F32, torch.int64]
+
+
+@pytest.mark.parametrize('level', CAST)
+def test_methods(level: str) -> None:
+    coder = Coder(torch.ones(2, dtype=HALF[level]))
+    for name in ('decode', 'encode', 'make'):
+        result = called(level, f'Coder.{name}', lambda x, name=name: getattr(coder, name)(torch.full_like(x, 3.0)))
+        assert result.dtype is HALF[level] and set(result.flatten().tolist()) == {6.0} and seen.pop() is F32
+    # the object itself is handed on, and no copy of it
+    assert coder.calls == 1
+
+
+@pytest.mark.parametrize('backward_inside', [True, False])
+@pytest.mark.parametrize('call', [lambda *args: Square.apply(*args), square], ids=['attribute', 'kept reference'])
+@pytest.mark.parametrize('level', ['O2', 'O4', 'O5'])
+def test_autograd_function(level: str, call: Any, backward_inside: bool) -> None:
+    half = HALF[level]
+    x = torch.tensor([1.5, -2.0], dtype=half, requires_grad=True)
+    with pytest.raises(RuntimeError, match='expected scalar type Float'):
+        call(x)
+
+    def body(_: Tensor) -> Tensor:
+        result, index = call(x, 3.0)
+        assert result.dtype is half and index.dtype is torch.int64 and not index.requires_grad
+        if backward_inside:
+            result.sum().backward()
+        return result
+
+    result = called(level, 'Square', body)
+    if not backward_inside:
+        result.sum().backward()
+    assert x.grad is not None and x.grad.dtype is half and x.grad.tolist() == [9.0, -12.0]
+    # with an FP32 argument it is the plain function
+    wide = torch.tensor([2.0], requires_grad=True)
+    called(level, 'Square', lambda _: call(wide)[0].sum().backward())
+    assert wide.grad is not None and wide.grad.item() == 4
+    called(level, 'Square', lambda _: OtherBackward.apply(x)[0].sum().backward())
+    assert x.grad.tolist() == [14.0, -7.0]
+
+
+def test_second_derivative_of_an_autograd_function_is_refused() -> None:
+    """Copies made inside of its forward carry no graph: terms would be lost without a word."""
+    x = torch.tensor([3.0], dtype=torch.bfloat16, requires_grad=True)
+    result = called('O5', 'Square', lambda _: square(x)[0])
+    with pytest.raises(AmpUsageError, match=r'create_graph=True.*Square.*second derivative'):
+        torch.autograd.grad(result.sum(), x, create_graph=True)
+
+
+@pytest.mark.xfail(strict=True, reason='casting')
+def test_function_that_writes_into_a_16_bit_argument_is_refused() -> None:
+    with pytest.raises(AmpUsageError, match='written'):
+        called('O5', 'written', lambda x: written(x.detach()))
+
+
+# -- how functions are found ---------------------------------------------------------------------------------------------
+
+
+def test_function_is_found_under_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was imported before and after the model is prepared, and by a second name of the same object."""
+    home, user, late = (types.ModuleType(f'{name}_of_this_test') for name in ('home', 'user', 'late'))
+    home.op = lambda x: seen.append(x.dtype)  # type: ignore[attr-defined]
+    user.renamed = home.op  # type: ignore[attr-defined]
+    for module in (home, user):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    model = Inside(lambda x: user.renamed(x))
+    call = prepared(model, 'O5', fp32_ops=[f'{home.__name__}.op'])
+    call(torch.eye(4))
+    late.op = home.op  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    model.body = lambda x: (home.op(x), late.op(x))
+    call(torch.eye(4))
+    assert seen == [F32] * 3
+
+
+#: Members of the registry: name, the levels at which they are in FP32, and whether their results stay so.
+MMCV = [
+    ('nms.nms', CAST, False),
+    ('multi_scale_deform_attn.multi_scale_deformable_attn_pytorch', CAST, False),
+    ('carafe.CARAFEFunction', ('O5',), False),
+    ('roi_align.RoIAlignFunction', CAST, False),
+    ('focal_loss.SigmoidFocalLossFunction', CAST, True),
+    ('upfirdn2d.upfirdn2d', (), False),
+]
+
+
+@pytest.mark.parametrize(('name', 'levels', 'stays'), MMCV, ids=[row[0].split('.')[1] for row in MMCV])
+def test_ops_of_mmcv(name: str, levels: tuple[str, ...], stays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions in the place of mmcv's: kernels for no 16-bit type, for float16 alone, or plain torch on a CPU."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            seen.append(x.dtype)
+            return x * 1
+
+    place, _, attribute = name.partition('.')
+    module = types.ModuleType(f'mmcv.ops.{place}')
+    op = Function if attribute.endswith('Function') else lambda x: Function.forward(None, x)
+    setattr(module, attribute, op)
+    monkeypatch.setitem(sys.modules, 'mmcv.ops', types.ModuleType('mmcv.ops'))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for level in CAST:
+        model = Inside(lambda x: (found.apply if (found := getattr(module, attribute)) is op is Function else found)(x))
+        prepared(model, level)(torch.eye(4))
+        wide = level in levels
+        assert (seen.pop(), model.seen.dtype) == (F32 if wide else HALF[level], F32 if stays else HALF[level]), level
+
+
+class Head(nn.Module):
+    """As the heads of OpenMMLab: anchors get the type of the scores, and a float16 sum of losses is inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        wide = torch.ones_like(self.layer(x)).expand(20_000, 4, 4)
+        return self.loss_by_feat([wide]), self.predict_by_feat([wide])
+
+    def loss_by_feat(self, scores: list[Tensor]) -> dict[str, Tensor]:
+        seen.append(scores[0].dtype)
+        return {'loss': sum(s.sum() for s in scores)}  # type: ignore[dict-item]
+
+    def predict_by_feat(self, scores: list[Tensor]) -> Tensor:
+        return torch.arange(2049, 2051, dtype=scores[0].dtype)
+
+    def predict(self, x: Tensor) -> torch.dtype:
+        return nn.functional.l1_loss(self.layer(x), self.layer(x)).dtype
+
+
+class SpecialHead(Head):
+    def loss_by_feat(self, scores: list[Tensor]) -> dict[str, Tensor]:
+        return {'loss': 2 * super().loss_by_feat(scores)['loss']}
+
+
+@pytest.mark.parametrize('door', ['amp', 'wrapper'])
+@pytest.mark.parametrize('level', CAST)
+def test_methods_by_convention(level: str, door: str) -> None:
+    class Local(Head):
+        pass
+
+    for cls, factor in ((Head, 1), (SpecialHead, 2), (Local, 1)):
+        loss, points = prepared(cls(), level, door)(torch.ones(4, 4))
+        assert loss['loss'].dtype is F32 and loss['loss'].item() == factor * 320_000 and seen.pop() is F32
+        # float16 has no 2049
+        assert points.tolist() == [2049.0, 2050.0]
+    # a method that is called in place of forward begins one, of this model alone
+    model, stranger = Head(), Head().bfloat16()
+    prepared(model, level, door)(torch.ones(4, 4))
+    assert model.predict(torch.ones(1, 4, dtype=HALF[level])) is F32
+    assert stranger.predict(torch.ones(1, 4).bfloat16()) is torch.bfloat16
