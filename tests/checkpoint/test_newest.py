@@ -136,6 +136,16 @@ def test_content_that_cannot_be_saved_is_no_failure_of_the_disk(written: tuple[R
     assert number_in(path) == 1
 
 
+def test_folder_of_other_things_is_not_replaced(written: tuple[Runner, Path], tmp_path: Path) -> None:
+    runner, path = written
+    path.unlink()
+    path.mkdir()
+    (path / 'notes').write_text('x')
+    with pytest.raises(CheckpointWriteError, match=r'a\.pth'):
+        save(runner, tmp_path, 2)
+    assert (path / 'notes').read_text() == 'x'
+
+
 def test_unwritable_folder_is_found_before_the_training(tmp_path: Path) -> None:
     (tmp_path / 'file').write_text('')
     hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'file')))

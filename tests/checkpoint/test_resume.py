@@ -64,7 +64,9 @@ def training(level: str, schedulers: Any, optimizer: dict[str, Any] = SGD, **ove
             paramwise_cfg=dict(custom_keys={'fc': dict(lr_mult=0.5), 'conv': dict(decay_mult=0.0)}),
         ),
         param_scheduler=schedulers,
-        train_dataloader=toy.loader(batch_size=2, length=2 * LENGTH),
+        # everything that draws random numbers
+        model=dict(type='ToyModel', dropout=0.3),
+        train_dataloader=toy.loader(batch_size=2, length=2 * LENGTH, augment=True),
         val_dataloader=toy.loader(batch_size=2, length=2, shuffle=False),
         train_cfg=dict(by_epoch=True, max_epochs=EPOCHS, val_interval=1),
         default_hooks=dict(
@@ -220,7 +222,7 @@ def test_random_schedules_and_points(
     case['optim_wrapper']['accumulative_counts'] = accumulate
     if not by_epoch:
         case['train_cfg'] = dict(by_epoch=False, max_iters=END, val_interval=LENGTH)
-        case['train_dataloader'] = toy.loader(batch_size=2, length=2 * LENGTH, sampler='InfiniteSampler')
+        case['train_dataloader'] = toy.loader(batch_size=2, length=2 * LENGTH, augment=True, sampler='InfiniteSampler')
     with tempfile.TemporaryDirectory() as folder:
         compare(Path(folder), case, [point])
 
@@ -238,6 +240,8 @@ def test_averages_and_early_stopping(level: str, average: dict[str, Any], points
     stopping = dict(type='EarlyStoppingHook', monitor='toy/score', rule='greater', patience=3, min_delta=0.01)
     case['custom_hooks'] += [dict(type='EMAHook', **average), stopping]
     case['default_hooks']['checkpoint'].update(save_best='toy/score', rule='greater')
+    # its order comes from the global generator
+    case['train_dataloader']['sampler']['type'] = 'ToyRandomSampler'
     compare(tmp_path, case, points)
 
 

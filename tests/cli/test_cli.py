@@ -1,0 +1,365 @@
+"""The command ``amp-wrapper``: help, each verb once, the user's own modules, and errors in one line."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from bits import differences
+from command_line import ROOT
+from mmengine.optim import OptimWrapper
+from mmengine.registry import DATASETS, OPTIM_WRAPPERS
+
+import amp_wrapper
+from amp_wrapper import AmpOptimWrapper, AmpUsageError
+from amp_wrapper.cli import main
+
+VERBS = ('info', 'train', 'test', 'migrate', 'convert', 'report', 'suggest-level', 'plot', 'build-ops')
+
+
+def fresh(*words: str) -> subprocess.CompletedProcess[str]:
+    """In an interpreter of its own."""
+    return subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+def config(folder: Path, kind: str = 'AmpOptimWrapper', name: str = 'config.py', **overrides: Any) -> str:
+    wrapper = dict(type=kind, optimizer=dict(type='SGD', lr=0.1))
+    case: dict[str, Any] = dict(
+        train_dataloader=toy.loader(length=8),
+        val_dataloader=toy.loader(length=4, shuffle=False),
+        test_dataloader=toy.loader(length=4, shuffle=False),
+        test_evaluator=dict(type='ToyScore'),
+        test_cfg=dict(),
+    )
+    path = folder / name
+    toy.toy_config(folder / 'work', wrapper, **{**case, **overrides}).dump(str(path))
+    return str(path)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where the user stands."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'path', list(sys.path))
+    return tmp_path
+
+
+def error(capsys: pytest.CaptureFixture[str], *words: str, status: int = 1) -> str:
+    """The line in which a command ends."""
+    capsys.readouterr()
+    if status == 2:
+        with pytest.raises(SystemExit) as caught:
+            main([*words])
+        assert caught.value.code == 2
+    else:
+        assert main([*words]) == status
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and (status == 2 or len(lines) == 1), lines
+    start = f'amp-wrapper {words[0]}: error: '
+    assert lines[-1].startswith(start), lines
+    return lines[-1].removeprefix(start)
+
+
+# -- help -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_needs_neither_torch_nor_mmengine() -> None:
+    # the command that pip installs
+    script = Path(sys.executable).with_name('amp-wrapper')
+    program = [str(script)] if script.exists() else ['-m', 'amp_wrapper']
+    done = fresh('-X', 'importtime', *program, 'train', '--help')
+    assert done.returncode == 0, done.stderr
+    loaded = set(re.findall(r'\| +([\w.]+)$', done.stderr, re.MULTILINE))
+    assert 'argparse' in loaded and not {'torch', 'numpy', 'mmengine', 'rich', 'matplotlib'} & loaded
+    for word in (
+        '--work-dir',
+        '--resume',
+        '--amp',
+        '--opt-level',
+        '--cfg-options',
+        '--launcher',
+        '--seed',
+        'FP32 masters',
+    ):
+        assert word in done.stdout
+    assert fresh('-m', 'amp_wrapper', '--version').stdout == f'amp-wrapper {amp_wrapper.__version__}\n'
+
+
+def test_overview_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr()
+    assert said.out == '' and all(f'  {name} ' in said.err for name in VERBS)
+    for name in VERBS:
+        with pytest.raises(SystemExit) as caught:
+            main([name, '--help'])
+        assert caught.value.code == 0 and f'usage: amp-wrapper {name}' in capsys.readouterr().out
+    for words, text in ((['trian'], "'trian'"), (['--quick'], '--quick')):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['info', '--json']) == 0
+    versions = json.loads(capsys.readouterr().out)['versions']
+    assert versions['amp_wrapper'] == amp_wrapper.__version__ and versions['torch'] == torch.__version__
+    assert main(['info']) == 0
+    assert amp_wrapper.__version__ in capsys.readouterr().out
+
+
+# -- training and testing ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def url(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where the current folder is served."""
+    monkeypatch.setenv('TORCH_HOME', str(here / 'home'))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(here))
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f'http://127.0.0.1:{server.server_address[1]}'
+        server.shutdown()
+
+
+def test_train_resume_and_test_from_files_and_urls(here: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(here)
+    assert main(['train', path, '--opt-level', 'O5', '--work-dir', 'a']) == 0
+    last = capsys.readouterr().out.splitlines()[-2:]
+    assert last[0].startswith('Finished: epoch 2, iteration 4') and last[1].endswith('a/epoch_2.pth')
+    shown = set()
+    for place in ('a/epoch_1.pth', f'{url}/a/epoch_1.pth'):
+        assert main(['test', path, place, '--opt-level', 'O5', '--work-dir', 'tested']) == 0
+        shown |= set(re.findall(r'Tested at O5: (toy/score \S+)', capsys.readouterr().out))
+        assert main(['report', path, '--checkpoint', place, '--json', 'report.json']) == 0
+    assert len(shown) == 1
+    assert main(['train', path, '--opt-level', 'O5', '--work-dir', 'b', '--resume', f'{url}/a/epoch_1.pth']) == 0
+    whole, resumed = toy.checkpoint(here / 'a'), toy.checkpoint(here / 'b')
+    assert differences(whole['state_dict'], resumed['state_dict']) == []
+    assert main(['train', config(here, load_from=f'{url}/a/epoch_2.pth'), '--work-dir', 'c']) == 0
+
+
+def test_level_and_seed(here: Path) -> None:
+    """A run that is resumed has the seed of its checkpoint before samplers are built; ``--amp`` is O1."""
+    path = config(here, 'OptimWrapper', randomness=dict(seed=None))
+    assert main(['train', path, '--opt-level', 'O5', '--seed', '7', '--work-dir', 'a']) == 0
+    assert main(['train', path, '--opt-level', 'O5', '--resume', 'a/epoch_1.pth', '--work-dir', 'b']) == 0
+    whole, resumed = toy.checkpoint('a', 'epoch_2.pth'), toy.checkpoint('b', 'epoch_2.pth')
+    assert differences(whole['state_dict'], resumed['state_dict']) == []
+    assert resumed['meta']['seed'] == 7 and resumed['optimizer']['amp']['opt_level'] == 'O5'
+    assert main(['train', path, '--amp', '--resume', 'a/epoch_1.pth', '--work-dir', 'c']) == 0
+    resumed = toy.checkpoint('c', 'epoch_2.pth')
+    assert resumed['meta']['seed'] == 7 and resumed['optimizer']['loss_scaler']['amp']['opt_level'] == 'O1'
+
+
+@OPTIM_WRAPPERS.register_module()
+class GradNoise(OptimWrapper):
+    """A wrapper of a user."""
+
+
+@OPTIM_WRAPPERS.register_module()
+class OwnAmp(AmpOptimWrapper):
+    """A wrapper of a user, on ours."""
+
+
+@pytest.mark.parametrize('option', [['--opt-level', 'O2'], ['--amp']])
+@pytest.mark.parametrize('kind', ['GradNoise', 'OwnAmp'])
+def test_wrapper_of_the_user_is_not_replaced(
+    kind: str, option: list[str], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = error(capsys, 'train', config(here, kind), *option)
+    assert option[0] in said and kind in said and not (here / 'work').exists()
+
+
+@pytest.mark.parametrize('kind', ['OptimWrapper', 'ApexOptimWrapper', 'TorchAmpOptimWrapper'])
+def test_stock_wrapper_is_replaced(kind: str, here: Path) -> None:
+    assert main(['train', config(here, kind), '--opt-level', 'O5']) == 0
+    assert toy.checkpoint(here / 'work')['optimizer']['amp']['opt_level'] == 'O5'
+
+
+PROJECT = """
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, MODELS, OPTIM_WRAPPERS
+from torch.utils.data import Dataset
+
+import amp_wrapper
+
+
+@DATASETS.register_module()
+class Ramp(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        # in a spawned worker, too
+        assert OPTIM_WRAPPERS.get('AmpOptimWrapper') is amp_wrapper.AmpOptimWrapper
+        return dict(x=torch.full((4,), index / 8), y=torch.tensor(index % 2))
+
+
+@MODELS.register_module()
+class Tiny(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 2)
+
+    def forward(self, x, y, mode='loss'):
+        out = self.fc(x)
+        return dict(loss=torch.nn.functional.cross_entropy(out, y)) if mode == 'loss' else [out]
+"""
+CONFIG = """
+custom_imports = dict(imports=['my_project'])
+model = dict(type='Tiny')
+train_dataloader = dict(batch_size=4, num_workers=1, multiprocessing_context='spawn', dataset=dict(type='Ramp'),
+    sampler=dict(type='DefaultSampler', shuffle=True), collate_fn=dict(type='default_collate'))
+train_cfg = dict(by_epoch=True, max_epochs=1)
+optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O2', optimizer=dict(type='FusedSGD', lr=0.1))
+log_level = 'WARNING'
+"""
+
+
+def test_project_of_the_user_is_imported_also_in_workers(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path('my_project.py').write_text(PROJECT)
+    Path('config.py').write_text(CONFIG)
+    assert main(['train', 'config.py', '--cfg-options', 'optim_wrapper.loss_scale=8']) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        'Finished: epoch 1, iteration 2',
+        f'Checkpoint: {Path("work_dirs/config/epoch_1.pth")}',
+    ]
+    saved = toy.checkpoint('work_dirs/config', 'epoch_1.pth')
+    assert saved['optimizer']['loss_scaler']['scale'] == 8.0
+
+
+@DATASETS.register_module()
+class Rooted(toy.ToyData):
+    """Says which data it was to read."""
+
+    def __init__(self, data_root: str, ann_file: str) -> None:
+        raise FileNotFoundError(2, 'No such file', f'[{data_root}][{ann_file}]')
+
+
+@pytest.mark.parametrize(
+    ('root', 'ann_file', 'moved'),
+    [
+        ('data/a/', 'data/a/x.json', '[/new/][/new/x.json]'),
+        pytest.param('', '', '][]', marks=pytest.mark.xfail(strict=True, reason='openmmlab')),
+    ],
+)
+def test_one_option_moves_all_data(root: str, ann_file: str, moved: str, here: Path, capsys: Any) -> None:
+    loader = toy.loader()
+    loader['dataset'] = dict(type='Rooted', data_root=root, ann_file=ann_file)
+    path = config(here, data_root=root, train_dataloader=loader)
+    assert moved in error(capsys, 'train', path, '--cfg-options', 'data_root=/new/')
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config(here)
+    (here / 'broken.py').write_text('model = dict(\n')
+    (here / 'imports.py').write_text("custom_imports = dict(imports=['nobody_has_this'])\n")
+    (here / 'raises.py').write_text('x = undefined\n')
+    (here / 'bare.py').write_text('a = 1\n')
+    (here / 'empty').mkdir()
+    for line, text in (
+        ('train none.py', "'none.py' is no file"),
+        ('train broken.py', 'broken.py'),
+        ('train imports.py', 'nobody_has_this'),
+        ('train raises.py', 'undefined'),
+        ('train bare.py', 'no model, train_dataloader'),
+        ('train config.py --cfg-options model.type.x=3', '--cfg-options'),
+        ('train config.py --cfg-options model.type=Tinny', 'Tinny'),
+        ('train config.py --cfg-options optim_wrapper.optimizer.type=AdmW', 'AdmW'),
+        ('train config.py --cfg-options optim_wrapper.optimizer.momentun=0.9', 'momentun'),
+        ('train config.py --cfg-options optim_wrapper.opt_level=O7', "opt_level='O7'"),
+        ('train config.py --cfg-options load_from=none.pth', 'none.pth'),
+        ('train config.py --cfg-options load_from=config.py', 'config.py is no checkpoint'),
+        ('train config.py --resume none.pth', 'none.pth'),
+        ('train config.py --resume empty', 'empty is a folder'),
+        ('train config.py --resume config.py', 'config.py is no checkpoint'),
+        ('train config.py --auto-scale-lr', '--auto-scale-lr'),
+        ('test config.py none.pth', "'none.pth' does not exist"),
+        ('test config.py config.py', 'config.py is no checkpoint'),
+        ('test config.py .', 'is a folder'),
+        ('report none.py', "'none.py' is no file"),
+        ('report config.py --checkpoint none.pth', "'none.pth' does not exist"),
+        ('report config.py --html config.py/a.html', 'config.py/a.html cannot be written'),
+        ('report config.py --cfg-options train_dataloader.dataset.length=a', 'data cannot be read'),
+        ('suggest-level config.py --steps 2', 'steps=2'),
+        ('suggest-level config.py --html .', 'is a folder'),
+        ('build-ops --out config.py/ops', 'cannot be written to'),
+        ('plot nothing', "no log 'nothing'"),
+    ):
+        assert text in error(capsys, *line.split()), line
+    assert not list(here.glob('work*/*.pth'))
+
+
+@pytest.mark.parametrize(
+    'line',
+    [
+        'train',
+        'train c.py --opt-level O9',
+        'train c.py --cfg-options lr',
+        'train c.py --seed -1',
+        'train c.py --seed 4294967296',
+        'train c.py --opt-levle O2',
+        'report c.py --depth=-1',
+        'suggest-level c.py --levels O7',
+        'plot log --panels los',
+        'build-ops --jobs=0',
+    ],
+)
+def test_wrong_words_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    error(capsys, *line.split(), status=2)
+
+
+def test_interrupts_defects_and_what_is_not_installed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / 'interrupted.py').write_text('raise KeyboardInterrupt\n')
+    assert main(['train', 'interrupted.py']) == 130 and capsys.readouterr().err == ''
+    monkeypatch.setattr(DATASETS.get('ToyData'), '__getitem__', lambda self, index: {}['a defect'])
+    with pytest.raises(Exception, match='a defect'):
+        main(['train', config(here)])
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    (here / 'scalars.json').write_text('{"loss": 1.0, "step": 1}\n')
+    assert 'pip install matplotlib' in error(capsys, 'plot', 'scalars.json')
+    monkeypatch.setenv('AMP_WRAPPER_DEBUG', '1')
+    with pytest.raises(AmpUsageError, match=r'none\.py'):
+        main(['train', 'none.py'])
+
+
+def test_reader_of_the_output_may_go(tmp_path: Path) -> None:
+    for index in range(50):
+        (tmp_path / f'{index}.py').write_text('from apex import amp\n' + f'# {index}\n' * 200)
+    command = [sys.executable, '-m', 'amp_wrapper', 'migrate', str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ''
+    assert process.returncode == 141
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def test_building_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    monkeypatch.setenv('CXX', '/nowhere/c++')
+    assert 'compiler' in error(capsys, 'build-ops', '--out', str(tmp_path)) and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason='this torch has CUDA')
+def test_cuda_cannot_be_built_without_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'CUDA' in error(capsys, 'build-ops', '--cuda', '--out', str(tmp_path))

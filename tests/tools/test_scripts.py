@@ -1,0 +1,44 @@
+"""The scripts in ``tools``, as users type them: each runs once."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import toy
+from command_line import tool
+
+CONFIG = 'configs/digits/cnn_o2.py'
+SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'log_level=WARNING', 'train_dataloader.batch_size=256']
+
+
+def test_train_and_test(tmp_path: Path) -> None:
+    said = tool('tools/train.py', CONFIG, '--work-dir', str(tmp_path), *SHORT)
+    assert 'accuracy/top1' in said and 'epoch_1.pth' in said
+    said = tool(
+        'tools/test.py', CONFIG, str(tmp_path / 'epoch_1.pth'), '--opt-level', 'O4', '--work-dir', str(tmp_path)
+    )
+    assert 'Tested at O4: accuracy/top1 ' in said
+
+
+def test_two_processes_train_on_a_cpu(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        port = str(listener.getsockname()[1])
+    words = ['tools/dist_train.sh', 'configs/digits/cnn_o2_ddp.py', '2', '--work-dir', str(tmp_path), *SHORT]
+    assert 'Finished: epoch 1' in tool(*words, CUDA_VISIBLE_DEVICES='', PORT=port)
+    assert toy.checkpoint(tmp_path)['meta']['epoch'] == 1
+
+
+@pytest.mark.parametrize(
+    ('words', 'said'),
+    [
+        (['tools/train.py', CONFIG, '--cfg-options', 'optim_wrapper.opt_level=o2'], "opt_level='o2' is no opt level"),
+        (['tools/slurm_train.sh'], 'PARTITION JOB_NAME CONFIG WORK_DIR'),
+        (['tools/dist_train.sh'], 'CONFIG PROCESSES'),
+    ],
+)
+def test_mistakes_are_answered_without_a_traceback(words: list[str], said: str) -> None:
+    answer = tool(*words, ok=False)
+    assert said in answer and 'Traceback' not in answer
