@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from bits import differences
 from on_ranks import Here
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -56,80 +58,95 @@ def dyadic(here: Here, index: int, rank: int | None = None) -> Tensor:
     return torch.tensor([[2.0 + 2 * index - 4 * rank, 4.0 * rank - 2 * index]], device=here.device)
 
 
-class Training:
-    """An :class:`Exact` under DDP, and beside it plain FP32 training with averages that one process has computed.
+class Door:
+    """A model and its optimizer behind a public door of the package.
 
     Args:
         here: This rank.
+        net: Gives a loss.
+        optimizer: Steps it.
         level: The opt level.
         door: Of :data:`DOORS`.
-        optimizer: Of :data:`OPTIMIZERS`; 'split' has split masters where there can be any.
-        ddp: For DDP.
-        side: Whether the first rank uses a layer that the others do not.
+        ddp: For the DDP around the model; None for none.
         options: For ``amp.initialize`` or the wrapper.
     """
 
     def __init__(
-        self,
-        here: Here,
-        level: str,
-        door: str = 'wrapper',
-        optimizer: str = 'SGD',
-        ddp: Any = None,
-        side: bool = False,
-        **options: Any,
+        self, here: Here, net: Any, optimizer: Any, level: str, door: str = 'amp', ddp: Any = None, **options: Any
     ) -> None:
-        self.here, self.level, self.side, self.is_split = here, level, side, optimizer == 'split'
-        self.net, self.plain = (Exact().to(here.device) for _ in range(2))
-        for net in (self.net, self.plain):
-            net.side.requires_grad_(side)
-        words = dict(lr=0.25, momentum=0.5)
-        self.optimizer = OPTIMIZERS[optimizer](self.net.trained.values(), **words)  # type: ignore[arg-type]
-        self.oracle = torch.optim.SGD(self.plain.trained.values(), **words)  # type: ignore[arg-type]
-        options = {'loss_scale': dict(init_scale=4.0), 'verbosity': 0, **options}
-        self.wrapper: AmpOptimWrapper | None = None
-        if door == 'amp':
-            amp.initialize(self.net, self.optimizer, opt_level=level, **options)  # type: ignore[call-overload]
-        else:
-            if optimizer == 'split' and level in ('O2', 'O5'):
-                options['master_weights'] = 'split'
-            self.wrapper = AmpOptimWrapper(opt_level=level, optimizer=self.optimizer, **options)  # type: ignore[arg-type]
-        if self.wrapper is not None and door == 'wrapper before DDP':
-            self.wrapper.attach(self.net)
-        self.ddp = wrapped(here, self.net, **(ddp or {}))
-        self.indices: list[int] = []
+        self.here, self.net, self.optimizer, self.level = here, net, optimizer, level
+        words: dict[str, Any] = {'opt_level': level, 'verbosity': 0, **options}
+        self.wrapper = None if door == 'amp' else AmpOptimWrapper(optimizer=optimizer, **words)
+        if self.wrapper is None:
+            amp.initialize(net, optimizer, **words)
+        elif door == 'wrapper before DDP':
+            self.wrapper.attach(net)
+        self.model: Any = net if ddp is None else wrapped(here, net, **ddp)
+        self.stepper: Any = self.wrapper or optimizer
 
     @property
     def scale(self) -> float:
         return amp.loss_scale(self.optimizer) if self.wrapper is None else self.wrapper.loss_scaler.get_scale()
 
-    def backward(self, index: int, averages: bool = True, hit: bool = False, loss_id: int = 0) -> None:
+    def backward(self, x: Tensor, factor: float = 1.0, loss_id: int = 0, call: Any = None, **words: Any) -> Tensor:
+        """A forward and a backward pass, of the loss times ``factor``; the loss."""
+        call = self.model if call is None else call
+        if self.wrapper is None:
+            loss = call(x, **words)
+            with amp.scale_loss(loss * factor, self.optimizer, loss_id) as scaled:
+                scaled.backward()
+        else:
+            with self.wrapper.optim_context(self.model):
+                loss = call(x, **words)
+            self.wrapper.backward(self.wrapper.scale_loss(loss * factor), loss_id=loss_id)
+        return loss.detach()  # type: ignore[no-any-return]
+
+    def step(self) -> bool:
+        """Step and clear; whether the step was skipped."""
+        self.stepper.step()
+        skipped = amp.last_step_skipped(self.optimizer) if self.wrapper is None else self.wrapper.step_was_skipped()
+        self.stepper.zero_grad()
+        return skipped
+
+
+class Training(Door):
+    """An :class:`Exact` under DDP, and beside it plain FP32 training with averages that one process has computed.
+
+    ``optimizer`` is of :data:`OPTIMIZERS`; 'split' has split masters where there can be any. With ``side``, the first rank uses
+    a layer that the others do not.
+    """
+
+    def __init__(
+        self, here: Here, level: str, door: str = 'wrapper', optimizer: str = 'SGD', ddp: Any = None,
+        side: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        self.side, self.is_split = side, optimizer == 'split'
+        net, self.plain = (Exact().to(here.device) for _ in range(2))
+        for each in (net, self.plain):
+            each.side.requires_grad_(side)
+        words: dict[str, Any] = dict(lr=0.25, momentum=0.5)
+        self.oracle = torch.optim.SGD(self.plain.trained.values(), **words)
+        if self.is_split and level in ('O2', 'O5') and door != 'amp':
+            options['master_weights'] = 'split'
+        options = {'loss_scale': dict(init_scale=4.0), **options}
+        steps = OPTIMIZERS[optimizer](net.trained.values(), **words)
+        super().__init__(here, net, steps, level, door, ddp or {}, **options)
+        self.indices: list[int] = []
+
+    def one_pass(self, index: int, averages: bool = True, hit: bool = False, loss_id: int = 0) -> None:
         """A forward and a backward pass; with an infinite loss on this rank where ``hit``."""
-        call = partial(self.ddp, dyadic(self.here, index), side=self.side and self.here.rank == 0)
-        factor = float('inf') if hit else 1.0
-        with nullcontext() if averages else self.ddp.no_sync():
-            if self.wrapper is None:
-                with amp.scale_loss(call() * factor, self.optimizer, loss_id) as scaled:
-                    scaled.backward()
-            else:
-                with self.wrapper.optim_context(self.ddp):
-                    loss = call()
-                self.wrapper.backward(loss * factor, loss_id=loss_id)
+        with nullcontext() if averages else self.model.no_sync():
+            side = self.side and self.here.rank == 0
+            self.backward(dyadic(self.here, index), math.inf if hit else 1.0, loss_id, side=side)
         self.indices.append(index)
 
-    def step(self, skips: bool = False) -> None:
+    def step_both(self, skips: bool = False) -> None:
         """Step and clear both trainings; a step that ``skips`` is left out of the plain one."""
-        (self.optimizer if self.wrapper is None else self.wrapper).step()
-        skipped = amp.last_step_skipped(self.optimizer) if self.wrapper is None else self.wrapper.step_was_skipped()
-        assert skipped == skips, f'rank {self.here.rank} has {"" if skipped else "not "}skipped the step'
-        self.clear()
         if not skips:
+            self.average()
             self.oracle.step()
             self.oracle.zero_grad()
-
-    def clear(self, model: bool = False) -> None:
-        """Clear gradients, by ``model.zero_grad()`` or as the optimizer does it."""
-        (self.ddp if model else self.wrapper or self.optimizer).zero_grad()
+        assert self.step() == skips, f'rank {self.here.rank} has {"not " if skips else ""}skipped the step'
         self.indices = []
 
     def average(self) -> None:
@@ -149,13 +166,12 @@ class Training:
         skips = False
         for number, act in enumerate(re.findall(r'[al]\d?|[!?]', passes)):
             if act in '!?':
-                self.clear(model=act == '!')
+                (self.model if act == '!' else self.stepper).zero_grad()
+                self.indices = []
                 continue
             skips |= len(act) > 1
-            self.backward(number + len(passes), act[0] == 'a', hit=act[1:] == str(self.here.rank))
-        if not skips:
-            self.average()
-        self.step(skips)
+            self.one_pass(number + len(passes), act[0] == 'a', hit=act[1:] == str(self.here.rank))
+        self.step_both(skips)
 
     def check(self, what: str) -> None:
         """FP32 values and momenta are those of the plain training, weights are rounded values, and all ranks have the same."""
@@ -174,8 +190,41 @@ class Training:
 
 def momenta(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group['params']]
-    found = [optimizer.state[parameter].get('momentum_buffer') for parameter in parameters if parameter in optimizer.state]
+    found = [
+        optimizer.state[parameter].get('momentum_buffer') for parameter in parameters if parameter in optimizer.state
+    ]
     return [momentum.detach().clone() for momentum in found if momentum is not None]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bn, self.norm, self.place = nn.BatchNorm1d(width), nn.LayerNorm(width), nn.Identity()
+        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width)
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + self.down(self.place(self.up(self.norm(self.bn(x)))).relu())
+
+    def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False) if recompute else self.body(x)  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """BatchNorm that stays FP32, a parameter of its own; no shape is a multiple of the number of ranks. Gives a loss."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.bn = nn.Linear(6, 7), nn.BatchNorm1d(7)
+        self.blocks = nn.Sequential(Block(7), Block(7))
+        self.head, self.temperature = nn.Linear(7, 5), nn.Parameter(torch.ones(1))
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.stem(x))
+        for block in self.blocks:
+            x = block(x, self.recompute)
+        return (self.head(x) * self.temperature).float().square().mean()
 
 
 class Layers(nn.Module):
@@ -262,6 +311,25 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.detach().clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+def whole(value: Any) -> Any:
+    """A copy of a nested structure, with whole tensors in place of shards."""
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [whole(item) for item in value]
+    return (
+        (value.full_tensor() if isinstance(value, DTensor) else value).clone() if isinstance(value, Tensor) else value
+    )
+
+
+def mesh_of(here: Here, *shape: int) -> DeviceMesh:
+    """Over all ranks, or of a shape."""
+    names = ('replicate', 'shard')[-len(shape or (1,)) :]
+    return init_device_mesh(here.device.type, shape or (here.world,), mesh_dim_names=names)
+
+
 def fp32(model: nn.Module) -> dict[str, Tensor]:
     """The FP32 values of a model, as its state dict has them."""
-    return {name: value.detach().float().clone() for name, value in getattr(model, 'module', model).state_dict().items()}
+    return {
+        name: value.detach().float().clone() for name, value in getattr(model, 'module', model).state_dict().items()
+    }

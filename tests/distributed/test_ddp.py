@@ -17,8 +17,10 @@ from nets import (
     HALF,
     LEVELS,
     OPTIMIZERS,
+    Door,
     Exact,
     Layers,
+    Net,
     Training,
     backward,
     batch,
@@ -62,9 +64,9 @@ def test_communication_hooks_survive_the_cast(here: Here, level: str, hook: str)
     # DDP reads annotations as objects, and here they are strings
     spy.__annotations__.clear()
     if hook == BUILTIN:
-        training.ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        training.model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     else:
-        training.ddp.register_comm_hook(None, spy)
+        training.model.register_comm_hook(None, spy)
     for passes in ('a', 'la', 'a1', 'a'):
         training.update(passes)
         training.check(passes)
@@ -339,7 +341,8 @@ def test_two_wrappers_take_turns_over_one_ddp(here: Here, level: str, counts: in
     net = Pair()
     model = wrapped(here, net, find_unused_parameters=True)
     wrappers = OptimWrapperDict(
-        g=optim_wrapper(net.g.parameters(), level, accumulative_counts=counts), d=optim_wrapper(net.d.parameters(), level)
+        g=optim_wrapper(net.g.parameters(), level, accumulative_counts=counts),
+        d=optim_wrapper(net.d.parameters(), level),
     )
     wrappers.initialize_count_status(model, 0, 100)
     for number in range(4):
@@ -358,7 +361,10 @@ def test_an_overflow_at_weights_of_another_wrapper_counts_on_all_ranks(here: Her
     options = dict(master_weights='split') if optimizer == 'split' and level != 'O1' else {}
     kind = OPTIMIZERS[optimizer]
     wrappers = OptimWrapperDict(
-        **{name: optim_wrapper(getattr(net, name).parameters(), level, kind, loss_scale=scale, **options) for name in 'gd'}
+        **{
+            name: optim_wrapper(getattr(net, name).parameters(), level, kind, loss_scale=scale, **options)
+            for name in 'gd'
+        }
     )
     wrappers.initialize_count_status(model, 0, 100)
     for number in range(3):
@@ -390,33 +396,24 @@ def test_skipped_step_restores_buffers(
 ) -> None:
     """On every rank, whatever DDP does with them; the batch of one rank has NaN."""
     torch.manual_seed(here.rank)
-    kind = Exchanging if exchanges else nn.BatchNorm1d
+    kind: Any = Exchanging if exchanges else nn.BatchNorm1d
     if exchanges and here.device.type == 'cuda':
-        kind = nn.SyncBatchNorm  # type: ignore[assignment]
+        kind = nn.SyncBatchNorm
     model = nn.Sequential(nn.Linear(6, 4), kind(4), nn.Linear(4, 3)).to(here.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if door == 'amp':
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=dict(init_scale=8.0), verbosity=0)  # type: ignore[arg-type]
-    ddp = wrapped(here, model, broadcast_buffers=broadcasts)
-    wrapper = optim_wrapper(
-        ddp.parameters(), level, accumulative_counts=passes, skip_nonfinite=True, loss_scale=8.0
-    ) if door == 'wrapper' else None  # fmt: skip
-    if wrapper is not None:
-        wrapper.initialize_count_status(ddp, 0, 100)
+    options = dict(skip_nonfinite=True) if door == 'wrapper' else {}
+    ddp, scale = dict(broadcast_buffers=broadcasts), dict(init_scale=8.0)
+    training = Door(
+        here, model, torch.optim.SGD(model.parameters(), lr=0.1), level, door, ddp, loss_scale=scale, **options
+    )
     for number in range(4):
         before = [buffer.clone() for buffer in model.buffers()]
         for part in range(passes):
             inputs = batch(here, 10 * number + part)
             if number % 2 and part == 0 and here.rank == 1:
                 inputs[0, 0] = torch.nan
-            if wrapper is not None:
-                step(wrapper, ddp, inputs)
-                continue
-            with amp.scale_loss(ddp(inputs).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
-        if wrapper is None:
-            optimizer.step()
-            optimizer.zero_grad()
+            # a script that adds up without no_sync: buffers are broadcast in the middle of an accumulation
+            training.backward(inputs, call=lambda x: training.model(x).float().square().mean())
+        training.step()
         if broadcasts:
             # from the broadcast before the first pass on
             before = [gather(here, buffer)[0] for buffer in before]
@@ -459,48 +456,34 @@ def test_one_rank_tells_of_a_skipped_step(here: Here) -> None:
     assert path.read_text().count('step skipped') == (2 if here.rank == 0 else 0)
 
 
-class Compiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.layer(x)).relu()).float().square().mean()
-
-
 @pairs(level=('O1', 'O5'), way=('inside', 'around', 'function'))
 @on_ranks()
 def test_compiled_models_under_ddp_follow_eager_training(here: Here, level: str, way: str) -> None:
     """With an accumulation, and a step that NaN on one rank skips on both."""
     torch.use_deterministic_algorithms(False)
-    found = []
+    found, words = [], dict(backend='aot_eager')
     for compiles in (False, True):
-        model = Compiled().to(here.device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
-        words: dict[str, Any] = dict(backend='aot_eager')
-        if compiles and way == 'inside':
-            model.compile(**words)
-        ddp = call = wrapped(here, model)
-        if compiles and way == 'around':
-            call = torch.compile(ddp, **words)
-        if compiles and way == 'function':
-            call = torch.compile(lambda x, ddp=ddp: ddp(x) * 1, **words)
-        for number, passes in enumerate((1, 1, 1, 2)):
+        net = Net().to(here.device)
+        training = Door(here, net, torch.optim.SGD(net.parameters(), lr=0.05), level, ddp={}, loss_scale=64.0)
+        ddp = training.model
+        call = ddp
+        if compiles:
+            calls = dict(around=ddp, function=lambda x, ddp=ddp: ddp(x) * 1)
+            if way == 'inside':
+                net.compile(**words)
+            else:
+                call = torch.compile(calls[way], **words)
+        for number, passes in enumerate((1, 1, 2)):
             for part in range(passes):
                 x = batch(here, 10 * number + part)
                 if number == 1 and here.rank == 1:
                     x[0, 0] = torch.nan
                 with ddp.no_sync() if part + 1 < passes else nullcontext():
-                    with amp.scale_loss(call(x), optimizer) as scaled:
-                        scaled.backward()
-            optimizer.step()
-            assert amp.last_step_skipped(optimizer) == (number == 1)
-            optimizer.zero_grad()
-        assert torch.isfinite(model.norm.running_mean).all()
-        same_on_all_ranks(here, [parameter.detach() for parameter in model.parameters()], way)
-        found.append(fp32(model))
+                    training.backward(x, call=call)
+            assert training.step() == (number == 1)
+        assert torch.isfinite(net.bn.running_mean).all()
+        same_on_all_ranks(here, net.parameters(), way)
+        found.append(fp32(net))
         torch.compiler.reset()
     for name, value in found[0].items():
         torch.testing.assert_close(found[1][name], value, rtol=0.02, atol=0.01, msg=name)

@@ -46,15 +46,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_training_equals_plain_fp32(here: Here, level: str, door: str, setting: str, optimizer: str) -> None:
     """With accumulations, averaged or not in between, overflows on either rank, and accumulations that are given up."""
     training = Training(here, level, door, optimizer, SETTINGS[setting], side=setting == 'unused')
-    ddp, group = training.ddp, training.ddp.process_group
+    ddp, group = training.model, training.model.process_group
     # torch has no no_sync for a static graph
-    for passes in ('a', 'a', 'a1', 'a') if setting == 'static' else ('a', 'lla', 'l1la', 'aa0', 'aaa', 'l!la', 'll?a', 'a'):
+    for passes in (
+        ('a', 'a', 'a1', 'a') if setting == 'static' else ('a', 'lla', 'l1la', 'aa0', 'aaa', 'l!la', 'll?a', 'a')
+    ):
         training.update(passes)
         training.check(passes)
     assert training.scale == (2.0 if setting == 'static' else 1.0)
     assert training.net.fc.weight.dtype is HALF.get(level, torch.float32)
     # DDP is the same object with the same settings
-    assert (training.ddp, ddp.module, ddp.process_group) == (ddp, training.net, group)
+    assert (ddp.module, ddp.process_group) == (training.net, group)
     for name, value in SETTINGS[setting].items():
         found = ddp.bucket_bytes_cap / 2**20 if name == 'bucket_cap_mb' else getattr(ddp, name)
         assert found == pytest.approx(value, rel=0.1), name
@@ -66,22 +68,21 @@ def test_several_losses_are_averaged_each(here: Here, level: str, door: str) -> 
     training = Training(here, level, door, num_losses=2)
     for hit in (None, 0, None, 1, None):
         for loss_id in range(2):
-            training.backward(3 + loss_id, hit=here.rank == 1 and hit == loss_id, loss_id=loss_id)
-        if hit is None:
-            training.average()
-        training.step(skips=hit is not None)
+            training.one_pass(3 + loss_id, hit=here.rank == 1 and hit == loss_id, loss_id=loss_id)
+        training.step_both(skips=hit is not None)
         training.check(f'{hit}')
 
 
-@pytest.mark.xfail(strict=True, reason='engine: what waits carries one scale, so several losses may wait for an average')
+@pytest.mark.xfail(
+    strict=True, reason='engine: what waits carries one scale, so several losses may wait for an average'
+)
 @pairs(level=('O2', 'O5'), door=('amp', 'wrapper'))
 @on_ranks()
 def test_several_losses_under_no_sync(here: Here, level: str, door: str) -> None:
     training = Training(here, level, door, num_losses=2)
     for index in range(4):
-        training.backward(index, averages=index == 3, loss_id=index % 2)
-    training.average()
-    training.step()
+        training.one_pass(index, averages=index == 3, loss_id=index % 2)
+    training.step_both()
     training.check('two losses')
 
 
@@ -132,16 +133,14 @@ def test_two_ranks_are_one_process_on_the_joint_batch(here: Here, level: str, co
         torch.testing.assert_close(value, found[1][0][name], rtol=0, atol=max(40 * rounding, 1e-5), msg=name)
 
 
-@pairs(level=('O0', 'O2', 'O5'), counts=(1, 3, 16), wide=(False, True), distributed=(True, False))
+@pairs(level=('O0', 'O2', 'O5'), counts=(1, 3, 16), wide=(False, True))
 @on_ranks()
-def test_accumulated_gradients_are_within_the_documented_bound(
-    here: Here, level: str, counts: int, wide: bool, distributed: bool
-) -> None:
+def test_accumulated_gradients_are_within_the_documented_bound(here: Here, level: str, counts: int, wide: bool) -> None:
     """Against float64: each addition and average rounds once; FP32 sums round once, and DDP's average twice more."""
     half = HALF.get(level, torch.float32)
     net = nn.Linear(64, 1, bias=False)
     nn.init.zeros_(net.weight)
-    model: Any = wrapped(here, net) if distributed else net.to(here.device)
+    model = wrapped(here, net)
     wrapper = optim_wrapper(
         model.parameters(), level, lambda parameters, **_: torch.optim.SGD(parameters, lr=1.0),
         accumulative_counts=counts, accumulate_in_fp32=wide,
@@ -153,10 +152,10 @@ def test_accumulated_gradients_are_within_the_documented_bound(
             loss = model(part.float()).sum() * counts
         wrapper.update_params(loss)
     gradient = -net.state_dict()['weight'].double()
-    ranks = [torch.stack(gather(here, part) if distributed else [part]).double() for part in parts]
+    ranks = [torch.stack(gather(here, part)).double() for part in parts]
     exact, size = (sum(each.mean(0) for each in values) for values in (ranks, [each.abs() for each in ranks]))
     unit = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[half]
-    roundings = (3 if distributed else 0) if wide and level in HALF else counts + 2
+    roundings = 3 if wide and level in HALF else counts + 2
     assert bool(((gradient - exact).abs() <= roundings * unit * size + 2.0**-20 * size).all())
 
 
@@ -167,7 +166,7 @@ def test_ranks_take_one_decision_where_gradients_differ(here: Here, kind: str, l
     training = Training(
         here, level, optimizer=optimizer, loss_scale=dict(init_scale=2.0**12, growth_interval=3), side=kind == 'ignored'
     )
-    net, ddp, wrapper = training.net, training.ddp, training.wrapper
+    net, ddp, wrapper = training.net, training.model, training.wrapper
     assert wrapper is not None
     if kind == 'ignored':
         net._ddp_params_and_buffers_to_ignore = ['side.weight']

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from bits import differences
 from fsdp import skip_without_fsdp
-from nets import HALF, batch, same_on_all_ranks, wrapped
+from nets import HALF, Door, Net, batch, mesh_of, same_on_all_ranks
 from on_ranks import Here, on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from amp_wrapper import Diagnosis, amp
 
@@ -42,51 +41,30 @@ class Asks(nn.Module):
         return x
 
 
-class Block(nn.Module):
-    def __init__(self, place: nn.Module) -> None:
-        super().__init__()
-        self.first, self.place, self.second = nn.Linear(8, 8), place, nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.place(self.first(x)).relu())
-
-
-class Deep(nn.Module):
-    def __init__(self, extra: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem, self.norm = nn.Linear(6, 8), nn.LayerNorm(8)
-        self.blocks = nn.ModuleList([Block(extra), Block(nn.Identity()), Block(Fault())])
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.stem(x))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def _deep(here: Here, extra: nn.Module) -> Net:
+    net = Net().to(here.device)
+    net.blocks[0].place, net.blocks[1].place = extra, Fault()
+    return net
 
 
 def _train(
     here: Here, level: str, fault: str, extra: nn.Module, diagnoses: bool = True
 ) -> tuple[list[Diagnosis], dict[str, Tensor]]:
     """Four steps; at the second and the third, rank 1 has the fault."""
-    model: Any = Deep(extra).to(here.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)  # type: ignore[call-overload]
-    ddp = wrapped(here, model)
+    net: Any = _deep(here, extra)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    training = Door(here, net, optimizer, level, ddp={}, loss_scale=8.0)
     with amp.monitor(optimizer, diagnose_overflow=diagnoses) as watch:
         for number in range(4):
             hit, x = here.rank == 1 and number in (1, 2), batch(here, number)
             if hit and fault == 'input':
                 x[2, 1] = torch.nan
-            model.blocks[2].place.factor = 1e6 if hit and fault == 'range' else 1.0
-            optimizer.zero_grad()
-            with amp.scale_loss(ddp(x).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            net.blocks[1].place.factor = 1e6 if hit and fault == 'range' else 1.0
+            training.backward(x)
+            training.step()
     assert amp.skipped_steps(optimizer) == 2
-    same_on_all_ranks(here, [p.detach().float() for p in model.parameters()], fault)
-    return watch.diagnoses, model.state_dict()
+    same_on_all_ranks(here, net.parameters(), fault)
+    return watch.diagnoses, net.state_dict()
 
 
 @pytest.mark.parametrize(('level', 'fault'), [('O2', 'input'), ('O2', 'range'), ('O1', 'range')])
@@ -97,7 +75,7 @@ def test_the_rank_with_the_fault_names_it(here: Here, level: str, fault: str) ->
     assert len(found) == 2
     for each in found:
         if here.rank == 1:
-            assert each.module == ('' if fault == 'input' else 'blocks.2.place')
+            assert each.module == ('' if fault == 'input' else 'blocks.1.place')
             assert each.cause in ('input', 'forward_range')
         else:
             assert each.module == '' and each.cause not in ('input', 'forward_range')
@@ -109,29 +87,26 @@ def test_a_model_that_asks_other_ranks_is_watched_in_training(here: Here) -> Non
     """It cannot be run again alone, so its modules are watched at the next step."""
     found, _ = _train(here, 'O2', 'range', Asks(anyway=True))
     assert found[0].cause == 'not_replayed' and 'all_reduce' in found[0].text
-    assert [each.module for each in found[1:]] == (['blocks.2.place'] if here.rank == 1 else [''])
+    assert [each.module for each in found[1:]] == (['blocks.1.place'] if here.rank == 1 else [''])
 
 
 @pytest.mark.parametrize('level', ['O2', 'O5'])
 @on_ranks()
 def test_sharded_models_are_watched_in_training(here: Here, level: str) -> None:
     """No copy of them can be made. Numbers are those of the whole model, and rank 0 gives them."""
-    model: Any = Deep(nn.Identity()).to(here.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    largest = max(float(parameter.detach().abs().max()) for parameter in model.parameters())
-    mesh = init_device_mesh(here.device.type, (here.world,))
-    amp.initialize(model, optimizer, opt_level=level, verbosity=0, mesh=mesh, sharding=dict(blocks=['Block']))  # type: ignore[call-overload]
+    net: Any = _deep(here, nn.Identity())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    largest = max(float(parameter.detach().abs().max()) for parameter in net.parameters())
+    training = Door(here, net, optimizer, level, mesh=mesh_of(here))
     with amp.monitor(optimizer, 1, diagnose_overflow=True) as watch:
         for number in range(3):
             hit = number < 2 and here.rank == 1
-            optimizer.zero_grad()
-            model.blocks[2].place.factor = math.inf if hit else 1.0
-            with amp.scale_loss(model(batch(here, number)).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            net.blocks[1].place.factor = math.inf if hit else 1.0
+            training.backward(batch(here, number))
+            training.step()
         numbers = watch.read()
     if here.rank == 1:
-        assert [each.module for each in watch.diagnoses[1:]] == ['blocks.2.place']
+        assert [each.module for each in watch.diagnoses[1:]] == ['blocks.1.place']
         assert numbers == {}
     else:
         assert not any(each.module for each in watch.diagnoses)

@@ -300,7 +300,9 @@ class OneForEach:
 
     def __call__(self, model: Any) -> OptimWrapperDict:
         children = dict(getattr(model, 'module', model).named_children())
-        return OptimWrapperDict(**{name: build_optim_wrapper(children[name], cfg) for name, cfg in self.configs.items()})
+        return OptimWrapperDict(
+            **{name: build_optim_wrapper(children[name], cfg) for name, cfg in self.configs.items()}
+        )
 
 
 def run_two(here: Here, folder: str, epochs: int, resume: bool) -> None:

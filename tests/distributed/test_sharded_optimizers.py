@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import differences
-from nets import batch, same_on_all_ranks, wrapped
+from nets import Door, Net, batch, same_on_all_ranks, whole
 from on_ranks import Here, on_ranks
 from pairs import pairs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from amp_wrapper import AmpAttachError, AmpUsageError, FusedAdam, FusedAdamW, FusedSGD, amp
@@ -28,11 +28,6 @@ FUSED: dict[str, Callable[..., Any]] = {
     'bfloat16 state': lambda p: FusedAdam(p, lr=0.01, state_dtype='bfloat16'),
     'nesterov': lambda p: FusedSGD(p, lr=0.1, momentum=0.9, nesterov=True),
     'plain SGD': lambda p: FusedSGD(p, lr=0.1, weight_decay=0.1),
-}
-#: torch's own, for the kinds of state.
-LIKE: dict[str, Callable[..., Any]] = {
-    'amsgrad': lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
-    'nesterov': lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
 }
 
 
@@ -62,37 +57,25 @@ def _set_gradients(sharded: nn.Module, whole: nn.Module, number: int) -> None:
         mine.grad = None if late else distribute_tensor(grad, mine.device_mesh, mine.placements)  # type: ignore[arg-type, attr-defined]
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _whole(item) for key, item in value.items()}
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _step_on_shards(here: Here, kind: str) -> None:
-    sharded, whole = _sharded(here), _net(here)
-    first, second = (FUSED[kind](model.parameters()) for model in (sharded, whole))
+    sharded, alone = _sharded(here), _net(here)
+    first, second = (FUSED[kind](model.parameters()) for model in (sharded, alone))
     for number in range(6):
-        _set_gradients(sharded, whole, number)
+        _set_gradients(sharded, alone, number)
         for optimizer in (first, second):
             # as a GradScaler says it
             optimizer.grad_scale = torch.tensor(4.0, device=here.device)
             optimizer.found_inf = torch.tensor(float(number == 3), device=here.device)
-        before = copy.deepcopy(whole.state_dict())
+        before = copy.deepcopy(alone.state_dict())
         first.step()
         second.step()
-        assert differences(_whole(dict(sharded.state_dict())), dict(whole.state_dict())) == []
-        assert differences(_whole(first.state_dict()['state']), second.state_dict()['state']) == []
-        assert (differences(before, whole.state_dict()) == []) == (number == 3)
+        assert differences(whole(dict(sharded.state_dict())), dict(alone.state_dict())) == []
+        assert differences(whole(first.state_dict()['state']), second.state_dict()['state']) == []
+        assert (differences(before, alone.state_dict()) == []) == (number == 3)
         if number == 4:
             saved = get_optimizer_state_dict(sharded, first)
             first = FUSED[kind](sharded.parameters())
             set_optimizer_state_dict(sharded, first, saved)
-    if kind in LIKE:
-        theirs = LIKE[kind](sharded.parameters())
-        theirs.step()
-        for parameter in sharded.parameters():
-            kinds = {name: type(value) for name, value in theirs.state[parameter].items() if isinstance(value, Tensor)}
-            assert {name: type(first.state[parameter][name]) for name in kinds} == kinds
 
 
 @pytest.mark.parametrize('kind', FUSED)
@@ -111,11 +94,11 @@ def test_fused_steps_where_ranks_have_no_part_of_a_parameter(here: Here, kind: s
 @on_ranks()
 def test_fused_steps_refuse_other_layouts(here: Here) -> None:
     """Of a gradient or of state, on every rank, and nothing changes."""
-    sharded, whole = _sharded(here), _net(here)
+    sharded, alone = _sharded(here), _net(here)
     optimizer = FusedAdamW(sharded.parameters())
-    _set_gradients(sharded, whole, 5)
+    _set_gradients(sharded, alone, 5)
     optimizer.step()
-    before = copy.deepcopy(_whole(dict(sharded.state_dict())))
+    before = copy.deepcopy(whole(dict(sharded.state_dict())))
     parameter: Any = sharded[0].weight
     grad, state = parameter.grad, optimizer.state[parameter]
     parameter.grad = grad.redistribute(parameter.device_mesh, [Replicate()])
@@ -126,9 +109,9 @@ def test_fused_steps_refuse_other_layouts(here: Here) -> None:
     with pytest.raises(AmpUsageError, match='set_optimizer_state_dict'):
         optimizer.step()
     state['exp_avg'] = moment
-    assert differences(_whole(dict(sharded.state_dict())), before) == []
+    assert differences(whole(dict(sharded.state_dict())), before) == []
     optimizer.step()
-    assert differences(_whole(dict(sharded.state_dict())), before) != []
+    assert differences(whole(dict(sharded.state_dict())), before) != []
 
 
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
@@ -141,40 +124,30 @@ INSIDE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
-class Zero:
+class Zero(Door):
     """A training under DDP, with an optimizer in ``ZeroRedundancyOptimizer`` or alone."""
 
     def __init__(self, here: Here, level: str, kind: str, zero: bool, view: bool) -> None:
-        torch.manual_seed(0)
-        self.here = here
-        self.net = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 7), nn.Linear(7, 5))
-        self.net.to(here.device)
+        net = Net().to(here.device)
         inside, words = INSIDE[kind]
-        self.optimizer: Any = inside(self.net.parameters(), **words)
         if zero:
             words = {**words, 'optimizer_class': inside, 'parameters_as_bucket_view': view}
-            self.optimizer = ZeroRedundancyOptimizer(self.net.parameters(), **words)
-        scale = 1024.0 if level in ('O1', 'O2') else None
-        amp.initialize(self.net, self.optimizer, opt_level=level, verbosity=0, loss_scale=scale)  # type: ignore[arg-type]
-        self.ddp = wrapped(here, self.net)
+        optimizer: Any = (ZeroRedundancyOptimizer if zero else inside)(net.parameters(), **words)  # type: ignore[operator]
+        super().__init__(here, net, optimizer, level, ddp={}, loss_scale=1024.0 if level in ('O1', 'O2') else None)
 
-    def train(self, steps: range, bad: bool) -> None:
+    def train(self, steps: range) -> None:
         for number in steps:
-            x = batch(self.here, number) * (torch.inf if bad and (number, self.here.rank) == (3, 1) else 1.0)
-            with amp.scale_loss(self.ddp(x).float().square().mean(), self.optimizer) as loss:
-                loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            bad = self.level != 'O0' and (number, self.here.rank) == (3, 1)
+            self.backward(batch(self.here, number) * (torch.inf if bad else 1.0))
+            assert self.step() == (self.level != 'O0' and number == 3)
 
     def state(self) -> dict[str, Any]:
         """The whole state of the optimizer, on every rank."""
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
             self.optimizer.consolidate_state_dict(to=0)
-            box = [copy.deepcopy(self.optimizer.state_dict()) if self.here.rank == 0 else None]
-            dist.broadcast_object_list(box, src=0)
-            assert box[0] is not None
-            return box[0]
-        return copy.deepcopy(self.optimizer.state_dict())  # type: ignore[no-any-return]
+        box = [self.optimizer.state_dict() if self.here.rank == 0 else None]
+        dist.broadcast_object_list(box, src=0)
+        return copy.deepcopy(box[0])  # type: ignore[return-value]
 
     def elements(self) -> int:
         """How many numbers of state this rank holds."""
@@ -186,14 +159,13 @@ class Zero:
 @on_ranks()
 def test_zero_trains_as_the_optimizer_inside(here: Here, level: str, kind: str, view: bool) -> None:
     """Bit for bit, with a skipped step and a resume, with and without it; each rank holds a part of the state."""
-    bad = level != 'O0'
     mine, theirs = (Zero(here, level, kind, zero, view) for zero in (True, False))
     for each in (mine, theirs):
-        each.train(range(2), bad)
+        each.train(range(2))
     weights, state = copy.deepcopy(mine.net.state_dict()), mine.state()
-    assert differences(state['state'], theirs.state()['state']) == []
+    assert differences(state['state'], theirs.optimizer.state_dict()['state']) == []
     for each in (mine, theirs):
-        each.train(range(2, 6), bad)
+        each.train(range(2, 6))
     assert differences(dict(mine.net.state_dict()), dict(theirs.net.state_dict())) == []
     same_on_all_ranks(here, mine.net.parameters(), level)
     assert mine.elements() < 0.7 * theirs.elements()
@@ -201,7 +173,7 @@ def test_zero_trains_as_the_optimizer_inside(here: Here, level: str, kind: str, 
         again = Zero(here, level, kind, zero, view)
         again.net.load_state_dict(weights)
         again.optimizer.load_state_dict(copy.deepcopy(state))
-        again.train(range(2, 6), bad)
+        again.train(range(2, 6))
         assert differences(dict(again.net.state_dict()), dict(mine.net.state_dict())) == []
 
 

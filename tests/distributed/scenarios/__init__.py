@@ -1,1 +1,0 @@
-"""What ranks do in tests of several processes. Importing a module adds its scenarios to ``common.SCENARIOS``."""
