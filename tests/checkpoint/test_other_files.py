@@ -194,6 +194,20 @@ def test_static_scale_of_apex_is_not_taken_for_one_that_moves(scale: float, unsk
     assert wrapper.loss_scaler.get_scale() == kept
 
 
+@pytest.mark.parametrize(('saved', 'kept'), [(1.0, 32.0), (dict(init_scale=1.0), 1.0), (dict(init_scale=128.0), 128.0)])
+def test_scripts_keep_a_scale_that_moves_and_no_static_one(saved: Any, kept: float) -> None:
+    def script(scale: Any) -> torch.optim.Optimizer:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        amp.initialize(model, optimizer, opt_level='O2', loss_scale=scale, verbosity=0)
+        return optimizer
+
+    state = amp.state_dict(optimizers=[script(saved)])
+    again = script(dict(init_scale=32.0))
+    amp.load_state_dict(state, optimizers=[again])
+    assert amp.state_dict(optimizers=[again])['loss_scaler0']['loss_scale'] == kept
+
+
 def test_configured_static_scale_wins_over_a_saved_one(tmp_path: Path) -> None:
     wrapper = wrapper_for('apex_wrapper', 'O2', loss_scale=128.0)
     path = foreign.FOLDER / 'apex_wrapper.pth'
