@@ -218,35 +218,27 @@ def test_a_wrapper_that_says_it_survives_the_cast_is_taken(here: Here) -> None:
     same_on_all_ranks(here, grads(model), 'gradients')
 
 
+@pairs(level=('O2', 'O5'), unused=(False, True), late=(False, True))
 @on_ranks()
-def test_a_disabled_wrapper_leaves_ddp_as_it_is(here: Here) -> None:
-    """A parameter that is unfrozen later stays on its rank, as in plain torch."""
-    net = Layers()
-    model = wrapped(here, net)
-    wrapper = optim_wrapper(model.parameters(), 'O2', enabled=False)
-    for number in range(2):
-        net.side.requires_grad_(number == 1)
-        backward(wrapper, model, batch(here, number), side=True)
-    same_on_all_ranks(here, [net.first.weight.grad], 'first')
-    assert differs(here, [net.side.weight.grad])
-    assert net.first.weight.dtype is torch.float32
-
-
-@pairs(level=('O2', 'O5'), unused=(False, True))
-@on_ranks()
-def test_parameters_that_are_unfrozen_are_averaged(here: Here, level: str, unused: bool) -> None:
-    """Frozen when DDP wraps, or between that and the first call; frozen again by turns where DDP looks for unused ones."""
+def test_parameters_that_are_unfrozen_are_averaged(here: Here, level: str, unused: bool, late: bool) -> None:
+    """Frozen when DDP wraps, or between that and the first call; known to the optimizer from the start or late."""
     net = Layers()
     net.first.requires_grad_(False)
     model = wrapped(here, net, find_unused_parameters=unused)
     net.again.requires_grad_(False)
-    wrapper = optim_wrapper(model.parameters(), level)
+    wrapper = optim_wrapper([p for p in net.parameters() if p.requires_grad or not late], level)
+    wrapper.attach(model)
+    known = set() if late else {'first', 'again', 'side'}
     plan = [(), (), ('first',), ('first', 'again'), ('first', 'again', 'side')]
     if unused:
+        # frozen again by turns
         plan += [('side',), ('first',), (), ('first', 'again')]
     for number, trained in enumerate(plan):
         for name in ('first', 'again', 'side'):
             getattr(net, name).requires_grad_(name in trained)
+            if name in trained and name not in known:
+                known.add(name)
+                wrapper.optimizer.add_param_group(dict(params=list(getattr(net, name).parameters())))
         start = fp32(net)
         backward(wrapper, model, batch(here, number), side=True)
         same_on_all_ranks(here, grads(net), f'gradients {number}')
@@ -270,22 +262,6 @@ def test_tied_weights_and_recomputed_activations(here: Here, level: str, recompu
         same_on_all_ranks(here, fp32(net).values(), f'{number}')
     assert net.again.weight is net.middle.weight
     assert differs(here, [batch(here, 0)])
-
-
-@pairs(level=('O2', 'O3', 'O5'))
-@on_ranks()
-def test_a_part_that_the_optimizer_gets_later(here: Here, level: str) -> None:
-    net = Layers()
-    model = wrapped(here, net)
-    wrapper = optim_wrapper([p for p in net.parameters() if p.requires_grad], level)
-    for number in range(4):
-        if number == 2:
-            net.side.requires_grad_(True)
-            wrapper.optimizer.add_param_group(dict(params=list(net.side.parameters())))
-        before = net.side.weight.detach().clone()
-        step(wrapper, model, batch(here, number), side=True)
-        assert net.side.weight.equal(before) == (number < 2)
-        same_on_all_ranks(here, fp32(net).values(), f'{number}')
 
 
 class Pair(nn.Module):
@@ -377,29 +353,12 @@ def test_an_overflow_at_weights_of_another_wrapper_counts_on_all_ranks(here: Her
         assert scales == [2.0**7 if number else 2.0**8, 2.0**8]
 
 
-class Exchanging(nn.BatchNorm1d):
-    """Statistics over all ranks in plain torch: its own class has no CPU kernels."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            mean = x.float().mean(0)
-            dist.all_reduce(mean)
-            self.running_mean.lerp_((mean / dist.get_world_size()).to(self.running_mean), 0.5)
-            self.num_batches_tracked += 1
-        return F.batch_norm(x, None, None, self.weight.to(x), self.bias.to(x), training=True)
-
-
-@pairs(level=LEVELS, door=('wrapper', 'amp'), passes=(1, 2), broadcasts=(False, True), exchanges=(False, True))
+@pairs(level=LEVELS, door=('wrapper', 'amp'), passes=(1, 2), broadcasts=(False, True))
 @on_ranks()
-def test_skipped_step_restores_buffers(
-    here: Here, level: str, door: str, passes: int, broadcasts: bool, exchanges: bool
-) -> None:
+def test_skipped_step_restores_buffers(here: Here, level: str, door: str, passes: int, broadcasts: bool) -> None:
     """On every rank, whatever DDP does with them; the batch of one rank has NaN."""
     torch.manual_seed(here.rank)
-    kind: Any = Exchanging if exchanges else nn.BatchNorm1d
-    if exchanges and here.device.type == 'cuda':
-        kind = nn.SyncBatchNorm
-    model = nn.Sequential(nn.Linear(6, 4), kind(4), nn.Linear(4, 3)).to(here.device)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).to(here.device)
     options = dict(skip_nonfinite=True) if door == 'wrapper' else {}
     ddp, scale = dict(broadcast_buffers=broadcasts), dict(init_scale=8.0)
     training = Door(

@@ -166,35 +166,34 @@ def test_ranks_take_one_decision_where_gradients_differ(here: Here, kind: str, l
     training = Training(
         here, level, optimizer=optimizer, loss_scale=dict(init_scale=2.0**12, growth_interval=3), side=kind == 'ignored'
     )
-    net, ddp, wrapper = training.net, training.model, training.wrapper
-    assert wrapper is not None
+    net: Any = training.net
     if kind == 'ignored':
         net._ddp_params_and_buffers_to_ignore = ['side.weight']
-        ddp = wrapped(here, net)
+        training.model = wrapped(here, net)
     if kind == 'local hook':
-        ddp.register_comm_hook(None, debugging_hooks.noop_hook)
+        training.model.register_comm_hook(None, debugging_hooks.noop_hook)
     # the same generator on all ranks, so that each knows what the others do
     generator = torch.Generator().manual_seed(3)
     scale, clean, skips = 2.0**12, 0, 0
     for update in range(20):
         hits = torch.rand(here.world, generator=generator) < 0.3
         factor = float('inf') if hits[here.rank] else 1.0
-        ignored, loss = kind == 'ignored', None
-        # an infinity in a parameter that DDP leaves to its rank, and nowhere else
-        handle = net.side.weight.register_hook(lambda grad, factor=factor: grad * factor) if ignored else None
-        with ddp.no_sync() if kind == 'no_sync' else wrapper.optim_context(ddp), wrapper.optim_context(ddp):
-            loss = ddp(torch.tensor([[1.0, 2.0]], device=here.device) * (here.rank + 1), side=ignored)
-        wrapper.backward(loss if ignored else loss * factor)
-        if handle is not None:
+        if kind == 'ignored':
+            # an infinity in a parameter that DDP leaves to its rank, and nowhere else
+            handle = net.side.weight.register_hook(lambda grad, factor=factor: grad * factor)
+            training.backward(dyadic(here, update), side=True)
             handle.remove()
-        wrapper.step()
-        wrapper.zero_grad()
+        else:
+            with training.model.no_sync() if kind == 'no_sync' else nullcontext():
+                training.backward(dyadic(here, update), factor)
         skipped = bool(hits.any())
-        assert wrapper.step_was_skipped() == skipped, update
+        assert training.step() == skipped, update
         skips, clean = skips + skipped, 0 if skipped else clean + 1
         scale *= 0.5 if skipped else 2.0 if clean == 3 else 1.0
         clean %= 3
         assert training.scale == scale, update
-        same_on_all_ranks(here, [torch.tensor(list(map(float, wrapper.loss_scaler.state_dict().values())))], 'scaler')
+        same_on_all_ranks(
+            here, [torch.tensor(list(map(float, training.wrapper.loss_scaler.state_dict().values())))], 'scaler'
+        )
     assert 3 < skips < 18
     assert kind == 'ignored' or differs(here, list(net.fc.parameters()))
