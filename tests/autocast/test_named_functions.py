@@ -34,6 +34,10 @@ def nested(items: dict[str, list[Tensor]], dtype: torch.dtype = F32) -> dict[str
     return {'sum': items['x'][0] + 1, 'labels': items['x'][1], 'made': torch.zeros(1, dtype=dtype), 'text': 'as it is'}
 
 
+def alike(x: Tensor, y: Tensor) -> bool:
+    return x is y
+
+
 def written(x: Tensor) -> Tensor:
     return x.add_(1)
 
@@ -136,6 +140,11 @@ def test_nested_arguments_and_dtypes(level: str) -> None:
 
 @pytest.mark.parametrize('level', CAST)
 def test_methods(level: str) -> None:
+    model = Inside(lambda x: x.element_size())
+    prepared(model, level, fp32_ops=['torch.Tensor.element_size'])(torch.eye(4))
+    assert model.seen == 4 and torch.ones(1).half().element_size() == 2 and 'element_size' not in vars(Tensor)
+    # one tensor that is given twice stays one
+    assert called(level, 'alike', lambda x: alike(x, x)) is True
     coder = Coder(torch.ones(2, dtype=HALF[level]))
     for name in ('decode', 'encode', 'make'):
         result = called(level, f'Coder.{name}', lambda x, name=name: getattr(coder, name)(torch.full_like(x, 3.0)))
@@ -208,11 +217,11 @@ def test_function_is_found_under_other_names(monkeypatch: pytest.MonkeyPatch) ->
 
 #: Members of the registry: name, the levels at which they are in FP32, and whether their results stay so.
 MMCV = [
-    ('nms.nms', CAST, False),
-    ('multi_scale_deform_attn.multi_scale_deformable_attn_pytorch', CAST, False),
-    ('carafe.CARAFEFunction', ('O5',), False),
-    ('roi_align.RoIAlignFunction', CAST, False),
-    ('focal_loss.SigmoidFocalLossFunction', CAST, True),
+    ('nms.nms', tuple(HALF), False),
+    ('multi_scale_deform_attn.multi_scale_deformable_attn_pytorch', tuple(HALF), False),
+    ('carafe.CARAFEFunction', ('O4', 'O5'), False),
+    ('roi_align.RoIAlignFunction', tuple(HALF), False),
+    ('focal_loss.SigmoidFocalLossFunction', tuple(HALF), True),
     ('upfirdn2d.upfirdn2d', (), False),
 ]
 
@@ -224,7 +233,7 @@ def test_ops_of_mmcv(name: str, levels: tuple[str, ...], stays: bool, monkeypatc
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            seen.append(x.dtype)
+            seen.append((x.dtype, torch.is_autocast_enabled('cpu')))
             return x * 1
 
     place, _, attribute = name.partition('.')
@@ -233,11 +242,11 @@ def test_ops_of_mmcv(name: str, levels: tuple[str, ...], stays: bool, monkeypatc
     setattr(module, attribute, op)
     monkeypatch.setitem(sys.modules, 'mmcv.ops', types.ModuleType('mmcv.ops'))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    for level in CAST:
+    for level in HALF:
         model = Inside(lambda x: (found.apply if (found := getattr(module, attribute)) is op is Function else found)(x))
         prepared(model, level)(torch.eye(4))
-        wide = level in levels
-        assert (seen.pop(), model.seen.dtype) == (F32 if wide else HALF[level], F32 if stays else HALF[level]), level
+        ran = (F32, False) if level in levels else (HALF[level], level in PER_OP)
+        assert (seen.pop(), model.seen.dtype) == (ran, F32 if stays else HALF[level]), level
 
 
 class Head(nn.Module):

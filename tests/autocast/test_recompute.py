@@ -1,261 +1,432 @@
-"""Checkpointed segments of models at O1 and O4 run again as they ran, and those of others as they would without us."""
+"""Checkpointed segments run again as they ran: by every way into torch's checkpointing, with the same types and gradients."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+import logging
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from bits import same_bits
+from forwards import DOORS, HALF, LEVELS, PER_OP, Inside, prepared
+from mmengine.runner import turn_on_activation_checkpointing
+from pairs import pairs
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from amp_wrapper import amp
-from amp_wrapper.autocast import patching, regions, state
-from amp_wrapper.autocast.global_autocast import GlobalCasts
-from amp_wrapper.autocast.patching import patches
-from amp_wrapper.casting.plan import CastPlan
-from amp_wrapper.policy import resolve
 
+F32 = torch.float32
 # made at import, as transformers does: it holds torch's own function
-kept = functools.partial(checkpoint, determinism_check='default')
+kept = functools.partial(checkpoint, use_reentrant=False)
+selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
 
 @pytest.fixture(autouse=True)
-def everything_runs_again_and_ends() -> Iterator[None]:
-    with set_checkpoint_early_stop(False):
-        yield
-    assert regions.count() == 0
-    assert not patches.in_place
-    assert not state.is_resumed()
-    assert not state.is_suspended()
-    assert not torch.is_autocast_enabled('cpu')
+def _debug_logs_are_not_formatted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``debug=True`` logs is no text; pytest would format it as one."""
+    monkeypatch.setattr(logging.getLogger('LoggingTensor'), 'disabled', True)
 
 
-@pytest.fixture(params=[True, False], ids=['reentrant', 'saved'])
-def run(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    return functools.partial(checkpoint, use_reentrant=request.param)
+class Block(nn.Module):
+    """Writes down the types that it sees: of an op of the tables, of members of the registry, of unlike operands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        # one list for each run, which may be cut short
+        self.runs: list[list[torch.dtype]] = []
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        run: list[torch.dtype] = []
+        self.runs.append(run)
+
+        def seen(tensor: Tensor) -> Tensor:
+            run.append(tensor.dtype)
+            return tensor
+
+        hidden = seen(F.dropout(self.linear(seen(x)), 0.3) * factor)
+        hidden = seen(hidden @ torch.eye(4))
+        wide, normed = seen(hidden.softmax(-1)), seen(F.local_response_norm(hidden[None], 2)[0])
+        loss = seen(F.mse_loss(hidden, hidden.detach()))
+        # the sine at the end needs all that is written down
+        return (wide + normed + loss).sin()
 
 
 class Net(nn.Module):
-    """Checkpoints ``segment(self, hidden)`` in ``around``."""
+    """Runs three blocks by a function that is handed a block and what it is called with."""
 
-    def __init__(self, run: Callable[..., Any], around: Callable[[], Any] | None = None) -> None:
+    def __init__(self, run: Callable[..., Tensor], around: Callable[[], Any] = contextlib.nullcontext) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.stem, self.blocks = nn.Linear(4, 4), nn.Sequential(Block(), Block(), Block())
         self.run, self.around = run, around
-        self.types: list[tuple[torch.dtype, ...]] = []
-
-    def segment(self, x: Tensor) -> Tensor:
-        hidden = self.b(x)
-        # an op of the tables, a member of the registry, and one that O1 treats otherwise than the registry does
-        wide, normed = hidden.softmax(-1), F.local_response_norm(hidden[None], 2)[0]
-        loss = F.mse_loss(hidden, hidden.detach())
-        self.types.append(tuple(t.dtype for t in (hidden, wide, normed, loss)))
-        return wide + normed + loss
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x)
-        if self.around is None:
-            return self.run(self.segment, hidden)
+        x = self.stem(x)
         with self.around():
-            return self.run(self.segment, hidden.float())
+            for block in self.blocks:
+                x = self.run(block, x)
+        return x
+
+    def runs(self) -> list[list[list[torch.dtype]]]:
+        """Of each block, in order."""
+        return [part.runs for part in self.modules() if isinstance(part, Block)]
 
 
-def attach(model: nn.Module, level: str = 'O1') -> state.CastSession:
-    CastPlan([('', model)], resolve(opt_level=level), covers_forward=True).apply()
-    return state.session_opened()
+def plain(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
 
 
-@pytest.mark.parametrize('level', ['O1', 'O4'])
-def test_in_a_backward_pass_of_the_script_itself(run: Callable[..., Any], level: str) -> None:
-    model = Net(run)
-    session = attach(model, level)
-    model(torch.randn(2, 4)).sum().backward()
-    half = torch.float16 if level == 'O1' else torch.bfloat16
-    assert model.types == [(half, torch.float32, torch.float32, torch.float32)] * 2
-    assert model.b.weight.grad is not None
-    state.session_closed(session)
+def _unsaid(block: nn.Module, x: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return checkpoint(block, x)
 
 
-def test_by_a_reference_that_was_kept() -> None:
-    model = Net(functools.partial(kept, use_reentrant=False))
-    session = attach(model)
-    model(torch.randn(2, 4)).sum().backward()
-    assert model.types[0] == model.types[1]
-    assert model.types[0][1] is torch.float32
-    state.session_closed(session)
+def _contexts() -> tuple[Any, Any]:
+    return contextlib.nullcontext(), contextlib.nullcontext()
 
 
-def test_in_a_gradient_that_is_taken_before_the_loss() -> None:
-    model = Net(functools.partial(checkpoint, use_reentrant=False))
-    session = attach(model)
-    x = torch.randn(2, 4, requires_grad=True)
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-    assert len(set(model.types)) == 1
-    assert model.b.weight.grad is not None
-    state.session_closed(session)
+def _nested(reentrant: bool) -> Callable[..., Tensor]:
+    inner = functools.partial(checkpoint, use_reentrant=reentrant)
+    return lambda block, x: inner(lambda y: inner(block, y), x)
 
 
-@pytest.mark.parametrize('scaled', [True, False])
-@pytest.mark.parametrize('around', [amp.disable_casts, functools.partial(torch.autocast, 'cpu', enabled=False)])
-def test_where_casts_are_off(run: Callable[..., Any], around: Callable[[], Any], scaled: bool) -> None:
-    model = Net(run, around)
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level='O1', loss_scale=1.0, verbosity=0
-    )
-    loss = model(torch.randn(2, 4)).sum()
-    if scaled:
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-    else:
-        loss.backward()
-    assert model.types == [(torch.float32,) * 4] * 2
+WAYS: dict[str, Callable[..., Tensor]] = {
+    'not reentrant': lambda block, x: checkpoint(block, x, use_reentrant=False),
+    'reentrant': lambda block, x: checkpoint(block, x, use_reentrant=True),
+    'unsaid': _unsaid,
+    'kept': kept,
+    'by the module': lambda block, x: torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False),
+    'by keyword': lambda block, x: checkpoint(function=block, x=x, use_reentrant=False),
+    'with keywords': lambda block, x: checkpoint(block, x, factor=1.0, use_reentrant=False),
+    'a closure': lambda block, x: checkpoint(lambda y: block(y), x, use_reentrant=False),
+    'the method': lambda block, x: checkpoint(block.forward, x, use_reentrant=False),
+    'applied': lambda block, x: CheckpointFunction.apply(block, True, x),
+    'in a row': lambda block, x: checkpoint_sequential([block, nn.Identity()], 2, x, use_reentrant=False),
+    'in a row, reentrant': lambda block, x: checkpoint_sequential([block, nn.Identity()], 2, x, use_reentrant=True),
+    'contexts': functools.partial(kept, context_fn=_contexts),
+    'selective': functools.partial(kept, context_fn=selective),
+    'debug': functools.partial(kept, debug=True),
+    'unchecked': functools.partial(kept, determinism_check='none'),
+    'nested': _nested(False),
+    'nested, reentrant': _nested(True),
+}
+if 'early_stop' in inspect.signature(checkpoint).parameters:
+    WAYS['to the end'] = functools.partial(kept, early_stop=False)
+with contextlib.suppress(TypeError):
+    checkpoint(use_reentrant=False)(torch.sin)
+    for _name, _options in {
+        'a decorator': {'use_reentrant': False},
+        'a decorator, reentrant': {'use_reentrant': True},
+        'a decorator, contexts': {'use_reentrant': False, 'context_fn': _contexts},
+        'a decorator, selective': {'use_reentrant': False, 'context_fn': selective},
+        'a decorator, debug': {'use_reentrant': False, 'debug': True},
+    }.items():
+        WAYS[_name] = lambda block, x, options=_options: checkpoint(**options)(block)(x)
 
 
-def test_a_backward_pass_inside_disable_casts(run: Callable[..., Any]) -> None:
-    model = Net(run)
-    session = attach(model)
-    loss = model(torch.randn(2, 4)).sum()
-    with amp.disable_casts():
-        loss.backward()
-        assert state.is_suspended()
-    assert model.types[0] == model.types[1]
-    state.session_closed(session)
+def _wrap(impl: wrapping.CheckpointImpl, **options: Any) -> Callable[[Net], None]:
+    wrapper = functools.partial(wrapping.checkpoint_wrapper, checkpoint_impl=impl, **options)
+    return lambda model: wrapping.apply_activation_checkpointing(model, wrapper, lambda part: isinstance(part, Block))
 
 
-def test_a_registered_function(run: Callable[..., Any]) -> None:
-    amp.register_float_function(torch, 'sigmoid')
-    types = []
+#: A way to change the model instead, before or after it is cast.
+CHANGES: dict[str, Callable[[Net], None]] = {
+    'wrapper': _wrap(wrapping.CheckpointImpl.NO_REENTRANT),
+    'wrapper, reentrant': _wrap(wrapping.CheckpointImpl.REENTRANT),
+    'wrapper, selective': _wrap(wrapping.CheckpointImpl.NO_REENTRANT, context_fn=selective),
+    'mmengine': lambda model: turn_on_activation_checkpointing(model, [f'blocks.{i}' for i in range(3)]),
+}
 
-    class Gate(Net):
-        def segment(self, x: Tensor) -> Tensor:
-            gate = torch.sigmoid(self.b(x))
-            types.append(gate.dtype)
-            return gate * 2
-
-    model = Gate(run)
-    session = attach(model)
-    try:
-        model(torch.randn(2, 4)).sum().backward()
-    finally:
-        patches.targets[id(torch), 'sigmoid'].patched.rule = None
-    assert types == [torch.float32] * 2
-    state.session_closed(session)
+Backward = Callable[[Tensor, Any], None]
 
 
-def test_on_another_thread_than_the_forward_pass(run: Callable[..., Any]) -> None:
+def bare(loss: Tensor, optimizer: Any) -> None:
+    loss.backward()
+
+
+def scaled(loss: Tensor, optimizer: Any) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+
+def on_another_thread(loss: Tensor, optimizer: Any) -> None:
     """As on a GPU, where autograd has threads of its own."""
-    model = Net(run)
-    casts = GlobalCasts()
-    casts.start()
-    loss = model(torch.randn(2, 4)).sum()
-    casts.stop()
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
-    assert model.types == [(torch.float16, torch.float32, torch.float32, torch.float32)] * 2
 
 
-def test_segments_of_somebody_else(run: Callable[..., Any]) -> None:
-    """Autocast of the user around a model that is none of ours, while one of ours is alive."""
-    ours, theirs = Net(run), Net(run)
-    session = attach(ours)
-    ours(torch.randn(2, 4)).sum().backward()
-    with torch.autocast('cpu', torch.bfloat16):
-        loss = theirs(torch.randn(2, 4)).float().sum()
+def without_casts(loss: Tensor, optimizer: Any) -> None:
+    with amp.disable_casts():
+        loss.backward()
+
+
+def trained(
+    run: Callable[..., Tensor], level: str, backward: Backward = bare, **words: Any
+) -> tuple[Any, list[Tensor]]:
+    """The types of all runs, and the gradients of the weights as they come, in one training step."""
+    torch.manual_seed(0)
+    model = Net(run, words.get('around', contextlib.nullcontext))
+    change, late = words.get('change', lambda model: None), words.get('late', False)
+    if not late:
+        change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if words.get('door', 'amp') == 'amp':
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
+        call: Callable[..., Any] = model
+    else:
+        call = prepared(model, level, 'wrapper')
+    if late:
+        change(model)
+    gradients: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradients.append(gradient.clone()))
+    torch.manual_seed(1)
+    with set_checkpoint_early_stop(words.get('early_stop', True)):
+        backward(call(torch.randn(3, 4)).float().sum(), optimizer)
+    return model.runs(), gradients
+
+
+def check_alike(once: Any, twice: Any) -> None:
+    """What was checkpointed saw the same types again, and has the same gradients."""
+    for first, again in zip(once[0], twice[0], strict=True):
+        assert len(first) == 1 and len(again) >= 2
+        assert all(run == first[0] for run in again)
+    assert len(once[1]) == 8 and all(same_bits(a, b) for a, b in zip(once[1], twice[1], strict=True))
+    assert not torch.is_autocast_enabled('cpu')
+
+
+@pairs(way=WAYS, level=PER_OP, backward=[bare, scaled, on_another_thread, without_casts])
+def test_every_way(way: str, level: str, backward: Backward) -> None:
+    # a recomputation to its end is compared as well
+    stop = way != 'not reentrant'
+    check_alike(trained(plain, level, backward), trained(WAYS[way], level, backward, early_stop=stop))
+
+
+@pairs(change=CHANGES, level=PER_OP, late=[False, True])
+def test_every_wrapper(change: str, level: str, late: bool) -> None:
+    words = {'change': CHANGES[change], 'late': late}
+    check_alike(trained(plain, level), trained(plain, level, **words))
+
+
+@pairs(level=LEVELS, way=['reentrant', 'not reentrant', 'selective', 'debug', 'nested'], door=DOORS)
+def test_every_level(level: str, way: str, door: str) -> None:
+    check_alike(trained(plain, level, door=door), trained(WAYS[way], level, door=door))
+
+
+@pairs(
+    way=['reentrant', 'not reentrant'],
+    around=[amp.disable_casts, functools.partial(torch.autocast, 'cpu', enabled=False)],
+)
+def test_where_casts_are_off(way: str, around: Callable[[], Any]) -> None:
+    def wide(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda block, x: run(block, x.float())
+
+    once, twice = (trained(wide(run), 'O1', around=around) for run in (plain, WAYS[way]))
+    check_alike(once, twice)
+    assert set(once[0][0][0]) == {F32}
+
+
+@pytest.mark.parametrize('way', ['reentrant', 'not reentrant', 'selective'])
+def test_in_threads(way: str) -> None:
+    """Two models of two levels on two threads, each with a backward pass on a third."""
+    if way == 'selective' and torch.__version__ < (2, 11):
+        pytest.skip('before torch 2.11, torch.compile compiles nothing more after this, without this package too')
+    models = {level: amp.initialize(Net(WAYS[way]), opt_level=level, verbosity=0) for level in PER_OP}
+    start, failed = threading.Barrier(2), []
+
+    def train(model: Any) -> None:
+        try:
+            for _ in range(3):
+                start.wait()
+                on_another_thread(model(torch.randn(3, 4)).sum(), None)
+        except BaseException as error:
+            start.abort()
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(model,)) for model in models.values()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    for level, model in models.items():
+        for runs in model.runs():
+            assert len(runs) == 6 and all(run[1:] == [HALF[level]] * 2 + [F32] * 3 for run in runs)
+
+
+def test_casts_that_the_contexts_of_a_script_suspend() -> None:
+    """What a ``context_fn`` opens counts, and is not opened twice."""
+    model = Net(functools.partial(kept, context_fn=lambda: (amp.disable_casts(), amp.disable_casts())))
+    amp.initialize(model, opt_level='O1', verbosity=0)
+    model.blocks[0].linear.register_forward_pre_hook(lambda part, args: (args[0].float(),))
+    model(torch.randn(3, 4)).sum().backward()
+    for first, again in model.runs():
+        assert first == again and first[1] is F32
+
+
+def test_gradient_that_is_taken_before_the_loss() -> None:
+    model = amp.initialize(Net(kept), opt_level='O1', verbosity=0)
+    x = torch.randn(2, 4, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert all(run == runs[0] for runs in model.runs() for run in runs)
+    assert model.blocks[0].linear.weight.grad is not None
+
+
+def test_decorated_function_outside_of_any_model() -> None:
+    """Suspended in one of the two runs only."""
+    alive = amp.initialize(nn.Linear(1, 1), opt_level='O1', verbosity=0)
+    seen: list[torch.dtype] = []
+
+    @amp.half_function
+    def product(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return x @ x
+
+    x = torch.randn(3, 3, requires_grad=True)
+    with amp.disable_casts():
+        loss = kept(product, x).float().sum()
     loss.backward()
-    assert theirs.types[0][1] is torch.bfloat16
-    assert theirs.types[0] == theirs.types[1]
-    state.session_closed(session)
+    without_casts(kept(product, x).float().sum(), alive)
+    assert seen == [F32] * 2 + [torch.float16] * 2
 
 
-def test_autocast_of_another_thread_during_a_backward_pass() -> None:
-    x = torch.ones(2, dtype=torch.bfloat16)
+@pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
+def test_segments_of_a_script(way: str) -> None:
+    """A part that is called alone opens its own casts both times; a model of somebody else keeps the script's autocast."""
+    model = amp.initialize(Net(plain), opt_level='O4', verbosity=0)
+    without_casts(WAYS[way](model.blocks[0], torch.randn(3, 4, requires_grad=True)).sum(), None)
+    first, again = model.runs()[0]
+    assert first == again and first[1] is torch.bfloat16
+    theirs, types = nn.Linear(4, 4), []
+    segment = lambda x: (types.append(theirs(x).softmax(0).dtype), theirs(x))[1]  # noqa: E731
+    with torch.autocast('cpu', torch.bfloat16):
+        loss = WAYS[way](segment, torch.randn(3, 4, requires_grad=True)).float().sum()
+    loss.backward()
+    assert types == [torch.bfloat16] * 2
+
+
+def test_autocast_of_another_thread_in_a_backward_pass() -> None:
     found: list[torch.dtype] = []
 
     def theirs() -> None:
         with torch.autocast('cpu', torch.bfloat16):
-            found.append(x.softmax(0).dtype)
-
-    model = Net(functools.partial(checkpoint, use_reentrant=False))
-    plan = CastPlan([('', model)], resolve(opt_level='O4'), covers_forward=True)
-    plan.apply()
-    assert plan.ops is not None
-    out = model(torch.randn(2, 4))
+            found.append(torch.ones(2, dtype=torch.bfloat16).softmax(0).dtype)
 
     def look(gradient: Tensor) -> None:
         thread = threading.Thread(target=theirs)
         thread.start()
         thread.join()
 
+    model = amp.initialize(Net(kept), opt_level='O4', verbosity=0)
+    out = model(torch.randn(2, 4))
     out.register_hook(look)
-    with patching.in_backward(plan.ops.keys):
-        theirs()
-        out.sum().backward()
-    assert found == [torch.bfloat16] * 2
+    out.sum().backward()
+    assert found == [torch.bfloat16]
 
 
-def test_an_error_in_a_segment_leaves_nothing_open() -> None:
-    class Fails(Net):
-        def segment(self, x: Tensor) -> Tensor:
-            self.types.append((x.dtype,))
-            if len(self.types) > 1:
-                raise KeyError
-            return self.b(x)
+@pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
+def test_error_in_a_recomputed_segment_leaves_nothing_open(way: str) -> None:
+    runs: list[Tensor] = []
 
-    model = Fails(functools.partial(checkpoint, use_reentrant=False))
-    session = attach(model)
-    loss = model(torch.randn(2, 4)).sum()
+    def segment(x: Tensor) -> Tensor:
+        runs.append(x)
+        if len(runs) > 1:
+            raise KeyError
+        return F.mse_loss(x, x * 2)
+
+    model = Inside(lambda x: WAYS[way](segment, x))
+    loss = amp.initialize(model, opt_level='O4', verbosity=0)(torch.eye(4))
     with pytest.raises(KeyError):
         loss.backward()
-    state.session_closed(session)
+    half = torch.ones(2, dtype=torch.bfloat16)
+    assert F.mse_loss(half, half).dtype is half.dtype and not torch.is_autocast_enabled('cpu')
 
 
-@pytest.mark.parametrize('around', [None, functools.partial(torch.autocast, 'cpu', torch.bfloat16)])
-def test_a_part_that_the_script_checkpoints(run: Callable[..., Any], around: Callable[[], Any] | None) -> None:
-    model = Net(run)
-    session = attach(model)
+@pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
+def test_registered_function(way: str) -> None:
     types: list[torch.dtype] = []
-    model.a.register_forward_hook(lambda module, args, output: types.append(output.dtype))
-    x = torch.randn(2, 4, requires_grad=True)
-    with torch.autocast('cpu', enabled=False) if around is None else around():
-        loss = run(model.a, x).sum()
-    loss.backward()
-    assert types == [torch.float32] * 2
-    assert x.grad is not None
-    state.session_closed(session)
+    gate = SimpleNamespace(open=lambda x: (types.append(x.dtype), x.sigmoid())[1])
+    amp.register_float_function(gate, 'open')
+    model = amp.initialize(Inside(lambda x: WAYS[way](lambda y: gate.open(y) * 2, x)), opt_level='O1', verbosity=0)
+    model(torch.eye(4)).sum().backward()
+    assert types == [F32] * 2
 
 
-class Written(torch.autograd.Function):
-    """Checkpointing by hand, as older code has it."""
-
-    @staticmethod
-    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return function(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad(), torch.autocast('cpu', torch.float16):
-            out = ctx.function(x)
-        torch.autograd.backward(out, gradient)
-        return None, x.grad
+@pytest.mark.parametrize('reentrant', [True, False])
+def test_errors_are_those_of_torch(reentrant: bool) -> None:
+    x = torch.ones(2, requires_grad=True)
+    rows: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, 'Unexpected keyword', {'other': 1}),
+        (ValueError, 'use_reentrant=False', {'context_fn': _contexts}),
+    ]
+    rows = rows if reentrant else [(ValueError, 'determinism_check', {'determinism_check': 'always'})]
+    for error, words, options in rows:
+        with pytest.raises(error, match=words):
+            checkpoint(torch.exp, x, use_reentrant=reentrant, **options)
+    with pytest.raises(TypeError):
+        checkpoint(5, x, use_reentrant=reentrant)
 
 
-def test_checkpointing_by_hand() -> None:
-    model, values = Net(Written.apply), []
-    model.segment = lambda x: (values.append(model.b(x)), values[-1])[1]  # type: ignore[method-assign]
-    model.run = lambda function, x: Written.apply(function, x)
-    session = attach(model)
-    model(torch.randn(2, 4)).sum().backward()
-    assert values[0].float().equal(values[1].float())
-    assert model.b.weight.grad is not None
-    state.session_closed(session)
+SCRIPT = """
+import functools, sys
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+kept = functools.partial(checkpoint, use_reentrant=False)
+ways = [kept, functools.partial(checkpoint, use_reentrant=True), functools.partial(kept, debug=True)]
+ways.append(functools.partial(kept, context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.mul.Tensor])))
+seen = []
+def segment(x):
+    seen.append(x.exp().dtype)
+    return x.exp() * 2
+try:
+    decorated = checkpoint(use_reentrant=False)(segment)
+except TypeError:
+    pass
+else:
+    ways.append(lambda function, x: decorated(x))
+
+from amp_wrapper import amp
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        for way in ways:
+            x = way(segment, x).to(torch.bfloat16)
+        return x
+
+amp.initialize(Net(2, 2), opt_level='O4', verbosity=0)(torch.ones(1, 2)).sum().backward()
+assert len(seen) == 2 * len(ways) and set(seen) == {torch.float32}, seen
+assert not {'mmcv', 'mmcv.ops', 'mmdet'} & set(sys.modules)
+for function in (torch.abs, lambda x: torch.where(x > 0, x, 0.0), lambda x: torch.masked_fill(x, x > 0, 1.0), torch.linalg.inv):
+    torch.compile(function, fullgraph=True, backend='eager')(torch.eye(4))
+"""
+
+
+def test_references_from_before_the_import_and_what_is_compiled_later() -> None:
+    """Checkpointing imports torch._dynamo in a forward, which knows functions by identity, while some are replaced.
+
+    And the registry imports none of the packages whose functions it names.
+    """
+    done = subprocess.run([sys.executable, '-c', SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
