@@ -94,25 +94,6 @@ def test_ranges_of_numbers_of_every_kind() -> None:
     check_ranges(module['ranges']['weights'], layer.weight.detach().double())
 
 
-def test_numbers_reach_function_file_and_caller(tmp_path: Path) -> None:
-    model, optimizer = start('O2', torch.device('cpu'))
-    heard: list[tuple[int, dict[str, float]]] = []
-    with amp.monitor(optimizer, 4, folder=tmp_path, log=lambda at, numbers: heard.append((at, numbers))) as watch:
-        assert watch.read() == {}
-        for step in range(9):
-            backward(model, optimizer, step, math.inf if step in (1, 2) else 1.0)
-            optimizer.step()
-        assert watch.read() == heard[-1][1]
-    assert [at for at, _ in heard] == [1, 4, 8]
-    assert [(numbers['amp_skipped'], numbers['amp_scale']) for _, numbers in heard] == [
-        (0, 2**16),
-        (2, 2**14),
-        (2, 2**14),
-    ]
-    lines = [json.loads(line) for line in (tmp_path / 'amp_monitor.jsonl').read_text().splitlines()]
-    assert lines == [{'iteration': at, **numbers} for at, numbers in heard]
-
-
 def test_nothing_is_measured_in_fp32(device: torch.device, tmp_path: Path) -> None:
     model, optimizer = start('O0', device)
     with amp.monitor(optimizer, 1, folder=tmp_path, ranges_interval=1) as watch:

@@ -184,7 +184,7 @@ def examine(
         # with a static one, nothing is checked
         options.setdefault('loss_scale', 'dynamic')
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, **{'verbosity': 0, **options})
     with amp.monitor(optimizer, folder=folder, max_reports=max_reports) as watch:
         for index, x in enumerate(inputs):
             last = (index + 1) % passes == 0
