@@ -116,16 +116,9 @@ def test_measuring_does_not_read_the_device(device: torch.device) -> None:
 @pytest.mark.parametrize('name', ['interval', 'ranges_interval'])
 def test_interval_is_a_whole_number_above_zero(name: str) -> None:
     _, optimizer = start('O2', torch.device('cpu'))
-    wrong = []
-    for value in (0, -1, 2.5, True, '5', np.int64(0), np.float64(2.0), np.bool_(True)):
-        for make in (lambda **words: amp.monitor(optimizer, **words), AmpMonitorHook):
-            try:
+    for make in (lambda **words: amp.monitor(optimizer, **words), AmpMonitorHook):
+        for value in (0, -1, 2.5, True, '5', np.int64(0), np.float64(2.0), np.bool_(True)):
+            with pytest.raises(AmpConfigError, match=f'{name}='):
                 make(**{name: value})
-                wrong.append(value)
-            except AmpConfigError as error:
-                if f'{name}=' not in str(error):
-                    wrong.append(str(error))
-    assert wrong == []
-    for value in (1, np.int64(50), np.uint8(3)):
-        AmpMonitorHook(**{name: value})
-        amp.monitor(optimizer, **{name: value}).close()
+        for value in (1, np.int64(50), np.uint8(3)):
+            make(**{name: value})

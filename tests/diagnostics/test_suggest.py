@@ -20,7 +20,6 @@ from mmengine.optim import build_optim_wrapper
 from pairs import pairs
 from planted_overflows import Act, Fault
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from amp_wrapper import AmpError, AmpOptimWrapper, FusedAdamW, FusedSGD, LevelSuggestion, amp
 
@@ -309,22 +308,6 @@ def test_error_at_a_later_step_is_no_matter_of_the_loss_scale(call: int) -> None
     assert found.level == 'O0'
     assert 'index out of range' in against(found, 'O5')
     assert entry(found, 'O5')['reasons'][0]['kind'] != 'scale'
-
-
-@pytest.mark.parametrize('reentrant', [True, False])
-def test_segments_that_are_computed_again_are_not_counted(reentrant: bool) -> None:
-    class Segments(Plain):
-        again = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            return self.head(checkpoint(self.net, x, use_reentrant=reentrant) if self.again else self.net(x))
-
-    counted = []
-    for again in (True, False):
-        Segments.again = again
-        counted.append(entry(suggest(Segments(), levels=['O5']), 'O5')['memory']['counted']['activations'])
-    assert counted[0] < 0.7 * counted[1]
 
 
 # -- it changes nothing ----------------------------------------------------------------------------------------------
