@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from op_lists import skip_without_library
@@ -11,3 +20,19 @@ from op_lists import skip_without_library
 def library(device: torch.device) -> None:
     """For tests of what only compiled kernels do."""
     skip_without_library(device)
+
+
+@pytest.fixture(scope='session')
+def other_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What a new process says with an instruction set of torch's: see ``worker.py``. One for several tests."""
+
+    @functools.cache
+    def run(capability: str) -> dict[str, Any]:
+        env = {**os.environ, 'ATEN_CPU_CAPABILITY': capability, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, str(Path(__file__).with_name('worker.py')), str(tmp_path_factory.mktemp('worker'))]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    return run

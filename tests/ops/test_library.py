@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -74,50 +72,18 @@ def test_library_serves_what_it_says(device: torch.device) -> None:
     assert all(hasattr(ops, name) for name in ops.__all__)
 
 
-#: Warns in a new process, which has not warned before.
-PROGRAM = """
-import json, os, sys, warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter('always')
-    import torch
-    from amp_wrapper import ops
-    results, codes = [], []
-    for setting in json.loads(sys.argv[1]):
-        if not os.fork():
-            os.environ['AMP_WRAPPER_OPS'] = setting
-            for _ in range(3):
-                targets = [torch.zeros(2)]
-                ops.multi_tensor_scale([torch.ones(2)], targets, torch.tensor(3.0), torch.tensor(0.0))
-                ops.multi_tensor_l2norm(targets)
-            said = [str(w.message) for w in caught if 'compiled ops' in str(w.message)]
-            print(json.dumps([said, targets[0].tolist(), ops.backend()]), flush=True)
-            os._exit(0)
-        codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
-    assert codes == [0] * len(codes)
-"""
-
-
-def test_one_warning_says_why_there_is_no_library_and_how_to_get_it(tmp_path: Path) -> None:
-    chosen = tmp_path / 'chosen'
-    chosen.mkdir()
-    record = dict(built=False, reason='AMP_WRAPPER_WITH_OPS=0 was set', chosen=True)
-    (chosen / '_build.json').write_text(json.dumps(record), encoding='utf-8')
-    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, sys.path))}
-    settings = [str(tmp_path), str(chosen), 'reference']
-    done = subprocess.run(
-        [sys.executable, '-c', PROGRAM, json.dumps(settings)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    missing, *wanted = map(json.loads, done.stdout.splitlines())
+def test_one_warning_says_why_there_is_no_library_and_how_to_get_it(other_process: Any) -> None:
+    """In a new process, which has not warned before."""
+    missing, *chosen = other_process('avx2')['said']
     assert len(missing[0]) == 1 and 'never built' in missing[0][0] and 'build-ops' in missing[0][0]
-    assert 'AMP_WRAPPER_OPS=reference' in missing[0][0]
-    assert missing[1:] == [[3.0, 3.0], 'reference (plain torch)']
+    assert 'AMP_WRAPPER_OPS=reference' in missing[0][0] and missing[1] == [3.0, 3.0]
     # nobody is told what he has chosen
-    assert wanted == [[[], [3.0, 3.0], 'reference (plain torch)']] * 2
+    assert chosen == [[[], [3.0, 3.0]]] * 2
+
+
+@pytest.mark.xfail(strict=True, reason='ops')
+def test_argument_with_a_lone_surrogate_does_not_end_the_process(library: None, other_process: Any) -> None:
+    assert other_process('avx2')['ended'] == 0
 
 
 def test_importing_and_using_the_ops_warns_of_nothing_where_they_are_built(device: torch.device) -> None:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -395,55 +391,11 @@ def test_split_masters_are_exact(dtype: torch.dtype, device: torch.device) -> No
         assert torch.equal(joined(weight, remainder)[there], old[there])
 
 
-#: In units in the last place of the largest weight. Every step rounds the weight once, to half a unit; the sum of 300 such
-#: errors is 150 units at most, and far less where they are not all of one sign. Without weight decay: its product is rounded
-#: the same way in step after step.
-ULPS = 32
-
-
-@pairs(name=KINDS, partner=[None, F16, BF16])
-def test_many_steps_stay_near_float64(name: str, partner: torch.dtype | None, device: torch.device) -> None:
-    generator = np.random.default_rng(5)
-    model = (generator.random(64) + 0.5).astype(np.float32).astype(np.float64)
-    hyper = table(name, 3, device)[:1]
-    hyper[0, 0] /= 100
-    hyper[0, 4] = 0.0
-    lr, one, two, eps, *_ = (float(np.float32(number)) for number in hyper[0].tolist())
-    betas = hyper[0, 1:3].tolist()
-    weight, partners = torch.from_numpy(model).to(device, F32), []
-    if partner is not None:
-        # exact in both types: a master may begin with a remainder of zero
-        model = torch.from_numpy(model).to(partner).double().numpy()
-        weight = torch.from_numpy(model).to(device, partner)
-        partners = [torch.zeros(64, dtype=torch.int16, device=device)]
-    first, second, most = (np.zeros_like(model) for _ in range(3))
-    states = [[torch.zeros(64, device=device)] for _ in STATES[name]]
-    steps, grads = [scalar(device)], generator.standard_normal((300, 64)).astype(np.float32)
-    for index, grad in enumerate(torch.from_numpy(grads).to(device)):
-        decision, rows = prologue(name, steps, hyper, device)
-        update(name, Lists([grad], [weight], states, partners), rows, decision)
-        g = -grads[index].astype(np.float64)
-        if name == 'adam':
-            first += float(np.float32(1 - betas[0])) * (g - first)
-            second = two * second + float(np.float32(1 - betas[1])) * g * g
-            most = np.maximum(most, second)
-            corrections = 1 - betas[0] ** (index + 1), 1 - betas[1] ** (index + 1)
-            model = model - hyper[0, 0].item() / corrections[0] * first / (np.sqrt(most / corrections[1]) + eps)
-        else:
-            first = g.copy() if index == 0 else one * first + float(np.float32(1 - betas[1])) * g
-            model = model - lr * (g + one * first)
-    result = weight if not partners else joined(weight, partners[0])
-    error = np.abs(result.cpu().double().numpy() - model).max() / np.spacing(np.float32(np.abs(model).max()))
-    assert error <= ULPS, error
-
-
-# -- other processes --------------------------------------------------------------------------------------------------
+# -- instruction sets -------------------------------------------------------------------------------------------------
 
 
 def digests(device: torch.device) -> list[str]:
     """Of what every kernel of a step and of unscaling gives."""
-    import hashlib
-
     found = []
     for name, flags in itertools.product(KINDS, range(4)):
         lists = plain_lists(name, [(size,) for size in (5, 37, 64, 1000, 33000)], device, special=True, seed=flags)
@@ -460,23 +412,10 @@ def digests(device: torch.device) -> list[str]:
 
 
 @pytest.mark.parametrize('capability', ['avx2', pytest.param('default', marks=pytest.mark.long)])
-def test_instruction_sets_give_the_same_bits(capability: str, device: torch.device) -> None:
+def test_instruction_sets_give_the_same_bits(capability: str, device: torch.device, other_process: Any) -> None:
     if device.type != 'cpu' or torch.backends.cpu.get_cpu_capability().lower() not in ('avx512', 'avx2'):
         pytest.skip('this processor has no other instruction set')
-    environment = {
-        **os.environ,
-        'ATEN_CPU_CAPABILITY': capability,
-        'PYTHONPATH': os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False, cwd=Path.cwd()
-    )
-    assert done.returncode == 0, done.stderr
-    found, results = json.loads(done.stdout)
+    found = other_process(capability)
     # torch 2.6 calls it so
-    assert found.lower().replace('no avx', 'default') == capability
-    assert results == digests(device)
-
-
-if __name__ == '__main__':
-    print(json.dumps([torch.backends.cpu.get_cpu_capability(), digests(torch.device('cpu'))]))
+    assert found['capability'].lower().replace('no avx', 'default') == capability
+    assert found['digests'] == digests(device)
