@@ -218,6 +218,11 @@ NEWEST: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     'a pointer to nothing': (lambda folder: point(folder, 'nothing'), 3, 'nothing'),
     'a pointer that is no name': (lambda folder: point(folder, 'a\0b'), 3, 'last_checkpoint'),
     'a long pointer': (lambda folder: point(folder, 'x' * 5000), 3, 'last_checkpoint'),
+    'a name of its own': (
+        lambda folder: [(folder / 'epoch_3.pth').rename(folder / 'ep_3.pt'), point(folder, 'ep_3.pt')],
+        3,
+        'ep_3.pt',
+    ),
     'other files': (beside, 3, 'epoch_3.pth'),
     'a half-written pointer': (lambda folder: [point(folder, ''), cut(folder / 'epoch_3.pth')], 2, 'truncated'),
 }

@@ -190,6 +190,17 @@ def test_learning_rates_of_any_schedule_are_taken(value: Any) -> None:
     assert float(wrapper.optimizer.param_groups[0]['lr']) == float(value)
 
 
+def test_state_may_lack_what_a_schedule_has_turned_off() -> None:
+    """Where momentum has sunk to 0, a parameter that comes into use has no buffer, and needs none."""
+    model, wrapper = wrapped('O5', lambda p: t.RMSprop(p, lr=0.1, momentum=0.9))
+    train(model, wrapper)
+    state = copy.deepcopy(wrapper.state_dict())
+    del state['state'][1]['momentum_buffer']
+    state['param_groups'][0]['momentum'] = 0.0
+    wrapper.load_state_dict(state)
+    train(model, wrapper)
+
+
 def test_state_of_another_optimizer_is_refused() -> None:
     states = {}
     for name in ('SGD momentum', 'Adam'):

@@ -77,6 +77,9 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         for at in range(1, 6)
     ]
     (shown / 'scalars.json').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    counted = {'fc.weight': {'elements': 4, 'largest': 1.0, 'zeros': 1, 'nonfinite': 0, 'powers': {'-3': 3}}}
+    ranges = {'iteration': 1, 'dtype': 'float16', 'loss_scale': 8.0, 'gradients': counted, 'weights': counted}
+    (shown / 'amp_ranges.jsonl').write_text(json.dumps(ranges) + '\n')
     return 'work_dirs/cnn'
 
 
@@ -93,15 +96,26 @@ def test_plot(log: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert '>T</text>' in text and 'Loss scale' in text and 'Gradient norm' not in text
 
 
+@pytest.mark.parametrize(('words', 'file'), [(['--ranges'], 'amp_ranges.png'), (['--layer', 'fc'], 'amp_layer.png')])
+def test_ranges_are_drawn(words: list[str], file: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(['plot', log, *words]) == 0
+    assert capsys.readouterr().out == f'{file}\n' and Path(file).read_bytes().startswith(b'\x89PNG')
+
+
 @pytest.mark.parametrize(
     ('words', 'text'),
     [
         (['--out', 'a.jpg'], '.png or .svg'),
         (['--from', '9'], 'nothing to draw from iteration 9'),
-        (['--ranges'], 'amp_ranges.jsonl'),
+        (['--layer', 'fd'], "layer='fd'"),
+        (['work_dirs/cnn', '--ranges'], 'give one'),
+        (['--ranges', '--layer', 'fc'], 'give one'),
+        (['--ranges', '--panels', 'loss'], '--panels'),
     ],
 )
-def test_nothing_is_drawn_in_vain(words: list[str], text: str, log: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_refuses_and_draws_nothing(
+    words: list[str], text: str, log: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(['plot', log, *words]) == 1
     said = capsys.readouterr()
     assert text in said.err and said.err.count('\n') == 1 and said.out == '' and not list(Path().glob('*.png'))
