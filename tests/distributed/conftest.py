@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from fsdp import skip_without_fsdp
 from on_ranks import Group
 
 
@@ -22,3 +23,9 @@ def ranks_of(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> 
     yield group
     for each in groups.values():
         each.close()
+
+
+@pytest.fixture(autouse=True)
+def _skip_old(request: pytest.FixtureRequest, device: torch.device) -> None:
+    if 'shard' in request.node.nodeid and 'sharded_optimizers' not in request.node.nodeid:
+        skip_without_fsdp(device.type)

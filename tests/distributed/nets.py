@@ -99,7 +99,7 @@ class Door:
             with self.wrapper.optim_context(self.model):
                 loss = call(x, **words)
             self.wrapper.backward(self.wrapper.scale_loss(loss * factor), loss_id=loss_id)
-        return loss.detach()  # type: ignore[no-any-return]
+        return loss.detach()
 
     def step(self) -> bool:
         """Step and clear; whether the step was skipped."""
@@ -117,9 +117,15 @@ class Training(Door):
     """
 
     def __init__(
-        self, here: Here, level: str, door: str = 'wrapper', optimizer: str = 'SGD', ddp: Any = None,
-        side: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        here: Here,
+        level: str,
+        door: str = 'wrapper',
+        optimizer: str = 'SGD',
+        ddp: Any = None,
+        side: bool = False,
+        **options: Any,
+    ) -> None:
         self.side, self.is_split = side, optimizer == 'split'
         net, self.plain = (Exact().to(here.device) for _ in range(2))
         for each in (net, self.plain):
@@ -206,7 +212,7 @@ class Block(nn.Module):
         return x + self.down(self.place(self.up(self.norm(self.bn(x)))).relu())
 
     def forward(self, x: Tensor, recompute: bool = False) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False) if recompute else self.body(x)  # type: ignore[no-any-return]
+        return checkpoint(self.body, x, use_reentrant=False) if recompute else self.body(x)
 
 
 class Net(nn.Module):
@@ -265,7 +271,7 @@ def wrapped(here: Here, model: nn.Module, kind: Any = DistributedDataParallel, *
 
 def optim_wrapper(parameters: Iterable[Tensor], level: str, optimizer: Any = torch.optim.SGD, **options: Any) -> Any:
     options = {'loss_scale': 64.0, 'verbosity': 0, **options}
-    return AmpOptimWrapper(opt_level=level, optimizer=optimizer(parameters, lr=0.1, momentum=0.9), **options)  # type: ignore[arg-type]
+    return AmpOptimWrapper(opt_level=level, optimizer=optimizer(parameters, lr=0.1, momentum=0.9), **options)
 
 
 def backward(wrapper: AmpOptimWrapper, model: nn.Module, inputs: Tensor, **words: Any) -> Tensor:

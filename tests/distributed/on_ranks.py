@@ -52,8 +52,8 @@ def on_ranks(world: int = 2) -> Callable[[Callable[..., None]], Callable[..., No
 
         own = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ('ranks_of', 'tmp_path')]
         parameters = list(inspect.signature(body).parameters.values())[1:]
-        test.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
-        test.on_rank = body  # type: ignore[attr-defined]
+        test.__signature__ = inspect.Signature([*own, *parameters])
+        test.on_rank = body
         return test
 
     return decorate
@@ -89,9 +89,9 @@ class Group:
             left = {self._links[rank]: rank for rank in range(self.world) if rank not in found}
             for link in wait(list(left), timeout=end - time.monotonic()):
                 try:
-                    found[left[link]] = link.recv()  # type: ignore[index, union-attr]
+                    found[left[link]] = link.recv()
                 except (EOFError, ConnectionError):
-                    found[left[link]] = 'killed'  # type: ignore[index]
+                    found[left[link]] = 'killed'
             if any(found.values()):
                 # the others wait for an answer that will not come
                 end = min(end, time.monotonic() + 10)

@@ -142,9 +142,12 @@ def test_accumulated_gradients_are_within_the_documented_bound(here: Here, level
     nn.init.zeros_(net.weight)
     model = wrapped(here, net)
     wrapper = optim_wrapper(
-        model.parameters(), level, lambda parameters, **_: torch.optim.SGD(parameters, lr=1.0),
-        accumulative_counts=counts, accumulate_in_fp32=wide,
-    )  # fmt: skip
+        model.parameters(),
+        level,
+        lambda parameters, **_: torch.optim.SGD(parameters, lr=1.0),
+        accumulative_counts=counts,
+        accumulate_in_fp32=wide,
+    )
     wrapper.initialize_count_status(model, 0, counts)
     parts = [batch(here, number, rows=1, width=64).to(half) for number in range(counts)]
     for part in parts:

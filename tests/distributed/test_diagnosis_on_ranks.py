@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from bits import differences
-from fsdp import skip_without_fsdp
 from nets import HALF, Door, Net, batch, mesh_of, same_on_all_ranks
 from on_ranks import Here, on_ranks
 from torch import Tensor, nn
@@ -112,9 +111,3 @@ def test_sharded_models_are_watched_in_training(here: Here, level: str) -> None:
         assert not any(each.module for each in watch.diagnoses)
         assert numbers['amp_skipped'] == 2
         assert numbers['amp_weight_peak'] >= math.log2(largest / torch.finfo(HALF[level]).max) - 0.1
-
-
-@pytest.fixture(autouse=True)
-def _skip_old(request: pytest.FixtureRequest, device: torch.device) -> None:
-    if 'sharded' in request.node.name:
-        skip_without_fsdp(device.type)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from bits import differences
-from fsdp import skip_without_fsdp
 from mmengine.optim import OptimWrapperDict
 from nets import HALF, LEVELS, Block, Door, Net, batch, mesh_of, optim_wrapper, same_on_all_ranks, step, whole, wrapped
 from on_ranks import Here, on_ranks
@@ -28,15 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import amp_wrapper
-from amp_wrapper import (
-    AmpOptimWrapper,
-    AmpUsageError,
-    FusedAdamW,
-    FusedSGD,
-    MMFullyShard,
-    OverflowStreakError,
-    amp,
-)
+from amp_wrapper import AmpOptimWrapper, AmpUsageError, FusedAdamW, FusedSGD, MMFullyShard, OverflowStreakError, amp
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     'AdamW': lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=1e-4),
@@ -45,11 +36,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 #: At O3, gradients below float16's normal numbers are rounded before or after the division by the number of ranks.
 EXACT = ('O0', 'O1', 'O2', 'O4', 'O5')
-
-
-@pytest.fixture(autouse=True)
-def _skip_old(device: torch.device) -> None:
-    skip_without_fsdp(device.type)
 
 
 class Run(Door):
@@ -67,14 +53,20 @@ class Run(Door):
     """
 
     def __init__(
-        self, here: Here, level: str, how: str, optimizer: str = 'FusedAdamW', sharding: Any = None,
-        recompute: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        here: Here,
+        level: str,
+        how: str,
+        optimizer: str = 'FusedAdamW',
+        sharding: Any = None,
+        recompute: bool = False,
+        **options: Any,
+    ) -> None:
         net = Net(recompute).to(here.device)
         # no overflow at the first step
         options = {'loss_scale': dict(init_scale=1024.0) if level in ('O1', 'O2') else None, **options}
         if how in ('before', 'wrapper'):
-            amp_wrapper.fully_shard(net, level, mesh=mesh_of(here), **(sharding or {}))  # type: ignore[arg-type]
+            amp_wrapper.fully_shard(net, level, mesh=mesh_of(here), **(sharding or {}))
         elif how == 'mesh':
             options |= dict(mesh=mesh_of(here), sharding=sharding)
         door, ddp = 'wrapper' if how.endswith('wrapper') else 'amp', {} if 'ddp' in how else None
@@ -94,7 +86,7 @@ class Run(Door):
     def result(self) -> dict[str, Any]:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group['params']]
         state = [dict(self.optimizer.state.get(parameter, {})) for parameter in parameters]
-        return whole(dict(weights=dict(self.net.state_dict()), state=state, losses=self.losses, skips=self.skips))  # type: ignore[no-any-return]
+        return whole(dict(weights=dict(self.net.state_dict()), state=state, losses=self.losses, skips=self.skips))
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -168,7 +160,7 @@ def test_modules_compute_in_the_types_of_the_level(here: Here, level: str, keep:
     net.first, net.second = Seen(4, 5), Seen(5, 3)
     keeps = dict(keep_fp32=[keep]) if keep and level in ('O2', 'O5') else {}
     optimizer = FusedAdamW(net.to(here.device).parameters())
-    amp.initialize(net, optimizer, opt_level=level, mesh=mesh_of(here), verbosity=0, **keeps)  # type: ignore[call-overload]
+    amp.initialize(net, optimizer, opt_level=level, mesh=mesh_of(here), verbosity=0, **keeps)
     half = {HALF.get(level, torch.float32)}
     for training in (True, False):
         net.train(training)
@@ -195,7 +187,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_shards(here: Here, level: st
     for how in ('wrapper', 'ddp wrapper'):
         run = Run(here, level, how, optimizer, clip_grad=CLIPS[clip])
         run.train(range(1))
-        norms = [] if clip == 'value' else [float(run.wrapper.message_hub.get_scalar('train/grad_norm').current())]  # type: ignore[union-attr]
+        norms = [] if clip == 'value' else [float(run.wrapper.message_hub.get_scalar('train/grad_norm').current())]
         run.train(range(1, 2))
         found.append((norms, run.result()['weights']))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
@@ -203,33 +195,30 @@ def test_gradients_are_clipped_by_the_norm_over_all_shards(here: Here, level: st
         torch.testing.assert_close(value, found[1][1][name], rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pairs(optimizer=('AdamW', 'FusedAdamW'), rank=(0, 1))
+@on_ranks()
+def test_errors_about_overflows_are_the_same_on_all_ranks(here: Here, optimizer: str, rank: int) -> None:
+    run = Run(here, 'O5', 'wrapper', optimizer, clip_grad=dict(max_norm=1.0, error_if_nonfinite=True))
+    with pytest.raises(RuntimeError, match='non-finite'):
+        run.train(range(1), bad=(0, rank))
+    run = Run(here, 'O2', 'wrapper', optimizer, max_consecutive_skips=1)
+    with pytest.raises(OverflowStreakError, match=r'stem\.weight') as error:
+        run.train(range(1), bad=(0, rank))
+    text = torch.tensor(bytearray(str(error.value).encode()), dtype=torch.uint8)
+    same_on_all_ranks(here, [text.to(here.device)], 'the error')
+
+
 @pairs(optimizer=('AdamW', 'FusedAdamW'), row=(0, 3))
 @on_ranks()
 def test_nan_is_not_lost_in_a_maximum_over_ranks(here: Here, optimizer: str, row: int) -> None:
     net: Any = amp_wrapper.fully_shard(nn.Linear(3, 4).to(here.device), 'O0', mesh=mesh_of(here))
     clip = dict(max_norm=0.1, norm_type='inf', error_if_nonfinite=True)
-    wrapper = optim_wrapper(
-        [], 'O0', lambda *_, **__: OPTIMIZERS[optimizer](net.parameters()), clip_grad=clip, loss_scale=None
-    )
-    with wrapper.optim_context(net):
-        out = net(torch.ones(2, 3, device=here.device))
-    mask = torch.ones_like(out)
+    door = Door(here, net, OPTIMIZERS[optimizer](net.parameters()), 'O0', 'wrapper', clip_grad=clip)
+    mask = torch.ones(2, 4, device=here.device)
     mask[:, row] = math.nan
+    door.backward(torch.ones(2, 3, device=here.device), call=lambda x: (net(x) * mask).sum())
     with pytest.raises(RuntimeError, match='non-finite'):
-        wrapper.update_params((out * mask).sum())
-
-
-@pairs(optimizer=('AdamW', 'FusedAdamW'))
-@on_ranks()
-def test_errors_about_overflows_are_the_same_on_all_ranks(here: Here, optimizer: str) -> None:
-    run = Run(here, 'O5', 'wrapper', optimizer, clip_grad=dict(max_norm=1.0, error_if_nonfinite=True))
-    with pytest.raises(RuntimeError, match='non-finite'):
-        run.train(range(1), bad=(0, 0))
-    run = Run(here, 'O2', 'wrapper', optimizer, max_consecutive_skips=1)
-    with pytest.raises(OverflowStreakError, match=r'stem\.weight') as error:
-        run.train(range(1), bad=(0, 1))
-    text = torch.tensor(bytearray(str(error.value).encode()), dtype=torch.uint8)
-    same_on_all_ranks(here, [text.to(here.device)], 'the error')
+        door.step()
 
 
 def _gradients(here: Here, level: str, how: str, last: bool = False, losses: int = 1) -> Tensor:
@@ -237,7 +226,7 @@ def _gradients(here: Here, level: str, how: str, last: bool = False, losses: int
     run = Run(here, level, how, 'FusedSGD', num_losses=losses)
     for number in range(3):
         if last:
-            run.net.set_requires_gradient_sync(number == 2)  # type: ignore[operator]
+            run.net.set_requires_gradient_sync(number == 2)
         run.one_pass(number, loss_id=number % losses)
     grads = [parameter.grad for parameter in amp.master_params(run.optimizer)]
     return torch.cat([whole(grad).double().flatten() for grad in grads])
@@ -263,12 +252,12 @@ def test_no_sync_adds_up_in_fp32(here: Here, level: str) -> None:
     """Of sixteen micro-batches, unless another type is asked for."""
     found = {}
     for name, words in (('each', {}), ('last', dict(no_sync=True)), ('bf16', dict(no_sync=True, reduce_dtype='bf16'))):
-        model = MMFullyShard(Net().to(here.device), **words)  # type: ignore[arg-type]
+        model = MMFullyShard(Net().to(here.device), **words)
         optimizer = FusedSGD(model.parameters(), lr=0.0)
         wrapper = AmpOptimWrapper(
-            optimizer=optimizer, opt_level=level, accumulative_counts=16, loss_scale=64.0, verbosity=0  # type: ignore[arg-type]
-        )  # fmt: skip
-        model.shard(amp_wrapper.resolve(level), [optimizer])  # type: ignore[arg-type]
+            optimizer=optimizer, opt_level=level, accumulative_counts=16, loss_scale=64.0, verbosity=0
+        )
+        model.shard(amp_wrapper.resolve(level), [optimizer])
         wrapper.initialize_count_status(model, 0, 16)
         for number in range(16):
             with wrapper.optim_context(model):
@@ -285,10 +274,8 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     'BatchNorm as the rest': (dict(keep_batchnorm_fp32=False), 'blocks.0 blocks.1'),
     'all blocks at once': (dict(blocks='blocks'), 'blocks blocks.0.bn blocks.1.bn bn'),
     'kept parts': (dict(blocks=Block, keep_fp32=['head', 'blocks.1']), 'blocks.0 blocks.1 blocks.0.bn bn head'),
-    'by class and name': (
-        dict(blocks=['blocks.1', 'Block']), 'blocks.0 blocks.1 blocks.0.bn blocks.1.bn bn'
-    ),
-}  # fmt: skip
+    'by class and name': (dict(blocks=['blocks.1', 'Block']), 'blocks.0 blocks.1 blocks.0.bn blocks.1.bn bn'),
+}
 
 
 @pairs(case=GROUPS)
@@ -340,7 +327,7 @@ def test_two_wrappers_step_parts_of_one_sharded_model(here: Here, level: str) ->
             for index, parameter in enumerate(net.parameters()):
                 parameter.copy_(torch.linspace(-1 - index, 1, parameter.numel()).view_as(parameter))
         if sharded:
-            amp_wrapper.fully_shard(net, level, mesh=mesh_of(here))  # type: ignore[arg-type]
+            amp_wrapper.fully_shard(net, level, mesh=mesh_of(here))
         model = net if sharded else wrapped(here, net)
         wrappers = OptimWrapperDict(
             **{name: optim_wrapper(net[i].parameters(), level, FusedSGD) for i, name in enumerate('gd')}
@@ -355,14 +342,12 @@ def test_two_wrappers_step_parts_of_one_sharded_model(here: Here, level: str) ->
 
 
 class Mixed(nn.Module):
-    """A parameter of another type than those of the layers."""
+    """A layer, and a parameter of another type."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        self.own = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad='int' not in str(dtype))
         self.layer = nn.Linear(6, 4)
-        floating = dtype.is_floating_point or dtype.is_complex
-        self.own = nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=floating)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.layer(x) * self.own.abs().to(x.dtype)).square().mean()
@@ -372,15 +357,14 @@ class Mixed(nn.Module):
 @pairs(dtype=('float64', 'complex64', 'int64', 'int8'), level=('O0', 'O4', 'O5'))
 @on_ranks()
 def test_parameters_of_other_types_are_sharded_apart(here: Here, dtype: str, level: str) -> None:
-    kind = getattr(torch, dtype)
-    net = Mixed(kind).to(here.device)
+    net = Mixed(getattr(torch, dtype)).to(here.device)
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
     training = Door(here, net, optimizer, level, mesh=mesh_of(here))
     before = whole(dict(net.state_dict()))
     training.backward(batch(here, 0))
     training.step()
     after = whole(dict(net.state_dict()))
-    assert after['own'].dtype is kind
+    assert after['own'].dtype is getattr(torch, dtype)
     assert not torch.equal(after['layer.weight'], before['layer.weight'])
     same_on_all_ranks(here, after.values(), dtype)
 
@@ -485,13 +469,13 @@ def test_meshes_of_four_ranks_follow_one_process(here: Here, how: str, level: st
             fully_shard(module, mesh=grid['replicate'], mp_policy=policy)
     else:
         mesh = grid if how == 'repeated' else mesh_of(here)
-        amp_wrapper.fully_shard(net, level, mesh=mesh, reduce_dtype='float32')  # type: ignore[arg-type]
+        amp_wrapper.fully_shard(net, level, mesh=mesh, reduce_dtype='float32')
     found = []
     for model, parts in ((net, [mine]), (_transformer(here), list(ranks))):
         clips = dict(clip_grad=dict(CLIPS[clip], max_norm=0.05)) if clip else {}
         wrapper = AmpOptimWrapper(
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0, **clips  # type: ignore[arg-type]
-        )  # fmt: skip
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0, **clips
+        )
         for number in range(3):
             step(wrapper, model, torch.cat([batch(here, number, rank) for rank in parts]))
         found.append(whole(dict(model.state_dict())))

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import toy
 from bits import differences
-from fsdp import skip_without_fsdp
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
@@ -40,12 +39,6 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     'sharded and repeated': dict(type='amp_wrapper.MMFullyShard', mesh=(2, 1)),
     'sharded, no_sync': dict(type='amp_wrapper.MMFullyShard', no_sync=True, reduce_dtype='float32'),
 }
-
-
-@pytest.fixture(autouse=True)
-def _skip_old(request: pytest.FixtureRequest, device: torch.device) -> None:
-    if 'shard' in request.node.name:
-        skip_without_fsdp(device.type)
 
 
 @HOOKS.register_module(force=True)
@@ -310,9 +303,9 @@ def accumulate(here: Here, level: str, losses: int, sharded: bool) -> None:
     torch.manual_seed(0)
     net = nn.Linear(2, 3).to(here.device)
     if sharded:
-        amp_wrapper.fully_shard(net, level, mesh=mesh_of(here))  # type: ignore[arg-type]
+        amp_wrapper.fully_shard(net, level, mesh=mesh_of(here))
     words = dict(opt_level=level, accumulative_counts=2, num_losses=losses, loss_scale=8.0, verbosity=0)
-    wrapper = AmpOptimWrapper(optimizer=FusedSGD(net.parameters(), lr=0.25, momentum=0.5), **words)  # type: ignore[arg-type]
+    wrapper = AmpOptimWrapper(optimizer=FusedSGD(net.parameters(), lr=0.25, momentum=0.5), **words)
     if sharded:
         wrapper.load_state_dict(torch.load(here.folder / 'saved', weights_only=True))
     wrapper.initialize_count_status(net, int(sharded), 100)

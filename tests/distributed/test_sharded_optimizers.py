@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from bits import differences
 from nets import Door, Net, batch, same_on_all_ranks, whole
-from on_ranks import Here, on_ranks
+from on_ranks import Group, Here, on_ranks
 from pairs import pairs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -54,7 +55,7 @@ def _set_gradients(sharded: nn.Module, whole: nn.Module, number: int) -> None:
         grad = torch.randn(full.shape, generator=generator, dtype=full.dtype).to(full.device)
         late = index == 3 and number < 2
         full.grad = None if late else grad
-        mine.grad = None if late else distribute_tensor(grad, mine.device_mesh, mine.placements)  # type: ignore[arg-type, attr-defined]
+        mine.grad = None if late else distribute_tensor(grad, mine.device_mesh, mine.placements)
 
 
 def _step_on_shards(here: Here, kind: str) -> None:
@@ -79,16 +80,12 @@ def _step_on_shards(here: Here, kind: str) -> None:
 
 
 @pytest.mark.parametrize('kind', FUSED)
-@on_ranks()
-def test_fused_steps_of_shards_have_the_bits_of_one_process(here: Here, kind: str) -> None:
+@pytest.mark.parametrize('world', [2, 4])
+def test_fused_steps_of_shards_have_the_bits_of_one_process(
+    ranks_of: Callable[[int], Group], tmp_path: Path, world: int, kind: str
+) -> None:
     """Uneven and empty shards, late gradients, a skipped step, a resume in the middle."""
-    _step_on_shards(here, kind)
-
-
-@pytest.mark.parametrize('kind', FUSED)
-@on_ranks(world=4)
-def test_fused_steps_where_ranks_have_no_part_of_a_parameter(here: Here, kind: str) -> None:
-    _step_on_shards(here, kind)
+    ranks_of(world).run(tmp_path, _step_on_shards, kind=kind)
 
 
 @on_ranks()
@@ -132,7 +129,7 @@ class Zero(Door):
         inside, words = INSIDE[kind]
         if zero:
             words = {**words, 'optimizer_class': inside, 'parameters_as_bucket_view': view}
-        optimizer: Any = (ZeroRedundancyOptimizer if zero else inside)(net.parameters(), **words)  # type: ignore[operator]
+        optimizer: Any = (ZeroRedundancyOptimizer if zero else inside)(net.parameters(), **words)
         super().__init__(here, net, optimizer, level, ddp={}, loss_scale=1024.0 if level in ('O1', 'O2') else None)
 
     def train(self, steps: range) -> None:
@@ -147,7 +144,7 @@ class Zero(Door):
             self.optimizer.consolidate_state_dict(to=0)
         box = [self.optimizer.state_dict() if self.here.rank == 0 else None]
         dist.broadcast_object_list(box, src=0)
-        return copy.deepcopy(box[0])  # type: ignore[return-value]
+        return copy.deepcopy(box[0])
 
     def elements(self) -> int:
         """How many numbers of state this rank holds."""
@@ -181,6 +178,6 @@ def test_zero_trains_as_the_optimizer_inside(here: Here, level: str, kind: str, 
 def test_zero_that_steps_inside_the_backward_pass_is_refused(here: Here) -> None:
     net = nn.Linear(4, 4).to(here.device)
     words = dict(optimizer_class=torch.optim.AdamW, overlap_with_ddp=True, lr=0.1)
-    optimizer = ZeroRedundancyOptimizer(net.parameters(), **words)  # type: ignore[arg-type]
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), **words)
     with pytest.raises(AmpAttachError, match='overlap_with_ddp'):
         amp.initialize(net, optimizer, opt_level='O5', verbosity=0)

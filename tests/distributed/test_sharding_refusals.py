@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from bits import differences
-from fsdp import skip_without_fsdp
 from nets import Block, Net, batch, mesh_of, whole
 from on_ranks import Here, on_ranks
 from pairs import pairs
@@ -18,11 +17,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import amp_wrapper
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, FusedAdamW, FusedSGD, amp
-
-
-@pytest.fixture(autouse=True)
-def _skip_old(device: torch.device) -> None:
-    skip_without_fsdp(device.type)
 
 
 def _by_torch(here: Here, dtype: torch.dtype | None, half: bool = False) -> Net:
@@ -45,12 +39,14 @@ UNFIT: dict[str, tuple[Callable[[Here], nn.Module], str, dict[str, Any]]] = {
     r'gathers its parameters in float32.*param_dtype=torch\.bfloat16': (lambda here: _by_torch(here, None), 'O5', {}),
     r'gathers its parameters in bfloat16, and O4': (lambda here: _by_torch(here, torch.bfloat16), 'O4', {}),
     r'param_dtype=torch\.float16': (
-        lambda here: _by_torch(here, torch.bfloat16), 'O2', dict(keep_batchnorm_fp32=False)
+        lambda here: _by_torch(here, torch.bfloat16),
+        'O2',
+        dict(keep_batchnorm_fp32=False),
     ),
     r'shards in float32': (lambda here: _by_torch(here, None), 'O3', {}),
     r'shards in bfloat16': (lambda here: _by_torch(here, None, half=True), 'O5', dict(from_16bit=True)),
     r'beyond the range of float16.*100000': (_large, 'O2', {}),
-}  # fmt: skip
+}
 
 
 @pairs(text=UNFIT)
@@ -68,7 +64,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(4), Block(4)])
-        self.layers[1].up.weight = self.layers[0].up.weight  # type: ignore[union-attr]
+        self.layers[1].up.weight = self.layers[0].up.weight
 
 
 class Scalar(nn.Linear):
