@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from pairs import pairs
 from planted_overflows import (
     ALL,
@@ -303,6 +306,7 @@ class Odd(Deep):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
+        self.last: Any = None
         # of which Python makes no copy
         self.lock = threading.Lock() if what == 'cannot be copied' else None
         Odd.calls = 0
@@ -313,7 +317,7 @@ class Odd(Deep):
             x = x.pop('x')
         if self.what == 'changes its input':
             x = x.sub_(0.5)
-        output = super().forward(x)
+        self.last = output = super().forward(x)
         if self.what == 'counts its calls':
             return square(output) * (torch.inf if Odd.calls == 2 else 1.0)
         return SimpleNamespace(y=output) if self.what == 'gives an object' else output
@@ -327,6 +331,8 @@ class Odd(Deep):
         # at O1 nothing casts the input first
         ('changes its input', 'O1', ['not_replayed', 'input']),
         ('empties its dict', 'O2', ['input', 'input']),
+        # a tensor with a graph, of which Python makes no copy
+        ('keeps its output', 'O2', ['input', 'input']),
     ],
 )
 def test_models_that_cannot_be_run_again_are_watched(what: str, level: str, causes: list[str]) -> None:
@@ -335,6 +341,16 @@ def test_models_that_cannot_be_run_again_are_watched(what: str, level: str, caus
         inputs = [{'x': x} for x in inputs]
     found = examine(Odd(what), level, inputs, lambda y: y if what == 'counts its calls' else square(getattr(y, 'y', y)))
     assert [each.cause for each in found] == causes
+
+
+def test_method_that_is_replaced_on_one_module_is_run_or_the_copy_refused() -> None:
+    """As mmengine's activation checkpointing does it: a copy with the method of the class would be another model."""
+    model = Deep()
+    turn_on_activation_checkpointing(model, ['blocks.1'])
+    forward = functools.partial(lambda x, original: in_range_of_fp32(original(x)), original=model.heads[0].forward)
+    model.heads[0].forward = forward  # type: ignore[assignment]
+    (found,) = examine(model, 'O2', batches(1))
+    assert (found.cause, found.module) in (('forward_range', 'heads.0'), ('not_replayed', ''))
 
 
 def test_evaluations_and_thrown_away_batches_are_not_blamed() -> None:
@@ -474,8 +490,9 @@ def test_number_that_float16_rounds_to_zero_gets_its_function_in_fp32(name: str,
             'Division by zero in float16 in the backward pass',
         ),
         (lambda x: (x * 0).sqrt(), 'O5', 'gradient_nan', 'Division by zero in bfloat16'),
+        (lambda x: x + F.mse_loss(x.float(), x.float() * 0 + 1e30).to(x.dtype), 'O5', 'loss', 'float32 overflow in '),
     ],
-    ids=['an overflow', 'backward in float16', 'backward'],
+    ids=['an overflow', 'backward in float16', 'backward', 'a loss'],
 )
 def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, level: str, cause: str, text: str) -> None:
     (found,) = between(act, level)
@@ -483,7 +500,7 @@ def test_overflow_and_division_in_the_backward_pass_are_called_so(act: Act, leve
     assert found.text.startswith(text)
     if cause == 'forward_range':
         assert {each.kind for each in found.remedies if each.finite} == {'keep_fp32', 'fp32_ops', 'bfloat16'}
-    else:
+    elif cause != 'loss':
         assert 'too large' not in found.text
 
 

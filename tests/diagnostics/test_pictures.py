@@ -170,6 +170,7 @@ def test_newest_training_of_a_work_dir_with_the_runs_that_it_resumed(tmp_path: P
     assert [point for points in drawn for point in points if point[1] > 1][:1] == [(50, 2.0)]
     assert (10, 1.0) in drawn[0]
     assert [[at for at, _ in points] for points in drawn[1:]] in ([[40, 40]], [[40]])
+    assert len(lines(plot_runs([tmp_path], first=50).axes[0])) == 1
 
 
 def test_file_that_goes_on_after_a_resume(tmp_path: Path) -> None:
@@ -242,6 +243,8 @@ def test_heat_map_of_ranges_has_the_medians(tmp_path: Path, monkeypatch: pytest.
     for _ in range(2):
         assert cli.main(['plot', str(tmp_path), '--ranges']) == 0
         meshes = [mesh for axes in figures[-1].axes for mesh in axes.collections if mesh.get_array() is not None]
+        # each cell lies around its iteration
+        assert meshes[0].get_coordinates()[0, :, 0].tolist() == [-4, 6, 16, 26]
         maps.append([np.ma.filled(mesh.get_array().astype(float), NAN).tolist() for mesh in meshes])
         rows = [{**row, 'without_scale': False} for row in rows]
         write(tmp_path / 'amp_ranges.jsonl', rows)

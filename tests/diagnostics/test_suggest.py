@@ -248,6 +248,8 @@ def test_known_answer(name: str) -> None:
     make, words, level, keep, unsuited = KNOWN[name]
     found = suggest(make(), **words)
     assert (found.level, found.keep_fp32) == (level, keep), str(found)
+    if level == 'O0':
+        assert ('no other level suits' if unsuited else 'saves a tenth') in found.reason
     tried = {each['level'] for each in found.data['levels']}
     # of a level that modules in FP32 have mended, the entry without them comes first
     for other in tried - {'O0', 'O3', level if keep else ''} | unsuited.keys():
