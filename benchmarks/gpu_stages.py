@@ -187,7 +187,8 @@ def steps(stage: str, arch: str = '') -> list[Step]:
     if stage == 'sanitizer':
         program = tool('compute-sanitizer') or 'compute-sanitizer'
         parity = _python(
-            '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '--device', 'cuda', 'tests/ops/test_ops_parity.py'
+            *('-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '--device', 'cuda'),
+            *('tests/ops/test_lists.py', 'tests/ops/test_steps.py'),
         )
         jobs = [
             Job(name, (program, '--tool', name, '--error-exitcode', '99', *parity),
