@@ -76,7 +76,7 @@ def test_several_losses_are_averaged_each(here: Here, level: str, door: str) -> 
 @pytest.mark.xfail(
     strict=True, reason='engine: what waits carries one scale, so several losses may wait for an average'
 )
-@pairs(level=('O2', 'O5'), door=('amp', 'wrapper'))
+@pytest.mark.parametrize(('level', 'door'), [('O2', 'amp'), ('O5', 'wrapper')])
 @on_ranks()
 def test_several_losses_under_no_sync(here: Here, level: str, door: str) -> None:
     training = Training(here, level, door, num_losses=2)

@@ -246,7 +246,7 @@ def test_sums_of_gradients_are_as_exact_as_those_of_ddp(here: Here, level: str, 
     assert float((_gradients(here, level, 'mesh', last, losses) - exact).norm()) <= bound
 
 
-@pairs(level=('O0', 'O2', 'O4', 'O5'))
+@pairs(level=('O0', 'O5'))
 @on_ranks()
 def test_no_sync_adds_up_in_fp32(here: Here, level: str) -> None:
     """Of sixteen micro-batches, unless another type is asked for."""
@@ -317,7 +317,7 @@ def test_ranks_begin_with_the_values_of_the_first(here: Here, two: bool) -> None
     assert all(map(torch.equal, whole(list(net.state_dict().values())), expected))
 
 
-@pairs(level=('O0', 'O2', 'O4', 'O5'))
+@pairs(level=('O0', 'O2', 'O5'))
 @on_ranks()
 def test_two_wrappers_step_parts_of_one_sharded_model(here: Here, level: str) -> None:
     found = []
@@ -369,7 +369,7 @@ def test_parameters_of_other_types_are_sharded_apart(here: Here, dtype: str, lev
     same_on_all_ranks(here, after.values(), dtype)
 
 
-@pairs(level=('O0', 'O2', 'O4', 'O5'))
+@pairs(level=('O0', 'O2', 'O5'))
 @on_ranks()
 def test_a_sharded_average_equals_that_of_ddp(here: Here, level: str) -> None:
     found = []
@@ -386,7 +386,7 @@ def test_a_sharded_average_equals_that_of_ddp(here: Here, level: str) -> None:
     assert differences(*found) == []
 
 
-@pairs(level=('O0', 'O2', 'O4', 'O5'), optimizer=('AdamW', 'FusedAdamW'), done=(1, 2))
+@pairs(level=('O0', 'O2', 'O5'), optimizer=('AdamW', 'FusedAdamW'), done=(1, 2))
 @on_ranks()
 def test_an_open_accumulation_is_saved(here: Here, level: str, optimizer: str, done: int) -> None:
     """Gradients of shards are averages, so they are in the state of the wrapper."""
@@ -405,7 +405,7 @@ def test_an_open_accumulation_is_saved(here: Here, level: str, optimizer: str, d
     assert differences(runs[0].result(), runs[1].result()) == []
 
 
-@pairs(level=EXACT, optimizer=OPTIMIZERS)
+@pairs(level=('O0', 'O2', 'O5'), optimizer=OPTIMIZERS)
 @on_ranks()
 def test_checkpoints_of_torch_resume_exactly(here: Here, level: str, optimizer: str) -> None:
     """``torch.distributed.checkpoint``, as without this package; BatchNorm's statistics are those of each rank."""
@@ -426,7 +426,7 @@ def test_checkpoints_of_torch_resume_exactly(here: Here, level: str, optimizer: 
     assert differences(runs[0].result(), runs[1].result()) == []
 
 
-@pairs(level=('O4', 'O5'), blocks=(False, True))
+@pytest.mark.parametrize(('level', 'blocks'), [('O4', True), ('O5', False)])
 @on_ranks()
 def test_compiled_sharded_models_follow_eager_training(here: Here, level: str, blocks: bool) -> None:
     found = []
@@ -476,9 +476,12 @@ def test_meshes_of_four_ranks_follow_one_process(here: Here, how: str, level: st
         wrapper = AmpOptimWrapper(
             optimizer=torch.optim.SGD(model.parameters(), lr=0.5), opt_level=level, verbosity=0, **clips
         )
+        norms: list[float] = []
         for number in range(3):
             step(wrapper, model, torch.cat([batch(here, number, rank) for rank in parts]))
-        found.append(whole(dict(model.state_dict())))
+            if clip:
+                norms.append(float(wrapper.message_hub.get_scalar('train/grad_norm').current()))
+        found.append(dict(whole(dict(model.state_dict())), norms=torch.tensor(norms)))
     unit = 2.0**-18 if level == 'O0' else 2.0**-7
     for name, value in found[0].items():
         torch.testing.assert_close(value, found[1][name], rtol=unit, atol=(1 if clip else 4) * unit, msg=name)
