@@ -332,25 +332,6 @@ def test_segments_of_a_script(way: str) -> None:
     assert types == [torch.bfloat16] * 2
 
 
-def test_autocast_of_another_thread_in_a_backward_pass() -> None:
-    found: list[torch.dtype] = []
-
-    def theirs() -> None:
-        with torch.autocast('cpu', torch.bfloat16):
-            found.append(torch.ones(2, dtype=torch.bfloat16).softmax(0).dtype)
-
-    def look(gradient: Tensor) -> None:
-        thread = threading.Thread(target=theirs)
-        thread.start()
-        thread.join()
-
-    model = amp.initialize(Net(kept), opt_level='O4', verbosity=0)
-    out = model(torch.randn(2, 4))
-    out.register_hook(look)
-    out.sum().backward()
-    assert found == [torch.bfloat16]
-
-
 @pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
 def test_error_in_a_recomputed_segment_leaves_nothing_open(way: str) -> None:
     runs: list[Tensor] = []
