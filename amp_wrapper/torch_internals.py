@@ -1,10 +1,9 @@
 """The private names of torch that the package uses: each with its reason, and what happens where a version lacks it.
 
 A name is private if it, or a module on the way to it, begins with one underscore. All of them are here, but for those that
-torch itself tells its users to use, and those that every version has had for years and that countless packages rely on:
-``tests/system/test_private_names.py`` has the list, with a reason for each, and looks for any other in the whole package.
+torch itself tells its users to use, and those that every version has had for years and that countless packages rely on.
 
-:data:`TRIED` names the versions that every name here was tried on; ``tests/system/test_torch_internals.py`` tries them again.
+:data:`TRIED` names the versions that every name here was tried on; ``tests/system/test_internals.py`` tries them again.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Imports point downward between the folders of the package, and form no cycle inside one; tests have the same folders."""
+"""Imports point downward between the folders of the package, and form no cycle inside one; files are short."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-
-import pytest
+import functools
+import graphlib
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
 
 import amp_wrapper
 
-PACKAGE = 'amp_wrapper'
+PACKAGE, TESTS = Path(amp_wrapper.__file__).parent, Path(__file__).parents[1]
 #: What a folder, or a file beside the folders, may import: whatever stands in a lower line.
 ORDER: tuple[frozenset[str], ...] = (
     frozenset({'errors', 'late_names', 'start', 'version', 'torch_internals'}),
@@ -22,211 +22,97 @@ ORDER: tuple[frozenset[str], ...] = (
     frozenset({'diagnostics'}),
     frozenset({'amp', 'registry'}),
     frozenset({'openmmlab'}),
-    # the package itself
-    frozenset({''}),
+    frozenset({'__init__'}),
     frozenset({'info'}),
     frozenset({'cli'}),
     frozenset({'__main__'}),
 )
 #: Who may import mmengine and mmcv.
 FRAMEWORKS, INTEGRATIONS = {'mmengine', 'mmcv'}, {'openmmlab', 'registry', 'info'}
+SOURCES = {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding='utf-8') for path in PACKAGE.rglob('*.py')}
 
 
-def room(module: str) -> str:
-    """The folder of a dotted module name inside the package, or the name of a file beside the folders."""
-    return module.split('.')[0]
+def room(path: str) -> str:
+    return path.split('/')[0].removesuffix('.py')
 
 
-def height(module: str) -> int:
-    """The line of :data:`ORDER` that a module belongs to."""
-    return next(line for line, rooms in enumerate(ORDER) if room(module) in rooms)
+def height(path: str) -> int:
+    return next(line for line, rooms in enumerate(ORDER) if room(path) in rooms)
 
 
-def imports(module: str, source: str, is_package: bool) -> Iterator[str]:
-    """Absolute dotted names that ``source`` imports, wherever in the file; ``from x import y`` gives ``x.y``."""
-    parts = [PACKAGE, *(part for part in module.split('.') if part)]
+@functools.cache
+def imports(path: str, source: str) -> list[list[str]]:
+    """The parts of each absolute name that a file imports, wherever in it; ``from x import y`` gives x, y."""
+    folder = ['amp_wrapper', *PurePosixPath(path).parent.parts]
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
+            found += [alias.name.split('.') for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = []
-            if node.level:
-                up = node.level - 1 if is_package else node.level
-                base = parts[: len(parts) - up]
-            base += node.module.split('.') if node.module else []
-            for alias in node.names:
-                yield '.'.join([*base, alias.name])
-
-
-def file_of(target: str, modules: Mapping[str, str]) -> str:
-    """The module of the package in which an imported name is found: the longest beginning of it that is a file."""
-    parts = target.split('.')[1:]
-    return next(name for end in range(len(parts), -1, -1) if (name := '.'.join(parts[:end])) in modules)
-
-
-def violations(modules: Mapping[str, str], packages: frozenset[str]) -> list[str]:
-    """One line for each import that does not point downward, each cycle inside a folder, and each stray framework.
-
-    Args:
-        modules: Dotted name below the package to source.
-        packages: Those that are the ``__init__`` of a folder.
-    """
-    found: list[str] = []
-    inside: dict[str, set[str]] = {module: set() for module in modules}
-    for module, source in modules.items():
-        for target in imports(module, source, module in packages):
-            first = target.split('.')[0]
-            if first in FRAMEWORKS and room(module) not in INTEGRATIONS:
-                found.append(f'{module} imports {first}')
-            if first != PACKAGE:
-                continue
-            other = file_of(target, modules)
-            if room(other) == room(module):
-                inside[module].add(other)
-            elif height(other) >= height(module):
-                found.append(f'{module} imports {other}')
-    return found + [f'{" -> ".join(cycle)}' for cycle in cycles(inside)]
-
-
-def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
-    """One cycle for each module that is reached again from itself first."""
-    found, done = [], set()
-
-    def visit(module: str, path: list[str]) -> None:
-        if module in path:
-            found.append([*path[path.index(module) :], module])
-        elif module not in done:
-            for other in sorted(graph[module]):
-                visit(other, [*path, module])
-            done.add(module)
-
-    for module in sorted(graph):
-        visit(module, [])
+            base = folder[: len(folder) - node.level + 1] if node.level else []
+            base = base + (node.module.split('.') if node.module else [])
+            found += [[*base, alias.name] for alias in node.names]
     return found
 
 
-@pytest.fixture(scope='module')
-def packages() -> frozenset[str]:
-    root = Path(amp_wrapper.__file__).parent
-    names = ('.'.join(path.parent.relative_to(root).parts) for path in root.rglob('__init__.py'))
-    return frozenset(names)
+def file_of(parts: list[str], sources: Mapping[str, str]) -> str:
+    """The file of the package in which an imported name is found: that of the longest beginning of it."""
+    beginnings = ('/'.join(parts[1:end]) for end in range(len(parts), 0, -1))
+    candidates = (name for beginning in beginnings for name in (f'{beginning}.py', f'{beginning}/__init__.py'))
+    return next(name for candidate in candidates if (name := candidate.lstrip('/')) in sources)
 
 
-@pytest.fixture(scope='module')
-def sources() -> dict[str, str]:
-    root = Path(amp_wrapper.__file__).parent
-    result = {}
-    for path in root.rglob('*.py'):
-        parts = list(path.relative_to(root).with_suffix('').parts)
-        if parts[-1] == '__init__':
-            parts.pop()
-        result['.'.join(parts)] = path.read_text(encoding='utf-8')
-    return result
+def violations(sources: Mapping[str, str]) -> list[str]:
+    """A line for each import that does not point downward, for a cycle inside a folder, and for each stray framework."""
+    found: list[str] = []
+    inside: dict[str, set[str]] = {path: set() for path in sources}
+    for path, source in sources.items():
+        for parts in imports(path, source):
+            if parts[0] in FRAMEWORKS and room(path) not in INTEGRATIONS:
+                found.append(f'{path} imports {parts[0]}')
+            if parts[0] != 'amp_wrapper':
+                continue
+            other = file_of(parts, sources)
+            if room(other) == room(path):
+                inside[path].add(other)
+            elif height(other) >= height(path):
+                found.append(f'{path} imports {other}')
+    try:
+        graphlib.TopologicalSorter(inside).prepare()
+    except graphlib.CycleError as error:
+        found.append(' -> '.join(error.args[1]))
+    return found
 
 
-def test_every_import_points_downward_and_no_folder_has_a_cycle(
-    sources: dict[str, str], packages: frozenset[str]
-) -> None:
-    assert violations(sources, packages) == []
+def test_imports_point_downward_and_no_folder_has_a_cycle() -> None:
+    assert {room(path) for path in SOURCES} == set().union(*ORDER)
+    assert violations(SOURCES) == []
 
 
-def test_every_folder_has_its_place(sources: dict[str, str]) -> None:
-    assert {room(module) for module in sources} == set().union(*ORDER)
+def test_planted_violations_are_found() -> None:
+    def planted(path: str, line: str) -> list[str]:
+        return violations({**SOURCES, path: f'{SOURCES.get(path, "")}\n{line}\n'})
 
-
-@pytest.mark.parametrize(
-    ('module', 'line', 'words'),
-    [
-        ('casting.plan', 'from ..engine import AmpEngine', 'imports engine'),
-        ('casting.plan', 'from amp_wrapper.engine import AmpEngine', 'imports engine'),
-        ('casting.plan', 'import amp_wrapper.openmmlab.optim_wrapper', 'imports openmmlab'),
-        ('checkpoint.format', 'def f():\n    from ..casting.plan import pair', 'imports casting.plan'),
-        ('errors', 'from .policy import Policy', 'imports policy'),
-        ('torch_internals', 'from .fsdp_internals import completes_groups', 'imports fsdp_internals'),
-        ('fsdp_internals', 'from .compiler_internals import untraced', 'imports compiler_internals'),
-        ('ops.reference', 'from ..autocast import call', 'imports autocast.call'),
-        ('ops.checks', 'from . import reference', 'ops.checks -> ops.reference -> ops.checks'),
-        ('policy.nested', 'from . import Policy', 'policy.nested'),
-        ('engine.loss_scale', 'from mmengine.optim import OptimWrapper', 'imports mmengine'),
-        ('engine.loss_scale', 'try:\n    import mmcv.ops\nexcept ImportError:\n    pass', 'imports mmcv'),
-        ('policy.policy', 'import amp_wrapper', 'policy.policy imports '),
-    ],
-)
-def test_checker_catches_a_planted_violation(
-    sources: dict[str, str], packages: frozenset[str], module: str, line: str, words: str
-) -> None:
-    found = violations({**sources, module: sources[module] + '\n' + line + '\n'}, packages)
-    assert found
-    assert words in found[0]
-
-
-@pytest.mark.parametrize(
-    ('module', 'line'),
-    [
+    for path, line, words in (
+        ('casting/planted.py', 'from ..engine import AmpEngine', 'casting/planted.py imports engine/'),
         (
-            'casting.plan',
-            'from ..policy.nested import cast_tensors\nfrom .. import ops\nfrom ..autocast import patching',
+            'policy/planted.py',
+            'def f():\n    import amp_wrapper.casting',
+            'policy/planted.py imports casting/__init__.py',
         ),
-        ('engine.step', 'from ..casting import plan\nfrom amp_wrapper.policy import Policy'),
-        ('openmmlab.hooks', 'import mmengine\nfrom ..engine import AmpEngine'),
-    ],
-)
-def test_checker_allows_what_points_downward(
-    sources: dict[str, str], packages: frozenset[str], module: str, line: str
-) -> None:
-    assert violations({**sources, module: sources[module] + '\n' + line + '\n'}, packages) == []
+        ('errors.py', 'from .policy import Policy', 'errors.py imports policy/'),
+        ('engine/planted.py', 'import amp_wrapper', 'engine/planted.py imports __init__.py'),
+        ('engine/planted.py', 'try:\n    import mmcv.ops\nexcept ImportError: ...', 'engine/planted.py imports mmcv'),
+        ('errors.py', 'from . import errors', 'errors.py -> errors.py'),
+    ):
+        (found,) = planted(path, line)
+        assert found.startswith(words), found
+    assert planted('openmmlab/planted.py', 'import mmengine\nfrom ..engine import x\nfrom . import y') == []
 
 
-# -- the tests -------------------------------------------------------------------------------------------------------
-
-TESTS = Path(__file__).parents[1]
-#: Folders beside those that mirror the package: what they hold is of no single one of its folders.
-BESIDE = frozenset(
-    {
-        'compiled',
-        'distributed',
-        'system',
-        'tools',
-        'downstream',
-        'foreign_packages',
-        'support',
-        'data',
-        'cuda_shim',
-        '__pycache__',
-    }
-)
-#: Lines of a file of the package, and of the tests.
-LONGEST = {Path(amp_wrapper.__file__).parent: 400, TESTS: 600}
-
-
-def test_tests_have_the_folders_of_the_package() -> None:
-    root = Path(amp_wrapper.__file__).parent
-    rooms = {path.parent.name for path in root.glob('*/__init__.py')}
-    assert {path.name for path in TESTS.iterdir() if path.is_dir()} - BESIDE == rooms
-    for name in rooms:
-        assert list((TESTS / name).glob('test_*.py')), name
-    # what is tested has a folder
-    assert [path.name for path in TESTS.glob('*.py')] == ['conftest.py']
-
-
-@pytest.mark.parametrize('folder', LONGEST, ids=lambda folder: folder.name)
-def test_no_file_is_long(folder: Path) -> None:
-    lines = {path: path.read_text(encoding='utf-8').count('\n') for path in folder.rglob('*.py')}
-    assert len(lines) > 100
-    assert [f'{path.relative_to(folder)}: {count}' for path, count in lines.items() if count > LONGEST[folder]] == []
-
-
-def test_no_test_file_is_imported() -> None:
-    """What several files share lies in ``support``; a file of tests has a name that no other has."""
-    files = [path for path in TESTS.rglob('test_*.py') if path.parent.name not in ('downstream', 'foreign_packages')]
-    names = [path.stem for path in files]
-    assert sorted(names) == sorted(set(names))
-    found = []
-    for path in TESTS.rglob('*.py'):
-        if 'migration_scripts' not in path.parts and path.parent.name != 'foreign_packages':
-            tree = ast.parse(path.read_text(encoding='utf-8'))
-            imported = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-            imported += [node.module or '' for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-            found += [f'{path.relative_to(TESTS)} imports {name}' for name in imported if name in names]
-    assert found == []
+def test_files_are_short_and_rooms_have_tests() -> None:
+    tests = {path: path.read_text(encoding='utf-8') for path in TESTS.rglob('*.py')}
+    assert [path for path, text in SOURCES.items() if text.count('\n') > 400] == []
+    assert [path for path, text in tests.items() if text.count('\n') > 600] == []
+    rooms = {path.parent.name for path in PACKAGE.glob('*/__init__.py')}
+    assert [name for name in rooms if not list((TESTS / name).glob('test_*.py'))] == []

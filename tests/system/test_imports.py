@@ -1,4 +1,4 @@
-"""What is loaded by importing the package, by the report and by the answers to ``--help``: no more than they need."""
+"""What an import of the package loads, and does to a script: no more than is needed, whatever is installed."""
 
 from __future__ import annotations
 
@@ -6,140 +6,159 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import torch
+from missing import missing
 
-from amp_wrapper import cli, start
-from amp_wrapper.checkpoint import convert
-from amp_wrapper.cli import convert as convert_command
-from amp_wrapper.cli import options
-from amp_wrapper.policy import LEVELS
+import amp_wrapper
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What torch loads itself in 2.13, and in 2.6 loads sympy; mmengine brings torch._dynamo into 2.6.
-OLD = ['torch.utils.checkpoint'] if torch.__version__ < (2, 13) else []
-LOADED = """
-import importlib, json, sys
-import torch
-for name in json.loads(sys.argv[1]):
+needs_mmengine = pytest.mark.skipif('mmengine' in missing(), reason='needs mmengine, which is not installed')
+# one interpreter that has imported something; it forks for each piece of code
+FORK_FOR_EACH = """
+import importlib, json, os, sys, traceback
+for name in sys.argv[2:]:
     importlib.import_module(name)
-before = set(sys.modules)
-from amp_wrapper import amp
-print(json.dumps(sorted(set(sys.modules) - before)))
+for number, code in enumerate(json.load(sys.stdin)):
+    if not os.fork():
+        for stream, name in ((1, 'out'), (2, 'err')):
+            os.dup2(os.open(f'{sys.argv[1]}/{number}.{name}', os.O_WRONLY | os.O_CREAT), stream)
+        try:
+            exec(compile(code, 'code', 'exec'), {'__name__': '__main__'})
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+    os.wait()
 """
-WITHOUT_MMENGINE = """
-import sys
-import importlib.util as util
-for name in ('mmengine', 'mmcv'):
-    sys.modules[name] = None
+NO_MMENGINE = """
+import sys, importlib.util as util
+sys.modules.update(mmengine=None, mmcv=None)
 find_spec = util.find_spec
 util.find_spec = lambda name, *rest: None if name in ('mmengine', 'mmcv') else find_spec(name, *rest)
 """
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done
+#: What mmengine, and a training, import of other packages.
+SLOW = (
+    'torch._dynamo',
+    'torch.distributed.fsdp',
+    'torch.distributed.optim',
+    *(name for name in ('matplotlib.pyplot', 'cv2', 'yaml') if find_spec(name)),
+)
 
 
-def others(code: str, first: list[str]) -> list[str]:
-    """Modules that ``from amp_wrapper import amp`` loads beside the package's own, after torch and others."""
-    found = json.loads(run('-c', code, json.dumps(first)).stdout)
-    assert 'amp_wrapper.amp' in found
-    return [name for name in found if name.partition('.')[0] != 'amp_wrapper']
+def run(*codes: str, first: Sequence[str] = SLOW) -> list[tuple[str, str]]:
+    """What each script prints, and writes to stderr, in an interpreter that has imported some modules."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, '-c', FORK_FOR_EACH, folder, *first]
+        subprocess.run(words, input=json.dumps(codes), text=True, cwd=ROOT, timeout=300, check=True)
+        texts = [
+            [Path(folder, f'{number}.{name}').read_text() for name in ('out', 'err')] for number in range(len(codes))
+        ]
+    errors = [f'{code}\n{err}' for code, (_, err) in zip(codes, texts) if 'Traceback' in err]
+    assert errors == []
+    return [(out, err) for out, err in texts]
 
 
-def test_the_package_loads_nothing_beside_torch() -> None:
-    assert others(WITHOUT_MMENGINE + LOADED, OLD) == []
-
-
-def test_the_package_loads_nothing_beside_torch_and_mmengine() -> None:
-    import mmengine  # noqa: F401
-
-    # where mmengine is merely installed; then, where it is imported, the parts of it that are patched
-    assert others(LOADED, OLD) == []
-    found = others(LOADED, [*OLD, 'mmengine'])
-    assert 'torch._dynamo' not in found or OLD
-    assert others(LOADED, [*OLD, *(name for name in found if name.partition('.')[0] == 'mmengine')]) == []
-
-
-def imported(*words: str) -> set[str]:
-    """What a command imports, with its parents."""
-    lines = run('-X', 'importtime', *words).stderr.splitlines()
-    return {found[1] for line in lines if (found := re.fullmatch(r'import time:[ \d|]+\| +([\w.]+)', line))}
-
-
-def test_the_report_does_without_what_takes_long() -> None:
-    found = imported('-m', 'amp_wrapper.info')
-    assert {'torch', 'amp_wrapper', 'argparse'} <= found
-    assert not {'torch._dynamo', 'mmengine.optim', 'mmengine.runner', 'amp_wrapper.openmmlab.optim_wrapper'} & found
-    assert 'mmengine' not in imported('-m', 'amp_wrapper.info', '--help')
-
-
-PUBLIC = """
+LOADED = """
+import sys
+before = set(sys.modules)
+from amp_wrapper import amp, nonfinite_watch, FusedAdamW
+print(sorted(name for name in set(sys.modules) - before if name.split('.')[0] != 'amp_wrapper'))
+"""
+#: Which public names cannot be had; each refusal says what to install.
+REFUSED = f"""
 import sys
 import amp_wrapper
-late = [name for name in amp_wrapper._LATE if name not in vars(amp_wrapper)]
-assert {'AmpMonitorHook', 'ExactResumeHook', 'PreemptionHook', 'NonfiniteHook', 'AmpInferenceHook', 'MMFullyShard'} <= set(late)
-assert set(amp_wrapper.__all__) <= set(dir(amp_wrapper))
 refused = []
-for name in late:
-    before = set(sys.modules)
+for name in {[*amp_wrapper.__all__, 'AmpOptimWrapper', 'AmpMonitorHook']}:
     try:
-        value = getattr(amp_wrapper, name)
+        getattr(amp_wrapper, name)
     except AttributeError as error:
-        assert f'amp_wrapper.{name} needs mmengine, which is not installed: pip install' in str(error), error
-        assert '\\n' not in str(error) and set(sys.modules) == before
+        assert str(error).startswith(f'amp_wrapper.{{name}} needs mmengine, which is not installed: pip install'), error
         refused.append(name)
-    else:
-        assert name.endswith(getattr(value, '__name__', name)) or name == 'OptLevel', name
-try:
-    amp_wrapper.AmpMonitorHok
-except AttributeError:
-    print(*refused)
+for names in (dir(amp_wrapper), amp_wrapper.__all__):
+    assert not set(refused) & set(names)
+assert not hasattr(amp_wrapper, 'AmpMonitorHok')
+print(*refused)
+"""
+NEEDS_IT = NO_MMENGINE + 'try:\n    from amp_wrapper import AmpMonitorHook\nexcept ImportError as error: print(error)'
+
+
+def test_package_loads_torch_alone() -> None:
+    # torch 2.6 does not import its own checkpoint
+    (loaded, _), (loaded_without, _) = run(LOADED, NO_MMENGINE + LOADED, first=['torch', 'torch.utils.checkpoint'])
+    assert loaded == loaded_without == '[]\n'
+
+
+def test_without_mmengine_names_that_need_it_say_what_to_install() -> None:
+    (refused, _), (said, _) = run(NO_MMENGINE + REFUSED, NEEDS_IT)
+    assert {'AmpOptimWrapper', 'AmpMonitorHook'} <= set(refused.split())
+    assert not {'Policy', 'resolve', 'plot_runs', 'PrecisionReport', 'LossScaler', 'amp', 'FusedSGD'} & set(
+        refused.split()
+    )
+    assert said.startswith('amp_wrapper.AmpMonitorHook needs mmengine, which is not installed: pip install mmengine')
+
+
+@needs_mmengine
+def test_with_mmengine_every_public_name_can_be_imported() -> None:
+    assert run(REFUSED) == [('\n', '')]
+
+
+ORDERS = (
+    'import mmengine, amp_wrapper',
+    'from mmengine import Config\nConfig.fromstring("custom_imports = dict(imports=[\'amp_wrapper\'])", ".py")',
+    'from mmengine.registry import HOOKS\nHOOKS.get("amp_wrapper.AmpInferenceHook")',
+    # to look for mmengine is no import of it
+    'import amp_wrapper\nfrom importlib.util import find_spec\nfind_spec("mmengine")\nimport mmengine.optim',
+)
+REGISTERED = """
+from mmengine.registry import OPTIM_WRAPPERS, OPTIMIZERS
+import amp_wrapper
+for name in ('AmpOptimWrapper', 'ApexOptimWrapper'):
+    assert OPTIM_WRAPPERS.get(name) is getattr(amp_wrapper, name), name
+for name in ('FusedAdam', 'FusedAdamW', 'FusedSGD'):
+    assert OPTIMIZERS.get(name) is getattr(amp_wrapper, name), name
 """
 
 
-def test_every_public_name_is_imported_when_it_is_asked_for() -> None:
-    assert run('-c', PUBLIC).stdout == '\n'
+@needs_mmengine
+def test_names_are_registered_whichever_package_is_imported_first() -> None:
+    """A config may say ``type='AmpOptimWrapper'`` then."""
+    assert [out for out, _ in run(*(f'{order}\n{REGISTERED}' for order in ORDERS))] == [''] * len(ORDERS)
 
 
-def test_without_mmengine_the_names_that_need_it_say_so() -> None:
-    refused = run('-c', WITHOUT_MMENGINE + PUBLIC).stdout.split()
-    assert {'AmpOptimWrapper', 'AmpMonitorHook', 'ExactResumeHook', 'PreemptionHook', 'MMFullyShard'} <= set(refused)
-    assert not {'Policy', 'resolve', 'plot_runs', 'PrecisionReport', 'LossScaler'} & set(refused)
+#: A training whose first step is skipped.
+SKIPPED = """
+import torch
+from amp_wrapper import amp
+{then}
+model = torch.nn.Linear(2, 2)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level='O2', verbosity=1, loss_scale=8)
+with amp.scale_loss(model(torch.ones(1, 2)).sum() * float('inf'), optimizer) as loss:
+    loss.backward()
+optimizer.step()
+"""
 
 
-def test_a_command_finds_the_names_too() -> None:
-    """Commands leave most of the package out until a name is asked for."""
-    code = (
-        "import sys; sys.argv = ['-m']; sys.orig_argv = ['python', '-m', 'amp_wrapper'];"
-        'import amp_wrapper; assert not {"torch", "mmengine"} & set(sys.modules);'
-        'from amp_wrapper import ExactResumeHook, OptLevel;'
-        'from amp_wrapper.openmmlab.resume import exact_resume; assert ExactResumeHook is exact_resume.ExactResumeHook'
-    )
-    run('-c', code)
+@needs_mmengine
+def test_messages_go_where_the_script_says() -> None:
+    """A script without configuration sees warnings on stderr; ``logging.basicConfig`` sees each line once."""
+    cases = [('INFO', 'import mmengine'), ('ERROR', ''), ('', ''), ('', 'import mmengine')]
+    begin = 'import logging, sys; logging.basicConfig(level="{}", stream=sys.stdout)\n'
+    scripts = [(begin.format(level) if level else '') + SKIPPED.format(then=then) for level, then in cases]
+    seen = [tuple(text.count('optimizer step skipped') for text in texts) for texts in run(*scripts)]
+    assert seen == [(int(level == 'INFO'), int(level == '')) for level, _ in cases]
 
 
-@pytest.mark.parametrize('name', sorted(start.SCRIPTS))
-def test_help_does_without_what_takes_long(name: str) -> None:
-    found = imported(f'tools/{name}', '--help')
-    assert {'argparse', 'amp_wrapper'} <= found
-    assert not {'torch', 'numpy', 'mmengine', 'libcst'} & found
-
-
-def test_every_tool_is_tried() -> None:
-    # what make runs for maintainers is no command
-    maintenance = {'build_wheels.py', 'interpreters.py', 'run_matrix.py', 'site_hooks.py'}
-    assert {path.name for path in (ROOT / 'tools').glob('*.py')} - maintenance == set(start.SCRIPTS)
-    assert set(start.SCRIPTS.values()) <= set(cli.COMMANDS)
-
-
-def test_what_the_commands_offer_is_what_there_is() -> None:
-    """They read their options before they import what the options are about."""
-    assert tuple(convert.WEIGHT_TYPES) == convert_command.WEIGHT_TYPES
-    assert convert_command.WEIGHTS == convert.WEIGHTS
-    assert options.LEVELS == LEVELS
+def test_help_of_the_tools_loads_neither_torch_nor_mmengine() -> None:
+    for name in ('train', 'test', 'convert_checkpoint', 'migrate_from_apex'):
+        words = [sys.executable, '-X', 'importtime', f'tools/{name}.py', '--help']
+        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
+        found = set(re.findall(r'\| +([\w.]+)$', done.stderr, re.MULTILINE))
+        assert {'argparse', 'amp_wrapper'} <= found and not {'torch', 'numpy', 'mmengine', 'libcst'} & found, name

@@ -1,0 +1,118 @@
+"""The examples train for a few steps at each level, O0 as plain FP32 does, and resume exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from bits import differences
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import MODELS
+from pairs import pairs
+from torch import nn
+
+from amp_wrapper import AmpCheckpointError, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+TINY_GAN = '--epochs 2 --steps-per-epoch 2 --batch-size 8 --width 4 --noise-dim 4'.split()
+TINY_IMAGES = '--synthetic 8 --image-size 32 -b 4 -p 1 -j 0 --epochs 2'.split()
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f'example_{name}', ROOT / 'examples' / f'{name}.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+gan, images, simple = load('dcgan_digits'), load('imagenet'), load('simple')
+
+
+def trained_gan(folder: Path, *words: str) -> dict[str, Any]:
+    gan.train(gan.parse([*TINY_GAN, '--out', str(folder), *words]))
+    return torch.load(folder / 'checkpoint.pth', weights_only=True)
+
+
+def trained_images(folder: Path, *words: str) -> dict[str, Any]:
+    images.run(images.parse([*TINY_IMAGES, '--out', str(folder), *words]))
+    return torch.load(folder / images.CHECKPOINT, weights_only=True)
+
+
+TRAINED = {'dcgan_digits': trained_gan, 'imagenet': trained_images}
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_simple_learns(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    simple.train(level, 41, torch.device('cpu'))
+    losses = [float(loss) for loss in re.findall(r'step +\d+  loss ([\d.]+)', capsys.readouterr().out)]
+    assert len(losses) == 3 and losses[2] < losses[0] / 5
+
+
+# float16 convolutions take long on a CPU
+@pytest.mark.parametrize(
+    ('name', 'level'), [('dcgan_digits', 'O1'), ('dcgan_digits', 'O2'), ('dcgan_digits', 'O5'), ('imagenet', 'O5')]
+)
+def test_example_resumes_exactly(name: str, level: str, tmp_path: Path) -> None:
+    train = TRAINED[name]
+    whole = train(tmp_path / 'whole', '--opt-level', level)
+    train(tmp_path / 'part', '--opt-level', level, '--epochs', '1')
+    path = next((tmp_path / 'part').glob('*.pth*'))
+    assert differences(whole, train(tmp_path / 'part', '--opt-level', level, '--resume', str(path))) == []
+    models = [whole[part] for part in ('generator', 'discriminator', 'state_dict') if part in whole]
+    assert {value.dtype for model in models for value in model.values()} == {torch.float32, torch.int64}
+    assert all((scaler['loss_scale'] > 1) == resolve(level).loss_scale.dynamic for scaler in whole['amp'].values())
+
+
+@pytest.mark.parametrize('name', TRAINED)
+def test_example_at_O0_is_plain_training(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = TRAINED[name](tmp_path / 'ours', '--opt-level', 'O0')
+    plain = load(name).amp
+    monkeypatch.setattr(plain, 'initialize', lambda models, optimizers, **_: (models, optimizers))
+    monkeypatch.setattr(plain, 'scale_loss', lambda loss, *_, **__: contextlib.nullcontext(loss))
+    monkeypatch.setattr(plain, 'state_dict', lambda *_, **__: found['amp'])
+    assert differences(found, TRAINED[name](tmp_path / 'plain', '--opt-level', 'O0')) == []
+
+
+def test_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    trained_gan(tmp_path)
+    for train, words in ((trained_gan, ('--width', '5')), (trained_images, ())):
+        with pytest.raises(AmpCheckpointError, match=r'--width 4, not 5|it has no arch'):
+            train(tmp_path, '--resume', str(tmp_path / 'checkpoint.pth'), *words)
+
+
+@pairs(generator=LEVELS, discriminator=LEVELS)
+def test_gan_of_the_configs_steps_both_networks(
+    generator: str, discriminator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    sys.modules.pop('examples', None)
+    cfg = Config.fromfile(ROOT / 'configs' / 'digits' / 'gan_o2_o5.py')
+    levels = {'generator': generator, 'discriminator': discriminator}
+    for name, level in levels.items():
+        # the first scale may overflow, and the usual eps is 0 in float16, in which Adam steps at O3
+        cfg.optim_wrapper[name].update(opt_level=level, loss_scale=128.0)
+        cfg.optim_wrapper[name].optimizer.eps = 1e-4
+    model = MODELS.build(cfg.model)
+    wrappers = build_optim_wrapper(model, cfg.optim_wrapper)
+    wrappers.initialize_count_status(model, 0, 10)
+    before = {name: [p.detach().float().clone() for p in getattr(model, name).parameters()] for name in levels}
+    losses = model.train_step(dict(inputs=torch.rand(4, 1, 8, 8) * 16, labels=torch.tensor([0, 3, 5, 9])), wrappers)
+    assert len(losses) == 3 and all(loss.dtype is torch.float32 and loss.isfinite() for loss in losses.values())
+    for name, level in levels.items():
+        module, policy = getattr(model, name), resolve(level)
+        assert any(not torch.equal(a, p.float()) for a, p in zip(before[name], module.parameters())), name
+        kinds = (nn.Linear, nn.Conv2d, nn.ConvTranspose2d, nn.Embedding)
+        types = {m.weight.dtype for m in module.modules() if isinstance(m, kinds)}
+        assert types == {policy.cast_model_type or torch.float32}

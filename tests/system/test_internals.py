@@ -1,0 +1,243 @@
+"""The private names of torch that the package uses, called on the torch that runs.
+
+The one file of tests that imports ``*_internals.py``: a new torch that lacks a name shows here first. The names of DDP and
+FSDP2 show in ``tests/distributed``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
+
+from amp_wrapper import compiler_internals, graph_internals, torch_internals
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_pinned_torch_was_tried_and_is_allowed() -> None:
+    oldest, newest = (torch_internals.TRIED[index].split('.')[1] for index in (0, -1))
+    assert f'"torch>=2.{oldest},<2.{int(newest) + 1}"' in (ROOT / 'pyproject.toml').read_text(encoding='utf-8')
+    pinned = re.search(r'^torch==(\S+)', (ROOT / 'requirements' / 'runtime.txt').read_text(encoding='utf-8'), re.M)
+    assert pinned is not None and pinned[1] in torch_internals.TRIED
+
+
+# -- the dispatcher, autograd and tensors -----------------------------------------------------------------------------
+
+
+def test_backward_pass_is_known_to_a_dispatch_mode() -> None:
+    seen: list[tuple[int, Any, bool]] = []
+
+    class Noting(torch_internals.TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            node = torch_internals.current_node()
+            seen.append((torch_internals.graph_task_id(), node and node.name(), torch_internals.writes_in_place(op)))
+            return op(*args, **(kwargs or {}))
+
+    x = torch.ones(1, requires_grad=True)
+    with Noting():
+        x.exp().backward()
+        x.detach().add_(1)
+        assert torch_internals.in_function_transform(or_mode=True) and not torch_internals.in_function_transform()
+    assert seen[0] == (-1, None, False) and seen[-1] == (-1, None, True)
+    (task,) = {task for task, name, _ in seen if name == 'ExpBackward0'}
+    assert task >= 0
+
+
+def test_transforms_and_subclasses_are_recognised() -> None:
+    seen: list[bool] = []
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_internals.in_function_transform())
+        return x * x
+
+    square(torch.ones(2))
+    torch.func.vmap(square)(torch.ones(2))
+    torch.jit.trace(square, torch.ones(2), check_trace=False)
+    assert seen == [False, True, True]
+    x = torch.ones(2, 2)
+    assert [torch_internals.internal_overlap(y) for y in (x, x.t(), x[:1].expand(2, 2))] == [0, 0, 1]
+    jagged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert [torch_internals.is_traceable_wrapper_subclass(y) for y in (jagged, nn.Parameter(x))] == [True, False]
+
+
+def test_kernels_at_the_key_of_no_device_run_where_a_thread_lets_them() -> None:
+    assert torch_internals.has_kernel('aten::mm', 'AutocastCPU')
+    assert not torch_internals.has_kernel('aten::relu', 'AutocastCPU')
+    torch_internals.fall_through(torch_internals.SPARE_KEY)
+    seen: list[str] = []
+    below, op = torch_internals.keys_below(torch_internals.SPARE_KEY), torch.ops.aten.erfinv.default
+    library = torch.library.Library('aten', 'IMPL')
+    library.impl('erfinv', lambda keys, x: (seen.append('kernel'), op.redispatch(keys & below, x))[1],
+                 torch_internals.SPARE_KEY, with_keyset=True)  # fmt: skip
+    reach = torch_internals.include_key(torch_internals.SPARE_KEY)
+    for inside in (True, False):
+        reach(inside)
+        with torch.autocast('ipu', dtype=torch.bfloat16):
+            assert torch.zeros(1).erfinv().item() == 0 and torch.zeros(1).exp().item() == 1
+            assert torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.zeros(1),)).item() == 1
+    library._destroy()
+    assert seen == ['kernel']
+
+
+def test_names_that_are_only_looked_up() -> None:
+    found = torch_internals.variable_function('exp')
+    assert found is not None and found(torch.zeros(1)).item() == 1 and torch_internals.variable_function('none') is None
+    for module, names in torch_internals.METADATA_CLASSES.items():
+        assert all(hasattr(importlib.import_module(module), name) for name in names.split()), module
+    assert issubclass(nn.BatchNorm2d, torch_internals.BatchNorm) and issubclass(nn.MSELoss, torch_internals.Loss)
+    assert issubclass(nn.InstanceNorm2d, torch_internals.BatchOrInstanceNorm)
+    assert all(hasattr(nn.Module, name) for name in torch_internals.STATE_DICT_METHODS)
+    kind = torch_internals.checkpointed_function()
+    assert kind is None or type(torch.utils.checkpoint.checkpoint(use_reentrant=False)(torch.exp)) is kind
+
+
+# -- modules, data and optimizers -------------------------------------------------------------------------------------
+
+
+def test_hooks_of_modules_are_found() -> None:
+    module, calls = nn.Linear(1, 1), []
+    module.register_forward_pre_hook(lambda *_: calls.append('second'))
+    torch_internals.first_pre_hook(module, lambda *_: calls.append('first'))
+    module.register_forward_hook(lambda *_, **__: calls.append('after'), always_call=True)
+    module.register_state_dict_post_hook(lambda *_: calls.append('saved'))
+    module.register_load_state_dict_pre_hook(lambda *_: calls.append('loading'))
+    module.register_load_state_dict_post_hook(lambda *_: calls.append('loaded'))
+    module(torch.ones(1))
+    module.load_state_dict(module.state_dict())
+    assert calls == ['first', 'second', 'after', 'saved', 'loading', 'loaded']
+    assert [len(hooks) for hooks in torch_internals.hooks_of(module)] == [2, 1, 1, 1, 1]
+    assert len(torch_internals.saving_and_loading_hooks(module)) == 2
+    for hooks in torch_internals.hooks_of(module):
+        hooks.clear()
+    torch_internals.drop_hook_flags(module)
+    assert not module._forward_hooks_always_called
+
+
+def test_fused_sgd_skips_where_a_flag_is_set() -> None:
+    p, gradient, momentum = torch.zeros(5), torch.ones(5), torch.zeros(5)
+    words = dict(
+        weight_decay=0.0, momentum=0.9, lr=0.5, dampening=0.0, nesterov=False, maximize=False, is_first_step=False
+    )
+    for skip in (0.0, 1.0):
+        torch_internals.fused_sgd([p], [gradient], [momentum], **words, found_inf=torch.full((), skip))
+        assert p.tolist() == [-0.5] * 5 and momentum.tolist() == [1.0] * 5
+
+
+def test_clipping_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as many writes to each gradient as were announced."""
+    clip_grad = importlib.import_module('torch.nn.utils.clip_grad')
+    name = '_group_tensors_by_device_and_dtype'
+    monkeypatch.setattr(clip_grad, name, getattr(clip_grad, name))
+    weight, writes = nn.Parameter(torch.ones(2)), []
+    weight.grad = torch.ones(2)
+    torch_internals.watch_clipping(lambda found, written: writes.append(written if found[0] is weight.grad else 99))
+    for foreach in (None, True, False):
+        for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+            version = weight.grad._version
+            clip([weight], 0.1, foreach=foreach)
+            assert weight.grad._version == version + sum(writes) > version
+            writes.clear()
+
+
+def test_hooks_of_optimizers_are_found_and_schedulers_are_told_of_steps() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer.register_step_pre_hook(print)
+    optimizer.register_step_post_hook(repr)
+    hooks = (torch_internals.step_pre_hooks(optimizer), torch_internals.step_post_hooks(optimizer))
+    assert [list((found or {}).values()) for found in hooks] == [[print], [repr]]
+    handle = register_optimizer_step_pre_hook(print)
+    assert print in torch_internals.global_pre_hooks.values() and isinstance(torch_internals.global_post_hooks, dict)
+    handle.remove()
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    torch_internals.note_step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        scheduler.step()
+
+
+def test_workers_are_started_anew() -> None:
+    loader = DataLoader(list(range(4)), num_workers=1, persistent_workers=True)
+    first = iter(loader)
+    assert iter(loader) is first
+    torch_internals.forget_workers(loader)
+    assert iter(loader) is not first
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def test_functions_are_kept_out_of_graphs_or_are_constants_in_them() -> None:
+    seen: list[object] = []
+
+    @compiler_internals.untraced
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x * 2
+
+    @compiler_internals.constant_when_traced
+    def constant() -> bool:
+        seen.append('constant')
+        return True
+
+    @compiler_internals.traced_as(lambda x: x + 10)
+    def eager_form(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    x = torch.ones(1)
+    before = compiler_internals.compile_counts()
+    assert torch.compile(lambda x: outside(x + 1) + 1, backend='eager')(x).item() == 5 and seen == [False]
+    now = compiler_internals.compile_counts()
+    assert now.graphs > before.graphs and sum(now.breaks.values()) > sum(before.breaks.values())
+    whole = torch.compile(lambda x: eager_form(x) if constant() else x, backend='eager', fullgraph=True)
+    assert [whole(x).item() for _ in range(2)] == [11, 11] and seen[1:] == ['constant'] and eager_form(x).item() == 2
+    assert compiler_internals.forget_graphs() and compiler_internals.compile_counts().recompilations == 0
+
+
+def test_function_modes_are_pushed_eagerly_and_in_a_graph() -> None:
+    class Doubles(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            return result * 2 if func is torch.sin else result
+
+    mode, x = Doubles(), torch.ones(2)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        compiler_internals.push_function_mode(mode)
+        y = torch.sin(x)
+        compiler_internals.pop_function_mode()
+        return y
+
+    for call in (run, torch.compile(run, backend='aot_eager', fullgraph=True)):
+        assert torch.equal(call(x), 2 * torch.sin(x)) and compiler_internals.function_modes() == 0
+    with torch.device('cpu'):
+        assert compiler_internals.is_default_device(compiler_internals.function_mode_at(0))
+
+
+def test_compiled_modules_and_problems_are_recognised() -> None:
+    plain = nn.Linear(1, 1)
+    wrapper = torch.compile(plain, backend='eager')
+    assert compiler_internals.is_compile_wrapper(wrapper) and compiler_internals.compiled_module(wrapper) is plain
+    assert compiler_internals.name_without_wrappers('0._orig_mod.1') == '0.1' and compiler_internals.is_loaded()
+    heard: list[int] = []
+    compiler_internals.before_compiled_calls(lambda: heard.append(1))
+    with compiler_internals.eager():
+        assert compiler_internals.is_eager() and wrapper(torch.ones(1)) is not None and heard == []
+    wrapper(torch.ones(1))
+    compiler_internals._listeners.pop()
+    assert heard and compiler_internals.compile_problem(dict(backend='eager'), None) is None
+    assert 'there is no backend' in str(compiler_internals.compile_problem(dict(backend='none'), None))
+    compiler_internals.load_compiler_tables()
+    compiler_internals.backward_without_autocast(True)
+    compiler_internals.backward_without_autocast(False)
+    plain.compile(backend='eager')
+    assert graph_internals.keeps_compiled_functions(plain) and graph_internals.COMPILED_CALL in vars(plain)
