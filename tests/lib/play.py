@@ -1,7 +1,7 @@
 """A training script is a list of acts, which plain FP32 training, ``amp`` and ``AmpOptimWrapper`` play alike.
 
-Losses are linear in the weights, and inputs, weights and learning rates are small dyadic numbers: gradients, their sums and
-norms are exact in every type. Plain FP32 training, which leaves out the steps that overflow, is what must come of a script at any
+Losses are linear in the weights, and inputs, weights and learning rates are small dyadic numbers, so gradients and their sums
+are exact in every type. Plain FP32 training, which leaves out the steps that overflow, is what must come of a script at any
 level: a difference of one bit is a gradient that was lost, counted twice or scaled wrongly.
 
 >>> script = [('backward', (0,), 0), ('backward', (0, 1), 1, 0), ('step',)]  # the second pass overflows in part 0
