@@ -235,6 +235,7 @@ SCALES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *[({'loss_scale': v}, dict(dynamic=False, init_scale=float(v))) for v in (128, 0.5, '128.0', '1e3', np.float32(4))],
     ({'loss_scale': {'init_scale': 512}}, {'init_scale': 512.0}),
     ({'loss_scale': EVERY}, EVERY),
+    ({'loss_scale': {'growth_interval': 1, 'hysteresis': 1}}, {'growth_interval': 1}),
     ({'loss_scale': {'max_scale': None}}, {'max_scale': None}),
     ({'loss_scale': 'dynamic', 'min_loss_scale': 2.0}, {'min_scale': 2.0}),
     # the default first scale moves to the bounds
