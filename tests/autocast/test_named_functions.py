@@ -119,6 +119,13 @@ def test_output_has_the_type_of_the_first_tensor(level: str) -> None:
     assert model.seen.dtype is F32
 
 
+@pytest.mark.parametrize('level', CAST)
+def test_function_that_an_outer_model_names_is_float32_in_an_inner_one(level: str) -> None:
+    inner = prepared(Inside(lambda x: product(x, x)), level)
+    called(level, 'product', lambda _: inner(torch.eye(4)))
+    assert seen == [(F32, F32, False)]
+
+
 @pytest.mark.parametrize('level', PER_OP)
 def test_exception_leaves_autocast_as_it_was(level: str) -> None:
     def body(x: Tensor) -> torch.dtype:
