@@ -18,6 +18,7 @@ from fused_training import KINDS, MOMENTUM, NEWER, THEIRS, give, snapshot, weigh
 from mmengine.config import ConfigDict
 from mmengine.optim import build_optim_wrapper
 from op_lists import NoHostRead, skip_without_library
+from pairs import pairs
 from torch import Tensor, nn
 
 from amp_wrapper import AmpCheckpointError, AmpConfigError, AmpUsageError, FusedAdam, FusedAdamW, FusedSGD
@@ -175,22 +176,23 @@ def test_moments_of_16_bit_parameters(state_dtype: Any, device: torch.device) ->
 # -- overflow ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('pattern', ['xcc', 'xxx', 'cxcx'])
-@options
-def test_grad_scaler_skips_on_the_device(cls: Any, kwargs: dict[str, Any], pattern: str, device: torch.device) -> None:
+@pairs(kind=KINDS, pattern=['xcc', 'xxx', 'cxcx'], dtype=[torch.float32, torch.float64])
+def test_grad_scaler_skips_on_the_device(kind: str, pattern: str, dtype: torch.dtype, device: torch.device) -> None:
     """A skipped step (x) leaves everything as it was; torch's own optimizer goes on from the state that is saved."""
-    mine, theirs = weights(device), weights(device)
+    cls, kwargs = KINDS[kind]
+    mine, theirs = weights(device, dtype), weights(device, dtype)
     ours, own = cls(mine, **kwargs), THEIRS[cls](theirs, foreach=False, **kwargs)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2)
     scaler.scale(torch.zeros((), device=device))
-    for seed, kind in enumerate(pattern):
+    for seed, letter in enumerate(pattern):
         scale = float(scaler.get_scale())
-        give(mine, seed, scale, bad=math.inf if kind == 'x' else None)
-        before = snapshot(mine, ours)
+        give(mine, seed, scale, bad=math.inf if letter == 'x' else None)
+        before, gradients = snapshot(mine, ours), [p.grad.clone() for p in mine]
         with NoHostRead():
             scaler.step(ours)
         scaler.update()
-        if kind == 'x':
+        assert all(map(same_bits, gradients, (p.grad for p in mine)))
+        if letter == 'x':
             assert same(snapshot(mine, ours), before) and scaler.get_scale() == scale / 2
         else:
             give(theirs, seed)
