@@ -1,0 +1,243 @@
+"""Training scripts of the functional API, bit for bit against plain FP32 training that leaves out the skipped steps."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from exact_scripts import MASTERS, backward, clear, scales, set_scales, sgd, start, state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pairs import pairs
+from play import DOORS, EXACT_LEVELS, Amp, Part, Setup, adam, check, data, fused_sgd
+from play import sgd as play_sgd
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from amp_wrapper import AmpAttachError, AmpUsageError, amp
+
+BOTH, STEP = (0, 1), ('step',)
+SCRIPTS: dict[str, list[tuple[Any, ...]]] = {
+    'overflow in the first of two passes': [('backward', BOTH, 0, 1), ('backward', BOTH, 1), STEP, ('backward', BOTH, 2), STEP],
+    'overflow in the last of two passes': [('backward', BOTH, 0), ('backward', (0,), 1, 0), STEP, ('backward', BOTH, 2), STEP],
+    'NaN in the first step of all': [('backward', BOTH, 0, 0, 0, math.nan), STEP, ('backward', BOTH, 1), STEP],
+    'scale grows after clean steps and stays within its bounds': [*(('backward', BOTH, 0), STEP) * 7],
+    'gradients of an overflow cleared without a step': [
+        ('backward', BOTH, 0, 0), ('clear',), ('backward', BOTH, 1), STEP, ('backward', (0,), 2, 0), ('clear', False),
+        ('backward', BOTH, 3), STEP,
+    ],
+    'weights edited after each step, as a WGAN clamps': [
+        ('backward', BOTH, 0), STEP, ('write_weight', 0, 0.1875), ('backward', BOTH, 1), STEP, ('write_weight', 0, -0.15625),
+        ('write_weight', 1, 0.40625), ('backward', BOTH, 2), STEP,
+    ],
+    'masters edited between steps': [('backward', BOTH, 0), STEP, ('write_master', 0, 0.375), ('backward', BOTH, 1), STEP],
+    'buffers restored by a skip unless they were loaded': [
+        ('backward', BOTH, 0), STEP, ('backward', BOTH, 1, 0), STEP, ('backward', BOTH, 2, 0), ('write_buffer', 1, 3.0), STEP,
+    ],
+    'weights frozen and trained again': [
+        ('train', 1, False), ('backward', BOTH, 0), STEP, ('train', 1, True), ('train', 0, False), ('backward', BOTH, 1), STEP,
+    ],
+    'saved, loaded and gone on': [
+        ('backward', BOTH, 0), STEP, ('backward', BOTH, 1, 1), STEP, ('save_and_load',), ('backward', BOTH, 2), STEP,
+    ],
+    'evaluation and copies in the middle': [
+        ('backward', BOTH, 0), ('evaluate',), ('copy_model',), ('backward', BOTH, 1), STEP, ('copy_model',),
+        ('backward', (1,), 2), STEP,
+    ],
+}  # fmt: skip
+
+
+@pairs(script=SCRIPTS, level=EXACT_LEVELS, door=DOORS, optimizer=[play_sgd, fused_sgd, adam], clip=[None, 0.5])
+def test_script_trains_as_fp32(script: str, level: str, door: str, optimizer: Any, clip: float | None) -> None:
+    check(SCRIPTS[script], DOORS[door], Setup(level, optimizer, clip=clip))
+
+
+#: Of a second model whose parameters the optimizer gets later.
+GROUPS: dict[str, list[tuple[Any, ...]]] = {
+    'after initialize': [('add_group',), ('backward', BOTH, 0), STEP, ('backward', BOTH, 1, 1), STEP],
+    'after a step': [('backward', (0,), 0), STEP, ('add_group',), ('backward', BOTH, 1), ('backward', BOTH, 2), STEP],
+    'after a skipped step': [('backward', (0,), 0, 0), STEP, ('add_group',), ('backward', BOTH, 1), STEP],
+    'within an accumulation': [('backward', (0,), 0), ('add_group',), ('backward', BOTH, 1), STEP, ('backward', BOTH), STEP],
+    'and the first overflow is in it': [('backward', (0,), 0), STEP, ('add_group',), ('backward', BOTH, 1, 1), STEP, STEP],
+    'and it is saved': [('backward', (0,), 0), STEP, ('add_group',), ('backward', BOTH, 1), STEP, ('save_and_load',), STEP],
+}  # fmt: skip
+
+
+@pairs(script=GROUPS, level=EXACT_LEVELS, optimizer=[play_sgd, fused_sgd, adam])
+def test_group_that_is_added_trains_like_the_rest(script: str, level: str, optimizer: Any) -> None:
+    check(GROUPS[script], Amp, Setup(level, optimizer, grouped=1))
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_schedulers_made_before_initialize_hold_the_groups(level: str) -> None:
+    def train(at: str | None) -> tuple[Any, ...]:
+        nets = [Part(), Part(2)]
+        optimizer = sgd(nets)
+        scheduler = StepLR(optimizer, 2, 0.5)
+        if at is not None:
+            amp.initialize(nets, optimizer, opt_level=at, loss_scale=4.0, verbosity=0)
+        for index in range(4):
+            optimizer.zero_grad()
+            backward(nets[0](data(index)) + nets[1](data(index)), optimizer, level=at)
+            optimizer.step()
+            scheduler.step()
+        return state(nets, [optimizer]), optimizer.state_dict()['param_groups'], scheduler.get_last_lr()
+
+    assert train(level) == train(None)
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_parameter_that_is_added_twice_is_refused(level: str) -> None:
+    """torch sees it at once where a parameter is its own master, and the next pass sees the others."""
+    net, optimizer = start(level)
+
+    def twice() -> None:
+        optimizer.add_param_group({'params': net.trained[:1]})
+        backward(net(data(0)), optimizer)
+
+    before = state([net], [optimizer])
+    with pytest.raises(AmpUsageError if level in MASTERS else ValueError, match=r'second time|more than one'):
+        twice()
+    assert {
+        key: value for key, value in state([net], [optimizer]).items() if key[-1] not in ('total', 'count')
+    }.items() <= before.items()
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_parameter_that_an_optimizer_has_twice_is_refused(level: str) -> None:
+    net = Part()
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        optimizer = SGD([net.fc.weight, net.norm.weight, net.fc.weight], lr=0.25)
+    before = list(optimizer.param_groups[0]['params'])
+    with pytest.raises(AmpAttachError, match=r'fc\.weight'):
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert all(a is b for a, b in zip(before, optimizer.param_groups[0]['params'], strict=True))
+    assert net.fc.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize('how', ['optimizer', 'optimizer, to zeros', 'model'])
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_plain_backward_before_a_block_counts_and_no_scale_learns_from_it(level: str, how: str) -> None:
+    """Finite gradients are added; others skip the step."""
+    (net, optimizer), (plain, theirs) = start(level, 4.0), start(None)
+    for value in (1.0, math.nan, 2.0):
+        for each, its in ((net, optimizer), (plain, theirs)):
+            clear(how, [its], [each])
+            (each(data(0)) * value).backward()
+        backward(net(data(1)), optimizer)
+        optimizer.step()
+        if not math.isnan(value):
+            plain(data(1)).backward()
+            theirs.step()
+    found, wanted = state([net], [optimizer]), state([plain], [theirs])
+    assert {key for key in wanted if found.get(key) != wanted[key]} <= {(0, 'total'), (0, 'count')}
+    assert scales(optimizer) == [4.0]
+
+
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_script_that_skips_steps_itself(level: str) -> None:
+    """ESPnet's way: where the norm is not finite, gradients are cleared. The scale falls all the same."""
+    for how in ('optimizer', 'optimizer, to zeros', 'model', 'None'):
+        (net, optimizer), (plain, theirs) = start(level), start(None)
+        for index in range(4):
+            broken = index in (1, 2)
+            backward(net(data(index)), optimizer, hit=net.fc.weight if broken else None)
+            norm = torch.nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1e9)
+            assert bool(norm.isfinite()) is not broken
+            if not broken:
+                optimizer.step()
+                plain(data(index)).backward()
+                theirs.step()
+                theirs.zero_grad()
+            clear(how, [optimizer], [net])
+        backward(net(data(0)), optimizer)
+        assert scales(optimizer) == [2.0], how
+        optimizer.zero_grad()
+        found, wanted = state([net], [optimizer]), state([plain], [theirs])
+        assert {key for key in wanted if found.get(key) != wanted[key]} <= {(0, 'total'), (0, 'count')}, how
+
+
+# -- two optimizers at random -------------------------------------------------------------------------------------------
+
+#: Which models each loss reaches, and which optimizers it is for.
+LOSSES = ((0,), (0, 1), (1,))
+IDS = (0, 1, 0)
+
+
+class Plain:
+    """Two FP32 trainings, two scales, and the flags that decide whether a step is taken."""
+
+    def __init__(self) -> None:
+        self.nets = [Part(), Part(2)]
+        self.optimizers = [sgd([net]) for net in self.nets]
+        self.scales = [2.0**10, 2.0**6]
+        self.bad = [False, False]
+        #: Of each optimizer: what the losses that it answers for have found since its last step.
+        self.found: list[dict[int, bool]] = [{}, {}]
+
+    def backward(self, loss: int, index: int, broken: bool) -> None:
+        sum_of(self.nets, loss, index).backward()
+        first = LOSSES[loss][0]
+        self.found[first][IDS[loss]] = self.found[first].get(IDS[loss], False) or broken
+        for place in LOSSES[loss]:
+            self.bad[place] = self.bad[place] or broken
+
+    def step(self, place: int) -> None:
+        if not self.bad[place]:
+            self.optimizers[place].step()
+        self.clear(place)
+
+    def clear(self, place: int, set_to_none: bool = True) -> None:
+        for loss_id, overflowed in self.found[place].items():
+            self.scales[loss_id] *= 0.5 if overflowed else 1
+        self.found[place], self.bad[place] = {}, False
+        self.optimizers[place].zero_grad(set_to_none)
+
+
+def sum_of(nets: list[Part], loss: int, index: int) -> torch.Tensor:
+    return torch.stack([nets[place](data(index)) for place in LOSSES[loss]]).sum()
+
+
+def clip(parameters: Iterable[torch.Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.clamp_(-0.5, 0.5)
+
+
+ACTS = st.one_of(
+    st.tuples(st.just('backward'), st.integers(0, 2), st.integers(0, 3), st.sampled_from([False, False, True])),
+    st.tuples(st.sampled_from(['step', 'clip']), st.integers(0, 1)),
+    st.tuples(st.just('clear'), st.integers(0, 1), st.booleans()),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(level=st.sampled_from(EXACT_LEVELS), acts=st.lists(ACTS, max_size=14))
+def test_two_optimizers_in_any_order(level: str, acts: list[tuple[Any, ...]]) -> None:
+    plain, nets = Plain(), [Part(), Part(2)]
+    optimizers: list[Optimizer] = [sgd([net]) for net in nets]
+    amp.initialize(nets, optimizers, opt_level=level, num_losses=2, loss_scale='dynamic', verbosity=0)
+    set_scales(optimizers[0], *plain.scales)
+    for name, *words in [*acts, ('step', 0), ('step', 1)]:
+        if name == 'clip':
+            clip(plain.nets[words[0]].trained)
+            clip(amp.master_params(optimizers[words[0]]))
+            continue
+        getattr(plain, name)(*words)
+        if name == 'backward':
+            loss, index, broken = words
+            hit = nets[LOSSES[loss][-1]].fc.weight if broken else None
+            backward(sum_of(nets, loss, index), [optimizers[place] for place in LOSSES[loss]], IDS[loss], hit)
+        elif name == 'step':
+            optimizers[words[0]].step()
+            optimizers[words[0]].zero_grad()
+        else:
+            optimizers[words[0]].zero_grad(set_to_none=words[1])
+    found, wanted = state(nets, optimizers), state(plain.nets, plain.optimizers)
+    assert {key for key in wanted if found.get(key) != wanted[key] and key[-1] not in ('total', 'count')} == set()
+    assert scales(optimizers[0], 2) == plain.scales

@@ -1,0 +1,116 @@
+"""Scripts of the functional API with exact numbers: models, passes, and the state that plain FP32 training must give.
+
+For scripts with several optimizers, and for what the acts of ``play`` do not say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from play import Part
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from amp_wrapper import amp
+
+LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
+#: The levels that cast weights and keep FP32 masters.
+MASTERS = ('O2', 'O5')
+#: Ways of scripts to clear gradients.
+CLEARS = ('optimizer', 'optimizer, to zeros', 'model', 'None')
+
+
+def sgd(parts: Iterable[Part]) -> Optimizer:
+    """SGD with momentum and another rate for each part."""
+    groups = [{'params': part.trained, 'lr': 0.25 / 2**index} for index, part in enumerate(parts)]
+    return SGD(groups, lr=0.25, momentum=0.5)
+
+
+def start(level: str | None, scale: Any = 8.0, **options: Any) -> tuple[Part, Optimizer]:
+    """A model and its optimizer.
+
+    Args:
+        level: None for plain FP32 training.
+        scale: A number is where the dynamic scale begins.
+        options: More for ``amp.initialize``.
+    """
+    part = Part()
+    optimizer = sgd([part])
+    if level is not None:
+        if isinstance(scale, float):
+            scale = dict(init_scale=scale)
+        amp.initialize(part, optimizer, opt_level=level, loss_scale=scale, **{'verbosity': 0, **options})
+    return part, optimizer
+
+
+def backward(
+    loss: Tensor, optimizers: Any, loss_id: int = 0, hit: Tensor | None = None, level: str | None = '', **options: Any
+) -> None:
+    """One backward pass in a block of its own.
+
+    Args:
+        loss: The loss.
+        optimizers: Those that the loss is for.
+        loss_id: Of the loss.
+        hit: A weight whose gradient becomes infinite.
+        level: None for plain FP32 training.
+        options: More for ``amp.scale_loss``.
+    """
+    if level is None:
+        loss.backward()
+        return
+    handle = None if hit is None else hit.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
+    with amp.scale_loss(loss, optimizers, loss_id, **options) as scaled:
+        scaled.backward()
+    if handle is not None:
+        handle.remove()
+
+
+def clear(how: str, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    for optimizer in optimizers if how.startswith('optimizer') else ():
+        optimizer.zero_grad(set_to_none='zeros' not in how)
+    for model in models if how == 'model' else ():
+        model.zero_grad()
+    for parameter in [p for model in models for p in model.parameters()] if how == 'None' else ():
+        parameter.grad = None
+
+
+def state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
+    """FP32 weights, buffers and moments; each weight is checked to be its FP32 value, rounded."""
+    found: dict[Any, Any] = {}
+    for m, model in enumerate(models):
+        saved = model.state_dict()
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, saved[name].to(parameter.dtype)), f'{name} is not its FP32 value, rounded'
+        found |= {(m, name): value.tolist() for name, value in saved.items()}
+    for o, optimizer in enumerate(optimizers):
+        for index, entry in optimizer.state_dict()['state'].items():
+            # that of torch's own SGD counts no steps
+            found |= {
+                (o, index, key): value.tolist()
+                for key, value in entry.items()
+                if isinstance(value, Tensor) and (key != 'step' or 'exp_avg' in entry)
+            }
+    return found
+
+
+def gradients(optimizer: Optimizer) -> list[Any]:
+    """Of what it steps, unscaled."""
+    return [None if p.grad is None else p.grad.tolist() for p in amp.master_params(optimizer)]
+
+
+def scales(optimizer: Optimizer, losses: int = 1) -> list[float]:
+    return [amp.loss_scale(optimizer, loss_id) for loss_id in range(losses)]
+
+
+def counters(optimizer: Optimizer) -> list[int]:
+    """How many clean steps each scale has seen since it moved last."""
+    return [entry['unskipped'] for entry in amp.state_dict(optimizers=optimizer).values()]
+
+
+def set_scales(optimizer: Optimizer, *values: float) -> None:
+    state = {f'loss_scaler{i}': {'loss_scale': value, 'unskipped': 0} for i, value in enumerate(values)}
+    amp.load_state_dict(state, optimizers=optimizer)
