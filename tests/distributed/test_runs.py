@@ -163,6 +163,30 @@ def test_validation_before_and_test_after_a_sharded_training(here: Here) -> None
     assert scores['sharded'] == scores['ddp'] == scores['sharded and repeated']
 
 
+@HOOKS.register_module(force=True)
+class LoadsOnRankZero(Hook):
+    """As an evaluation that one rank makes."""
+
+    def after_train(self, runner: Any) -> None:
+        dist.barrier()
+        if runner.rank == 0:
+            runner.load_checkpoint(str(Path(runner.work_dir) / 'epoch_1.pth'))
+        dist.barrier()
+
+
+# it ends by the time-out of the group, after a minute
+@pytest.mark.long
+@pytest.mark.xfail(
+    strict=True, reason='openmmlab: Runner.load_checkpoint waits for all ranks, also where nothing is sharded'
+)
+@on_ranks()
+def test_one_rank_alone_loads_a_file(here: Here) -> None:
+    """A plain one, in a run that is not sharded."""
+    config = config_of(here, 'ddp', 'O2', train_cfg=dict(by_epoch=True, max_epochs=1))
+    config['custom_hooks'] = [dict(type='LoadsOnRankZero')]
+    toy.run(here.folder / 'run', **config)
+
+
 class Versioned(nn.Linear):
     """In its first version, weights were stored with the other sign."""
 
