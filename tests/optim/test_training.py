@@ -111,6 +111,24 @@ def test_skipped_step_leaves_a_master_between_two_weights(device: torch.device) 
 
 
 @pytest.mark.usefixtures('with_and_without_ops')
+@pytest.mark.parametrize('level', ['O0', 'O2', 'O5'])
+def test_step_without_scale_clip_or_skip(level: str, device: torch.device) -> None:
+    """Split masters keep what float16 has no bits for, from its largest numbers to its subnormal ones."""
+    model = nn.Linear(8, 1, bias=False).to(device)
+    start = torch.tensor([1.0001, 60000.5, 0.1, 2.0**-14, 1.0001 * 2.0**-15, 2.0**-16, -3.0003, 0.0], device=device)
+    model.weight.data.copy_(start)
+    split = {} if level == 'O0' else dict(master_weights='split')
+    optimizer = FusedSGD(model.parameters(), lr=0.0)
+    wrapper = AmpOptimWrapper(optimizer=optimizer, opt_level=level, loss_scale=1.0, verbosity=0, **split)
+    for lr, wanted in ((0.0, start), (0.5, start - 0.5)):
+        optimizer.param_groups[0]['lr'] = lr
+        with wrapper.optim_context(model):
+            loss = model(torch.ones(1, 8, device=device)).float().sum()
+        wrapper.update_params(loss)
+        torch.testing.assert_close(model.state_dict()['weight'][0], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures('with_and_without_ops')
 @pytest.mark.parametrize('kind', TRAINED)
 def test_all_types_in_one_group(kind: str, device: torch.device) -> None:
     """As each in a group of its own; torch's kernels for GPUs take one type at a time."""
