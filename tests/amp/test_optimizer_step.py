@@ -1,0 +1,587 @@
+"""The step of an initialised optimizer: closures, hooks, schedulers, skipped steps, copies, and optimizers around others."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import same
+from exact_scripts import LEVELS, MASTERS, backward, gradients, scales, set_scales, sgd, start, state
+from pairs import pairs
+from play import EXACT_LEVELS, Part, data
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+from amp_wrapper import AmpCheckpointError, AmpOptimWrapper, AmpUsageError, FusedSGD, OverflowStreakError, amp
+
+
+@pairs(kind=[SGD, Adam, FusedSGD], level=LEVELS)
+def test_class_and_signatures_stay(kind: Any, level: str) -> None:
+    net = Part()
+    optimizer, plain = kind(net.parameters(), lr=0.25), kind(Part().parameters(), lr=0.25)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert type(optimizer) is kind and repr(optimizer) == repr(plain)
+    for name in ('step', 'zero_grad'):
+        ours = getattr(optimizer, name)
+        assert inspect.signature(ours) == inspect.signature(getattr(plain, name))
+        assert ours.__name__ == name and inspect.ismethod(ours)
+        with pytest.raises(TypeError):
+            ours(1, 2)
+    optimizer.zero_grad(True)
+    optimizer.zero_grad(set_to_none=False)
+    assert optimizer.step(None) is None
+
+
+# -- closures -----------------------------------------------------------------------------------------------------------
+
+
+class OwnStep(SGD):
+    """More arguments, and another name for the closure."""
+
+    received: Any = None
+
+    def step(self, fn: Any = None, rate: float = 1.0, *, flag: bool = False) -> Any:  # type: ignore[override]
+        self.received = rate, flag
+        return super().step(fn)
+
+
+CLOSURES: dict[str, tuple[type[Optimizer], Callable[[Any, Any], Any], Any]] = {
+    'by position': (SGD, lambda optimizer, closure: optimizer.step(closure), None),
+    'by name': (SGD, lambda optimizer, closure: optimizer.step(closure=closure), None),
+    'with more arguments': (OwnStep, lambda optimizer, closure: optimizer.step(closure, 0.5, flag=True), (0.5, True)),
+    'by another name': (OwnStep, lambda optimizer, closure: optimizer.step(fn=closure), (1.0, False)),
+}
+
+
+@pairs(way=CLOSURES, level=EXACT_LEVELS)
+def test_closure(way: str, level: str) -> None:
+    kind, call, received = CLOSURES[way]
+
+    def train(at: str | None) -> tuple[Any, list[float]]:
+        net = Part()
+        optimizer = kind(net.trained, lr=0.25, momentum=0.5)  # type: ignore[call-arg]
+        if at is not None:
+            amp.initialize(net, optimizer, opt_level=at, loss_scale='dynamic', verbosity=0)
+            set_scales(optimizer, 8.0)
+        losses = []
+        for index in range(3):
+
+            def closure(index: int = index) -> Tensor:
+                optimizer.zero_grad()
+                loss = net(data(index))
+                backward(loss, optimizer, level=at)
+                return loss
+
+            with torch.no_grad():
+                losses.append(torch.enable_grad()(closure)() if at is None else call(optimizer, closure))
+            if at is None:
+                optimizer.step()
+        assert at is None or getattr(optimizer, 'received', None) == received
+        return state([net], [optimizer]), [loss.item() for loss in losses]
+
+    (found, losses), (wanted, expected) = train(level), train(None)
+    # what the weights are rounded to differs from FP32 at the levels that cast them
+    assert found == wanted and (level in MASTERS or losses == expected)
+
+
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_closure_that_overflows_or_fails_changes_nothing(level: str) -> None:
+    net, optimizer = start(level)
+
+    def overflows() -> Tensor:
+        loss = net(data(0))
+        backward(loss, optimizer, hit=net.fc.weight)
+        return loss
+
+    def fails() -> Tensor:
+        raise KeyError
+
+    before = state([net], [optimizer])
+    assert optimizer.step(overflows) is not None
+    with pytest.raises(KeyError):
+        optimizer.step(fails)
+    assert state([net], [optimizer]) == before and scales(optimizer) == [4.0]
+
+
+class ClosureInTheMiddle(SGD):
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, 'step requires a closure, but it was not provided'
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_optimizer_that_calls_its_closure_in_the_middle_of_a_step_is_refused(level: str) -> None:
+    net = Part()
+    optimizer = ClosureInTheMiddle(net.trained, lr=0.25)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0, loss_scale=4.0 if level != 'O0' else None)
+    before = state([net], [])
+
+    def closure() -> None:
+        backward(net(data(0)), optimizer)
+
+    if level == 'O0':
+        optimizer.step(closure)
+        return
+    with pytest.raises(AmpUsageError, match=r'ClosureInTheMiddle\.step\(closure\)'):
+        optimizer.step(closure)
+    assert state([net], [])[0, 'fc.weight'] == before[0, 'fc.weight']
+
+
+def test_other_errors_of_a_step_are_the_optimizers_own() -> None:
+    class Broken(SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError('out of memory')
+
+    net = Part()
+    optimizer = Broken(net.trained, lr=0.25)
+    amp.initialize(net, optimizer, opt_level='O2', verbosity=0, loss_scale=4.0)
+    with pytest.raises(RuntimeError, match='out of memory'):
+        optimizer.step(lambda: backward(net(data(0)), optimizer))
+
+
+# -- skipped steps ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('fused', [True, False])
+def test_each_skip_is_logged_with_the_losses_that_overflowed(fused: bool, log: list[str]) -> None:
+    net = Part()
+    optimizer = FusedSGD(net.trained, lr=0.25) if fused else sgd([net])
+    amp.initialize(net, optimizer, opt_level='O2', num_losses=3, loss_scale=dict(init_scale=8.0))
+    log.clear()
+    for loss_id in (0, 2):
+        optimizer.zero_grad()
+        backward(net(data(0)), optimizer)
+        backward(net(data(0)), optimizer, loss_id, net.fc.weight)
+        optimizer.step()
+    amp.state_dict()
+    assert len(log) == 2
+    assert 'step skipped (1 so far, 1 in a row)' in log[0] and 'loss 0: 4' in log[0]
+    assert 'loss 2: 4' in log[1] and 'loss 1' not in log[1]
+
+
+@pytest.mark.parametrize('fused', [True, False])
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_fifty_skips_in_a_row_end_the_training(level: str, fused: bool) -> None:
+    """With the names of parameters; weights are those of the last clean step, and the scale never is 0."""
+    net = Part()
+    optimizer = FusedSGD(net.trained, 0.25) if fused else sgd([net])
+    amp.initialize(net, optimizer, opt_level=level, loss_scale='dynamic', verbosity=0)
+    before, steps = state([net], []), 0
+
+    def train() -> None:
+        nonlocal steps
+        for _ in range(60):
+            optimizer.zero_grad()
+            backward(net(data(0)), optimizer, hit=net.fc.weight)
+            optimizer.step()
+            steps += 1
+
+    with pytest.raises(OverflowStreakError, match=r'(?s)50 optimizer steps.*fc.weight'):
+        train()
+    assert steps == 49 and state([net], []) == before and scales(optimizer) == [2.0 ** (16 - 50)]
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_scale_stops_at_the_smallest_normal_number(level: str) -> None:
+    net, optimizer = start(level, 2.0**-126)
+    backward(net(data(0)), optimizer, hit=net.fc.weight)
+    optimizer.step()
+    assert scales(optimizer) == [2.0**-126] and amp.last_step_skipped(optimizer)
+
+
+@pairs(scale=[('O1', 1.0), ('O1', 8.0), ('O3', None), ('O4', None), ('O5', None)], cleared_by=['optimizer', 'model'],
+       before=['block', 'failed block', 'nothing'])  # fmt: skip
+def test_infinite_gradients_written_by_hand_skip_the_step(scale: tuple[str, Any], before: str, cleared_by: str) -> None:
+    """Whatever was checked before belongs to gradients that are gone."""
+    model = nn.Linear(4, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=scale[0], verbosity=0, loss_scale=scale[1])
+    if before != 'nothing':
+        with contextlib.suppress(RuntimeError), amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as loss:
+            if before == 'failed block':
+                raise RuntimeError
+            loss.backward()
+    optimizer.zero_grad()
+    if cleared_by == 'model':
+        model.zero_grad()
+    known = state([model], [])
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    optimizer.step()
+    assert state([model], []) == known
+
+
+# -- schedulers and hooks -----------------------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    'StepLR': lambda o: schedulers.StepLR(o, 2, 0.5),
+    'OneCycleLR': lambda o: schedulers.OneCycleLR(o, 0.5, total_steps=10),
+    'CyclicLR': lambda o: schedulers.CyclicLR(o, 0.125, 0.5, step_size_up=2),
+    'Sequential': lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o, 0.5, 2), schedulers.StepLR(o, 1, 0.5)], [2]
+    ),
+}
+
+
+@pairs(name=SCHEDULERS, level=EXACT_LEVELS, built=['before', 'after'])
+def test_schedulers_give_the_same_rates_without_a_warning(name: str, level: str, built: str) -> None:
+    """Also where the first step was skipped."""
+
+    def train(at: str | None, broken: int | None) -> Any:
+        net = Part()
+        optimizer = SGD(net.trained, 0.25, momentum=0.5)
+        scheduler = SCHEDULERS[name](optimizer) if built == 'before' or at is None else None
+        if at is not None:
+            amp.initialize(net, optimizer, opt_level=at, loss_scale=dict(init_scale=8.0), verbosity=0)
+        scheduler = scheduler or SCHEDULERS[name](optimizer)
+        rates = []
+        for index in range(5):
+            optimizer.zero_grad()
+            if at is not None or index != broken:
+                backward(net(data(index)), optimizer, hit=net.fc.weight if index == broken else None, level=at)
+            optimizer.step()
+            scheduler.step()
+            group = optimizer.param_groups[0]
+            rates.append((scheduler.get_last_lr(), group['lr'], group['momentum']))
+        return rates, {
+            key: value for key, value in state([net], [optimizer]).items() if key[-1] not in ('total', 'count')
+        }
+
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        # torch 2.6's own, of SequentialLR
+        warnings.filterwarnings('ignore', 'The epoch parameter in `scheduler.step')
+        for broken in (None, 0):
+            assert train(level, broken) == train(None, broken)
+
+
+@pairs(level=EXACT_LEVELS, fused=[True, False])
+def test_hooks_of_the_optimizer_see_unscaled_gradients_and_may_change_them(level: str, fused: bool) -> None:
+    net = Part()
+    optimizer = FusedSGD(net.trained, 0.25, momentum=0.5) if fused else SGD(net.trained, 0.25, momentum=0.5)
+    seen: list[Any] = []
+
+    def before(who: Optimizer, args: Any, kwargs: Any) -> None:
+        assert who is optimizer
+        seen.append(gradients(who))
+        for parameter in amp.master_params(who):
+            if parameter.grad is not None:
+                parameter.grad.mul_(2)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_state_dict_post_hook(lambda who, saved: {**saved, 'mark': 1})
+    amp.initialize(net, optimizer, opt_level=level, loss_scale=dict(init_scale=8.0), verbosity=0)
+    optimizer.register_step_post_hook(lambda who, args, kwargs: seen.append('after'))
+    backward(net(data(0)), optimizer)
+    optimizer.step()
+    plain, theirs = Part(), None
+    theirs = SGD(plain.trained, 0.25, momentum=0.5)
+    plain(data(0)).backward()
+    assert seen == [gradients(theirs), 'after']
+    for parameter in plain.trained:
+        parameter.grad.mul_(2)  # type: ignore[union-attr]
+    theirs.step()
+    assert state([net], [optimizer]) == state([plain], [theirs])
+    assert optimizer.state_dict()['mark'] == 1
+    # the host knows of a skip before the step of torch's optimizers, which is not called then
+    seen.clear()
+    optimizer.zero_grad()
+    backward(net(data(0)), optimizer, hit=net.fc.weight)
+    optimizer.step()
+    assert fused or seen == []
+    # a load: the rest of the state is as it was
+    optimizer.register_load_state_dict_pre_hook(lambda who, saved: {k: v for k, v in saved.items() if k != 'mark'})
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [value for key, value in state([net], [optimizer]).items() if 'weight' in key[-1]] == [
+        value for key, value in state([plain], [theirs]).items() if 'weight' in key[-1]
+    ]
+
+
+@pytest.mark.parametrize('level', MASTERS)
+def test_edits_through_data_are_taken_up_where_a_script_says_so(level: str) -> None:
+    model = nn.Linear(2, 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[3.0, -3.0]]))
+        model.bias.fill_(0.5)
+    optimizer = SGD(model.parameters(), lr=0.25)
+    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
+    model.weight.data.clamp_(-1.0, 1.0)
+    assert amp.weights_changed(optimizer) == ['weight']
+    assert amp.weights_changed(optimizer) == []
+    backward(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer)
+    optimizer.step()
+    assert model.weight.tolist() == [[0.75, -1.5]]
+    model.weight.data.fill_(0.5)
+    assert amp.weights_changed(optimizer, [model.bias]) == []
+    assert amp.weights_changed(optimizer, [model.weight]) == ['weight']
+    next(amp.master_params(optimizer)).data.fill_(0.25)
+    amp.masters_changed(optimizer)
+    assert model.weight.tolist() == [[0.25, 0.25]]
+    for call in (amp.weights_changed, amp.masters_changed):
+        with pytest.raises(AmpUsageError, match='was not initialised'):
+            call(SGD(model.parameters(), lr=0.25))
+
+
+# -- copies -------------------------------------------------------------------------------------------------------------
+
+
+def through_torch(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    'deepcopy': copy.deepcopy,
+    'pickle': lambda value: pickle.loads(pickle.dumps(value)),
+    'torch.save': through_torch,
+}
+
+
+@pairs(way=COPIES, level=EXACT_LEVELS)
+def test_copies_of_model_and_optimizer_are_plain_and_apart(way: str, level: str) -> None:
+    net, optimizer = start(level)
+    plain, theirs = start(None)
+    for index in range(2):
+        model, stepper = COPIES[way]((net, optimizer))
+        assert type(stepper) is SGD and same(stepper.state_dict(), optimizer.state_dict())
+        x, before = data(index), state([net], [optimizer])
+        assert torch.equal(model.eval()(x), net.eval()(x)) and model(x).dtype is torch.float32
+        with torch.no_grad():
+            model.fc.weight.zero_()
+            model.norm.weight.zero_()
+        assert model(x).item() == 0
+        model(x).backward()
+        stepper.step()
+        net.train()
+        assert state([net], [optimizer]) == before
+        for each, its, at in ((net, optimizer, level), (plain, theirs, None)):
+            its.zero_grad()
+            backward(each(x), its, level=at)
+            its.step()
+    assert state([net], [optimizer]) == state([plain], [theirs])
+
+
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_copy_of_a_model_can_be_initialised_and_trained(level: str) -> None:
+    copied = copy.deepcopy(start(level)[0])
+    optimizer = sgd([copied])
+    amp.initialize(copied, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+    plain, theirs = start(None)
+    for each, its, at in ((copied, optimizer, level), (plain, theirs, None)):
+        backward(each(data(0)), its, level=at)
+        its.step()
+    assert state([copied], [optimizer]) == state([plain], [theirs])
+
+
+# -- optimizers around others -------------------------------------------------------------------------------------------
+
+
+class Lookahead(Optimizer):
+    """Every second step the weights go half of the way back."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = self.optimizer.step(closure)
+        self.count += 1
+        for p in [p for group in self.param_groups for p in group['params']]:
+            slow = self.state[p].setdefault('slow', torch.zeros_like(p))
+            if self.count % 2 == 0:
+                slow.add_(p - slow, alpha=0.5)
+                p.copy_(slow)
+        return loss
+
+
+class OwnForm(Lookahead):
+    """Its file is not of torch's form, as that of pytorch_optimizer's Lookahead."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'count': self.count, 'base': self.optimizer.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(saved['base'])
+        self.state, self.count = self.optimizer.state, saved['count']
+
+
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_optimizer_around_another_steps_once_and_is_skipped_as_a_whole(level: str) -> None:
+    def train(at: str | None) -> tuple[Any, int]:
+        net = Part()
+        optimizer = Lookahead(SGD(net.trained, lr=0.25, momentum=0.5))
+        if at is not None:
+            amp.initialize(net, optimizer, opt_level=at, loss_scale=dict(init_scale=8.0), verbosity=0)
+        for index in range(5):
+            if at is None and index == 3:
+                continue
+            optimizer.zero_grad()
+            backward(net(data(index)), optimizer, hit=net.fc.weight if index == 3 else None, level=at)
+            optimizer.step()
+        return state([net], [])[0, 'fc.weight'], optimizer.count
+
+    assert train(level) == train(None)
+    assert train(None)[1] == 4
+
+
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_optimizer_whose_file_has_a_form_of_its_own_resumes(level: str) -> None:
+    def begin() -> tuple[Part, AmpOptimWrapper]:
+        net = Part()
+        inner = SGD(net.trained, lr=0.25, momentum=0.5)
+        wrapper = AmpOptimWrapper(8.0, optimizer=OwnForm(inner), opt_level=level, verbosity=0)
+        wrapper.attach(net)
+        return net, wrapper
+
+    def step(net: Part, wrapper: AmpOptimWrapper, index: int) -> None:
+        with wrapper.optim_context(net):
+            loss = net(data(index))
+        wrapper.update_params(loss)
+
+    net, wrapper = begin()
+    for index in range(3):
+        step(net, wrapper, index)
+    weights, saved = copy.deepcopy((net.state_dict(), wrapper.state_dict()))
+    step(net, wrapper, 3)
+    again, other = begin()
+    again.load_state_dict(weights)
+    other.load_state_dict(saved)
+    step(again, other, 3)
+    assert other.optimizer.count == 4 and state([again], []) == state([net], [])
+    with pytest.raises(AmpCheckpointError, match="no key 'base'"):
+        other.load_state_dict({key: value for key, value in saved.items() if key != 'base'})
+
+
+class Curved(nn.Module):
+    """A loss whose gradient depends on the weight; exact for small dyadic numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (0.5 * self.weight * self.weight * x).float().sum()
+
+
+class Sharp(Optimizer):
+    """SAM as its packages write it: two backward passes a step, the second at weights that the first has moved."""
+
+    def __init__(self, params: Any, **words: Any) -> None:
+        super().__init__(params, words)
+        self.base_optimizer = SGD(self.param_groups, **words)
+        self.param_groups, self.state = self.base_optimizer.param_groups, self.base_optimizer.state
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for p in [p for group in self.param_groups for p in group['params'] if p.grad is not None]:
+            self.state[p]['old'] = p.clone()
+            p.add_(p.grad, alpha=0.5)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in [p for group in self.param_groups for p in group['params'] if 'old' in self.state[p]]:
+            p.copy_(self.state[p].pop('old'))
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+def two_parts(level: str | None, by_closure: bool) -> list[float]:
+    """One step of SAM."""
+    net = Curved()
+    optimizer = Sharp(net.parameters(), lr=0.5, momentum=0.5)
+    if level is not None:
+        amp.initialize(net, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        backward(net(torch.tensor([0.5, 1.0])), optimizer, level=level)
+
+    run()
+    if by_closure:
+        optimizer.step(run)
+    else:
+        optimizer.first_step()
+        run()
+        optimizer.second_step()
+    return net.state_dict()['weight'].tolist()
+
+
+@pytest.mark.parametrize('level', EXACT_LEVELS)
+def test_second_pass_of_sam_sees_the_weights_that_the_first_has_moved(level: str) -> None:
+    assert two_parts(level, True) == two_parts(None, True) != Curved().weight.tolist()
+
+
+def test_two_calls_of_sam_train_where_gradients_are_not_scaled() -> None:
+    assert two_parts('O0', False) == two_parts('O4', False) == two_parts(None, False)
+
+
+@pytest.mark.xfail(strict=True, reason='amp')
+def test_two_calls_of_sam_are_refused_where_gradients_are_scaled() -> None:
+    for level in ('O1', 'O2'):
+        with pytest.raises(AmpUsageError):
+            two_parts(level, False)
+
+
+@pytest.mark.parametrize('level', MASTERS)
+def test_object_around_an_optimizer_that_is_none_itself(level: str) -> None:
+    """schedulefree's wrapper, for one: the error says to initialize what it is built around, and that works."""
+
+    class Around:
+        def __init__(self, base: Optimizer) -> None:
+            self.base, self.param_groups = base, base.param_groups
+
+        def step(self) -> None:
+            self.base.step()
+
+    net = Part()
+    inner = SGD(net.trained, lr=0.25)
+    with pytest.raises(TypeError, match='built around'):
+        amp.initialize(net, Around(inner), opt_level=level, verbosity=0)  # type: ignore[call-overload]
+    amp.initialize(net, inner, opt_level=level, verbosity=0, loss_scale=1.0)
+    around, before = Around(inner), state([net], [])
+    backward(net(data(0)), inner)
+    around.step()
+    assert state([net], [])[0, 'fc.weight'] != before[0, 'fc.weight']
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_graph_that_waits_while_another_optimizer_steps(level: str) -> None:
+    """The step of a discriminator leaves the graph of the generator, BatchNorm in it, as it is."""
+    generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    critic = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    own, other = optimizers = [SGD(generator.parameters(), lr=0.01), SGD(critic.parameters(), lr=0.01)]
+    amp.initialize([generator, critic], optimizers, opt_level=level, verbosity=0)
+    for _ in range(2):
+        samples = generator(torch.randn(16, 4))
+        other.zero_grad()
+        backward(critic(samples.detach()).mean(), other)
+        other.step()
+        own.zero_grad()
+        backward(critic(samples).square().mean(), own)
+        own.step()
+    assert all(torch.isfinite(parameter).all() for parameter in generator.parameters())
