@@ -1,0 +1,369 @@
+"""Optimizers over weights of models that were cast, conversions of such models, and weights beyond the range of float16."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bits import same
+from exact_scripts import LEVELS, MASTERS, backward, clear, scales, sgd, start, state
+from pairs import pairs
+from play import EXACT_LEVELS, WEIGHT_TYPES, Part, data
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, amp
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def take(door: str, net: nn.Module, optimizer: Optimizer, level: str = 'O2', **options: Any) -> None:
+    if door == 'amp':
+        amp.initialize(net, optimizer, opt_level=level, **{'verbosity': 0, **options})
+    else:
+        AmpOptimWrapper(opt_level=level, optimizer=optimizer, **{'verbosity': 0, **options}).attach(net)
+
+
+# -- optimizers that were not initialised -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_optimizer_that_was_not_initialised_is_refused_over_weights_with_masters(level: str, log: list[str]) -> None:
+    """Elsewhere gradients are unscaled, and it steps."""
+    net, optimizer = start(level, verbosity=1)
+    log.clear()
+    other = sgd([net])
+    backward(net(data(0)), optimizer)
+    before = state([net], [optimizer])
+    if level in MASTERS:
+        with pytest.raises(AmpUsageError, match=r'amp\.initialize\(\[\], optimizer\)'):
+            other.step()
+        assert state([net], [optimizer]) == before
+    else:
+        other.step()
+        assert state([net], [optimizer]) != before
+    assert log == []
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_optimizer_of_weights_that_no_initialised_one_steps_is_warned_of_once(level: str, log: list[str]) -> None:
+    net, head = Part(), nn.Linear(1, 1)
+    optimizer, other = sgd([net]), SGD(head.parameters(), lr=0.1)
+    amp.initialize([net, head], [optimizer], opt_level=level)
+    log.clear()
+    for _ in range(2):
+        head(torch.ones(1, 1)).sum().backward()
+        other.step()
+    assert len(log) == (level in ('O1', 'O2')) and all('SGD, which was not initialised' in line for line in log)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_optimizer_inside_an_initialised_one_is_not_warned_of(level: str, log: list[str]) -> None:
+    class Around(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            self.inner = inner
+            super().__init__(inner.param_groups, {})
+            self.param_groups = inner.param_groups
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step()
+
+    net = Part()
+    around = Around(sgd([net]))
+    amp.initialize(net, around, opt_level=level, loss_scale=8.0)
+    log.clear()
+    backward(net(data(0)), around)
+    around.step()
+    assert log == []
+
+
+# -- optimizers of other models -----------------------------------------------------------------------------------------
+
+STRANGERS: dict[str, Callable[[nn.Module], Any]] = {
+    'a copy': lambda copied: copied.parameters(),
+    'a part of a copy': lambda copied: copied[2].parameters(),  # type: ignore[index]
+    'another model': lambda copied: nn.Linear(3, 3).parameters(),
+    'groups of a copy': lambda copied: [{'params': [p for p in copied.parameters() if p.ndim == d]} for d in (2, 1)],
+}
+
+
+@pairs(which=STRANGERS, level=LEVELS, door=['amp', 'wrapper'])
+def test_optimizer_of_another_model_is_refused_with_nothing_changed(which: str, level: str, door: str) -> None:
+    net = model()
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(AmpAttachError, match='none of them belongs to the model'):
+        take(door, net, SGD(STRANGERS[which](copy.deepcopy(net)), lr=0.1), level)
+    assert same(dict(net.state_dict(keep_vars=True)), dict(before))
+    take(door, net, SGD(net.parameters(), lr=0.1), level)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_one_stale_optimizer_among_several_is_refused(level: str) -> None:
+    nets = [model(), nn.Linear(4, 4)]
+    optimizers = [SGD(copy.deepcopy(nets[0]).parameters(), lr=0.1), SGD(nets[1].parameters(), lr=0.1)]
+    with pytest.raises(AmpAttachError, match='none of them belongs'):
+        amp.initialize(nets, optimizers, opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_model_and_optimizer_that_were_copied_together(level: str) -> None:
+    """The copied optimizer has copies of the masters, which nobody reads."""
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.25)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    copied, stepping = copy.deepcopy((net, optimizer))
+    if level in MASTERS:
+        before = copy.deepcopy(dict(copied.state_dict()))
+        with pytest.raises(AmpAttachError, match=r'4 parameters that do not belong to the model.*copied'):
+            amp.initialize(copied, stepping, opt_level=level, verbosity=0)
+        assert same(dict(copied.state_dict()), before)
+        stepping = SGD(copied.parameters(), lr=0.25)
+    amp.initialize(copied, stepping, opt_level=level, verbosity=0)
+
+
+def frozen(net: nn.Module) -> list[Optimizer]:
+    net.requires_grad_(False)
+    return [SGD([nn.Parameter(torch.ones(1, 4)), nn.Parameter(torch.ones(4))], lr=0.1)]
+
+
+MORE_OR_LESS: dict[str, Callable[[Any], list[Optimizer]]] = {
+    'a parameter beside the model': lambda net: [SGD([*net.parameters(), nn.Parameter(torch.ones(()))], lr=0.1)],
+    'a temperature': lambda net: [SGD(net.parameters(), lr=0.1), SGD([nn.Parameter(torch.ones(()))], lr=0.1)],
+    'centres as large as a layer': lambda net: [
+        SGD(net.parameters(), lr=0.1),
+        SGD([nn.Parameter(torch.ones(2, 8))], lr=0.1),
+    ],
+    'a head and centres': lambda net: [SGD([*net[2].parameters(), nn.Parameter(torch.ones(8, 4))], lr=0.1)],
+    'an image': lambda net: [SGD([torch.ones(1, 4).requires_grad_()], lr=0.1)],
+    'an image and a frozen model': frozen,
+    'a part': lambda net: [SGD(net[2].parameters(), lr=0.1)],
+    'nothing': lambda net: [],
+}
+
+
+@pairs(made=MORE_OR_LESS, level=LEVELS)
+def test_optimizers_may_hold_more_or_less_than_the_model(made: str, level: str) -> None:
+    """One step moves whatever they hold, and changes no type."""
+    net = model()
+    optimizers = MORE_OR_LESS[made](net)
+    stepped = [p for each in optimizers for group in each.param_groups for p in group['params']]
+    loose: list[Tensor] = [p for p in stepped if not any(p is own for own in net.parameters())]
+    amp.initialize(net, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
+    assert net[0].weight.dtype is WEIGHT_TYPES.get(level, torch.float32)
+    held = [p for each in optimizers for p in amp.master_params(each)]
+    before = [p.detach().clone() for p in held]
+    loss = net.eval()(torch.randn(3, 4)).float().square().sum() + sum(p.float().sum() for p in loose)
+    if optimizers:
+        backward(loss, optimizers)
+    for each in optimizers:
+        each.step()
+    assert all(new.dtype is old.dtype and new.isfinite().all() and not new.equal(old) for new, old in zip(held, before))
+    assert all(p.dtype is torch.float32 for p in loose)
+
+
+# -- another optimizer for the same model -------------------------------------------------------------------------------
+
+
+@pairs(old=['kept', 'gone', 'gone, gradients left'], how=['optimizer', 'model', 'not at first'], level=EXACT_LEVELS)
+def test_new_optimizer_goes_on_from_the_masters(level: str, how: str, old: str) -> None:
+    """Bit for bit as in FP32, whatever became of the old one."""
+
+    def train(at: str | None) -> Any:
+        net = Part()
+        with torch.no_grad():
+            # numbers that no 16-bit type holds
+            net.fc.weight += 2.0**-14
+        first: Any = sgd([net])
+        if at is not None:
+            amp.initialize(net, first, opt_level=at, verbosity=0, loss_scale=8.0)
+        for index in range(2):
+            first.zero_grad()
+            backward(net(data(index)), first, level=at)
+            first.step()
+        if old == 'gone':
+            first.zero_grad()
+        second = SGD(net.trained, lr=0.5, momentum=0.25)
+        if old != 'kept':
+            del first
+            gc.collect()
+        if at is not None:
+            amp.initialize([], second, verbosity=0)
+            assert scales(second) == [8.0]
+        for index in range(3):
+            if how != 'not at first' or index > 0:
+                clear('model' if how == 'model' else 'optimizer', [second], [net])
+            for part in range(2):
+                backward(net(data(index + part)), second, level=at)
+            second.step()
+        return state([net], [second])
+
+    assert train(level) == train(None)
+
+
+@pytest.mark.parametrize('level', MASTERS)
+def test_writes_to_masters_of_a_new_optimizer_reach_the_model(level: str) -> None:
+    net, first = start(level)
+    del first
+    gc.collect()
+    second = SGD(net.trained, lr=0.5)
+    amp.initialize([], second, verbosity=0)
+    with torch.no_grad():
+        for master in amp.master_params(second):
+            master.fill_(0.0)
+    assert net(data(0)).item() == 0.0
+
+
+def test_optimizer_alone_before_any_model() -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    assert amp.initialize([], optimizer, verbosity=0, loss_scale=8.0) == ([], optimizer)
+    before = copy.deepcopy(dict(net.state_dict(keep_vars=True)))
+    backward(net(torch.randn(3, 4)).square().sum(), optimizer)
+    optimizer.step()
+    assert {p.dtype for p in net.parameters()} == {torch.float32} and not same(dict(net.state_dict()), before)
+
+
+def test_new_optimizer_is_of_the_level_of_its_model() -> None:
+    net = model()
+    amp.initialize(net, SGD(net.parameters(), lr=0.1), opt_level='O5', num_losses=2, verbosity=0)
+    new = SGD(net.parameters(), lr=0.1)
+    with pytest.raises(AmpAttachError, match=r"opt_level='O2'.*at O5"):
+        amp.initialize([], new, opt_level='O2', verbosity=0)
+    with pytest.raises(AmpConfigError, match=r'keep_fp32.*was decided'):
+        amp.initialize([], new, keep_fp32='Linear', verbosity=0)
+    with pytest.raises(AmpAttachError, match=r'amp\.initialize\(\[\], optimizer\)'):
+        amp.initialize(net, new, opt_level='O5', verbosity=0)
+    with pytest.raises(AmpUsageError, match=r'amp\.initialize\(\[\], optimizer\)'):
+        amp.scale_loss(net(torch.ones(2, 4)).sum(), new).__enter__()
+    amp.initialize([], new, loss_scale=4.0, verbosity=0)
+    assert scales(new, 2) == [4.0, 4.0] and {p.dtype for p in amp.master_params(new)} == {torch.float32}
+    with pytest.raises(AmpAttachError, match='made from FP32 masters'):
+        amp.initialize([], SGD(amp.master_params(new), lr=0.1), verbosity=0)
+
+
+@pairs(level=['O0', 'O1', 'O4'], later=MASTERS)
+def test_older_optimizer_is_refused_once_a_later_one_has_made_masters(level: str, later: str) -> None:
+    """By the later call, or by the older one's step."""
+    net = nn.Linear(3, 2)
+    old, new = SGD(net.parameters(), lr=0.25), SGD(net.parameters(), lr=0.25)
+    amp.initialize(net, old, opt_level=level, verbosity=0)
+
+    def script() -> None:
+        amp.initialize(net, new, opt_level=later, verbosity=0)
+        backward(net(torch.ones(1, 3)).float().sum(), old)
+        old.step()
+
+    with pytest.raises((AmpAttachError, AmpUsageError), match=r'amp\.initialize|already|another optimizer'):
+        script()
+
+
+# -- conversions --------------------------------------------------------------------------------------------------------
+
+CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
+    'half': (lambda m: m.half(), torch.float16),
+    'float': (lambda m: m.float(), torch.float32),
+    'double': (lambda m: m.double(), torch.float64),
+    'bfloat16': (lambda m: m.bfloat16(), torch.bfloat16),
+    'to': (lambda m: m.to(torch.float16), torch.float16),
+    'to a tensor': (lambda m: m.to(torch.ones(1, dtype=torch.float64)), torch.float64),
+    'type': (lambda m: m.type(torch.bfloat16), torch.bfloat16),
+}
+
+
+@pairs(how=CONVERSIONS, level=LEVELS, door=['amp', 'wrapper'])
+def test_conversions_of_the_model_or_around_it_are_refused(how: str, level: str, door: str) -> None:
+    """Unless nothing would change."""
+    convert, target = CONVERSIONS[how]
+    net = model()
+    around = nn.Sequential(nn.Linear(2, 2), net)
+    take(door, net, SGD(net.parameters(), lr=0.1), level)
+    before = copy.deepcopy({name: t.detach() for name, t in net.state_dict(keep_vars=True).items()})
+    weights = {p.dtype for p in net.parameters()}
+    for converted in (net, around):
+        if weights != {target}:
+            with pytest.raises(AmpUsageError, match=f'attached to, at {level}'):
+                convert(converted)
+        elif all(t.dtype is target for t in net.buffers() if t.is_floating_point()):
+            convert(net)
+    assert same({name: t.detach() for name, t in net.state_dict(keep_vars=True).items()}, before)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_moves_copies_and_other_conversions_go_on(level: str) -> None:
+    net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    for _ in range(2):
+        assert net.to('cpu').to(memory_format=torch.channels_last) is net
+        net.cpu().share_memory()
+        backward(net(torch.ones(1, 2, 2, 2)).sum(), optimizer)
+        optimizer.step()
+    copy.deepcopy(net).double()
+    with pytest.raises(TypeError, match='floating point'):
+        net.to(torch.int64)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        net.to('nowhere')
+    other = model()
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=SGD(other.parameters(), lr=0.1), verbosity=0)
+    wrapper.attach(other)
+    wrapper.detach()
+    assert other.half()[0].weight.dtype is torch.float16
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_model_is_traced_and_not_scripted(level: str) -> None:
+    net = model()
+    take('amp', net, SGD(net.parameters(), lr=0.1), level)
+    with pytest.raises(AmpUsageError, match=r'torch\.jit\.trace'):
+        torch.jit.script(net)
+    x = torch.randn(3, 4)
+    traced = torch.jit.trace(net.eval(), x)
+    assert torch.equal(traced(x * 2), net(x * 2))
+
+
+# -- numbers beyond float16 ---------------------------------------------------------------------------------------------
+
+
+@pairs(level=LEVELS, door=['amp', 'wrapper'])
+def test_weights_beyond_the_range_are_refused_with_the_setting_that_helps(level: str, door: str) -> None:
+    net = model()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    with torch.no_grad():
+        net[2].weight[0, 0] = -7e4
+        # the largest that rounds into the range stays, and what is infinite already surprises nobody
+        net[0].weight[0, 0], net[0].weight[0, 1] = 65519.0, float('inf')
+        net[1].weight.fill_(1e5)
+    if level not in ('O2', 'O3'):
+        take(door, net, optimizer, level)
+        return
+    setting = r"keep_fp32=\['1', '2'\]" if level == 'O3' else r"keep_fp32=\['2'\]"
+    with pytest.raises(AmpAttachError, match=rf'beyond the range of float16.*2\.weight.*{setting}.*O5') as error:
+        take(door, net, optimizer, level)
+    assert '0.weight' not in str(error.value) and {p.dtype for p in net.parameters()} == {torch.float32}
+    assert optimizer.param_groups[0]['params'][0] is net[0].weight
+    amp.initialize(net, optimizer, opt_level=level, keep_fp32=['1', '2'], verbosity=0)
+    assert net[2].weight.min().item() == -7e4
+
+
+@pairs(level=LEVELS, door=['amp', 'wrapper'], verbosity=[0, 1], kept=[True, False])
+def test_buffers_beyond_the_range_are_warned_of(
+    level: str, door: str, verbosity: int, kept: bool, log: list[str]
+) -> None:
+    """A mask may become infinite, and a count may not; only somebody who knows the model can tell them apart."""
+    net = model()
+    net[0].register_buffer('count', torch.tensor([7e4, 1.0]))
+    net[2].register_buffer('table', torch.tensor([65519.0, float('inf'), -float('inf'), float('nan')]))
+    net[2].register_buffer('whole', torch.tensor([70000]))
+    net[1].running_var.fill_(1e6)
+    names = ['BatchNorm1d', *(['0'] if kept else [])]
+    take(door, net, SGD(net.parameters(), lr=0.1), level, verbosity=verbosity, keep_fp32=names)
+    found = [line for line in log if 'beyond the range of float16' in line]
+    assert len(found) == (level in ('O2', 'O3') and not kept and verbosity == 1)
+    assert all('0.count' in line and "keep_fp32=['0']" in line for line in found)
+    assert not kept or net[0].count[0].item() == 7e4

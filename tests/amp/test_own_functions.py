@@ -1,0 +1,522 @@
+"""Functions whose casts a script chooses, by decorators and registrations; and ``amp.init``, apex's oldest interface."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import pickle
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from command_line import python
+from exact_scripts import state
+from play import Part, data
+from torch import Tensor, nn
+from torch.nn.functional import softmin as by_name
+from torch.optim import SGD, Optimizer
+
+from amp_wrapper import AmpAttachError, AmpConfigError, AmpUsageError, amp
+
+H, B, S, D = torch.float16, torch.bfloat16, torch.float32, torch.float64
+REGISTER: dict[Any, Callable[[Any, str], None]] = {
+    H: amp.register_half_function,
+    B: amp.register_bfloat16_function,
+    S: amp.register_float_function,
+    None: amp.register_promote_function,
+}
+DECORATE: dict[Any, Any] = {H: amp.half_function, B: amp.bfloat16_function, S: amp.float_function}
+
+
+@pytest.fixture
+def handle() -> Iterator[Any]:
+    """Casts are on for everything."""
+    made = amp.init()
+    yield made
+    made._deactivate()
+
+
+def library() -> Any:
+    """A module of somebody else, which writes down the types that its functions get."""
+    module = types.ModuleType('somebodys')
+    exec(
+        'def double(x, *others, **named):\n'
+        '    seen.append([x.dtype, *(o.dtype for o in others)])\n'
+        '    return x + x\n'
+        'def total(tensors):\n'
+        '    seen.append([t.dtype for t in tensors])\n'
+        '    return sum(tensors)\n'
+        'def add_(x, y):\n'
+        '    seen.append([x.dtype, y.dtype])\n'
+        '    return x.add_(y)\n'
+        'seen = []\n',
+        vars(module),
+    )
+    return module
+
+
+def ones(dtype: torch.dtype) -> Tensor:
+    return torch.ones(2, 2, dtype=dtype)
+
+
+# -- registered functions -----------------------------------------------------------------------------------------------
+
+
+def test_registered_function_gets_its_type_while_casts_are_on() -> None:
+    for rule, before in ((H, True), (B, False), (S, True), (H, False)):
+        module = library()
+        original = module.double
+        if before:
+            REGISTER[rule](module, 'double')
+            assert module.double is original
+        handle = amp.init()
+        if not before:
+            REGISTER[rule](module, 'double')
+        try:
+            found = [module.double(ones(dtype)).dtype for dtype in (H, B, S, D)]
+            assert found == [rule, rule, rule, D]
+            assert module.double(torch.ones(2, dtype=torch.int64)).dtype is torch.int64
+            x = ones(S).requires_grad_()
+            module.double(x).float().sum().backward()
+            assert x.grad is not None and x.grad.dtype is S and x.grad.eq(2).all()
+        finally:
+            handle._deactivate()
+        assert module.double is original and module.double(ones(D)).dtype is D
+
+
+def test_promoted_function_gets_the_widest_type(handle: Any) -> None:
+    module = library()
+    for name in ('double', 'total', 'add_'):
+        amp.register_promote_function(module, name)
+    for left, right, widest in ((H, S, S), (S, H, S), (H, H, H), (H, B, S)):
+        module.double(ones(left), ones(right))
+        module.total([ones(left), ones(right)])
+        assert module.seen[-2:] == [[widest, widest]] * 2
+    # what is written to is the caller's tensor, in its type
+    x = ones(H)
+    assert module.add_(x, ones(S)) is x and module.seen[-1] == [H, H] and x.eq(2).all()
+
+
+def test_last_registration_counts(handle: Any) -> None:
+    module = library()
+    for rule in (H, H, S, B, S):
+        REGISTER[rule](module, 'double')
+        assert module.double(ones(H)).dtype is rule
+
+
+def test_methods_and_functions_of_objects_are_registered(handle: Any) -> None:
+    @dataclasses.dataclass
+    class Scaler:
+        factor: Tensor
+
+        def run(self, x: Tensor) -> Tensor:
+            assert self.factor.dtype is S
+            return x * 2
+
+        @staticmethod
+        def twice(x: Tensor) -> Tensor:
+            return x * 2
+
+        @classmethod
+        def thrice(cls, x: Tensor) -> Tensor:
+            return x * 3
+
+    for name in ('run', 'twice', 'thrice'):
+        amp.register_half_function(Scaler, name)
+        assert getattr(Scaler(ones(S)), name)(ones(S)).dtype is H
+    one, other = types.SimpleNamespace(f=lambda x: x), types.SimpleNamespace(f=lambda x: x)
+    amp.register_half_function(one, 'f')
+    assert (one.f(ones(S)).dtype, other.f(ones(S)).dtype) == (H, S)
+    layer, module = nn.Linear(2, 2), library()
+    module.project = lambda x: layer(x)
+    for rule in (B, S):
+        REGISTER[rule](module, 'project')
+        assert module.project(ones(S)).dtype is rule
+
+
+@pytest.mark.parametrize(
+    ('module', 'name', 'words'),
+    [
+        (torch, 'sofmax', ['torch', 'sofmax', 'softmax']),
+        (torch.Tensor, 'summ', ['Tensor', 'sum']),
+        (torch.nn, 'Linear', ['torch.nn.Linear', 'a class']),
+        (torch, 'pi', ['torch.pi', 'a float']),
+        (int, 'bit_length', ['int.bit_length', 'replaced']),
+        (torch, 3, ['name=3', 'string']),
+    ],
+)
+def test_wrong_registration_is_named(module: Any, name: Any, words: list[str]) -> None:
+    for register in REGISTER.values():
+        with pytest.raises(AmpConfigError) as caught:
+            register(module, name)
+        assert isinstance(caught.value, ValueError) and all(word in str(caught.value) for word in words)
+
+
+#: Functions of torch, the rule, a call, and the type that comes of it.
+OF_TORCH: list[tuple[Any, str, Any, Callable[[Tensor], Tensor], torch.dtype]] = [
+    (torch, 'mm', S, lambda x: torch.mm(x, x), S),
+    (torch, 'mm', None, lambda x: torch.mm(x, x), S),
+    (torch, 'mm', B, lambda x: torch.mm(x, x), B),
+    (torch, 'softmax', H, lambda x: torch.softmax(x, 0), H),
+    (F, 'softmax', H, lambda x: F.softmax(x, 0), H),
+    (F, 'softmin', H, lambda x: by_name(x, 0), H),
+    (F, 'cross_entropy', H, lambda x: F.cross_entropy(x, torch.tensor([0, 1])), H),
+    (F, 'linear', S, lambda x: nn.Linear(2, 2)(x), S),
+    (torch.Tensor, 'sum', H, lambda x: x.sum(), H),
+    (torch.Tensor, '__matmul__', S, lambda x: x @ x, S),
+    (torch.Tensor, 'mul_', S, lambda x: x.half().mul_(torch.tensor(3.0)), H),
+    (torch, 'sigmoid', S, lambda x: torch.sigmoid(x.half()), S),
+]
+
+
+def register_functions_of_torch() -> None:
+    """What another process does, since registrations last as long as a process."""
+    for holder, name, rule, call, expected in OF_TORCH:
+        original = getattr(holder, name)
+        REGISTER[rule](holder, name)
+        handle = amp.init()
+        found = call(torch.eye(2)).dtype
+        handle._deactivate()
+        assert found is expected, (name, rule, found)
+        assert getattr(holder, name) is original and by_name is F.softmin, name
+    handle = amp.init()
+    try:
+        torch.mm(ones(S), torch.ones(3, 3))
+    except RuntimeError:
+        assert torch.is_autocast_enabled('cpu') and F.mse_loss(ones(H), ones(H)).dtype is S
+    else:
+        raise AssertionError('shapes that do not fit')
+    handle._deactivate()
+
+
+def test_registrations_for_functions_of_torch_come_before_the_lists() -> None:
+    code = 'import test_own_functions; test_own_functions.register_functions_of_torch()'
+    done = python('-c', code, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+# -- inside models ------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.function = nn.Linear(2, 2), function
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.function(self.fc(x))
+        self.seen.append(x.dtype)
+        return x
+
+
+@pytest.mark.parametrize('decorated', [True, False])
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O3', 'O4', 'O5'])
+def test_rule_holds_where_a_level_casts_operations(level: str, decorated: bool) -> None:
+    """Elsewhere functions get what there is; outside of forward passes decorated ones alone are cast."""
+    module = library()
+    if decorated:
+        module.double = amp.bfloat16_function(module.double)
+    else:
+        amp.register_bfloat16_function(module, 'double')
+    model = Net(lambda x: module.double(x))
+    amp.initialize(model, opt_level=level, verbosity=0)
+    model(ones(S))
+    assert model.seen == [B if level in ('O1', 'O4', 'O5') else S if level == 'O0' else H]
+    assert module.seen == [model.seen]
+
+
+def test_modules_kept_in_fp32_are_left_alone() -> None:
+    module = library()
+    amp.register_half_function(module, 'double')
+    model = nn.Sequential(nn.Linear(2, 2), Net(lambda x: module.double(x)))
+    amp.initialize(model, opt_level='O1', keep_fp32=['1'], verbosity=0)
+    model(ones(S))
+    assert module.seen == [[S]]
+
+
+def test_disable_casts_inside_a_model() -> None:
+    module = library()
+    amp.register_bfloat16_function(module, 'double')
+
+    def function(x: Tensor) -> Tensor:
+        with amp.disable_casts():
+            first = module.double(x)
+            assert F.linear(ones(S), ones(S)).dtype is S and x.softmax(0).dtype is H
+        with pytest.raises(KeyError), amp.disable_casts():
+            raise KeyError
+        return module.double(first)
+
+    model = Net(function)
+    amp.initialize(model, opt_level='O1', verbosity=0)
+    model(ones(S))
+    assert module.seen == [[H], [B]]
+
+
+# -- decorated functions ------------------------------------------------------------------------------------------------
+
+
+@amp.half_function
+def at_module_level(x: Tensor) -> Tensor:
+    """Words."""
+    return x
+
+
+@pytest.mark.parametrize('rule', [H, B, S])
+def test_decorated_function_casts_while_a_session_is_alive(rule: torch.dtype) -> None:
+    gc.collect()
+    layer = nn.Linear(2, 2)
+
+    @DECORATE[rule]
+    def project(x: Tensor, by: dict[str, list[Tensor]]) -> Tensor:
+        assert x.dtype is by['more'][0].dtype
+        return layer(x) + by['more'][0]
+
+    def call() -> torch.dtype:
+        return project(ones(S), by={'more': [ones(S)]}).dtype
+
+    assert call() is S
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level='O1', verbosity=0)
+    assert call() is rule
+    with amp.disable_casts():
+        assert call() is S
+    del model, optimizer
+    gc.collect()
+    assert call() is S and not torch.is_autocast_enabled('cpu')
+
+
+def test_what_can_be_decorated(handle: Any) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x)
+
+    @dataclasses.dataclass
+    class Scaler:
+        factor: Tensor
+
+        @amp.half_function
+        def run(self, x: Tensor) -> tuple[torch.dtype, torch.dtype]:
+            return x.dtype, self.factor.dtype
+
+        @amp.half_function
+        @staticmethod
+        def static(x: Tensor) -> torch.dtype:
+            return x.dtype
+
+    assert Scaler(ones(S)).run(ones(S)) == (H, S) and Scaler.static(ones(S)) is H
+    block = Block()
+    for function in (block, block.fc, block.forward, functools.partial(block.forward)):
+        assert amp.half_function(function)(ones(S)).dtype is H
+        assert amp.float_function(function)(ones(H)).dtype is S
+    for op in (functools.partial(torch.mm, ones(S)), functools.partial(torch.ops.aten.mm, ones(S))):
+        assert amp.float_function(op)(ones(S)).dtype is S
+    both = amp.promote_function(lambda x, y: (x.dtype, y.dtype))
+    found = [both(ones(left), ones(right)) for left, right in ((H, S), (H, H), (H, D))]
+    assert found == [(S, S), (H, H), (H, D)]
+    assert pickle.loads(pickle.dumps(at_module_level)) is at_module_level
+    assert (at_module_level.__name__, at_module_level.__doc__) == ('at_module_level', 'Words.')
+    for value in (nn.Linear, 3):
+        with pytest.raises(ValueError, match='cannot be decorated'):
+            amp.half_function(value)  # type: ignore[type-var]
+
+
+def test_exception_in_a_decorated_function_leaves_no_cast_open(handle: Any) -> None:
+    @amp.bfloat16_function
+    def fails(x: Tensor) -> Tensor:
+        assert x.dtype is B
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails(ones(S))
+    assert F.linear(ones(S), ones(S)).dtype is H
+
+
+# -- amp.init -----------------------------------------------------------------------------------------------------------
+
+#: Small enough for gradients in float16 at the first scale, 2**16.
+SMALL = 2.0**-12
+
+
+def trained() -> tuple[Part, Optimizer]:
+    part = Part()
+    return part, SGD(part.trained, lr=0.25, momentum=0.5)
+
+
+def reference(*factors: list[float]) -> dict[Any, Any]:
+    """FP32 training; each step sums the gradients of its losses."""
+    model, optimizer = trained()
+    for losses in factors:
+        optimizer.zero_grad()
+        for factor in losses:
+            (model(data(0)) * factor).backward()
+        optimizer.step()
+    return weights(model, optimizer)
+
+
+def weights(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
+    return {key: value for key, value in state([model], [optimizer]).items() if key[-1] not in ('total', 'count')}
+
+
+def test_casts_are_on_from_init_to_deactivate() -> None:
+    x = torch.ones(2, 2)
+    handle: Any = amp.init()
+    try:
+        assert handle.is_active() and F.linear(x, x).dtype is H and torch.softmax(x.half(), 0).dtype is S
+        for off in (amp.disable_casts, handle._disable_casts):
+            with contextlib.suppress(KeyError), off():
+                assert F.linear(x, x).dtype is S and not handle.is_active()
+                raise KeyError
+            assert F.linear(x, x).dtype is H
+    finally:
+        handle._deactivate()
+    handle._deactivate()
+    assert not handle.is_active() and F.linear(x, x).dtype is S and not torch.is_autocast_enabled('cpu')
+
+
+@pytest.mark.parametrize('num_loss', [1, np.int64(3)])
+def test_wrapped_optimizer_trains_as_fp32(handle: Any, num_loss: int) -> None:
+    model, plain = trained()
+    optimizer = handle.wrap_optimizer(plain, num_loss)
+    factors = [[1.0, 0.5, -2.0][:num_loss], [0.25, 2.0, 4.0][:num_loss]]
+    for losses in factors:
+        optimizer.zero_grad()
+        for factor in losses:
+            with optimizer.scale_loss(model(data(0)) * factor * SMALL) as scaled:
+                scaled.backward()
+        optimizer.step()
+    assert weights(model, plain) == reference(*[[factor * SMALL for factor in losses] for losses in factors])
+
+
+@pytest.mark.parametrize('bad', [0, 1, 2])
+def test_overflow_of_any_loss_skips_the_step_and_lowers_its_scale(handle: Any, bad: int) -> None:
+    model, plain = trained()
+    optimizer = handle.wrap_optimizer(plain, 3)
+    before = weights(model, plain)
+    for index in range(3):
+        with optimizer.scale_loss(model(data(0)) * (float('inf') if index == bad else SMALL)) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert weights(model, plain) == before
+    found = [entry['loss_scale'] for entry in amp.state_dict(optimizers=plain).values()]
+    assert found == [2.0**15 if index == bad else 2.0**16 for index in range(3)]
+
+
+def test_loss_too_many_is_refused_and_a_failed_pass_does_not_count(handle: Any) -> None:
+    model, plain = trained()
+    optimizer = handle.wrap_optimizer(plain)
+    with pytest.raises(KeyError), optimizer.scale_loss(model(data(0)) * SMALL):
+        raise KeyError
+    for count in (1, 2):
+        if count == 2:
+            with pytest.raises(AmpUsageError, match='num_loss=2'):
+                optimizer.scale_loss(model(data(0))).__enter__()
+            break
+        with optimizer.scale_loss(model(data(0)) * SMALL) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert weights(model, plain) == reference([SMALL])
+
+
+def test_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
+    handle: Any = amp.init(loss_scale='128')
+    try:
+        model, optimizer = trained()
+        for factor in (1.0, float('nan'), 0.5):
+            optimizer.zero_grad()
+            with handle.scale_loss(model(data(0)) * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert weights(model, optimizer) == reference([1.0], [0.5])
+        handle.wrap_optimizer(trained()[1])
+        with pytest.raises(AmpUsageError, match=r'optimizer\.scale_loss'):
+            handle.scale_loss(model(data(0)), optimizer).__enter__()
+    finally:
+        handle._deactivate()
+
+
+@pytest.mark.parametrize('way', ['enabled=False', 'deactivated'])
+def test_nothing_is_scaled_or_cast_where_amp_is_off(way: str) -> None:
+    handle: Any = amp.init(enabled=way != 'enabled=False')
+    model, plain = trained()
+    optimizer = handle.wrap_optimizer(plain)
+    handle._deactivate()
+    for factor in (1.0, 0.5):
+        optimizer.zero_grad()
+        loss = model(data(0)) * factor
+        with optimizer.scale_loss(loss) as scaled:
+            assert scaled is loss
+            scaled.backward()
+        optimizer.step()
+    assert weights(model, plain) == reference([1.0], [0.5])
+    assert not handle.is_active() and F.linear(ones(S), ones(S)).dtype is S
+
+
+def test_wrapped_optimizer_is_the_optimizer_in_all_else(handle: Any) -> None:
+    model, plain = trained()
+    optimizer = handle.wrap_optimizer(plain)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(data(0)) * SMALL
+        with optimizer.scale_loss(loss) as scaled:
+            scaled.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == float(trained()[0](data(0)).detach()) * SMALL
+    assert weights(model, plain) == reference([SMALL])
+    assert optimizer.param_groups is plain.param_groups and repr(optimizer) == repr(plain)
+    optimizer.add_param_group({'params': [nn.Parameter(torch.ones(1))]})
+    assert len(plain.param_groups) == 2 and not hasattr(optimizer, 'no_such_name')
+    assert copy.deepcopy(plain).param_groups[0]['lr'] == 0.25
+    # what is written to a weight is seen by the next cast of it
+    model.load_state_dict({'fc.weight': torch.full((2, 2), 2.0)}, strict=False)
+    assert model.fc(data(0)).tolist() == F.linear(data(0), torch.full((2, 2), 2.0)).tolist()
+
+
+def test_optimizers_compute_in_fp32_while_everything_is_cast(handle: Any) -> None:
+    class Projecting(SGD):
+        """Multiplies matrices, as second-order optimizers do."""
+
+        seen: torch.dtype | None = None
+
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]['params']:
+                if parameter.grad is not None and parameter.dim() == 2:
+                    self.seen = (parameter.grad @ parameter.grad.t()).dtype
+            return super().step(closure)
+
+    model = Part()
+    inner = Projecting(model.trained, lr=0.25)
+    optimizer = handle.wrap_optimizer(inner)
+    with optimizer.scale_loss(model(data(0)) * SMALL) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert inner.seen is S
+
+
+def test_wrong_arguments_of_init_turn_nothing_on(handle: Any) -> None:
+    handle._deactivate()
+    for scale in (-1, 0):
+        with pytest.raises(AmpConfigError, match=f'loss_scale={scale}'):
+            amp.init(loss_scale=scale)
+    assert not torch.is_autocast_enabled('cpu')
+    plain = trained()[1]
+    with pytest.raises(AmpConfigError, match='num_loss=0'):
+        handle.wrap_optimizer(plain, 0)
+    handle.wrap_optimizer(plain)
+    with pytest.raises(AmpAttachError, match='initialised already'):
+        handle.wrap_optimizer(plain)
