@@ -1,0 +1,274 @@
+"""``amp.monitor``, and what a script may ask of an initialised optimizer."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bits import differences
+from exact_scripts import backward
+from planted_overflows import Deep, Fault, ScaleGradient, batches, in_range_of_fp32, nan_input, square
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, Optimizer
+
+from amp_wrapper import AmpConfigError, AmpUsageError, FusedSGD, OverflowStreakError, amp
+
+
+def start(level: str = 'O2', kind: Any = SGD, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Deep() if model is None else model
+    return amp.initialize(model, kind(model.parameters(), lr=0.01), opt_level=level, verbosity=0, **options)
+
+
+def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    backward(square(model(x)), optimizer)
+    optimizer.step()
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_numbers_are_logged_written_and_read_until_closed(tmp_path: Path) -> None:
+    model, optimizer = start()
+    heard: list[tuple[int, dict[str, float]]] = []
+    folder = tmp_path / 'new' / 'run'
+    watch = amp.monitor(optimizer, 4, folder=folder, log=lambda *words: heard.append(words), ranges_interval=8)
+    for x in batches(10):
+        step(model, optimizer, x)
+    assert [at for at, _ in heard] == [1, 4, 8] and watch.read() == heard[-1][1]
+    assert all({'amp_scale', 'amp_skipped'} <= numbers.keys() and len(numbers) > 4 for _, numbers in heard)
+    watch.close()
+    written = lines(folder / 'amp_monitor.jsonl')
+    assert [line.pop('iteration') for line in written] == [1, 4, 8] and written == [numbers for _, numbers in heard]
+    assert [line['iteration'] for line in lines(folder / 'amp_ranges.jsonl')] == [1, 8]
+    step(model, optimizer, batches(1)[0])
+    assert len(heard) == 3
+
+
+@pytest.mark.parametrize('kind', [SGD, FusedSGD])
+def test_skipped_steps_are_diagnosed_and_pages_written(kind: Any, tmp_path: Path) -> None:
+    """The first one too, whether the host knows of skips late or early."""
+    model, optimizer = start(kind=kind)
+    with amp.monitor(optimizer, folder=tmp_path) as watch:
+        for index, x in enumerate(batches(8)):
+            step(model, optimizer, nan_input(x) if index in (2, 3, 4, 5) else x)
+    assert [each.cause for each in watch.diagnoses] == ['input'] * 4
+    pages = sorted((tmp_path / 'amp_diagnosis').glob('*.html'))
+    assert len(pages) == 4
+    content = json.loads(pages[0].with_suffix('.json').read_text())
+    assert (content['cause'], content['iteration']) == ('input', int(pages[0].stem.removeprefix('iter_')))
+    assert 'input 0' in pages[0].read_text()
+
+
+def test_diagnosis_that_is_turned_off_writes_nothing(tmp_path: Path) -> None:
+    model, optimizer = start()
+    with amp.monitor(optimizer, folder=tmp_path, diagnose_overflow=False) as watch:
+        for x in batches(3):
+            step(model, optimizer, nan_input(x))
+    assert watch.diagnoses == [] and not (tmp_path / 'amp_diagnosis').exists()
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_monitored_training_is_bit_for_bit_that_without(level: str, tmp_path: Path) -> None:
+    """Weights, optimizer, scales and random numbers, through skipped steps that are diagnosed."""
+
+    class Noisy(Deep):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(nn.functional.dropout(x, 0.3))
+
+    runs = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Noisy()
+        optimizer = Adam(model.parameters(), lr=0.01, eps=1e-4)
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        watch = amp.monitor(optimizer, 2, folder=tmp_path, diagnose_overflow=True) if watched else None
+        for index, x in enumerate(batches(6)):
+            step(model, optimizer, nan_input(x) if index in (1, 3) else x)
+        scales = amp.state_dict(optimizers=optimizer)
+        runs.append([model.state_dict(), optimizer.state_dict(), scales, torch.randn(3)])
+        if watch is not None:
+            assert [each.cause for each in watch.diagnoses] == ['input', 'input']
+            watch.close()
+    assert differences(runs[0], runs[1]) == []
+
+
+def test_report_that_cannot_be_written_or_made_does_not_end_the_training(tmp_path: Path) -> None:
+    blocked = tmp_path / 'file'
+    blocked.write_text('')
+    model, optimizer = start()
+    with amp.monitor(optimizer, 1, folder=blocked, diagnose_overflow=True) as watch:
+        for x in batches(3):
+            step(model, optimizer, nan_input(x))
+    assert len(watch.diagnoses) == 3 and amp.skipped_steps(optimizer) == 3
+
+
+def test_diagnosis_that_fails_does_not_end_the_training() -> None:
+    class Moody(Deep):
+        """Raises when it is run once more."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> Any:
+            self.calls += 1
+            if self.calls > 2:
+                raise ValueError('not again')
+            return super().forward(x)
+
+    model, optimizer = start(model=Moody())
+    with amp.monitor(optimizer, diagnose_overflow=True):
+        for x in batches(2):
+            model.calls = 1
+            step(model, optimizer, nan_input(x))
+    assert amp.skipped_steps(optimizer) == 2
+
+
+@pytest.mark.parametrize('mode', [True, 'after_skip'])
+def test_error_after_too_many_skips_ends_with_the_cause(mode: Any, tmp_path: Path) -> None:
+    model = Deep()
+    model.blocks[2].place = Fault(in_range_of_fp32)
+    model, optimizer = start(model=model)
+    watch = amp.monitor(optimizer, folder=tmp_path, diagnose_overflow=mode)
+    with pytest.raises(OverflowStreakError) as caught:
+        [step(model, optimizer, x) for x in batches(60)]
+    watch.close()
+    words = 'blocks.2.place (Fault)', "keep_fp32=['blocks.2.place']", str(tmp_path / 'amp_diagnosis')
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_parts_of_a_model_that_nobody_calls_as_a_whole() -> None:
+    """As in a training of two networks: they are diagnosed from the second step on."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.networks = nn.ModuleDict({'first': Deep(), 'second': nn.Linear(2, 2)})
+
+    two: Any = Two()
+    two.networks['first'].blocks[1].place = Fault(in_range_of_fp32)
+    model, optimizer = start(model=two)
+    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
+        for x in batches(3):
+            backward(square(model.networks['second'](model.networks['first'](x))), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [(each.cause, each.module) for each in watch.diagnoses]
+    assert found == [('forward_range', 'networks.first.blocks.1.place')] * 2
+
+
+def test_samples_of_the_batch_are_named() -> None:
+    """By dicts, and by objects with ``metainfo``."""
+
+    class Sample:
+        metainfo = {'img_path': 'b.png', 'img_id': 7}
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            return self.fc(batch['x'])
+
+    model, optimizer = start('O5', model=Takes())
+    batch = {'x': nan_input(batches(1)[0]), 'idx': torch.tensor([3, 5]), 'more': [{'path': 'a.png'}, Sample()]}
+    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
+        backward(model(batch).float().square().mean(), optimizer)
+        optimizer.step()
+    assert watch.diagnoses[0].samples == {'idx': ['3', '5'], 'path': ['a.png'], 'img_path': ['b.png'], 'img_id': ['7']}
+
+
+@pytest.mark.parametrize('fault', ['generator, forward', 'discriminator, backward'])
+def test_cause_is_found_in_the_right_model_of_several(fault: str) -> None:
+    """What goes wrong in one reaches the other: forward from the first to the second, backward the other way."""
+    torch.manual_seed(0)
+    forward = fault == 'generator, forward'
+    generator, discriminator = Deep(), nn.Sequential(nn.Linear(2, 4), Deep())
+    broken: Any = generator if forward else discriminator[1]
+    broken.blocks[1].place = Fault(in_range_of_fp32 if forward else lambda x: ScaleGradient.apply(x, 1e25))
+    models = [generator, discriminator]
+    optimizers = [SGD(model.parameters(), lr=0.01) for model in models]
+    amp.initialize(models, optimizers, opt_level='O2', loss_scale=8.0, verbosity=0)
+    with amp.monitor(optimizers[0], diagnose_overflow=True) as watch:
+        backward(square(models[1](models[0](batches(1)[0]))), optimizers)
+        optimizers[0].step()
+    (found,) = watch.diagnoses
+    name = 'models[0].blocks.1.place' if forward else 'models[1].1.blocks.1.place'
+    assert (found.cause, found.module) == ('forward_range' if forward else 'gradient_range', name), found.text
+    if forward:
+        # the name that keep_fp32 takes
+        assert found.remedies[0].setting == f"keep_fp32=['{name}']" and found.remedies[0].finite
+
+
+def test_log_that_fails_is_warned_of_once_and_called_again(log: list[str]) -> None:
+    model, optimizer = start()
+    calls = []
+
+    def fails(at: int, numbers: dict[str, float]) -> None:
+        calls.append(at)
+        raise OSError('disk\nfull')
+
+    with amp.monitor(optimizer, 1, log=fails):
+        for x in batches(3):
+            step(model, optimizer, x)
+    told = [line for line in log if 'log= of amp.monitor' in line]
+    assert calls == [1, 2, 3] and len(told) == 1 and 'OSError: disk full' in told[0]
+
+
+def test_numbers_of_numpy_and_most_reports() -> None:
+    model, optimizer = start()
+    words: Any = dict(interval=np.int64(2), ranges_interval=np.int32(3), max_reports=np.int64(2))
+    with amp.monitor(optimizer, diagnose_overflow=np.bool_(True), **words) as watch:
+        for x in batches(4):
+            step(model, optimizer, nan_input(x))
+    assert len(watch.diagnoses) == 2
+    assert amp.loss_scale(optimizer, np.int64(0)) == amp.loss_scale(optimizer)
+
+
+def test_wrong_arguments_are_named() -> None:
+    _, optimizer = start()
+    wrong: list[dict[str, Any]] = [
+        {'interval': 0}, {'interval': np.bool_(True)}, {'ranges_interval': 1.5}, {'diagnose_overflow': 'always'},
+    ]  # fmt: skip
+    for words in wrong:
+        with pytest.raises(AmpConfigError, match=f'{next(iter(words))}='):
+            amp.monitor(optimizer, **words)
+    stranger = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    for call in (amp.monitor, amp.loss_scale, amp.skipped_steps, amp.last_step_skipped):
+        with pytest.raises(AmpUsageError, match='was not initialised'):
+            call(stranger)
+
+
+def test_accessors_follow_the_scale_and_skips() -> None:
+    model, optimizer = start(loss_scale={'init_scale': 1024.0}, num_losses=2)
+    seen = [(amp.loss_scale(optimizer), amp.skipped_steps(optimizer), amp.last_step_skipped(optimizer))]
+    for index, x in enumerate(batches(4)):
+        step(model, optimizer, nan_input(x) if index in (1, 2) else x)
+        seen.append((amp.loss_scale(optimizer), amp.skipped_steps(optimizer), amp.last_step_skipped(optimizer)))
+    assert seen == [(1024.0, 0, False), (1024.0, 0, False), (512.0, 1, True), (256.0, 2, True), (256.0, 2, False)]
+    backward(square(model(batches(1)[0])) * math.inf, optimizer, loss_id=1)
+    optimizer.step()
+    assert (amp.loss_scale(optimizer), amp.loss_scale(optimizer, loss_id=1)) == (256.0, 512.0)
+    with pytest.raises(AmpUsageError, match='loss_id=2'):
+        amp.loss_scale(optimizer, loss_id=2)
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2'])
+def test_compiled_model_keeps_its_one_graph(level: str) -> None:
+    """What runs in graphs is not recorded, and the report says so."""
+    model, optimizer = start(level)
+    with amp.monitor(optimizer, 2, diagnose_overflow=True) as watch:
+        compiled = torch.compile(model, backend='eager', fullgraph=True)
+        for index, x in enumerate(batches(4)):
+            step(compiled, optimizer, nan_input(x) if index in (2, 3) else x)
+        numbers = watch.read()
+    (found,) = watch.diagnoses
+    assert found.cause == 'not_replayed' and 'torch.compile' in found.text
+    assert numbers['amp_skipped'] == amp.skipped_steps(optimizer) == 2
