@@ -1,304 +1,552 @@
-"""Clipping settings, and the way of gradients from the model to where the optimizer looks."""
+"""From the backward pass to the step: attaching, unscaling, sums of several passes, FP32 sums, zeros, memory."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from bits import differing, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairs import pairs
+from play import EXACT_LEVELS, Amp, Setup, check, fused_sgd, sgd
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from toy_training import CAST, LEVELS, MASTERED, Net, Training, batch, momentum, poisoned
 
-from amp_wrapper.engine.clipping import GradientClip
-from amp_wrapper.engine.gradients.unscale import accumulate_unscaled, nonfinite_names, unscale_to_masters
-from amp_wrapper.errors import AmpConfigError, AmpUsageError
+from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, FusedAdamW, FusedSGD, amp
 
-HALVES = (torch.float16, torch.bfloat16)
+F32 = torch.float32
+Make = Callable[[Any], Optimizer]
 
-
-def scalar(value: float, device: torch.device) -> Tensor:
-    return torch.tensor(float(value), device=device)
-
-
-def parameter(values: Any, dtype: torch.dtype, device: torch.device, grad: Any = None) -> nn.Parameter:
-    result = nn.Parameter(torch.tensor(values, device=device, dtype=dtype))
-    if grad is not None:
-        result.grad = torch.tensor(grad, device=device, dtype=dtype)
-    return result
+# -- attaching -------------------------------------------------------------------------------------------------------------
 
 
-# -- clipping -----------------------------------------------------------------------------------------------------
+@pairs(level=LEVELS, verbosity=(0, 1, 2))
+def test_attach_casts_weights_and_logs_their_names(level: str, verbosity: int, log: list[str]) -> None:
+    run, plain = Training(level, verbosity=verbosity), Training('O0', attach=False)
+    wanted = {'fc.weight', 'fc.bias', 'out.weight', 'out.bias'} | ({'bn.weight', 'bn.bias'} if level == 'O3' else set())
+    told = {name for name in wanted if any(f' {name} ' in line for line in log)}
+    assert told == (wanted if verbosity == 2 and level in CAST else set())
+    masters = run.masters()
+    assert [id(m) for m in masters] == [id(p) for group in run.optimizer.param_groups for p in group['params']]
+    for master, before, (name, weight) in zip(masters, plain.model.parameters(), run.model.named_parameters()):
+        assert weight.dtype is (CAST.get(level, F32) if name in wanted else F32)
+        assert master.dtype is (weight.dtype if level == 'O3' else F32)
+        assert torch.equal(master, before.to(master.dtype)) and torch.equal(weight, master.to(weight.dtype))
 
 
-@pytest.mark.parametrize(
-    ('given', 'kind', 'arguments', 'raises'),
-    [
-        ({'max_norm': 1.0}, 'norm', {'max_norm': 1.0}, False),
-        ({'type': 'norm', 'max_norm': 0}, 'norm', {'max_norm': 0}, False),
-        ({'max_norm': 35, 'norm_type': 2}, 'norm', {'max_norm': 35, 'norm_type': 2}, False),
-        ({'max_norm': 1, 'error_if_nonfinite': True}, 'norm', {'max_norm': 1, 'error_if_nonfinite': True}, True),
-        ({'type': 'value', 'clip_value': 0.5}, 'value', {'clip_value': 0.5}, False),
-        ({'type': 'value', 'clip_value': 0.5, 'foreach': False}, 'value', {'clip_value': 0.5, 'foreach': False}, False),
-        ({'max_norm': math.inf}, 'norm', {'max_norm': math.inf}, False),
-    ],
-    ids=str,
+def test_modules_of_which_the_optimizer_steps_nothing_stay_fp32() -> None:
+    model = Net()
+    run = Training('O2', model=model, make=lambda _: momentum(model.out.parameters()))
+    assert model.out.weight.dtype is torch.float16 and model.fc.weight.dtype is F32
+    run.train(0)
+    assert model.fc.weight.grad is not None and model.fc.weight.grad.dtype is F32
+
+
+def test_frozen_modules_are_cast_with_the_rest_and_get_masters_when_they_join() -> None:
+    model = Net()
+    model.fc.requires_grad_(False)
+    run = Training('O2', model=model, make=lambda ps: momentum([p for p in ps if p.requires_grad]), loss_scale=8.0)
+    assert model.fc.weight.dtype is torch.float16
+    model.fc.requires_grad_(True)
+    run.optimizer.add_param_group({'params': list(model.fc.parameters())})
+    master = run.masters()[4]
+    assert master is not model.fc.weight and master.dtype is F32
+    before = master.clone()
+    run.train(0)
+    assert not torch.equal(master, before) and torch.equal(model.fc.weight, master.half())
+
+
+def test_a_refused_attachment_changes_nothing() -> None:
+    run = Training('O2', attach=False)
+    run.model.out.half()
+    before, groups = run.bits(), [list(group['params']) for group in run.optimizer.param_groups]
+    with pytest.raises(AmpAttachError, match=r'out\.weight'):
+        run.wrapper.attach(run.model)
+    assert differing(before, run.bits()) == []
+    assert all(a is b for g, known in zip(run.optimizer.param_groups, groups) for a, b in zip(g['params'], known))
+    for optimizer in (torch.optim.LBFGS([nn.Parameter(torch.ones(1))]), 'SGD'):
+        with pytest.raises((AmpAttachError, AmpConfigError), match=r'LBFGS|SGD'):
+            AmpOptimWrapper(opt_level='O2', optimizer=optimizer)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_detach_returns_fp32_weights_and_state(level: str) -> None:
+    """Not while gradients wait; edits of weights have gone into masters."""
+    run = Training(level)
+    objects = dict(run.model.named_parameters())
+    run.train(0, 1)
+    with torch.no_grad():
+        run.weight('out.bias').fill_(2.5)
+    masters = [m.detach().float() for m in run.masters()]
+    states = [run.optimizer.state[m]['momentum_buffer'].float() for m in run.masters()]
+    run.passes(2)
+    with pytest.raises(AmpUsageError, match='accumulation'):
+        run.wrapper.detach()
+    run.clear()
+    run.wrapper.detach()
+    run.wrapper.detach()
+    held = [p for group in run.optimizer.param_groups for p in group['params']]
+    assert [*objects.values()] == [*run.model.parameters()] and run.weight('out.bias').tolist() == [2.5] * 16
+    for parameter, mine, master, state in zip(run.model.parameters(), held, masters, states):
+        assert parameter is mine and torch.equal(parameter, master)
+        assert same(run.optimizer.state[mine]['momentum_buffer'], state)
+    loss = run.model(batch(0)[0]).sum()
+    assert loss.dtype is F32
+    loss.backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.wrapper.attach(run.model)
+    run.train(2)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_loss_needs_a_known_id_and_an_attached_model(level: str) -> None:
+    run = Training(level, num_losses=2)
+    for loss_id in (-1, 2, '0', None, 0.0):
+        with pytest.raises(AmpUsageError, match='num_losses=2'):
+            run.backward(run.loss(), loss_id)  # type: ignore[arg-type]
+    assert run.weight().grad is None and not run.wrapper.in_window
+    run = Training(level, attach=False)
+    loss = (run.model(batch(0)[0])).sum()
+    if level in CAST:
+        with pytest.raises(AmpUsageError, match='no model'):
+            run.backward(loss)
+        assert run.weight().grad is None
+    else:
+        run.backward(loss)
+        run.step()
+
+
+# -- unscaling -------------------------------------------------------------------------------------------------------------
+
+
+def arriving(run: Training, gradient: Tensor, *others: Tensor, loss_id: int = 0) -> None:
+    """A backward pass in which the parameters get these gradients, whatever the scale."""
+    parameters = list(run.model.parameters())
+    handles = [p.register_hook(lambda _, g=g: g) for p, g in zip(parameters, (gradient, *others))]
+    run.backward(sum((p.float().sum() for p in parameters), torch.zeros(())), loss_id)
+    for handle in handles:
+        handle.remove()
+
+
+class Holder(nn.Module):
+    """Weights of given sizes."""
+
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(*reversed(shape), bias=False) for shape in shapes)
+
+
+def holder(level: str, *shapes: tuple[int, ...], lr: float = 0.5, **options: Any) -> Training:
+    return Training(level, options.pop('door', 'amp'), lambda p: SGD(p, lr=lr), Holder(*shapes), **options)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    patterns=st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=9),
+    power=st.integers(0, 24),
+    level=st.sampled_from(MASTERED),
 )
-def test_parse(given: dict[str, Any], kind: str, arguments: dict[str, Any], raises: bool) -> None:
-    before = copy.deepcopy(given)
-    clip = GradientClip.parse(given)
-    assert clip is not None and clip.kind == kind and clip.arguments == arguments
-    assert clip.raises_on_nonfinite is raises
-    assert given == before
+def test_power_of_two_scales_lose_no_bit_of_a_gradient(patterns: list[int], power: int, level: str) -> None:
+    signed = [p - 2**16 if p >= 2**15 else p for p in patterns]
+    gradient = torch.tensor([signed], dtype=torch.int16).view(CAST[level])
+    run = holder(level, (1, len(patterns)), loss_scale=2.0**power, door='wrapper', skip_nonfinite=True)
+    arriving(run, gradient)
+    run.step()
+    exact = gradient.double() * 2.0**-power
+    assert run.skipped() == (not gradient.isfinite().all())
+    if not run.skipped():
+        master = run.masters()[0]
+        # below float32's normal numbers a product may round
+        normal = (exact.abs() >= 2.0**-126) | (exact == 0)
+        assert torch.equal(master.grad.double()[normal], exact[normal]) and master.grad.dtype is F32
 
 
-def test_parse_nothing() -> None:
-    assert GradientClip.parse(None) is None
+@pytest.mark.parametrize('level', ['O1', *MASTERED])
+def test_passes_with_different_scales_are_added_in_fp32(level: str) -> None:
+    """1 + 2^-12 + 2^-12 needs more bits than either 16-bit type has."""
+    scales = (1.0, 2.0**8, 2.0**10)
+    run = holder(level, (1, 1), num_losses=3, loss_scale=dict(init_scale=1.0))
+    state = amp.state_dict()
+    for index, scale in enumerate(scales):
+        state[f'loss_scaler{index}']['loss_scale'] = scale
+    amp.load_state_dict(state)
+    for index, gradient in enumerate((1.0, 2.0**-4, 2.0**-2)):
+        arriving(run, torch.full((1, 1), gradient, dtype=CAST.get(level, F32)), loss_id=index)
+    assert run.masters()[0].grad.item() == 1 + 2.0**-12 + 2.0**-12
+
+
+def test_small_float16_gradients_need_the_scale() -> None:
+    arrived = []
+    for scale in (1.0, 2.0**16):
+        run = Training('O2', loss_scale=scale, model=Net(norm=False))
+        run.backward(run.loss() * 2.0**-26)
+        run.step()
+        arrived.append(bool(run.masters()[0].grad.any()))
+    assert arrived == [False, True]
+
+
+def test_an_infinite_sum_of_finite_fp32_gradients_is_no_overflow() -> None:
+    run = holder('O1', (1, 1), num_losses=2, loss_scale=dict(init_scale=8.0), lr=0.0)
+    for index in range(2):
+        arriving(run, torch.full((1, 1), 3e38 * 8 if index > 1 else 3e38), loss_id=index)
+        arriving(run, torch.full((1, 1), 3e38), loss_id=index)
+    run.step()
+    assert not run.skipped()
+
+
+def test_a_failed_backward_pass_leaves_nothing_behind_once_gradients_are_cleared() -> None:
+    run, clean = (Training('O2', num_losses=2) for _ in range(2))
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    handle = run.weight().register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        run.backward(run.loss(1, 1), 1)
+    handle.remove()
+    run.clear()
+    run.model.bn.reset_running_stats()
+    for each in (run, clean):
+        each.train(0)
+    assert differing(run.bits(buffers=True), clean.bits(buffers=True)) == []
+
+
+@pytest.mark.parametrize('kind', ['expanded', 'shared'])
+def test_gradients_that_share_memory_are_refused(kind: str) -> None:
+    """They would be unscaled twice."""
+    run = holder('O1', (1, 3), (1, 3), door='wrapper', loss_scale=8.0)
+    one = torch.full((1, 3), 8.0) if kind == 'shared' else torch.full((1, 1), 8.0).expand(1, 3)
+    arriving(run, torch.full((1, 3), 8.0), torch.full((1, 3), 8.0))
+    for parameter in run.model.parameters():
+        parameter.grad = one
+    with pytest.raises(AmpUsageError, match=r'share memory.*clone\(\)'):
+        run.step()
+
+
+@pytest.mark.parametrize('level', MASTERED)
+def test_gradients_of_embeddings_stay_sparse(level: str) -> None:
+    run = Training(level, 'wrapper', lambda p: SGD(p, lr=0.5), nn.Embedding(5, 2, sparse=True), loss_scale=8.0)
+    exact = run.masters()[0].detach().clone()
+    run.backward(run.forward(torch.tensor([1, 3, 1])).float().sum())
+    run.step()
+    exact[1] -= 1.0
+    exact[3] -= 0.5
+    assert run.masters()[0].grad.is_sparse and run.masters()[0].grad.dtype is F32
+    assert torch.equal(run.masters()[0], exact) and torch.equal(run.model.weight, exact.to(CAST[level]))
+    run.clear()
+    with poisoned_rows(run.model.weight):
+        run.backward(run.forward(torch.tensor([1])).float().sum())
+    run.step()
+    assert run.skipped() or level == 'O5'
+
+
+def poisoned_rows(weight: Tensor) -> Any:
+    """Sparse gradients that arrive are infinite."""
+
+    class Context:
+        def __enter__(self) -> None:
+            self.handle = weight.register_hook(lambda gradient: gradient * math.inf)
+
+        def __exit__(self, *_: Any) -> None:
+            self.handle.remove()
+
+    return Context()
+
+
+def test_repeated_rows_of_a_sparse_gradient_are_added_in_fp32() -> None:
+    """Two finite gradients of one row are no overflow, though float16 cannot hold their sum."""
+    model = nn.Embedding(3, 1, sparse=True)
+    nn.init.zeros_(model.weight)
+    run = Training('O2', 'wrapper', lambda p: SGD(p, lr=0.5), model, loss_scale=16.0)
+    run.backward(run.forward(torch.tensor([2, 2])).float().sum() * 2500)
+    run.step()
+    assert not run.skipped() and run.masters()[0].tolist() == [[0.0], [0.0], [-2500.0]]
+
+
+@pytest.mark.xfail(strict=True, reason='engine', raises=AmpUsageError)
+def test_several_losses_accumulate_under_no_sync() -> None:
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = Net(norm=False)
+        optimizer = momentum(model.parameters())
+        ddp = DistributedDataParallel(model)
+        wrapper = AmpOptimWrapper(opt_level='O1', optimizer=optimizer, num_losses=2, verbosity=0)
+        wrapper.attach(ddp)
+        for loss_id in range(2):
+            with ddp.no_sync():
+                loss = ddp(batch(0)[0]).sum()
+                wrapper.backward(loss, loss_id)
+        wrapper.backward(ddp(batch(1)[0]).sum(), 1)
+        wrapper.step()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.xfail(strict=True, reason='engine')
+@pairs(level=EXACT_LEVELS[1:3], optimizer=(sgd, fused_sgd))
+def test_gradients_of_weights_that_join_the_optimizer_later_carry_no_scale(level: str, optimizer: Any) -> None:
+    script = [('backward', (0, 1), 5), ('add_group',), ('step',)]
+    check(script, Amp, Setup(level, optimizer, grouped=1))
+
+
+# -- clearing --------------------------------------------------------------------------------------------------------------
+
+#: Which of three heads gets a gradient; None for a step that clears to None before it.
+CHOSEN: tuple[int | None, ...] = (0, 1, 0, 1, None, 0, 0, 1, 0)
+OPTIMIZERS: dict[str, Make] = {
+    'SGD': lambda p: SGD(p, lr=0.125, momentum=0.5, weight_decay=0.25),
+    'AdamW': lambda p: AdamW(p, lr=0.125, weight_decay=0.25),
+    'FusedSGD': lambda p: FusedSGD(p, lr=0.125, momentum=0.5, weight_decay=0.25),
+    'FusedAdamW': lambda p: FusedAdamW(p, lr=0.125, weight_decay=0.25),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    'optimizer': dict(door='amp'),
+    'model': dict(door='amp'),
+    'wrapper': {},
+    'FP32 sums': dict(accumulate_in_fp32=True),
+    'two losses': dict(num_losses=2),
+}
+
+
+def heads() -> nn.ModuleList:
+    torch.manual_seed(0)
+    made = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(64).round_().div_(64)
+    return made
+
+
+@pairs(level=('O0', 'O1', 'O2', 'O4', 'O5'), name=OPTIMIZERS, way=WAYS)
+def test_gradients_that_were_cleared_to_zeros_are_stepped(level: str, name: str, way: str) -> None:
+    """``set_to_none=False``: momentum and weight decay act on what got a gradient before, as in FP32."""
+    model, plain = heads(), heads()
+    run = Training(level, make=OPTIMIZERS[name], model=model, loss_scale=8.0, **WAYS[way])
+    by_hand, x = OPTIMIZERS[name](plain.parameters()), torch.ones(1, 2)
+    for index in CHOSEN:
+        clear: Any = model if way == 'model' else run.wrapper or run.optimizer
+        clear.zero_grad(set_to_none=index is None)
+        by_hand.zero_grad(set_to_none=index is None)
+        run.backward(run.forward(x, call=model[index or 0]).float().sum())
+        plain[index or 0](x).sum().backward()
+        run.step()
+        by_hand.step()
+        assert same(dict(model.state_dict()), dict(plain.state_dict())), index
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_gradient_without_a_scale_is_stepped_beside_those_of_a_block(level: str) -> None:
+    model, x = heads(), torch.ones(1, 2)
+    run = Training(level, 'amp', lambda p: SGD(p, lr=0.125), model, loss_scale=8.0)
+    before = model.state_dict()['0.bias'].clone()
+    model[0](x).sum().backward()
+    run.backward(model[1](x).sum())
+    run.step()
+    assert torch.equal(model.state_dict()['0.bias'], before - 0.125)
+
+
+@pairs(to_none=(True, False), way=('wrapper', 'FP32 sums', 'two losses'), level=('O1', 'O2', 'O5'))
+def test_clearing_ends_an_accumulation(to_none: bool, way: str, level: str) -> None:
+    run, clean = (Training(level, loss_scale=4.0, **WAYS[way]) for _ in range(2))
+    with poisoned(run.weight()):
+        run.passes(5)
+    run.clear(set_to_none=to_none)
+    assert not run.wrapper.in_window
+    for each in (run, clean):
+        each.train(0)
+    assert not run.skipped() and differing(run.bits(), clean.bits()) == []
+
+
+# -- sums in FP32 ----------------------------------------------------------------------------------------------------------
+
+WIDE = dict(accumulate_in_fp32=True)
+
+
+@pairs(level=('O2', 'O5'), wide=(False, True))
+def test_small_gradients_are_lost_in_16_bit_sums_and_not_in_fp32_sums(level: str, wide: bool) -> None:
+    """One gradient of 1 and 255 of 1/1024; and none lies on the weights between two passes."""
+    run = holder(level, (1, 1), door='wrapper', lr=1.0, loss_scale=1.0, accumulate_in_fp32=wide)
+    before = run.masters()[0].item()
+    for index in range(256):
+        arriving(run, torch.full((1, 1), 1.0 if index == 0 else 2.0**-10, dtype=CAST[level]))
+        assert (next(run.model.parameters()).grad is None) == wide
+    run.step()
+    found = before - run.masters()[0].item()
+    exact = 1 + 255 / 1024
+    assert abs(found - exact) <= 2.0**-21 if wide else found == (1 if level == 'O5' else pytest.approx(exact))
+
+
+def test_a_sum_that_float16_cannot_hold_overflows_in_16_bit_alone() -> None:
+    for wide in (False, True):
+        run = holder('O2', (1, 1), door='wrapper', lr=1e-6, loss_scale=dict(init_scale=1.0), accumulate_in_fp32=wide)
+        for _ in range(2):
+            arriving(run, torch.full((1, 1), 40000.0, dtype=torch.float16))
+        run.step()
+        assert run.skipped() != wide
+
+
+@pairs(level=MASTERED, make=(SGD, FusedSGD), wide=(False, True))
+def test_fp32_sums_are_saved_unrounded_and_kept_at_an_overflow(
+    level: str, make: Any, wide: bool, log: list[str]
+) -> None:
+    def fresh(**words: Any) -> Training:
+        return Training(
+            level, make=lambda p: make(p, lr=0.1), loss_scale=256.0, **{'accumulate_in_fp32': wide, **words}
+        )
+
+    run = fresh()
+    run.train(0)
+    run.passes(1, 2)
+    saved = copy.deepcopy((run.model.state_dict(), run.wrapper.state_dict()))
+    assert {g.dtype for g in saved[1]['amp']['window']['gradients']} == ({F32} if wide else {F32, CAST[level]})
+    other = fresh()
+    other.model.load_state_dict(saved[0])
+    other.wrapper.load_state_dict(saved[1])
+    for each in (run, other):
+        each.passes(3)
+        each.step()
+        each.clear()
+        with poisoned(each.weight()):
+            each.passes(4)
+        each.passes(5)
+        each.step()
+        assert each.skipped()
+        each.clear()
+        each.train(6)
+    assert differing(run.bits(), other.bits()) == []
+    # sums of the other kind mean something else
+    other = fresh(accumulate_in_fp32=not wide, verbosity=1)
+    other.wrapper.load_state_dict(saved[1])
+    assert not other.wrapper.in_window and any('unfinished accumulation' in line for line in log)
+
+
+def test_sparse_gradients_are_summed_in_fp32() -> None:
+    ends = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = nn.Embedding(6, 4, sparse=sparse)
+        run = Training('O5', make=lambda p: SGD(p, lr=1.0), model=model, **WIDE)
+        with torch.no_grad():
+            model.weight.fill_(0.5)
+        for rows in ([0, 0, 1], [1, 2], [5, 5]):
+            run.backward(run.forward(torch.tensor(rows)).float().sum())
+        run.step()
+        ends.append(run.bits())
+    assert differing(*ends) == []
+
+
+def test_fp32_sums_change_nothing_where_gradients_are_fp32_and_need_masters_elsewhere() -> None:
+    for level in ('O0', 'O1', 'O4'):
+        runs = [Training(level, accumulate_in_fp32=wide) for wide in (False, True)]
+        for run in runs:
+            run.passes(0)
+            run.train(1)
+        assert differing(runs[0].bits(), runs[1].bits()) == []
+    with pytest.raises(AmpConfigError, match='accumulate_in_fp32=1'):
+        Training('O2', accumulate_in_fp32=1)
+    with pytest.raises(AmpConfigError, match='accumulate_in_fp32=True conflicts with num_losses=2'):
+        Training('O3', num_losses=2, **WIDE)
+
+
+@pytest.mark.xfail(strict=True, reason='engine')
+@pytest.mark.parametrize('words', [dict(level='O3'), dict(level='O2', master_weights='split')], ids=str)
+def test_fp32_sums_without_masters_are_refused(words: dict[str, Any]) -> None:
+    with pytest.raises(AmpConfigError, match='accumulate_in_fp32'):
+        Training(make=lambda p: FusedSGD(p, lr=0.1), **words, **WIDE)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor) and made.untyped_storage().data_ptr() not in given:
+                self.size = max(self.size, made.untyped_storage().nbytes())
+        return result
+
+
+def resident(run: Training) -> float:
+    """Bytes for each parameter, of weights, masters, state and gradients; what shares memory counts once."""
+    stepped = run.masters()
+    tensors: list[Tensor | None] = [*run.model.parameters(), *stepped]
+    tensors += [parameter.grad for parameter in (*run.model.parameters(), *stepped)]
+    tensors += [v for state in run.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    # scalars, such as step counts, are next to nothing
+    return round(sum(sizes.values()) / sum(p.numel() for p in run.model.parameters()), 1)
+
+
+@pairs(level=MASTERED, make=(FusedAdamW, AdamW), door=('wrapper', 'amp'))
+def test_bytes_of_a_parameter(level: str, make: Any, door: str) -> None:
+    """A weight takes 2 bytes, its master 4, its moments 8. Fused steps of the wrapper need no FP32 gradient."""
+    model = nn.Sequential(nn.Linear(128, 128, bias=False), nn.Linear(128, 128, bias=False))
+    words = {} if make is FusedAdamW else dict(foreach=False)
+    run = Training(level, door, lambda p: make(p, lr=1e-3, **words), model, loss_scale=8.0)
+    x = torch.ones(2, 128)
+    for index in range(2):
+        run.backward(run.forward(x).float().mean())
+        gradients = 2 if door == 'wrapper' else 6
+        assert resident(run) == 2 + 4 + 8 * index + gradients
+        with Largest() as largest:
+            run.step()
+        if make is FusedAdamW and index:
+            assert largest.size < 128 * 128
+            assert resident(run) == 2 + 4 + 8 + gradients
+        run.clear()
+        assert resident(run) == 2 + 4 + 8
+
+
+@pytest.mark.xfail(strict=True, reason='engine')
+@pytest.mark.parametrize('level', MASTERED)
+def test_weights_whose_masters_have_the_gradient_have_none(level: str) -> None:
+    """18 bytes for each parameter between the block and the step; ``model.zero_grad()`` clears masters, too."""
+    run = Training(level, 'amp')
+    run.backward(run.loss())
+    assert run.weight().grad is None and run.masters()[0].grad is not None
+    run.model.zero_grad()
+    assert run.masters()[0].grad is None
+
+
+# -- clipping --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ('given', 'words'),
     [
-        ({}, ['clip_grad={}', 'max_norm']),
+        ({}, ['max_norm']),
         (1.0, ['clip_grad=1.0']),
-        ([('max_norm', 1)], ['must be a dict']),
-        ({'type': 'nrom', 'max_norm': 1}, ["clip_grad['type']='nrom'", "'norm' or 'value'"]),
-        ({'max_nrom': 1}, ["'max_nrom'", "did you mean 'max_norm'?", "lacks 'max_norm'"]),
-        ({'norm_type': 2}, ["lacks 'max_norm'"]),
+        ({'type': 'nrom', 'max_norm': 1}, ["'nrom'", "'norm' or 'value'"]),
+        ({'max_nrom': 1}, ["did you mean 'max_norm'?"]),
         ({'max_norm': -1}, ["clip_grad['max_norm']=-1"]),
         ({'max_norm': math.nan}, ["clip_grad['max_norm']=nan"]),
-        ({'max_norm': '1'}, ["clip_grad['max_norm']='1'"]),
-        ({'max_norm': None}, ["clip_grad['max_norm']=None"]),
         ({'max_norm': True}, ["clip_grad['max_norm']=True"]),
-        ({'type': 'value', 'max_norm': 1}, ["'max_norm'", "lacks 'clip_value'"]),
+        ({'type': 'value', 'max_norm': 1}, ["lacks 'clip_value'"]),
         ({'type': 'value', 'clip_value': -0.1}, ["clip_grad['clip_value']=-0.1"]),
-        ({'max_norm': 1, 'clip_value': 1}, ["'clip_value'"]),
+        pytest.param(
+            {'max_norm': 1, 'norm_type': 'two'}, ['norm_type'], marks=pytest.mark.xfail(reason='engine', strict=True)
+        ),
     ],
     ids=str,
 )
-def test_parse_errors(given: Any, words: list[str]) -> None:
+def test_clipping_settings_are_checked(given: Any, words: list[str]) -> None:
     with pytest.raises(AmpConfigError) as caught:
-        GradientClip.parse(given)
-    for word in words:
-        assert word in str(caught.value)
-
-
-def test_apply_norm(device: torch.device) -> None:
-    parameters = [parameter([0.0], torch.float32, device, [3.0]), parameter([0.0], torch.float32, device, [4.0])]
-    parameters += [parameter([0.0], torch.float32, device), nn.Parameter(torch.ones(1, device=device), False)]
-    clip = GradientClip.parse({'max_norm': 1.0})
-    assert clip is not None
-    norm = clip.apply(parameters)
-    assert norm is not None and norm.item() == 5.0 and norm.shape == ()
-    assert [p.grad.item() for p in parameters[:2]] == pytest.approx([0.6, 0.8], rel=1e-5)
-    assert parameters[2].grad is None
-
-
-def test_apply_value(device: torch.device) -> None:
-    p = parameter([0.0, 0.0], torch.float32, device, [3.0, -0.25])
-    clip = GradientClip.parse({'type': 'value', 'clip_value': 0.5})
-    assert clip is not None and clip.apply([p]) is None
-    assert p.grad is not None and p.grad.tolist() == [0.5, -0.25]
-
-
-def test_apply_without_gradients(device: torch.device) -> None:
-    clip = GradientClip.parse({'max_norm': 1.0})
-    assert clip is not None and clip.apply([parameter([0.0], torch.float32, device)]) is None and clip.apply([]) is None
-
-
-# -- unscaling ----------------------------------------------------------------------------------------------------
-
-bits = st.integers(0, 2**16 - 1)
-
-
-def from_bits(patterns: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    signed = [p - 2**16 if p >= 2**15 else p for p in patterns]
-    return torch.tensor(signed, dtype=torch.int16).view(dtype).to(device)
-
-
-@settings(max_examples=60, deadline=None)
-@given(patterns=st.lists(bits, min_size=1, max_size=9), power=st.integers(0, 24), dtype=st.sampled_from(HALVES))
-def test_power_of_two_scales_lose_no_bit(
-    device: torch.device, patterns: list[int], power: int, dtype: torch.dtype
-) -> None:
-    grad = from_bits(patterns, dtype, device)
-    weight, master = nn.Parameter(torch.zeros_like(grad)), nn.Parameter(torch.zeros_like(grad, dtype=torch.float32))
-    weight.grad = grad.clone()
-    found = scalar(0, device)
-    unscale_to_masters([(weight, master)], [], scalar(2.0**-power, device), found)
-    assert master.grad is not None and master.grad.dtype is torch.float32
-    exact = grad.double() * 2.0**-power
-    # below float32's normal numbers a product may round; there is nothing exact to compare with
-    normal = (exact.abs() >= 2.0**-126) | (exact == 0) | ~exact.isfinite()
-    assert torch.equal(master.grad.double()[normal].nan_to_num(7.0), exact[normal].nan_to_num(7.0))
-    assert found.item() == float(not grad.isfinite().all())
-    assert torch.equal(weight.grad.view(torch.int16), grad.view(torch.int16))
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, *HALVES, torch.float64], ids=str)
-def test_own_gradients_are_unscaled_in_place(dtype: torch.dtype, device: torch.device) -> None:
-    p = parameter([0.0, 0.0], dtype, device, [8.0, -3.0])
-    grad = p.grad
-    unscale_to_masters([], [p, parameter([1.0], dtype, device)], scalar(0.25, device), scalar(0, device))
-    assert p.grad is grad and grad is not None and grad.tolist() == [2.0, -0.75] and grad.dtype is dtype
-
-
-def test_small_float16_gradients_survive(device: torch.device) -> None:
-    weight, master = parameter([0.0], torch.float16, device, [2.0**-20]), parameter([0.0], torch.float32, device)
-    unscale_to_masters([(weight, master)], [], scalar(2.0**-16, device), None)
-    assert master.grad is not None and master.grad.item() == 2.0**-36
-
-
-def test_no_scale_and_no_check(device: torch.device) -> None:
-    weight, master = parameter([0.0], torch.float16, device, [math.inf]), parameter([0.0], torch.float32, device)
-    own = parameter([0.0], torch.float32, device, [3.0])
-    unscale_to_masters([(weight, master)], [own], None, None)
-    assert master.grad is not None and master.grad.item() == math.inf
-    assert own.grad is not None and own.grad.item() == 3.0
-
-
-@pytest.mark.parametrize('where', ['pair', 'own', 'nowhere'])
-def test_flag(where: str, device: torch.device) -> None:
-    weight = parameter([0.0], torch.float16, device, [math.nan if where == 'pair' else 1.0])
-    own = parameter([0.0, 0.0], torch.float32, device, [1.0, -math.inf if where == 'own' else 1.0])
-    found = scalar(0, device)
-    unscale_to_masters([(weight, parameter([0.0], torch.float32, device))], [own], scalar(0.5, device), found)
-    assert found.item() == (where != 'nowhere')
-
-
-def test_missing_gradient_clears_the_masters(device: torch.device) -> None:
-    weight, master = parameter([0.0], torch.float16, device), parameter([0.0], torch.float32, device, [5.0])
-    unscale_to_masters([(weight, master)], [], scalar(0.5, device), scalar(0, device))
-    assert master.grad is None
-
-
-# -- several passes -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('dtype', HALVES, ids=str)
-def test_passes_accumulate_in_fp32(dtype: torch.dtype, device: torch.device) -> None:
-    """1 + 2^-12 needs more bits than either 16-bit type has."""
-    weight, master = parameter([0.0], dtype, device), parameter([0.0], torch.float32, device)
-    own = parameter([0.0], torch.float32, device)
-    passes = [(1.0, 1.0), (2.0**-4, 2.0**-8), (2.0**-2, 2.0**-10)]
-    found = scalar(0, device)
-    for grad, inverse in passes:
-        weight.grad = torch.full_like(weight, grad)
-        before = {} if own.grad is None else {id(own): own.grad}
-        own.grad = torch.full_like(own, grad)
-        accumulate_unscaled([(weight, master)], [own], before, scalar(inverse, device), found)
-        assert weight.grad is not None and weight.grad.item() == grad
-    expected = 1.0 + 2.0**-12 + 2.0**-12
-    assert master.grad is not None and master.grad.item() == expected and master.grad.dtype is torch.float32
-    assert own.grad is not None and own.grad.item() == expected
-    assert found.item() == 0.0
-
-
-def test_pass_without_a_gradient_keeps_the_sum(device: torch.device) -> None:
-    weight, master = parameter([0.0], torch.float16, device), parameter([0.0], torch.float32, device, [3.0])
-    own, earlier = parameter([0.0], torch.float32, device), torch.full((1,), 4.0, device=device)
-    accumulate_unscaled([(weight, master)], [own], {id(own): earlier}, scalar(0.5, device), scalar(0, device))
-    assert master.grad is not None and master.grad.item() == 3.0
-    assert own.grad is earlier
-
-
-def test_nonfinite_sum_of_finite_passes_is_no_overflow(device: torch.device) -> None:
-    own = parameter([0.0], torch.float32, device, [3e38])
-    found = scalar(0, device)
-    accumulate_unscaled([], [own], {id(own): torch.full((1,), 3e38, device=device)}, None, found)
-    assert own.grad is not None and own.grad.item() == math.inf and found.item() == 0.0
-
-
-# -- sparse -------------------------------------------------------------------------------------------------------
-
-
-def sparse(rows: list[int], values: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    data = torch.tensor(values, dtype=dtype, device=device)[:, None]
-    return torch.sparse_coo_tensor(torch.tensor([rows], device=device), data, (5, 1))
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, *HALVES], ids=str)
-def test_sparse_gradients_stay_sparse(dtype: torch.dtype, device: torch.device) -> None:
-    weight = nn.Parameter(torch.zeros(5, 1, device=device, dtype=dtype))
-    master, own = (nn.Parameter(torch.zeros(5, 1, device=device)) for _ in range(2))
-    weight.grad = sparse([3, 1, 3], [1.0, 2.0, 4.0], dtype, device)
-    own.grad = sparse([3, 1, 3], [1.0, 2.0, 4.0], torch.float32, device)
-    found = scalar(0, device)
-    unscale_to_masters([(weight, master)], [own], scalar(0.5, device), found)
-    for grad in (master.grad, own.grad):
-        assert grad is not None and grad.is_sparse and grad.dtype is torch.float32
-        assert grad.to_dense().flatten().tolist() == [0.0, 1.0, 0.0, 2.5, 0.0]
-    assert weight.grad.to_dense().flatten().tolist() == [0.0, 2.0, 0.0, 5.0, 0.0]
-    assert found.item() == 0.0
-
-
-@pytest.mark.parametrize('where', ['pair', 'own'])
-def test_sparse_overflow_is_found(where: str, device: torch.device) -> None:
-    weight = nn.Parameter(torch.zeros(5, 1, device=device, dtype=torch.float16))
-    master, own = (nn.Parameter(torch.zeros(5, 1, device=device)) for _ in range(2))
-    weight.grad = sparse([1], [math.inf if where == 'pair' else 1.0], torch.float16, device)
-    own.grad = sparse([1], [math.nan if where == 'own' else 1.0], torch.float32, device)
-    found = scalar(0, device)
-    unscale_to_masters([(weight, master)], [own], scalar(0.5, device), found)
-    assert found.item() == 1.0
-
-
-def test_sparse_duplicates_are_summed_in_fp32(device: torch.device) -> None:
-    """Two finite gradients of one row are no overflow, though float16 cannot hold their sum."""
-    weight = nn.Parameter(torch.zeros(5, 1, device=device, dtype=torch.float16))
-    master = nn.Parameter(torch.zeros(5, 1, device=device))
-    weight.grad = sparse([2, 2], [40000.0, 40000.0], torch.float16, device)
-    found = scalar(0, device)
-    unscale_to_masters([(weight, master)], [], scalar(2.0**-4, device), found)
-    assert master.grad is not None and master.grad.to_dense()[2].item() == 5000.0
-    assert found.item() == 0.0
-
-
-def test_sparse_passes_accumulate(device: torch.device) -> None:
-    weight = nn.Parameter(torch.zeros(5, 1, device=device, dtype=torch.float16))
-    master = nn.Parameter(torch.zeros(5, 1, device=device))
-    for row, inverse in ((1, 0.5), (3, 0.25), (1, 1.0)):
-        weight.grad = sparse([row], [8.0], torch.float16, device)
-        accumulate_unscaled([(weight, master)], [], {}, scalar(inverse, device), scalar(0, device))
-    assert master.grad is not None and master.grad.to_dense().flatten().tolist() == [0.0, 12.0, 0.0, 2.0, 0.0]
-
-
-# -- names --------------------------------------------------------------------------------------------------------
-
-
-def test_nonfinite_names(device: torch.device) -> None:
-    named = [
-        ('good', parameter([0.0], torch.float32, device, [1.0])),
-        ('nan', parameter([0.0, 0.0], torch.float16, device, [1.0, math.nan])),
-        ('none', parameter([0.0], torch.float32, device)),
-        ('inf', parameter([0.0], torch.float32, device, [-math.inf])),
-        ('huge', parameter([0.0, 0.0], torch.float32, device, [3e38, 3e38])),
-        ('empty', nn.Parameter(torch.zeros(0, device=device))),
-    ]
-    named[-1][1].grad = torch.zeros(0, device=device)
-    embedding = nn.Parameter(torch.zeros(5, 1, device=device))
-    embedding.grad = sparse([1], [math.inf], torch.float32, device)
-    named.append(('sparse', embedding))
-    assert nonfinite_names(named) == ['nan', 'inf', 'sparse']
-    assert nonfinite_names([]) == []
-
-
-@pytest.mark.parametrize('kind', ['expanded', 'shared'])
-@pytest.mark.parametrize('accumulates', [False, True])
-def test_gradients_that_share_memory_are_refused(kind: str, accumulates: bool, device: torch.device) -> None:
-    """One tensor as the gradient of two parameters would be unscaled twice."""
-    own = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
-    weight = nn.Parameter(torch.zeros(2, device=device, dtype=torch.float16))
-    master = nn.Parameter(torch.zeros(2, device=device))
-    weight.grad = torch.ones_like(weight)
-    shared = torch.full((3,), 8.0, device=device)
-    for parameter in own:
-        parameter.grad = shared if kind == 'shared' else torch.full((1,), 8.0, device=device).expand(3)
-    call = functools.partial(accumulate_unscaled, before={}) if accumulates else unscale_to_masters
-    with pytest.raises(AmpUsageError, match=r'share memory.*clone\(\)'):
-        call([(weight, master)], own, inverse_scale=scalar(0.5, device), found_inf=scalar(0, device))
-    assert master.grad is None and weight.grad is not None
-    assert all(parameter.grad is not None and parameter.grad.tolist() == [8.0, 8.0, 8.0] for parameter in own)
+        Training('O2', clip_grad=given)
+    assert all(word in str(caught.value) for word in words)

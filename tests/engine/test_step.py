@@ -1,268 +1,556 @@
-"""A step: what it asks for before it begins, edits of weights between steps, FP32 masters, host reads."""
+"""One optimizer step: what it refuses, its numbers against a loop by hand, skipped steps, hooks, and its saved state."""
 
 from __future__ import annotations
 
 import copy
+import io
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from bits import differing, same
+from op_lists import NoHostRead
+from pairs import pairs
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
-from torch.utils._python_dispatch import TorchDispatchMode
-from toy_engine import Net, Run, batch, poisoned
+from toy_training import CAST, LEVELS, MASTERED, SCALED, Net, Training, batch, poisoned
 
-from amp_wrapper import ops
-from amp_wrapper.engine import AmpEngine
-from amp_wrapper.engine.clipping import GradientClip
-from amp_wrapper.errors import AmpUsageError
-from amp_wrapper.policy import LEVELS, resolve
+from amp_wrapper import (
+    AmpCheckpointError,
+    AmpUsageError,
+    FusedAdam,
+    FusedAdamW,
+    FusedSGD,
+    OverflowStreakError,
+    resolve,
+)
 
-MASTER_LEVELS = {'O2': torch.float16, 'O5': torch.bfloat16}
+Make = Callable[[Any], Optimizer]
+FUSED: dict[str, Make] = {
+    'FusedAdamW': lambda p: FusedAdamW(p, lr=0.01, weight_decay=0.1),
+    'FusedAdam': lambda p: FusedAdam(p, lr=0.01, amsgrad=True),
+    'FusedSGD': lambda p: FusedSGD(p, lr=0.125, momentum=0.5, weight_decay=0.01),
+}
+#: Those of torch that take the same steps, and learn of a skip from a flag on the device.
+FUSED_OF_TORCH: dict[str, Make] = {
+    'FusedAdamW': lambda p: AdamW(p, lr=0.01, weight_decay=0.1, fused=True),
+    'FusedAdam': lambda p: Adam(p, lr=0.01, amsgrad=True, fused=True),
+    'FusedSGD': lambda p: SGD(p, lr=0.125, momentum=0.5, weight_decay=0.01, fused=True),
+}
+EAGER: dict[str, Make] = {
+    'SGD': lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=False),
+    'Adam': lambda p: Adam(p, lr=0.05, weight_decay=0.1, amsgrad=True, foreach=True),
+    'AdamW': lambda p: AdamW(p, lr=0.05, weight_decay=0.1, fused=True),
+    'RMSprop': lambda p: RMSprop(p, lr=0.05, momentum=0.5, centered=True),
+}
+ALL = {**FUSED, **{f'{name} of torch': make for name, make in FUSED_OF_TORCH.items()}, **EAGER}
+CLIPS: dict[str, dict[str, Any] | None] = {
+    'no clip': None,
+    'norm': dict(max_norm=0.05),
+    'large norm': dict(max_norm=1e3),
+    'largest': dict(max_norm=0.05, norm_type=math.inf),
+    'sum': dict(max_norm=0.05, norm_type=1),
+    'value': dict(type='value', clip_value=0.01),
+}
 
 
-# -- misuse -------------------------------------------------------------------------------------------------------
+def grad_norm(run: Training) -> float:
+    return float(run.wrapper.message_hub.get_scalar('train/grad_norm').current())
 
 
-@pytest.mark.parametrize('level', LEVELS[1:])
-def test_step_without_backward(level: str, device: torch.device) -> None:
-    run = Run(level, device)
-    for _ in range(2):
-        with pytest.raises(AmpUsageError, match='without a backward'):
-            run.engine.step()
-        run.losses()[0].backward()
-        with pytest.raises(AmpUsageError, match='without a backward'):
-            run.engine.step()
-        run.engine.zero_grad()
-        run.train(0)
+# -- what is refused -------------------------------------------------------------------------------------------------------
 
 
-def test_step_of_foreign_gradients_is_fine_at_o0(device: torch.device) -> None:
-    run = Run('O0', device)
+@pytest.mark.parametrize('level', LEVELS)
+def test_a_step_needs_a_backward_pass_of_the_wrapper(level: str) -> None:
+    """At O0 gradients of other code are as good."""
+    run = Training(level)
     before = run.bits()
-    run.losses()[0].backward()
-    assert not run.engine.step().skipped
+    if level != 'O0':
+        with pytest.raises(AmpUsageError, match='without a backward'):
+            run.step()
+        run.loss().backward()
+        with pytest.raises(AmpUsageError, match='without a backward'):
+            run.step()
+        assert differing(before, run.bits()) == []
+        run.clear()
+        run.train(0)
+    else:
+        run.loss().backward()
+        run.step()
     assert 'weight fc.weight' in differing(before, run.bits())
 
 
 @pytest.mark.parametrize('level', LEVELS)
-def test_closure(level: str, device: torch.device) -> None:
-    run, calls = Run(level, device), []
-
-    def closure() -> Tensor:
-        calls.append(1)
-        return run.losses()[0]
-
-    run.backward()
-    if level in ('O0', 'O3', 'O4'):
-        # no scale and no masters: the optimizer runs it, and nobody checks its gradients
-        run.engine.step(closure=closure)
-        assert calls == [1]
-    else:
-        before = run.bits()
+def test_closures_run_where_there_is_no_scale_and_no_master(level: str) -> None:
+    run, calls = Training(level), []
+    run.passes(0)
+    if level in SCALED or level in MASTERED:
         with pytest.raises(AmpUsageError, match='closure'):
-            run.engine.step(closure=closure)
-        assert calls == [] and differing(before, run.bits()) == []
-
-
-@pytest.mark.parametrize('level', MASTER_LEVELS)
-def test_weights_changed(level: str, device: torch.device) -> None:
-    run = Run(level, device)
-    fc, out = run.parameter('fc.bias'), run.parameter('out.bias')
-    exact = [m.detach().clone() for m in run.engine.master_params()]
-    fc.data.fill_(0.5)
-    out.data[0] = 0.25
-    assert run.engine.weights_changed([out]) == ['out.bias']
-    masters = list(run.engine.master_params())
-    assert masters[-1][0].item() == 0.25 and masters[-1][1].item() == exact[-1][1].item()
-    assert torch.equal(masters[1], exact[1])
-    assert run.engine.weights_changed() == ['fc.bias']
-    assert masters[1].tolist() == [0.5] * 6
-    assert run.engine.weights_changed() == []
-
-
-@pytest.mark.parametrize('level', ['O0', 'O1', 'O3', 'O4'])
-def test_weights_changed_without_masters(level: str, device: torch.device) -> None:
-    run = Run(level, device)
-    run.parameter('fc.bias').data.fill_(0.5)
-    assert run.engine.weights_changed() == []
-
-
-@pytest.mark.parametrize('level', MASTER_LEVELS)
-def test_in_place_edits_are_taken_up_by_the_next_step(level: str, device: torch.device) -> None:
-    run = Run(level, device, lambda p: SGD(p, lr=0.0))
-    with torch.no_grad():
-        run.parameter('fc.weight').clamp_(-0.125, 0.125)
-    run.train(0)
-    assert next(run.engine.master_params()).abs().max().item() == 0.125
-    assert run.parameter('fc.weight').abs().max().item() == 0.125
-
-
-def test_a_load_between_steps_is_taken_up(device: torch.device) -> None:
-    run = Run('O2', device, lambda p: SGD(p, lr=0.0))
-    run.train(0)
-    run.model.fc.load_state_dict(
-        {'weight': torch.full((6, 4), 0.1, device=device), 'bias': torch.zeros(6, device=device)}
-    )
-    run.train(1)
-    assert torch.equal(next(run.engine.master_params()), torch.full((6, 4), 0.1, device=device))
+            run.step(closure=lambda: calls.append(1))
+        assert calls == []
+    else:
+        run.step(closure=lambda: [calls.append(1), run.loss()][1])
+        assert calls == [1]
 
 
 @pytest.mark.parametrize('level', LEVELS)
-def test_disabled_is_a_plain_optimizer(level: str, device: torch.device) -> None:
-    plain, run = Run('O0', device, attach=False), Run(level, device, enabled=False)
-    for index in range(3):
-        plain.losses(index)[0].backward()
-        plain.optimizer.step()
-        plain.optimizer.zero_grad()
-    run.train(0, 1, 2)
-    assert differing(plain.bits(), run.bits()) == []
-    assert same(run.engine.state_dict(), plain.optimizer.state_dict())
-    assert run.engine.parts.casts is None and not run.model._forward_pre_hooks
-    state = copy.deepcopy(run.engine.state_dict())
-    notes = run.engine.load_state_dict(state)
-    assert notes == ['saved without mixed precision, resumed without mixed precision: kept: weights, optimizer state']
-    run.engine.detach()
+def test_steps_of_the_optimizer_beside_the_wrapper(level: str) -> None:
+    """Refused where gradients are not what the optimizer takes; nothing has happened then."""
+    run = Training(level)
+    run.optimizer.step()  # no gradient waits: as scripts do before a scheduler is made
+    before = run.bits()
+    run.passes(0)
+    if level in SCALED or level in MASTERED:
+        with pytest.raises(AmpUsageError, match=r'beside the wrapper.*optim_wrapper\.step\(\)'):
+            run.optimizer.step()
+        assert differing(before, run.bits()) == []
+        run.step()
+        run.clear()
+    else:
+        run.optimizer.step()
+        run.clear()
+    assert 'weight fc.weight' in differing(before, run.bits())
+    run.wrapper.detach()
+    before = run.bits()
+    run.model(batch(0)[0]).sum().backward()
+    run.optimizer.step()
+    assert 'weight fc.weight' in differing(before, run.bits())
 
 
-# -- against a loop by hand ---------------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    f'{kind.__name__}-{name}': (lambda p, kind=kind, words=words, more=more: kind(p, lr=0.05, **words, **more))
-    for kind, words, fused in (
-        (SGD, {'momentum': 0.9, 'nesterov': True, 'weight_decay': 0.1}, True),
-        (Adam, {'weight_decay': 0.1, 'amsgrad': True}, True),
-        (AdamW, {'weight_decay': 0.1}, True),
-        (RMSprop, {'momentum': 0.5, 'centered': True}, False),
-    )
-    for name, more in (('plain', {'foreach': False}), ('foreach', {'foreach': True}), ('fused', {'fused': True}))
-    if fused or name != 'fused'
-}
+def test_a_disabled_wrapper_is_a_plain_optimizer() -> None:
+    for level in LEVELS:
+        run, plain = Training(level, enabled=False), Training('O0', attach=False)
+        for index in range(3):
+            x, y = batch(index)
+            (plain.model(x) - y).square().mean().backward()
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+        run.train(0, 1, 2)
+        assert differing(plain.bits(), run.bits()) == []
+        assert same(run.wrapper.state_dict(), plain.optimizer.state_dict())
 
 
-@pytest.mark.parametrize('name', OPTIMIZERS)
-@pytest.mark.parametrize('level', MASTER_LEVELS)
-@pytest.mark.parametrize('clip', [None, {'max_norm': 0.5}], ids=['plain', 'clip'])
-def test_masters_by_hand(level: str, name: str, clip: Any, device: torch.device) -> None:
-    scale, dtype = 128.0, MASTER_LEVELS[level]
-    run = Run(level, device, OPTIMIZERS[name], loss_scale=scale, norm=False)
+# -- the numbers -----------------------------------------------------------------------------------------------------------
 
-    torch.manual_seed(3)
-    model = Net(norm=False).to(device)
+
+@pairs(level=MASTERED, name=ALL, clip=('no clip', 'norm', 'large norm', 'value'))
+def test_steps_are_those_of_a_loop_with_masters_by_hand(level: str, name: str, clip: str) -> None:
+    """Bit for bit; but for norms, whose sums have an order of their own."""
+    scale, dtype = 128.0, CAST[level]
+    run = Training(level, make=ALL[name], model=_net(), loss_scale=scale, clip_grad=CLIPS[clip])
+    model = _net()
     masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    optimizer = OPTIMIZERS[name](masters)
+    by_hand = FUSED_OF_TORCH.get(name, ALL[name])(masters)
     model.to(dtype)
     for index in range(4):
-        x, y = batch(device, index)
+        x, y = batch(index)
         loss = (model(x.to(dtype)).float() - y).square().mean()
         (loss * scale).backward()
         for weight, master in zip(model.parameters(), masters):
-            master.grad = weight.grad.float() / scale
-            weight.grad = None
-        if clip:
-            # torch's rule, and the order of our sum, which is the same on every device
-            grads = [master.grad for master in masters if master.grad is not None]
-            coefficient = (clip['max_norm'] / (ops.multi_tensor_l2norm(grads)[0] + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(grads, coefficient)
-        optimizer.step()
-        optimizer.zero_grad()
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float() / scale, None
+        words = CLIPS[clip]
+        if 'norm' in clip:
+            norm = nn.utils.clip_grad_norm_(masters, **words)
+        elif clip == 'value':
+            nn.utils.clip_grad_value_(masters, words['clip_value'])
+        by_hand.step()
+        by_hand.zero_grad()
         with torch.no_grad():
             for weight, master in zip(model.parameters(), masters):
                 weight.copy_(master)
-        assert torch.equal(run.losses(index)[0], loss)
-        run.train(index, clip=GradientClip.parse(clip))
-
-    expected = {f'weight {key}': p.detach() for key, p in model.named_parameters()}
-    for index, master in enumerate(masters):
-        expected[f'master {index}'] = master.detach()
-        for key, value in optimizer.state[master].items():
-            if isinstance(value, Tensor):
-                expected[f'state {index} {key}'] = value
-    assert differing(run.bits(), expected) == []
-
-
-def test_sparse_embedding(device: torch.device) -> None:
-    model = nn.Embedding(5, 2, sparse=True).to(device)
-    exact = model.weight.detach().clone()
-    engine = AmpEngine(resolve('O2', loss_scale=8.0), SGD(model.parameters(), lr=0.5))
-    engine.attach(model)
-    index = torch.tensor([1, 3, 1], device=device)
-    engine.backward(model(index).sum())
-    assert not engine.step().skipped
-    exact[1] -= 1.0
-    exact[3] -= 0.5
-    assert torch.equal(next(engine.master_params()), exact) and torch.equal(model.weight, exact.half())
+        run.train(index)
+        if 'norm' in clip:
+            torch.testing.assert_close(grad_norm(run), float(norm), rtol=1e-5, atol=0.0)
+    found, wanted = [m.detach() for m in run.masters()], [m.detach() for m in masters]
+    if 'norm' in clip:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+        return
+    assert same(found, wanted)
+    assert same([p.detach() for p in run.model.parameters()], [p.detach() for p in model.parameters()])
+    for mine, other in zip(run.masters(), masters):
+        # torch has no count for SGD
+        theirs = by_hand.state[other]
+        assert same({key: run.optimizer.state[mine][key] for key in theirs}, dict(theirs))
 
 
-# -- host reads ---------------------------------------------------------------------------------------------------
+def _net() -> Net:
+    torch.manual_seed(3)
+    return Net(norm=False)
 
 
-class HostReads(TorchDispatchMode):
-    """Counts reads of the device; ``tolist`` reads a CPU tensor without the dispatcher, so it is counted apart."""
+@pairs(level=('O0', 'O1', 'O2', 'O5'), name=FUSED, clip=CLIPS)
+def test_fused_steps_are_those_of_torchs_fused_optimizers(level: str, name: str, clip: str) -> None:
+    ours, theirs = (
+        Training(level, make=each[name], model=_net(), clip_grad=CLIPS[clip]) for each in (FUSED, FUSED_OF_TORCH)
+    )
+    for index in range(4):
+        for run in (ours, theirs):
+            run.train(index)
+        if clip not in ('no clip', 'value'):
+            torch.testing.assert_close(grad_norm(ours), grad_norm(theirs), rtol=1e-5, atol=0.0)
+    found, wanted = ours.bits(), theirs.bits()
+    found = {key: value for key, value in found.items() if key in wanted}
+    if clip == 'no clip':
+        assert differing(found, wanted) == []
+    for mine, other in zip(ours.masters(), theirs.masters()):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.count = 0
-        tolist = Tensor.tolist
 
-        def counted(tensor: Tensor) -> Any:
-            self.count += 1
-            return tolist(tensor)
-
-        monkeypatch.setattr(Tensor, 'tolist', counted)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
+@pytest.mark.parametrize('name', FUSED)
+def test_groups_do_not_change_a_clipped_step(name: str) -> None:
+    apart: Make = lambda p: FUSED[name]([dict(params=[one]) for one in p])  # noqa: E731
+    runs = [Training('O2', make=make, clip_grad=CLIPS['norm']) for make in (FUSED[name], apart)]
+    for run in runs:
+        run.train(0, 1, 2)
+    assert differing(runs[0].bits(), runs[1].bits()) == []
 
 
-@pytest.mark.parametrize('clip', [None, {'max_norm': 0.5}], ids=['plain', 'clip'])
-@pytest.mark.parametrize('num_losses', [1, 2])
-@pytest.mark.parametrize(
-    ('level', 'overrides', 'reads'),
-    [
-        ('O0', {}, 0),
-        ('O0', {'loss_scale': 8.0}, 0),
-        ('O0', {'skip_nonfinite': True}, 1),
-        ('O1', {}, 1),
-        ('O2', {}, 1),
-        ('O3', {}, 1),
-        ('O4', {}, 1),
-        ('O5', {}, 1),
-        ('O5', {'skip_nonfinite': False}, 0),
-        ('O3', {'skip_nonfinite': False}, 0),
-        ('O2', {'enabled': False}, 0),
-    ],
-    ids=str,
+@pairs(
+    level=LEVELS, clip=('no clip', 'norm', 'largest', 'value'), name=('FusedAdamW', 'FusedSGD', 'AdamW'), losses=(1, 2)
 )
-def test_host_reads_of_a_step(
-    level: str,
-    overrides: dict[str, Any],
-    reads: int,
-    num_losses: int,
-    clip: Any,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(level, device, num_losses=num_losses, verbosity=0, **overrides)
+def test_steps_that_learn_of_a_skip_on_the_device_read_nothing(level: str, clip: str, name: str, losses: int) -> None:
+    if level == 'O3' and name == 'AdamW':
+        name = 'FusedAdam'  # torch steps no 16-bit weights fused
+    run = Training(level, make=ALL[name], clip_grad=CLIPS[clip], num_losses=losses, skip_nonfinite=True)
     run.train(0)
-    for index in (1, 2):
-        with HostReads(monkeypatch) as counter:
-            run.train(index, clip=GradientClip.parse(clip))
-        assert counter.count == reads
-    if reads:
-        with poisoned(run.parameter('fc.weight')):
-            with HostReads(monkeypatch) as counter:
-                run.train(3)
-        assert counter.count == 1
+    run.passes(1)
+    with NoHostRead():
+        run.step()
+        run.clear()
+    assert not run.skipped()
 
 
-def test_the_counter_of_host_reads_counts(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.ones(2, device=device)
-    with HostReads(monkeypatch) as counter:
-        tensor.tolist()
-        tensor[0].item()
-        bool(tensor[0] > 0)
-    assert counter.count == 3
+@pairs(level=MASTERED, name=ALL)
+def test_hooks_of_the_optimizer(level: str, name: str) -> None:
+    """Before a step they see unscaled FP32 gradients; what they write to masters after it reaches the weights."""
+    run = Training(level, make=ALL[name], loss_scale=8.0)
+    masters, seen = run.masters(), []
+
+    def after(*_: Any) -> None:
+        with torch.no_grad():
+            for master in masters:
+                master.clamp_(-0.0625, 0.0625)
+
+    run.optimizer.register_step_pre_hook(lambda *_: seen.append([m.grad.clone() for m in masters]))
+    run.optimizer.register_step_post_hook(after)
+    for index in range(2):
+        run.passes(index)
+        wanted = [p.grad.float() / 8 for p in run.model.parameters()]
+        run.step()
+        assert same(seen[index], wanted)
+        run.clear()
+    run.forward(batch(0)[0])
+    for weight, master in zip(run.model.parameters(), masters):
+        assert master.abs().max() <= 0.0625 and torch.equal(weight, master.to(weight.dtype))
+
+
+# -- skipped steps ---------------------------------------------------------------------------------------------------------
+
+
+@pairs(
+    level=LEVELS,
+    name=ALL,
+    bad=((0,), (0, 1, 2, 3), (1, 3)),
+    where=('fc.weight', 'bn.weight', 'out.bias'),
+    losses=(1, 2),
+    clip=('no clip', 'norm'),
+)
+def test_a_skipped_step_changes_nothing(
+    level: str, name: str, bad: tuple[int, ...], where: str, losses: int, clip: str
+) -> None:
+    """The training goes on as if the batch had not been."""
+    if level == 'O3':
+        name = 'FusedSGD'  # float16 has no epsilon of 1e-8
+    words = dict(num_losses=losses, loss_scale=8.0, skip_nonfinite=True, clip_grad=CLIPS[clip])
+    run, without = (Training(level, make=ALL[name], **words) for _ in range(2))
+    for index in range(4):
+        before = run.bits(buffers=True)
+        if index not in bad:
+            run.train(index)
+            without.train(index)
+            assert not run.skipped() and 'weight fc.weight' in differing(before, run.bits(buffers=True))
+            continue
+        for loss_id in range(losses):
+            loss = run.loss(index, loss_id)
+            with poisoned(run.weight(where if loss_id == losses - 1 else 'fc.bias'), [math.inf, math.nan][index % 2]):
+                run.backward(loss, loss_id)
+        run.step()
+        run.clear()
+        assert run.skipped()
+        after = run.bits(buffers=True)
+        # state that was made for the step, and holds nothing yet
+        assert all(not after.pop(key).any() for key in set(after) - set(before))
+        assert differing(before, after) == []
+    found, wanted = run.bits(buffers=True), without.bits(buffers=True)
+    found = {key: value for key, value in found.items() if key in wanted or value.any()}
+    assert differing(found, wanted) == []
+    for scaler in run.wrapper.loss_scalers:
+        assert scaler.state_dict()['steps'] == 4 and scaler.state_dict()['skips'] == len(bad)
+
+
+@pairs(level=SCALED, name=('FusedSGD', 'SGD', 'FusedSGD of torch'), loss_id=(0, 1))
+def test_the_scale_of_the_loss_that_overflowed_falls(level: str, name: str, loss_id: int) -> None:
+    run = Training(level, make=ALL[name], num_losses=2)
+    for index in range(2):
+        loss = run.loss(0, index)
+        if index == loss_id:
+            with poisoned(run.weight()):
+                run.backward(loss, index)
+        else:
+            run.backward(loss, index)
+    run.step()
+    assert run.scales() == [2.0**15 if index == loss_id else 2.0**16 for index in range(2)]
+
+
+def test_gradients_that_nobody_checks_are_stepped() -> None:
+    run = Training('O5', skip_nonfinite=False)
+    with poisoned(run.weight()):
+        run.train(0)
+    assert not run.weight().isfinite().all()
+
+
+@pytest.mark.parametrize('name', ['Adam', 'AdamW', 'FusedAdamW', 'FusedSGD', 'FusedSGD of torch'])
+def test_a_weight_that_was_frozen_is_stepped_as_a_new_one(name: str) -> None:
+    run = Training('O2', make=ALL[name])
+    frozen = run.weight('out.bias')
+    frozen.requires_grad_(False)
+    master = run.masters()[-1]
+    before = master.clone()
+    run.train(0, 1)
+    assert torch.equal(master, before) and not run.optimizer.state.get(master)
+    frozen.requires_grad_(True)
+    run.train(2)
+    assert not torch.equal(master, before)
+    count = run.optimizer.state[master].get('step')
+    assert count is None or float(count) == 1
+
+
+@pairs(level=('O1', 'O2', 'O3', 'O5'), name=('SGD', 'FusedSGD', 'AdamW'), losses=(1, 2))
+def test_a_streak_of_skips_ends_in_an_error(level: str, name: str, losses: int) -> None:
+    """Whichever loss overflowed; steps that were taken before do not count; nothing has changed, and training can go on."""
+    name = 'FusedSGD' if level == 'O3' else name
+    run = Training(level, make=ALL[name], max_consecutive_skips=3, num_losses=losses)
+    for index in range(3):
+        with poisoned(run.weight(), math.nan):
+            run.train(0, 1)
+        run.train(index)
+    before = run.bits(buffers=True)
+    with poisoned(run.weight(), math.nan):
+        run.train(1, 2)
+        run.passes(3)
+        with pytest.raises(OverflowStreakError) as caught:
+            run.step()
+    text = str(caught.value)
+    assert all(words in text for words in ('3 optimizer steps', 'fc.weight', 'max_consecutive_skips=3', 'keep_fp32'))
+    assert 'out.weight' not in text and differing(before, run.bits(buffers=True)) == []
+    run.clear()
+    run.train(4)
+    assert run.wrapper.loss_scaler.state_dict()['consecutive_skips'] == 0
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_the_error_of_a_streak_advises_what_helps_at_the_level(level: str) -> None:
+    run = Training(level, max_consecutive_skips=1, skip_nonfinite=True)
+    with poisoned(run.weight(), math.nan):
+        run.passes(0)
+        with pytest.raises(OverflowStreakError) as caught:
+            run.step()
+    text = str(caught.value)
+    assert ('keep_fp32' in text) == (level != 'O0')
+    assert ('use bfloat16' in text) == (level in ('O1', 'O2', 'O3'))
+    for name, value in re.findall(r"\((\w+)='(bfloat16)'\)", text):
+        assert torch.bfloat16 in vars(resolve(**{'opt_level': level, name: value})).values()
+
+
+@pytest.mark.parametrize(('verbosity', 'lines'), [(0, 0), (1, 6)])
+def test_skips_are_logged_five_times_and_then_at_every_doubling(verbosity: int, lines: int, log: list[str]) -> None:
+    run = Training('O2', verbosity=verbosity)
+    with poisoned(run.weight()):
+        run.train(*range(10))
+    skips = [line for line in log if 'skipped' in line]
+    assert [line.split()[0] for line in skips] == ['INFO'] * min(lines, 5) + ['WARNING'] * (lines - 5)
+    assert lines == 0 or 'loss scale now 32768' in skips[0]
+
+
+@pairs(name=('FusedSGD', 'SGD', 'AdamW'), scale=('dynamic', 8.0), checks=(None, True))
+def test_error_if_nonfinite_raises_before_anything_changes(name: str, scale: Any, checks: bool | None) -> None:
+    """A dynamic scale learns from the overflow in place of it."""
+    clip = dict(max_norm=0.05, error_if_nonfinite=True)
+    run = Training('O2', make=ALL[name], loss_scale=scale, skip_nonfinite=checks, clip_grad=clip)
+    run.train(0)
+    before = run.bits(buffers=True)
+    with poisoned(run.weight()):
+        run.passes(1)
+    if scale == 'dynamic':
+        run.step()
+        assert run.skipped()
+    else:
+        with pytest.raises(RuntimeError, match='non-finite'):
+            run.step()
+    assert differing(before, run.bits(buffers=True)) == []
+
+
+# -- the state -------------------------------------------------------------------------------------------------------------
+
+
+def reload(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pairs(
+    level=LEVELS,
+    name=('SGD', 'FusedSGD', 'FusedAdamW'),
+    losses=(1, 2),
+    when=('before', 'after'),
+    overflow=(False, True),
+)
+def test_an_accumulation_is_resumed_bit_for_bit(level: str, name: str, losses: int, when: str, overflow: bool) -> None:
+    """Its gradients, overflows and buffers; the state that is loaded is neither changed nor aliased."""
+    name = 'FusedSGD' if level == 'O3' else name
+    words = dict(num_losses=losses, clip_grad=dict(max_norm=0.1), skip_nonfinite=True)
+    whole = Training(level, make=ALL[name], **words)
+    whole.train(0, 1)
+    whole.passes(2)
+    if overflow:
+        with poisoned(whole.weight()):
+            whole.passes(3)
+    saved = reload((dict(whole.model.state_dict()), whole.wrapper.state_dict()))
+    kept = copy.deepcopy(saved)
+    part = Training(level, make=ALL[name], attach=when == 'after', **words)
+    part.model.load_state_dict(saved[0])
+    part.wrapper.load_state_dict(saved[1])
+    part.wrapper.attach(part.model)
+    assert part.wrapper.in_window
+    assert same(saved[1], part.wrapper.state_dict())
+    before = part.bits(buffers=True)
+    for run in (whole, part):
+        run.passes(4)
+        run.step()
+        run.clear()
+        assert run.skipped() == overflow
+    if overflow:
+        assert not [name for name in differing(before, part.bits(buffers=True)) if 'buffer' not in name]
+    for run in (whole, part):
+        run.train(5)
+    assert differing(whole.bits(buffers=True), part.bits(buffers=True)) == []
+    assert same(whole.wrapper.state_dict(), part.wrapper.state_dict()) and same(saved, kept)
+
+
+def test_a_saved_accumulation_is_a_snapshot() -> None:
+    run = Training('O2')
+    run.passes(0)
+    saved = run.wrapper.state_dict()
+    kept = copy.deepcopy(saved)
+    run.passes(1)
+    assert same(saved, kept)
+
+
+BREAK: dict[str, Callable[[dict[str, Any]], Any]] = {
+    'a group is missing': lambda s: s['param_groups'].pop(),
+    'a group comes twice': lambda s: s['param_groups'].append(copy.deepcopy(s['param_groups'][0])),
+    'a parameter is missing': lambda s: s['param_groups'][0]['params'].pop(),
+    'a scale is NaN': lambda s: s['amp']['loss_scalers'][0].update(scale=math.nan),
+    'a later version': lambda s: s['amp'].update(version=2),
+    'another shape of a moment': lambda s: s['state'][0].update(exp_avg=torch.ones(7)),
+    'another shape of a gradient': lambda s: s['amp']['window']['gradients'].__setitem__(0, torch.ones(7)),
+}
+
+
+@pairs(damage=BREAK, when=('before', 'after'))
+def test_a_damaged_state_is_refused_and_changes_nothing(damage: str, when: str) -> None:
+    source = Training('O2', make=ALL['Adam'])
+    source.train(0)
+    source.passes(1)
+    state = copy.deepcopy(source.wrapper.state_dict())
+    BREAK[damage](state)
+    run = Training('O2', make=ALL['Adam'], attach=when == 'after')
+    if when == 'after':
+        run.train(4)
+    before, own = run.bits(), copy.deepcopy(run.wrapper.state_dict())
+    with pytest.raises(AmpCheckpointError):
+        run.wrapper.load_state_dict(state)
+    assert differing(before, run.bits()) == [] and same(run.wrapper.state_dict(), own)
+
+
+@pytest.mark.parametrize('target', LEVELS)
+def test_state_goes_from_any_level_to_any(target: str, log: list[str]) -> None:
+    """An open accumulation stays behind."""
+    for source in LEVELS:
+        first, second = Training(source), Training(target, attach=False, verbosity=1)
+        first.train(0, 1)
+        first.passes(2)
+        second.model.load_state_dict(first.model.state_dict())
+        second.wrapper.load_state_dict(reload(first.wrapper.state_dict()))
+        second.wrapper.attach(second.model)
+        assert second.wrapper.in_window == (source == target)
+        if source != target:
+            assert any('unfinished accumulation' in line and f'resumed at {target}' in line for line in log), source
+        log.clear()
+        for mine, theirs in zip(second.masters(), first.masters()):
+            buffer, saved = (r.optimizer.state[p]['momentum_buffer'] for r, p in ((second, mine), (first, theirs)))
+            assert buffer.dtype is mine.dtype and torch.equal(buffer, saved.float().to(mine.dtype))
+        second.train(2)
+        assert second.loss(3).isfinite()
+
+
+@pytest.mark.parametrize('name', FUSED)
+def test_states_move_between_our_optimizers_and_torchs(name: str) -> None:
+    def resumed(make: Make, source: Training) -> Training:
+        run = Training('O2', make=make)
+        run.model.load_state_dict(source.model.state_dict())
+        run.wrapper.load_state_dict(source.wrapper.state_dict())
+        if 'fused' in run.optimizer.param_groups[0]:
+            # a group says how it is stepped, and ours does not
+            run.optimizer.param_groups[0]['fused'] = True
+        return run
+
+    ours, theirs = Training('O2', make=FUSED[name]), Training('O2', make=FUSED_OF_TORCH[name])
+    for run in (ours, theirs):
+        run.train(0, 1)
+    runs = [ours, theirs, resumed(FUSED_OF_TORCH[name], ours), resumed(FUSED[name], theirs)]
+    for run in runs:
+        run.train(2, 3)
+    assert all(same([*run.masters()], [*theirs.masters()]) for run in runs)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@pairs(level=LEVELS, name=FUSED)
+def test_a_cuda_graph_replays_training_steps(level: str, name: str) -> None:
+    """Captured once; skips, and scales that move, are those of eager training."""
+
+    def play(captures: bool) -> dict[str, Tensor]:
+        scale = dict(init_scale=256.0, growth_interval=2) if level in SCALED else None
+        model = Net().cuda()
+        run = Training(level, make=FUSED[name], model=model, loss_scale=scale, skip_nonfinite=True)
+        x, stream = torch.zeros(8, 4, device='cuda'), torch.cuda.Stream()
+
+        def step() -> None:
+            run.backward(run.forward(x).float().square().mean())
+            run.step()
+            run.clear(set_to_none=False)
+
+        graph: Any = None
+        for index in range(8):
+            x.copy_(batch(index)[0] * (math.nan if index == 5 else 1.0))
+            if index < 3 or not captures:
+                with torch.cuda.stream(stream):
+                    step()
+                torch.cuda.synchronize()
+            else:
+                if graph is None:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, stream=stream):
+                        step()
+                graph.replay()
+        torch.cuda.synchronize()
+        return run.bits(buffers=True)
+
+    assert differing(play(False), play(True)) == []
