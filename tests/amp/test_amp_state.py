@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import differences, same
-from command_line import python
 from exact_scripts import LEVELS, MASTERS, backward, scales, set_scales
 from pairs import pairs
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError, FusedAdamW, amp
+from amp_wrapper import AmpAttachError, AmpUsageError, FusedAdamW, amp
 
 #: The levels whose weights are FP32 at all times.
 UNCAST = ('O0', 'O1', 'O4')
@@ -154,61 +151,6 @@ def test_loading_in_the_middle_of_training_with_gradients_waiting(level: str) ->
     model.last.load_state_dict({key[5:]: value for key, value in state['model'].items() if key.startswith('last.')})
     amp.load_state_dict(state['amp'], optimizers=optimizer)
     assert same([step(model, optimizer, index) for index in (3, 4)], wanted)
-
-
-CASES = [(level, kind) for level in LEVELS for kind in (SGD, Adam)]
-
-
-def train(level: str, kind: Any, state: dict[str, Any] | None, until: int) -> dict[str, Any]:
-    """Dropout draws from torch's generator, which the script saves; the scale grows and falls on the way."""
-    # grows at the third clean step, and is too much for float16 then
-    rule = dict(init_scale=2.0**17, growth_interval=3)
-    model, optimizer = initialised(level, kind, loss_scale=rule, num_losses=2)
-    if state is not None:
-        load(state, model, optimizer)
-        amp.load_state_dict(state['amp'], optimizers=optimizer)
-        torch.set_rng_state(state['rng'])
-    outputs = []
-    for _ in range(0 if state is None else state['step'], until):
-        x = torch.randn(8, 4)
-        optimizer.zero_grad()
-        for loss_id in range(2):
-            outputs.append(model(x).detach())
-            backward(model(x).float().square().mean() / (1 + loss_id), optimizer, loss_id)
-        torch.nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 1.0)
-        optimizer.step()
-        outputs.append(torch.tensor(scales(optimizer, 2)))
-    weights = [p.detach() for p in model.parameters()]
-    return {
-        **saved(model, optimizer),
-        'weights': weights,
-        'outputs': outputs,
-        'rng': torch.get_rng_state(),
-        'step': until,
-    }
-
-
-def resume(folder: str) -> None:
-    """What the other process does."""
-    for index, (level, kind) in enumerate(CASES):
-        state = torch.load(Path(folder) / f'{index}.first', weights_only=True)
-        torch.save(train(level, kind, state, 9), Path(folder) / f'{index}.second')
-
-
-def test_training_goes_on_in_another_process_bit_for_bit(tmp_path: Path) -> None:
-    wanted = []
-    for index, (level, kind) in enumerate(CASES):
-        torch.save(train(level, kind, None, 5), tmp_path / f'{index}.first')
-        wanted.append(train(level, kind, None, 9))
-    ended = python('-c', f'import test_amp_state; test_amp_state.resume({str(tmp_path)!r})', cwd=Path(__file__).parent)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    for index, whole in enumerate(wanted):
-        second = torch.load(tmp_path / f'{index}.second', weights_only=True)
-        whole['outputs'] = whole['outputs'][-len(second['outputs']) :]
-        assert len(second['outputs']) == 12 and differences(whole, second) == [], CASES[index]
-    # scales grow and fall on the way
-    rows = [[float(row[0]) for row in whole['outputs'][2::3]] for whole in wanted]
-    assert {b / a for row in rows for a, b in itertools.pairwise(row)} >= {0.5, 2.0}
 
 
 # -- loss scales --------------------------------------------------------------------------------------------------------
@@ -377,27 +319,3 @@ def test_model_whose_weights_were_not_cast_can_be_initialised_again(first: str, 
     assert [p.dtype for p in model.parameters()] == [p.dtype for p in fresh.parameters()]
     x = torch.randn(8, 4)
     assert same(model.eval()(x), fresh.eval()(x))
-
-
-@pairs(first=['amp', 'wrapper'], second=['amp', 'wrapper'])
-def test_runs_at_o0_one_after_the_other_train_one_model_as_plain_fp32(first: str, second: str) -> None:
-    model, plain = make()[0].eval(), make()[0].eval()
-    x = torch.randn(8, 4).half()
-    for door in (first, second, first):
-        optimizer, theirs = SGD(model.parameters(), lr=0.125), SGD(plain.parameters(), lr=0.125)
-        for each in (model, plain):
-            each.zero_grad()
-        if door == 'amp':
-            amp.initialize(model, optimizer, opt_level='O0', verbosity=0)
-            # float16 data becomes FP32
-            backward(model(x).square().mean(), optimizer)
-            optimizer.step()
-        else:
-            wrapper = AmpOptimWrapper(opt_level='O0', optimizer=optimizer, verbosity=0)
-            wrapper.attach(model)
-            with wrapper.optim_context(model):
-                loss = model(x).square().mean()
-            wrapper.update_params(loss)
-        plain(x.float()).square().mean().backward()
-        theirs.step()
-        assert same(dict(model.state_dict()), dict(plain.state_dict()))

@@ -93,26 +93,6 @@ def test_errors_are_of_the_kinds_of_mmengine(
     assert wrong == [] and refused >= checked | {'accumulative_counts', 'clip_grad', 'unknown_argument'}
 
 
-ERRORS: list[tuple[dict[str, Any], type[Exception]]] = [
-    ({'loss_scale': 'unknown'}, TypeError),
-    ({'dtype': 'int8'}, AssertionError),
-    ({'clip_grad': []}, AssertionError),
-    ({'clip_grad': {'type': 'norm'}}, AssertionError),
-    ({'clip_grad': {'type': 'other', 'max_norm': 1.0}}, ValueError),
-    ({'accumulative_counts': 0}, AssertionError),
-    ({'accumulative_counts': 'x'}, TypeError),
-    ({'no_such_argument': 1}, TypeError),
-    ({'optimizer': 5}, TypeError),
-]
-
-
-@pytest.mark.parametrize(('words', 'kind'), ERRORS, ids=str)
-def test_error_names_the_argument(words: dict[str, Any], kind: type[Exception]) -> None:
-    with pytest.raises(kind) as caught:
-        AmpOptimWrapper(**{'optimizer': optimizer(), **words})
-    assert isinstance(caught.value, AmpError) and next(iter(words)) in str(caught.value)
-
-
 def test_configuration_error_is_of_every_kind() -> None:
     for kind in (ValueError, TypeError, AssertionError, RuntimeError):
         with pytest.raises(kind, match='2 conflicts') as caught:

@@ -17,7 +17,7 @@ from pairs import pairs
 from play import WEIGHT_TYPES, Part, data
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpUsageError, amp
@@ -231,8 +231,3 @@ def test_disabled_trains_prints_and_saves_as_without_the_package(
     # options are checked all the same
     with pytest.raises(AmpConfigError):
         amp.initialize(Part(), enabled=False, opt_level='O7')
-
-
-def test_module_list_and_names_of_output_types_are_taken() -> None:
-    models = nn.ModuleList([Part()])
-    assert amp.initialize(models, SGD(models.parameters(), 0.1), cast_model_outputs='float', verbosity=0)[0] is models

@@ -63,26 +63,6 @@ def test_optimizer_of_weights_that_no_initialised_one_steps_is_warned_of_once(le
     assert len(log) == (level in ('O1', 'O2')) and all('SGD, which was not initialised' in line for line in log)
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_optimizer_inside_an_initialised_one_is_not_warned_of(level: str, log: list[str]) -> None:
-    class Around(Optimizer):
-        def __init__(self, inner: Optimizer) -> None:
-            self.inner = inner
-            super().__init__(inner.param_groups, {})
-            self.param_groups = inner.param_groups
-
-        def step(self, closure: Any = None) -> Any:
-            return self.inner.step()
-
-    net = Part()
-    around = Around(sgd([net]))
-    amp.initialize(net, around, opt_level=level, loss_scale=8.0)
-    log.clear()
-    backward(net(data(0)), around)
-    around.step()
-    assert log == []
-
-
 # -- optimizers of other models -----------------------------------------------------------------------------------------
 
 STRANGERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -101,14 +81,6 @@ def test_optimizer_of_another_model_is_refused_with_nothing_changed(which: str, 
         take(door, net, SGD(STRANGERS[which](copy.deepcopy(net)), lr=0.1), level)
     assert same(dict(net.state_dict(keep_vars=True)), dict(before))
     take(door, net, SGD(net.parameters(), lr=0.1), level)
-
-
-@pytest.mark.parametrize('level', LEVELS)
-def test_one_stale_optimizer_among_several_is_refused(level: str) -> None:
-    nets = [model(), nn.Linear(4, 4)]
-    optimizers = [SGD(copy.deepcopy(nets[0]).parameters(), lr=0.1), SGD(nets[1].parameters(), lr=0.1)]
-    with pytest.raises(AmpAttachError, match='none of them belongs'):
-        amp.initialize(nets, optimizers, opt_level=level, verbosity=0)
 
 
 @pytest.mark.parametrize('level', LEVELS)
@@ -204,29 +176,6 @@ def test_new_optimizer_goes_on_from_the_masters(level: str, how: str, old: str) 
         return state([net], [second])
 
     assert train(level) == train(None)
-
-
-@pytest.mark.parametrize('level', MASTERS)
-def test_writes_to_masters_of_a_new_optimizer_reach_the_model(level: str) -> None:
-    net, first = start(level)
-    del first
-    gc.collect()
-    second = SGD(net.trained, lr=0.5)
-    amp.initialize([], second, verbosity=0)
-    with torch.no_grad():
-        for master in amp.master_params(second):
-            master.fill_(0.0)
-    assert net(data(0)).item() == 0.0
-
-
-def test_optimizer_alone_before_any_model() -> None:
-    net = model()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    assert amp.initialize([], optimizer, verbosity=0, loss_scale=8.0) == ([], optimizer)
-    before = copy.deepcopy(dict(net.state_dict(keep_vars=True)))
-    backward(net(torch.randn(3, 4)).square().sum(), optimizer)
-    optimizer.step()
-    assert {p.dtype for p in net.parameters()} == {torch.float32} and not same(dict(net.state_dict()), before)
 
 
 def test_new_optimizer_is_of_the_level_of_its_model() -> None:

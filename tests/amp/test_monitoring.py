@@ -67,14 +67,6 @@ def test_skipped_steps_are_diagnosed_and_pages_written(kind: Any, tmp_path: Path
     assert 'input 0' in pages[0].read_text()
 
 
-def test_diagnosis_that_is_turned_off_writes_nothing(tmp_path: Path) -> None:
-    model, optimizer = start()
-    with amp.monitor(optimizer, folder=tmp_path, diagnose_overflow=False) as watch:
-        for x in batches(3):
-            step(model, optimizer, nan_input(x))
-    assert watch.diagnoses == [] and not (tmp_path / 'amp_diagnosis').exists()
-
-
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
 def test_monitored_training_is_bit_for_bit_that_without(level: str, tmp_path: Path) -> None:
     """Weights, optimizer, scales and random numbers, through skipped steps that are diagnosed."""
@@ -104,10 +96,10 @@ def test_report_that_cannot_be_written_or_made_does_not_end_the_training(tmp_pat
     blocked = tmp_path / 'file'
     blocked.write_text('')
     model, optimizer = start()
-    with amp.monitor(optimizer, 1, folder=blocked, diagnose_overflow=True) as watch:
+    with amp.monitor(optimizer, 1, folder=blocked, diagnose_overflow=True, max_reports=2) as watch:
         for x in batches(3):
             step(model, optimizer, nan_input(x))
-    assert len(watch.diagnoses) == 3 and amp.skipped_steps(optimizer) == 3
+    assert len(watch.diagnoses) == 2 and amp.skipped_steps(optimizer) == 3
 
 
 def test_diagnosis_that_fails_does_not_end_the_training() -> None:
@@ -141,48 +133,6 @@ def test_error_after_too_many_skips_ends_with_the_cause(mode: Any, tmp_path: Pat
     watch.close()
     words = 'blocks.2.place (Fault)', "keep_fp32=['blocks.2.place']", str(tmp_path / 'amp_diagnosis')
     assert all(word in str(caught.value) for word in words)
-
-
-def test_parts_of_a_model_that_nobody_calls_as_a_whole() -> None:
-    """As in a training of two networks: they are diagnosed from the second step on."""
-
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.networks = nn.ModuleDict({'first': Deep(), 'second': nn.Linear(2, 2)})
-
-    two: Any = Two()
-    two.networks['first'].blocks[1].place = Fault(in_range_of_fp32)
-    model, optimizer = start(model=two)
-    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
-        for x in batches(3):
-            backward(square(model.networks['second'](model.networks['first'](x))), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-    found = [(each.cause, each.module) for each in watch.diagnoses]
-    assert found == [('forward_range', 'networks.first.blocks.1.place')] * 2
-
-
-def test_samples_of_the_batch_are_named() -> None:
-    """By dicts, and by objects with ``metainfo``."""
-
-    class Sample:
-        metainfo = {'img_path': 'b.png', 'img_id': 7}
-
-    class Takes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 2)
-
-        def forward(self, batch: dict[str, Any]) -> Tensor:
-            return self.fc(batch['x'])
-
-    model, optimizer = start('O5', model=Takes())
-    batch = {'x': nan_input(batches(1)[0]), 'idx': torch.tensor([3, 5]), 'more': [{'path': 'a.png'}, Sample()]}
-    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
-        backward(model(batch).float().square().mean(), optimizer)
-        optimizer.step()
-    assert watch.diagnoses[0].samples == {'idx': ['3', '5'], 'path': ['a.png'], 'img_path': ['b.png'], 'img_id': ['7']}
 
 
 @pytest.mark.parametrize('fault', ['generator, forward', 'discriminator, backward'])
@@ -220,16 +170,6 @@ def test_log_that_fails_is_warned_of_once_and_called_again(log: list[str]) -> No
             step(model, optimizer, x)
     told = [line for line in log if 'log= of amp.monitor' in line]
     assert calls == [1, 2, 3] and len(told) == 1 and 'OSError: disk full' in told[0]
-
-
-def test_numbers_of_numpy_and_most_reports() -> None:
-    model, optimizer = start()
-    words: Any = dict(interval=np.int64(2), ranges_interval=np.int32(3), max_reports=np.int64(2))
-    with amp.monitor(optimizer, diagnose_overflow=np.bool_(True), **words) as watch:
-        for x in batches(4):
-            step(model, optimizer, nan_input(x))
-    assert len(watch.diagnoses) == 2
-    assert amp.loss_scale(optimizer, np.int64(0)) == amp.loss_scale(optimizer)
 
 
 def test_wrong_arguments_are_named() -> None:

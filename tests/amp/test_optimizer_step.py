@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from amp_wrapper import AmpCheckpointError, AmpOptimWrapper, AmpUsageError, FusedSGD, OverflowStreakError, amp
+from amp_wrapper import AmpUsageError, FusedSGD, OverflowStreakError, amp
 
 
 @pairs(kind=[SGD, Adam, FusedSGD], level=LEVELS)
@@ -138,18 +138,6 @@ def test_optimizer_that_calls_its_closure_in_the_middle_of_a_step_is_refused(lev
     assert state([net], [])[0, 'fc.weight'] == before[0, 'fc.weight']
 
 
-def test_other_errors_of_a_step_are_the_optimizers_own() -> None:
-    class Broken(SGD):
-        def step(self, closure: Any = None) -> Any:
-            raise RuntimeError('out of memory')
-
-    net = Part()
-    optimizer = Broken(net.trained, lr=0.25)
-    amp.initialize(net, optimizer, opt_level='O2', verbosity=0, loss_scale=4.0)
-    with pytest.raises(RuntimeError, match='out of memory'):
-        optimizer.step(lambda: backward(net(data(0)), optimizer))
-
-
 # -- skipped steps ------------------------------------------------------------------------------------------------------
 
 
@@ -190,14 +178,6 @@ def test_fifty_skips_in_a_row_end_the_training(level: str, fused: bool) -> None:
     with pytest.raises(OverflowStreakError, match=r'(?s)50 optimizer steps.*fc.weight'):
         train()
     assert steps == 49 and state([net], []) == before and scales(optimizer) == [2.0 ** (16 - 50)]
-
-
-@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
-def test_scale_stops_at_the_smallest_normal_number(level: str) -> None:
-    net, optimizer = start(level, 2.0**-126)
-    backward(net(data(0)), optimizer, hit=net.fc.weight)
-    optimizer.step()
-    assert scales(optimizer) == [2.0**-126] and amp.last_step_skipped(optimizer)
 
 
 @pairs(scale=[('O1', 1.0), ('O1', 8.0), ('O3', None), ('O4', None), ('O5', None)], cleared_by=['optimizer', 'model'],
@@ -308,31 +288,6 @@ def test_hooks_of_the_optimizer_see_unscaled_gradients_and_may_change_them(level
     ]
 
 
-@pytest.mark.parametrize('level', MASTERS)
-def test_edits_through_data_are_taken_up_where_a_script_says_so(level: str) -> None:
-    model = nn.Linear(2, 1)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([[3.0, -3.0]]))
-        model.bias.fill_(0.5)
-    optimizer = SGD(model.parameters(), lr=0.25)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale=4.0, verbosity=0)
-    model.weight.data.clamp_(-1.0, 1.0)
-    assert amp.weights_changed(optimizer) == ['weight']
-    assert amp.weights_changed(optimizer) == []
-    backward(model(torch.tensor([[1.0, 2.0]])).sum(), optimizer)
-    optimizer.step()
-    assert model.weight.tolist() == [[0.75, -1.5]]
-    model.weight.data.fill_(0.5)
-    assert amp.weights_changed(optimizer, [model.bias]) == []
-    assert amp.weights_changed(optimizer, [model.weight]) == ['weight']
-    next(amp.master_params(optimizer)).data.fill_(0.25)
-    amp.masters_changed(optimizer)
-    assert model.weight.tolist() == [[0.25, 0.25]]
-    for call in (amp.weights_changed, amp.masters_changed):
-        with pytest.raises(AmpUsageError, match='was not initialised'):
-            call(SGD(model.parameters(), lr=0.25))
-
-
 # -- copies -------------------------------------------------------------------------------------------------------------
 
 
@@ -374,98 +329,7 @@ def test_copies_of_model_and_optimizer_are_plain_and_apart(way: str, level: str)
     assert state([net], [optimizer]) == state([plain], [theirs])
 
 
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_copy_of_a_model_can_be_initialised_and_trained(level: str) -> None:
-    copied = copy.deepcopy(start(level)[0])
-    optimizer = sgd([copied])
-    amp.initialize(copied, optimizer, opt_level=level, loss_scale=8.0, verbosity=0)
-    plain, theirs = start(None)
-    for each, its, at in ((copied, optimizer, level), (plain, theirs, None)):
-        backward(each(data(0)), its, level=at)
-        its.step()
-    assert state([copied], [optimizer]) == state([plain], [theirs])
-
-
 # -- optimizers around others -------------------------------------------------------------------------------------------
-
-
-class Lookahead(Optimizer):
-    """Every second step the weights go half of the way back."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer.param_groups, {})
-        self.optimizer = optimizer
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = self.optimizer.step(closure)
-        self.count += 1
-        for p in [p for group in self.param_groups for p in group['params']]:
-            slow = self.state[p].setdefault('slow', torch.zeros_like(p))
-            if self.count % 2 == 0:
-                slow.add_(p - slow, alpha=0.5)
-                p.copy_(slow)
-        return loss
-
-
-class OwnForm(Lookahead):
-    """Its file is not of torch's form, as that of pytorch_optimizer's Lookahead."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {'count': self.count, 'base': self.optimizer.state_dict()}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(saved['base'])
-        self.state, self.count = self.optimizer.state, saved['count']
-
-
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_optimizer_around_another_steps_once_and_is_skipped_as_a_whole(level: str) -> None:
-    def train(at: str | None) -> tuple[Any, int]:
-        net = Part()
-        optimizer = Lookahead(SGD(net.trained, lr=0.25, momentum=0.5))
-        if at is not None:
-            amp.initialize(net, optimizer, opt_level=at, loss_scale=dict(init_scale=8.0), verbosity=0)
-        for index in range(5):
-            if at is None and index == 3:
-                continue
-            optimizer.zero_grad()
-            backward(net(data(index)), optimizer, hit=net.fc.weight if index == 3 else None, level=at)
-            optimizer.step()
-        return state([net], [])[0, 'fc.weight'], optimizer.count
-
-    assert train(level) == train(None)
-    assert train(None)[1] == 4
-
-
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_optimizer_whose_file_has_a_form_of_its_own_resumes(level: str) -> None:
-    def begin() -> tuple[Part, AmpOptimWrapper]:
-        net = Part()
-        inner = SGD(net.trained, lr=0.25, momentum=0.5)
-        wrapper = AmpOptimWrapper(8.0, optimizer=OwnForm(inner), opt_level=level, verbosity=0)
-        wrapper.attach(net)
-        return net, wrapper
-
-    def step(net: Part, wrapper: AmpOptimWrapper, index: int) -> None:
-        with wrapper.optim_context(net):
-            loss = net(data(index))
-        wrapper.update_params(loss)
-
-    net, wrapper = begin()
-    for index in range(3):
-        step(net, wrapper, index)
-    weights, saved = copy.deepcopy((net.state_dict(), wrapper.state_dict()))
-    step(net, wrapper, 3)
-    again, other = begin()
-    again.load_state_dict(weights)
-    other.load_state_dict(saved)
-    step(again, other, 3)
-    assert other.optimizer.count == 4 and state([again], []) == state([net], [])
-    with pytest.raises(AmpCheckpointError, match="no key 'base'"):
-        other.load_state_dict({key: value for key, value in saved.items() if key != 'base'})
 
 
 class Curved(nn.Module):
@@ -545,28 +409,6 @@ def test_two_calls_of_sam_are_refused_where_gradients_are_scaled() -> None:
     for level in ('O1', 'O2'):
         with pytest.raises(AmpUsageError):
             two_parts(level, False)
-
-
-@pytest.mark.parametrize('level', MASTERS)
-def test_object_around_an_optimizer_that_is_none_itself(level: str) -> None:
-    """schedulefree's wrapper, for one: the error says to initialize what it is built around, and that works."""
-
-    class Around:
-        def __init__(self, base: Optimizer) -> None:
-            self.base, self.param_groups = base, base.param_groups
-
-        def step(self) -> None:
-            self.base.step()
-
-    net = Part()
-    inner = SGD(net.trained, lr=0.25)
-    with pytest.raises(TypeError, match='built around'):
-        amp.initialize(net, Around(inner), opt_level=level, verbosity=0)  # type: ignore[call-overload]
-    amp.initialize(net, inner, opt_level=level, verbosity=0, loss_scale=1.0)
-    around, before = Around(inner), state([net], [])
-    backward(net(data(0)), inner)
-    around.step()
-    assert state([net], [])[0, 'fc.weight'] != before[0, 'fc.weight']
 
 
 @pytest.mark.parametrize('level', LEVELS)

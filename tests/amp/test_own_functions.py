@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import gc
@@ -105,43 +104,6 @@ def test_promoted_function_gets_the_widest_type(handle: Any) -> None:
     assert module.add_(x, ones(S)) is x and module.seen[-1] == [H, H] and x.eq(2).all()
 
 
-def test_last_registration_counts(handle: Any) -> None:
-    module = library()
-    for rule in (H, H, S, B, S):
-        REGISTER[rule](module, 'double')
-        assert module.double(ones(H)).dtype is rule
-
-
-def test_methods_and_functions_of_objects_are_registered(handle: Any) -> None:
-    @dataclasses.dataclass
-    class Scaler:
-        factor: Tensor
-
-        def run(self, x: Tensor) -> Tensor:
-            assert self.factor.dtype is S
-            return x * 2
-
-        @staticmethod
-        def twice(x: Tensor) -> Tensor:
-            return x * 2
-
-        @classmethod
-        def thrice(cls, x: Tensor) -> Tensor:
-            return x * 3
-
-    for name in ('run', 'twice', 'thrice'):
-        amp.register_half_function(Scaler, name)
-        assert getattr(Scaler(ones(S)), name)(ones(S)).dtype is H
-    one, other = types.SimpleNamespace(f=lambda x: x), types.SimpleNamespace(f=lambda x: x)
-    amp.register_half_function(one, 'f')
-    assert (one.f(ones(S)).dtype, other.f(ones(S)).dtype) == (H, S)
-    layer, module = nn.Linear(2, 2), library()
-    module.project = lambda x: layer(x)
-    for rule in (B, S):
-        REGISTER[rule](module, 'project')
-        assert module.project(ones(S)).dtype is rule
-
-
 @pytest.mark.parametrize(
     ('module', 'name', 'words'),
     [
@@ -234,33 +196,6 @@ def test_rule_holds_where_a_level_casts_operations(level: str, decorated: bool) 
     assert module.seen == [model.seen]
 
 
-def test_modules_kept_in_fp32_are_left_alone() -> None:
-    module = library()
-    amp.register_half_function(module, 'double')
-    model = nn.Sequential(nn.Linear(2, 2), Net(lambda x: module.double(x)))
-    amp.initialize(model, opt_level='O1', keep_fp32=['1'], verbosity=0)
-    model(ones(S))
-    assert module.seen == [[S]]
-
-
-def test_disable_casts_inside_a_model() -> None:
-    module = library()
-    amp.register_bfloat16_function(module, 'double')
-
-    def function(x: Tensor) -> Tensor:
-        with amp.disable_casts():
-            first = module.double(x)
-            assert F.linear(ones(S), ones(S)).dtype is S and x.softmax(0).dtype is H
-        with pytest.raises(KeyError), amp.disable_casts():
-            raise KeyError
-        return module.double(first)
-
-    model = Net(function)
-    amp.initialize(model, opt_level='O1', verbosity=0)
-    model(ones(S))
-    assert module.seen == [[H], [B]]
-
-
 # -- decorated functions ------------------------------------------------------------------------------------------------
 
 
@@ -332,17 +267,6 @@ def test_what_can_be_decorated(handle: Any) -> None:
     for value in (nn.Linear, 3):
         with pytest.raises(ValueError, match='cannot be decorated'):
             amp.half_function(value)  # type: ignore[type-var]
-
-
-def test_exception_in_a_decorated_function_leaves_no_cast_open(handle: Any) -> None:
-    @amp.bfloat16_function
-    def fails(x: Tensor) -> Tensor:
-        assert x.dtype is B
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        fails(ones(S))
-    assert F.linear(ones(S), ones(S)).dtype is H
 
 
 # -- amp.init -----------------------------------------------------------------------------------------------------------
@@ -431,23 +355,6 @@ def test_loss_too_many_is_refused_and_a_failed_pass_does_not_count(handle: Any) 
     assert weights(model, plain) == reference([SMALL])
 
 
-def test_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
-    handle: Any = amp.init(loss_scale='128')
-    try:
-        model, optimizer = trained()
-        for factor in (1.0, float('nan'), 0.5):
-            optimizer.zero_grad()
-            with handle.scale_loss(model(data(0)) * factor, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-        assert weights(model, optimizer) == reference([1.0], [0.5])
-        handle.wrap_optimizer(trained()[1])
-        with pytest.raises(AmpUsageError, match=r'optimizer\.scale_loss'):
-            handle.scale_loss(model(data(0)), optimizer).__enter__()
-    finally:
-        handle._deactivate()
-
-
 @pytest.mark.parametrize('way', ['enabled=False', 'deactivated'])
 def test_nothing_is_scaled_or_cast_where_amp_is_off(way: str) -> None:
     handle: Any = amp.init(enabled=way != 'enabled=False')
@@ -463,28 +370,6 @@ def test_nothing_is_scaled_or_cast_where_amp_is_off(way: str) -> None:
         optimizer.step()
     assert weights(model, plain) == reference([1.0], [0.5])
     assert not handle.is_active() and F.linear(ones(S), ones(S)).dtype is S
-
-
-def test_wrapped_optimizer_is_the_optimizer_in_all_else(handle: Any) -> None:
-    model, plain = trained()
-    optimizer = handle.wrap_optimizer(plain)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(data(0)) * SMALL
-        with optimizer.scale_loss(loss) as scaled:
-            scaled.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == float(trained()[0](data(0)).detach()) * SMALL
-    assert weights(model, plain) == reference([SMALL])
-    assert optimizer.param_groups is plain.param_groups and repr(optimizer) == repr(plain)
-    optimizer.add_param_group({'params': [nn.Parameter(torch.ones(1))]})
-    assert len(plain.param_groups) == 2 and not hasattr(optimizer, 'no_such_name')
-    assert copy.deepcopy(plain).param_groups[0]['lr'] == 0.25
-    # what is written to a weight is seen by the next cast of it
-    model.load_state_dict({'fc.weight': torch.full((2, 2), 2.0)}, strict=False)
-    assert model.fc(data(0)).tolist() == F.linear(data(0), torch.full((2, 2), 2.0)).tolist()
 
 
 def test_optimizers_compute_in_fp32_while_everything_is_cast(handle: Any) -> None:

@@ -16,7 +16,6 @@ from pairs import pairs
 from play import DOORS, EXACT_LEVELS, Amp, Part, Setup, adam, check, data, fused_sgd
 from play import sgd as play_sgd
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import StepLR
 
 from amp_wrapper import AmpAttachError, AmpUsageError, amp
 
@@ -70,24 +69,6 @@ GROUPS: dict[str, list[tuple[Any, ...]]] = {
 @pairs(script=GROUPS, level=EXACT_LEVELS, optimizer=[play_sgd, fused_sgd, adam])
 def test_group_that_is_added_trains_like_the_rest(script: str, level: str, optimizer: Any) -> None:
     check(GROUPS[script], Amp, Setup(level, optimizer, grouped=1))
-
-
-@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
-def test_schedulers_made_before_initialize_hold_the_groups(level: str) -> None:
-    def train(at: str | None) -> tuple[Any, ...]:
-        nets = [Part(), Part(2)]
-        optimizer = sgd(nets)
-        scheduler = StepLR(optimizer, 2, 0.5)
-        if at is not None:
-            amp.initialize(nets, optimizer, opt_level=at, loss_scale=4.0, verbosity=0)
-        for index in range(4):
-            optimizer.zero_grad()
-            backward(nets[0](data(index)) + nets[1](data(index)), optimizer, level=at)
-            optimizer.step()
-            scheduler.step()
-        return state(nets, [optimizer]), optimizer.state_dict()['param_groups'], scheduler.get_last_lr()
-
-    assert train(level) == train(None)
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])

@@ -283,28 +283,6 @@ def test_weight_that_two_modules_share_has_one_master(level: str) -> None:
     assert train(level) == train(None)
 
 
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_parameters_without_gradients_frozen_and_unfrozen(level: str) -> None:
-    def train(at: str | None) -> dict[Any, Any]:
-        nets = [Part(), Part(2), Part(3)]
-        nets[1].requires_grad_(False)
-        optimizer = sgd(nets)
-        if at is not None:
-            amp.initialize(nets, optimizer, opt_level=at, loss_scale=8.0, verbosity=0)
-        for index in range(5):
-            if index == 2:
-                nets[1].requires_grad_(True)
-            if index == 3:
-                nets[0].fc.requires_grad_(False)
-            optimizer.zero_grad()
-            backward(nets[0](data(index)) + nets[1](data(index)), optimizer, level=at)
-            optimizer.step()
-        assert all(p.grad is None for p in nets[2].parameters())
-        return state(nets, [optimizer])
-
-    assert train(level) == train(None)
-
-
 @pairs(level=['O2', 'O1', 'O4', 'O5'], how=['optimizer', 'model', 'None'])
 def test_rows_of_sparse_embeddings_are_summed_and_an_infinity_in_one_is_found(level: str, how: str) -> None:
     class Words(nn.Module):
