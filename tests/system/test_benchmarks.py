@@ -13,7 +13,7 @@ from amp_wrapper import ops
 ROOT = Path(__file__).resolve().parents[2]
 #: Module and words of the quick form.
 QUICK = {
-    'buffers': '--rounds 1 --batch 1 --size 32',
+    'buffers': '--rounds 1 --batch 2 --size 32',
     'monitoring': '--rounds 1',
     'host': '--levels O2 --rounds 1 --processes 1 --steps 2',
     'compiled': '--rounds 1 --batch 1 --size 32 --threads 1',

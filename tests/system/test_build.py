@@ -143,7 +143,10 @@ UNRESOLVED = 'void nobody_has_me(int); // BROKEN\nnamespace { const bool called 
 
 @pytest.mark.parametrize(
     ('name', 'text', 'words'),
-    [('cpu/ops.cpp', '#error BROKEN on purpose\n', 'on purpose'), ('common/absent.cpp', UNRESOLVED, 'nobody_has_me')],
+    [
+        ('cpu/ops.cpp', '#error BROKEN on purpose\n', 'on purpose'),
+        pytest.param('common/absent.cpp', UNRESOLVED, 'nobody_has_me', marks=pytest.mark.long),
+    ],
     ids=['compiler', 'loader'],
 )
 def test_failed_build_is_an_error_and_is_remembered(built: Tree, name: str, text: str, words: str) -> None:

@@ -9,19 +9,13 @@ import crash_harness
 import pytest
 import toy
 
-KILLS, SEED = int(os.environ.get('KILLS', 4)), int(os.environ.get('SEED', 0))
-
-
-@pytest.mark.timeout(900)
-def test_killed_training_becomes_the_uninterrupted_one(tmp_path: Path) -> None:
-    found, rows = crash_harness.run(tmp_path, 2, 5, 'O2', 'within-epochs')
-    assert rows == [] and found['killed'] == 2
+KILLS, SEED = int(os.environ.get('KILLS', 2)), int(os.environ.get('SEED', 0))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize('kind', crash_harness.KINDS)
 @pytest.mark.parametrize('level', toy.LEVELS)
-def test_killed_training_becomes_the_uninterrupted_one_of_each_kind(level: str, kind: str, tmp_path: Path) -> None:
+def test_killed_training_becomes_the_uninterrupted_one(level: str, kind: str, tmp_path: Path) -> None:
     found, rows = crash_harness.run(tmp_path, KILLS, SEED, level, kind)
     assert rows == [] and found['killed'] == KILLS

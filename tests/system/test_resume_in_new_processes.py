@@ -58,7 +58,7 @@ def cases() -> dict[str, Case]:
     found['stock-within'] = dict(
         everything('O0', dict(iters=16), save_each=5), optim_wrapper=dict(type='OptimWrapper', optimizer=SGD)
     )
-    for level, words in (('O1', dict(type='AdamW', lr=0.02, eps=1e-4)), ('O3', SGD)):
+    for level, words in (('O1', dict(type='AdamW', lr=0.02, weight_decay=0.05, eps=1e-4)), ('O3', SGD)):
         found[f'{level}-other'] = everything(level, dict(epochs=2))
         found[f'{level}-other']['optim_wrapper'] |= dict(optimizer=words, clip_grad=dict(type='value', clip_value=0.05))
         found[f'{level}-other']['custom_hooks'][0] = dict(
@@ -100,37 +100,25 @@ def differing(folder: Path, whole: dict[str, dict[str, Any]]) -> list[str]:
 
 
 #: Two levels, and the cases that interrupt where it hurts most.
-SHORT = (
-    'O2-within',
-    'O2-open-accumulation',
-    'O5-iterations',
-    'O5-random-sampler',
-    'O5-no-seed',
-    'O5-no-seed-persistent',
-)
+SHORT = ('O2-within', 'O2-open-accumulation', 'O5-random-sampler', 'O5-no-seed-persistent')
 
 
 @pytest.mark.timeout(900)
 def test_resumed_training_equals_uninterrupted_one(tmp_path: Path) -> None:
-    whole = run(tmp_path, {name: case for name, case in cases().items() if name in SHORT})
-    assert differing(tmp_path, whole) == []
+    """And not where the hook is left out."""
+    named = {name: case for name, case in cases().items() if name in SHORT}
+    without = everything('O5', dict(iters=17), by_epoch=False)
+    without['second'] = dict(custom_hooks=without['custom_hooks'][:-1])
+    whole = run(tmp_path, {**named, 'without': without})
+    rows = differing(tmp_path, whole)
+    assert [row for row in rows if not row.startswith('without: ')] == []
+    assert [row for row in rows if row.startswith("without: ['state_dict']")]
     # the runs were interesting: interrupted within an epoch, with a scale that moved, skipped steps and open accumulations
     within = toy.checkpoint(tmp_path / 'O2-within' / 'first', 'iter_15.pth')
     assert within['meta']['iter'] == 15 and within['ema_state_dict'].keys() > {'steps'}
     scalars = whole['O2-within']['scalars']
     assert len(set(scalars['train/amp_scale'])) > 2 and scalars['train/amp_skipped'][-1] > 0
     assert toy.checkpoint(tmp_path / 'O2-open-accumulation' / 'first', 'epoch_1.pth')['meta']['iter'] % 2 == 1
-
-
-@pytest.mark.timeout(900)
-def test_without_the_hook_the_resumed_training_differs(tmp_path: Path) -> None:
-    """The comparison above sees what the hook puts back."""
-    named = {name: case for name, case in cases().items() if name in ('O2-epochs', 'O5-iterations')}
-    for case in named.values():
-        case['second'] = dict(custom_hooks=case['custom_hooks'][:-1])
-    whole = run(tmp_path, named)
-    rows = [row for row in differing(tmp_path, whole) if "['state_dict']" in row]
-    assert {row.split(':')[0] for row in rows} == set(named)
 
 
 @pytest.mark.long
