@@ -171,6 +171,11 @@ def test_one_micro_batch_of_three(level: str) -> None:
     first, second, third = batches(3)
     (found,) = examine(Deep(), level, [first, nan_input(second), third], passes=3)
     assert found.cause == 'input'
+    # a gradient that is wrong for large inputs alone
+    place = Fault(lambda x: ScaleGradient.apply(x, 1e38 if x.detach().abs().max() > 20 else 1.0))
+    model = nn.Sequential(nn.Linear(4, 8), place, nn.Linear(8, 2))
+    (found,) = examine(model, level, [first, 100 * second, third], passes=3, loss_scale=8.0)
+    assert (found.module, found.phase) == ('1', 'backward'), found.text
 
 
 @pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])

@@ -98,7 +98,7 @@ def test_skips_are_where_the_count_grows(
 
 def test_nonfinite_losses_have_marks_and_leave_gaps(tmp_path: Path) -> None:
     """null is what amp.monitor writes for NaN."""
-    rows = [{'iteration': at, 'loss': loss} for at, loss in enumerate([2.0, None, 1.0, math.inf, 0.5], 1)]
+    rows = [{'iteration': at, 'loss': loss} for at, loss in enumerate([2.0, None, -1.0, math.inf, 0.0], 1)]
     (axes,) = plot_runs([write(tmp_path / 'mine.jsonl', rows)]).axes
     (points,) = lines(axes)
     assert [at for at, value in points if math.isnan(value)] == [2, 4]
