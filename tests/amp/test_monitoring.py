@@ -102,24 +102,37 @@ def test_report_that_cannot_be_written_or_made_does_not_end_the_training(tmp_pat
     assert len(watch.diagnoses) == 2 and amp.skipped_steps(optimizer) == 3
 
 
-def test_diagnosis_that_fails_does_not_end_the_training() -> None:
-    class Moody(Deep):
-        """Raises when it is run once more."""
+class Sample:
+    metainfo = {'img_path': 'b.png', 'img_id': 7}
 
-        calls = 0
 
-        def forward(self, x: Tensor) -> Any:
-            self.calls += 1
-            if self.calls > 2:
-                raise ValueError('not again')
-            return super().forward(x)
+class Broken:
+    @property
+    def metainfo(self) -> Any:
+        raise ValueError('no names')
 
-    model, optimizer = start(model=Moody())
-    with amp.monitor(optimizer, diagnose_overflow=True):
-        for x in batches(2):
-            model.calls = 1
-            step(model, optimizer, nan_input(x))
-    assert amp.skipped_steps(optimizer) == 2
+
+def test_samples_of_the_batch_are_named_and_a_diagnosis_that_fails_does_not_end_the_training(log: list[str]) -> None:
+    """Names are in dicts, and in ``metainfo`` of objects."""
+
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+
+        def forward(self, batch: dict[str, Any]) -> Tensor:
+            return self.fc(batch['x'])
+
+    model, optimizer = start('O5', model=Takes())
+    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
+        for sample in (Broken(), Sample()):
+            optimizer.zero_grad()
+            batch = {'x': nan_input(batches(1)[0]), 'idx': torch.tensor([3, 5]), 'more': [{'path': 'a.png'}, sample]}
+            backward(model(batch).float().square().mean(), optimizer)
+            optimizer.step()
+    assert len([line for line in log if 'ValueError: no names' in line]) == 1 and amp.skipped_steps(optimizer) == 2
+    (found,) = watch.diagnoses
+    assert found.samples == {'idx': ['3', '5'], 'path': ['a.png'], 'img_path': ['b.png'], 'img_id': ['7']}
 
 
 @pytest.mark.parametrize('mode', [True, 'after_skip'])
