@@ -14,7 +14,7 @@ import torch
 from bits import differing, same
 from op_lists import NoHostRead
 from pairs import pairs
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from toy_training import CAST, LEVELS, MASTERED, SCALED, Net, Training, batch, poisoned
 
@@ -137,7 +137,7 @@ def test_a_disabled_wrapper_is_a_plain_optimizer() -> None:
 # -- the numbers -----------------------------------------------------------------------------------------------------------
 
 
-@pairs(level=MASTERED, name=ALL, clip=('no clip', 'norm', 'large norm', 'value'))
+@pairs(level=MASTERED, name=ALL, clip=CLIPS)
 def test_steps_are_those_of_a_loop_with_masters_by_hand(level: str, name: str, clip: str) -> None:
     """Bit for bit; but for norms, whose sums have an order of their own."""
     scale, dtype = 128.0, CAST[level]
@@ -154,7 +154,7 @@ def test_steps_are_those_of_a_loop_with_masters_by_hand(level: str, name: str, c
             assert weight.grad is not None
             master.grad, weight.grad = weight.grad.float() / scale, None
         words = CLIPS[clip]
-        if 'norm' in clip:
+        if clip not in ('no clip', 'value'):
             norm = nn.utils.clip_grad_norm_(masters, **words)
         elif clip == 'value':
             nn.utils.clip_grad_value_(masters, words['clip_value'])
@@ -164,10 +164,10 @@ def test_steps_are_those_of_a_loop_with_masters_by_hand(level: str, name: str, c
             for weight, master in zip(model.parameters(), masters):
                 weight.copy_(master)
         run.train(index)
-        if 'norm' in clip:
+        if clip not in ('no clip', 'value'):
             torch.testing.assert_close(grad_norm(run), float(norm), rtol=1e-5, atol=0.0)
     found, wanted = [m.detach() for m in run.masters()], [m.detach() for m in masters]
-    if 'norm' in clip:
+    if clip not in ('no clip', 'value'):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
         return
     assert same(found, wanted)
@@ -181,33 +181,6 @@ def test_steps_are_those_of_a_loop_with_masters_by_hand(level: str, name: str, c
 def _net() -> Net:
     torch.manual_seed(3)
     return Net(norm=False)
-
-
-@pairs(level=('O0', 'O1', 'O2', 'O5'), name=FUSED, clip=CLIPS)
-def test_fused_steps_are_those_of_torchs_fused_optimizers(level: str, name: str, clip: str) -> None:
-    ours, theirs = (
-        Training(level, make=each[name], model=_net(), clip_grad=CLIPS[clip]) for each in (FUSED, FUSED_OF_TORCH)
-    )
-    for index in range(4):
-        for run in (ours, theirs):
-            run.train(index)
-        if clip not in ('no clip', 'value'):
-            torch.testing.assert_close(grad_norm(ours), grad_norm(theirs), rtol=1e-5, atol=0.0)
-    found, wanted = ours.bits(), theirs.bits()
-    found = {key: value for key, value in found.items() if key in wanted}
-    if clip == 'no clip':
-        assert differing(found, wanted) == []
-    for mine, other in zip(ours.masters(), theirs.masters()):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize('name', FUSED)
-def test_groups_do_not_change_a_clipped_step(name: str) -> None:
-    apart: Make = lambda p: FUSED[name]([dict(params=[one]) for one in p])  # noqa: E731
-    runs = [Training('O2', make=make, clip_grad=CLIPS['norm']) for make in (FUSED[name], apart)]
-    for run in runs:
-        run.train(0, 1, 2)
-    assert differing(runs[0].bits(), runs[1].bits()) == []
 
 
 @pairs(
@@ -521,36 +494,15 @@ def test_states_move_between_our_optimizers_and_torchs(name: str) -> None:
     assert all(same([*run.masters()], [*theirs.masters()]) for run in runs)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-@pairs(level=LEVELS, name=FUSED)
-def test_a_cuda_graph_replays_training_steps(level: str, name: str) -> None:
-    """Captured once; skips, and scales that move, are those of eager training."""
+class Outer(SGD):
+    """Holds another optimizer, which holds it."""
 
-    def play(captures: bool) -> dict[str, Tensor]:
-        scale = dict(init_scale=256.0, growth_interval=2) if level in SCALED else None
-        model = Net().cuda()
-        run = Training(level, make=FUSED[name], model=model, loss_scale=scale, skip_nonfinite=True)
-        x, stream = torch.zeros(8, 4, device='cuda'), torch.cuda.Stream()
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner: Any = SGD(self.param_groups[0]['params'], lr=0.1)
+        self.inner.parent = self
 
-        def step() -> None:
-            run.backward(run.forward(x).float().square().mean())
-            run.step()
-            run.clear(set_to_none=False)
 
-        graph: Any = None
-        for index in range(8):
-            x.copy_(batch(index)[0] * (math.nan if index == 5 else 1.0))
-            if index < 3 or not captures:
-                with torch.cuda.stream(stream):
-                    step()
-                torch.cuda.synchronize()
-            else:
-                if graph is None:
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph, stream=stream):
-                        step()
-                graph.replay()
-        torch.cuda.synchronize()
-        return run.bits(buffers=True)
-
-    assert differing(play(False), play(True)) == []
+@pytest.mark.xfail(strict=True, reason='engine', raises=RecursionError)
+def test_optimizers_that_hold_each_other_are_initialised() -> None:
+    Training('O1', 'amp', Outer)
