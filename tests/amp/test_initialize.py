@@ -6,6 +6,7 @@ import gc
 import math
 from collections import namedtuple
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -91,6 +92,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     'no model in a list': (pair(lambda: [Part(), 3]), {}, TypeError, r'models\[1\]=3'),
     'a generator': (pair(lambda: (n for n in [Part()])), {}, TypeError, 'generator'),
     'an optimizer that is none': (pair(None, lambda: 'SGD'), {}, TypeError, "optimizers='SGD'"),
+    'an object around an optimizer': (
+        pair(None, lambda: SimpleNamespace(step=lambda: None, param_groups=[])), {}, TypeError, 'that it is built around'),
     'a scheduler': (pair(None, lambda: [StepLR(sgd([Part()]), 1)]), {}, TypeError, r'optimizers\[0\]'),
     'DDP': (pair(wrapped), {}, AmpAttachError, r'(?s)DistributedDataParallel.*order.*initialize.*then'),
     'DataParallel': (pair(lambda: DataParallel(Part())), {}, AmpAttachError, r'(?s)DataParallel.*order'),
@@ -158,18 +161,25 @@ def test_all_conflicts_come_in_one_error() -> None:
 # -- what is printed ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('verbosity', [0, 1, 2])
-def test_options_are_printed(verbosity: int, capsys: pytest.CaptureFixture[str], log: list[str]) -> None:
+PRINTED: dict[str, dict[str, Any]] = {
+    'O1': dict(cast_model_type=None, patch_torch_functions=True, keep_batchnorm_fp32=None, master_weights=None),
+    'O2': dict(cast_model_type='float16', patch_torch_functions=False, keep_batchnorm_fp32=True, master_weights=True),
+}
+
+
+@pairs(verbosity=[0, 1, 2], level=PRINTED)
+def test_options_are_printed(verbosity: int, level: str, capsys: pytest.CaptureFixture[str], log: list[str]) -> None:
     net = Part()
-    amp.initialize(net, sgd([net]), opt_level='O2', loss_scale=128.0, verbosity=verbosity)
+    amp.initialize(net, sgd([net]), opt_level=level, loss_scale=128.0, verbosity=verbosity)
     out, err = capsys.readouterr()
     assert err == '' and log == [] and (verbosity > 0) == (out != '')
-    options = dict(enabled=True, opt_level='O2', cast_model_type='float16', keep_batchnorm_fp32=True, loss_scale=128.0)
     lines = [' '.join(line.split()) for line in out.splitlines()]
-    assert all(f'{name} : {value}' in lines for name, value in options.items() if verbosity)
-    assert [line for line in lines if line.endswith('is float16 now')] == ['amp: fc.weight is float16 now'] * (
-        verbosity == 2
-    )
+    options = {'enabled': True, 'opt_level': level, 'loss_scale': 128.0, **PRINTED[level]}
+    assert [
+        f'{name} : {value}' for name, value in options.items() if f'{name} : {value}' not in lines and verbosity
+    ] == []
+    casts = ['amp: fc.weight is float16 now'] if (level, verbosity) == ('O2', 2) else []
+    assert [line for line in lines if line.endswith('is float16 now')] == casts
 
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], log: list[str]) -> None:

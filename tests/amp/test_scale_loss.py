@@ -18,7 +18,7 @@ from play import EXACT_LEVELS, Part, data
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from amp_wrapper import AmpUsageError, amp
+from amp_wrapper import AmpError, AmpUsageError, amp
 
 Trained = tuple[Part, Optimizer]
 
@@ -119,13 +119,25 @@ def test_block_inside_a_block_of_its_optimizer_is_refused(level: str) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason='amp')
-def test_block_inside_a_block_of_another_optimizer_of_the_session_is_refused() -> None:
+@pytest.mark.parametrize('what', ['blocks within each other', 'a loss of two sessions', 'parameters of two optimizers'])
+def test_several_optimizers_in_ways_that_are_refused(what: str) -> None:
     nets = [Part(), Part(2)]
     optimizers = [sgd([net]) for net in nets]
-    amp.initialize(nets, optimizers, opt_level='O2', loss_scale=8.0, verbosity=0)
-    with pytest.raises(AmpUsageError), amp.scale_loss(nets[0](data(0)), optimizers[0]):
-        with amp.scale_loss(nets[1](data(0)), optimizers[1]) as scaled:
-            scaled.backward()
+
+    def script() -> None:
+        if what == 'a loss of two sessions':
+            for net, optimizer in zip(nets, optimizers):
+                amp.initialize(net, optimizer, opt_level='O2', loss_scale=8.0, verbosity=0)
+            backward(nets[0](data(0)) + nets[1](data(0)), optimizers[0])
+        elif what == 'parameters of two optimizers':
+            amp.initialize(nets, [*optimizers, sgd(nets)], opt_level='O2', loss_scale=8.0, verbosity=0)
+        else:
+            amp.initialize(nets, optimizers, opt_level='O2', loss_scale=8.0, verbosity=0)
+            with amp.scale_loss(nets[0](data(0)), optimizers[0]):
+                backward(nets[1](data(0)), optimizers[1])
+
+    with pytest.raises(AmpError):
+        script()
 
 
 @pairs(
