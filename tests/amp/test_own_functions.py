@@ -355,6 +355,23 @@ def test_loss_too_many_is_refused_and_a_failed_pass_does_not_count(handle: Any) 
     assert weights(model, plain) == reference([SMALL])
 
 
+def test_handle_scales_for_optimizers_that_are_not_wrapped() -> None:
+    handle: Any = amp.init(loss_scale='128')
+    try:
+        model, optimizer = trained()
+        for factor in (1.0, float('nan'), 0.5):
+            optimizer.zero_grad()
+            with handle.scale_loss(model(data(0)) * factor, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        assert weights(model, optimizer) == reference([1.0], [0.5])
+        handle.wrap_optimizer(trained()[1])
+        with pytest.raises(AmpUsageError, match=r'optimizer\.scale_loss'):
+            handle.scale_loss(model(data(0)), optimizer).__enter__()
+    finally:
+        handle._deactivate()
+
+
 @pytest.mark.parametrize('way', ['enabled=False', 'deactivated'])
 def test_nothing_is_scaled_or_cast_where_amp_is_off(way: str) -> None:
     handle: Any = amp.init(enabled=way != 'enabled=False')
