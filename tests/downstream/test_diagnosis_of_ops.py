@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_overflow import examine
+from planted_overflows import examine
 
 ops = pytest.importorskip('mmcv.ops', reason='this mmcv has no compiled ops', exc_type=ImportError)
 
