@@ -500,7 +500,7 @@ class Outer(SGD):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
         self.inner: Any = SGD(self.param_groups[0]['params'], lr=0.1)
-        self.inner.parent = self
+        self.inner.param_groups, self.inner.parent = self.param_groups, self
 
 
 @pytest.mark.xfail(strict=True, reason='engine', raises=RecursionError)
