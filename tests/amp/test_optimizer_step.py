@@ -54,10 +54,23 @@ class OwnStep(SGD):
         return super().step(fn)
 
 
+class SecondArgument(SGD):
+    received: Any = None
+
+    def step(self, rate: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
+        self.received = rate, None
+        return super().step(closure)
+
+
 CLOSURES: dict[str, tuple[type[Optimizer], Callable[[Any, Any], Any], Any]] = {
     'by position': (SGD, lambda optimizer, closure: optimizer.step(closure), None),
     'by name': (SGD, lambda optimizer, closure: optimizer.step(closure=closure), None),
     'with more arguments': (OwnStep, lambda optimizer, closure: optimizer.step(closure, 0.5, flag=True), (0.5, True)),
+    'behind another argument': (
+        SecondArgument,
+        lambda optimizer, closure: optimizer.step(closure=closure),
+        (1.0, None),
+    ),
     'by another name': (OwnStep, lambda optimizer, closure: optimizer.step(fn=closure), (1.0, False)),
 }
 
