@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,16 +115,18 @@ def test_skipped_step_leaves_a_master_between_two_weights(device: torch.device) 
 @pytest.mark.parametrize('level', ['O0', 'O2', 'O5'])
 def test_step_without_scale_clip_or_skip(level: str, device: torch.device) -> None:
     """Split masters keep what float16 has no bits for, from its largest numbers to its subnormal ones."""
-    model = nn.Linear(8, 1, bias=False).to(device)
+    model = nn.Linear(64, 1, bias=False).to(device)
     start = torch.tensor([1.0001, 60000.5, 0.1, 2.0**-14, 1.0001 * 2.0**-15, 2.0**-16, -3.0003, 0.0], device=device)
+    start = torch.cat([start, 2.0**-16 * (1 + 3 * torch.rand(56, device=device))])
     model.weight.data.copy_(start)
-    split = {} if level == 'O0' else dict(master_weights='split')
+    more: dict[str, Any] = {} if level == 'O0' else dict(master_weights='split')
+    more |= dict(loss_scale=1.0) if level == 'O2' else {}
     optimizer = FusedSGD(model.parameters(), lr=0.0)
-    wrapper = AmpOptimWrapper(optimizer=optimizer, opt_level=level, loss_scale=1.0, verbosity=0, **split)
+    wrapper = AmpOptimWrapper(optimizer=optimizer, opt_level=level, verbosity=0, **more)
     for lr, wanted in ((0.0, start), (0.5, start - 0.5)):
         optimizer.param_groups[0]['lr'] = lr
         with wrapper.optim_context(model):
-            loss = model(torch.ones(1, 8, device=device)).float().sum()
+            loss = model(torch.ones(1, 64, device=device)).float().sum()
         wrapper.update_params(loss)
         torch.testing.assert_close(model.state_dict()['weight'][0], wanted, rtol=0, atol=0)
 
