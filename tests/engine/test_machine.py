@@ -14,6 +14,8 @@ from play import DOORS, EXACT_LEVELS, Plain, Setup, fused_sgd, oracle_of, sgd
 PARTS = st.integers(0, 1)
 REACHED = st.sampled_from([(0,), (0, 1), (0, 1), (1,)])
 INDICES = st.integers(0, 11)
+HITS = st.sampled_from([False, False, False, True])
+VALUES = st.sampled_from([math.inf, -math.inf, math.nan])
 #: What is written: no sum of the other numbers, so that no weight stands there before.
 WRITTEN = st.sampled_from([0.1875, 0.40625, -0.15625])
 
@@ -43,13 +45,7 @@ class Training(RuleBasedStateMachine):
         for training in self.both:
             getattr(training, name)(*words)
 
-    @rule(
-        reached=REACHED,
-        index=INDICES,
-        hit=st.sampled_from([False, False, False, True]),
-        loss_id=st.integers(0, 1),
-        value=st.sampled_from([math.inf, -math.inf, math.nan]),
-    )
+    @rule(reached=REACHED, index=INDICES, hit=HITS, loss_id=st.integers(0, 1), value=VALUES)
     def backward(self, reached: tuple[int, ...], index: int, hit: bool, loss_id: int, value: float) -> None:
         if self.plain.grouped == 1:
             # a loss reaches something that the optimizer has
@@ -67,6 +63,13 @@ class Training(RuleBasedStateMachine):
         assert self.ours.was_skipped() == self.plain.was_skipped()
         self.look()
         self.may_step = False
+
+    @rule(passes=st.lists(st.tuples(REACHED, INDICES, HITS, st.integers(0, 1), VALUES), min_size=1, max_size=3))
+    def iterate(self, passes: list[Any]) -> None:
+        """A step over some batches: acts that are drawn one by one seldom get as far."""
+        for words in passes:
+            self.backward(*words)
+        self.step()
 
     @rule(set_to_none=st.booleans())
     def clear(self, set_to_none: bool) -> None:
@@ -105,14 +108,9 @@ class Training(RuleBasedStateMachine):
         self.act('save_and_load')
         self.look()
 
-    @rule()
-    def copy_model(self) -> None:
-        self.act('copy_model')
-        self.written.clear()
-
-    @rule()
-    def evaluate(self) -> None:
-        self.act('evaluate')
+    @rule(name=st.sampled_from(['copy_model', 'evaluate']))
+    def read(self, name: str) -> None:
+        self.act(name)
         self.written.clear()
 
     @rule()
