@@ -64,11 +64,18 @@ class Training(RuleBasedStateMachine):
         self.look()
         self.may_step = False
 
-    @rule(passes=st.lists(st.tuples(REACHED, INDICES, HITS, st.integers(0, 1), VALUES), min_size=1, max_size=3))
-    def iterate(self, passes: list[Any]) -> None:
-        """A step over some batches: acts that are drawn one by one seldom get as far."""
+    @rule(
+        passes=st.lists(st.tuples(REACHED, INDICES, HITS, st.integers(0, 1), VALUES), min_size=1, max_size=3),
+        part=PARTS,
+        value=WRITTEN,
+        side=st.sampled_from([None, 'weight', 'master']),
+    )
+    def iterate(self, passes: list[Any], part: int, value: float, side: str | None) -> None:
+        """A step over some batches, perhaps with a write before it: acts that are drawn one by one seldom get as far."""
         for words in passes:
             self.backward(*words)
+        if side is not None:
+            self.write(part, value, side)
         self.step()
 
     @rule(set_to_none=st.booleans())
