@@ -281,3 +281,6 @@ def test_steps_that_do_not_fit_are_refused(device: torch.device) -> None:
         getattr(ops, name)(**make(name))
     # limits beyond float32 are infinite
     ops.step_prologue(**start() | dict(clip_value=1e300, max_norm=1e300, rule=[2.0, 0.5, 1e300, -3e9, 0.0, 1e300]))
+    # neighbours in one buffer share nothing
+    scale, norm, found, *steps = torch.ones(6).unbind()
+    ops.step_prologue(**start() | dict(scale=scale, norm=norm, found_inf=found, steps=steps))
