@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from planted_overflows import examine
+from torch import Tensor, nn
 
 ops = pytest.importorskip('mmcv.ops', reason='this mmcv has no compiled ops', exc_type=ImportError)
 
