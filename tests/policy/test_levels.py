@@ -344,3 +344,16 @@ def test_disabled_is_still_checked_and_casts_nothing() -> None:
     assert problems('O2', enabled=False, num_losses=0)
     policy = resolve('O2', enabled=False)
     assert not policy.enabled and not policy.casts_model and policy.describe() == 'O2, enabled=False (does nothing)'
+
+
+def test_description_is_one_line_with_what_matters() -> None:
+    rows: list[tuple[str, dict[str, Any], str]] = [
+        ('O0', {}, 'float32 weights, loss scale 1'),
+        ('O1', {}, 'FP32 weights, autocast to float16, dynamic loss scale from 65536'),
+        ('O2', {'loss_scale': 8}, 'float16 weights, FP32 BatchNorm, FP32 masters, loss scale 8'),
+        ('O3', {'loss_scale': {'enabled': False}}, 'float16 weights, no masters, no loss scale'),
+        ('O4', {'num_losses': 3}, 'FP32 weights, autocast to bfloat16, loss scale 1, 3 losses'),
+    ]
+    assert [resolve(level, **options).describe() for level, options, _ in rows] == [
+        f'{row[0]} ({row[2]})' for row in rows
+    ]
