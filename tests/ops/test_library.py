@@ -74,11 +74,20 @@ def test_library_serves_what_it_says(device: torch.device) -> None:
 
 def test_one_warning_says_why_there_is_no_library_and_how_to_get_it(other_process: Any) -> None:
     """In a new process, which has not warned before."""
-    missing, *chosen = other_process('avx2')['said']
+    missing, *chosen = other_process('avx2')['said'][:3]
     assert len(missing[0]) == 1 and 'never built' in missing[0][0] and 'build-ops' in missing[0][0]
     assert 'AMP_WRAPPER_OPS=reference' in missing[0][0] and missing[1] == [3.0, 3.0]
     # nobody is told what he has chosen
     assert chosen == [[[], [3.0, 3.0]]] * 2
+
+
+def test_library_without_cuda_warns_once_on_gpus(library: None, other_process: Any) -> None:
+    said = other_process('avx2')['said'][3:]
+    if not said:
+        pytest.skip('of a torch without CUDA')
+    messages, backends = said[0]
+    assert len(messages) == 1 and 'on GPUs' in messages[0]
+    assert backends == ['CPU op', 'CPU op; reference on GPUs']
 
 
 @pytest.mark.xfail(strict=True, reason='ops')

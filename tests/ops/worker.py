@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from test_steps import digests
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_wrapper import ops
 
@@ -28,6 +29,19 @@ def warn(setting: str, target: Path) -> None:
     target.write_text(json.dumps([said, targets[0].tolist()]))
 
 
+def warn_of_gpus(target: Path) -> None:
+    """Use a library that serves the CPU alone on fake tensors of a GPU, and write the warnings and the backends."""
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        for _ in range(2):
+            tensors = [torch.ones(3, device='cuda')]
+            ops.multi_tensor_scale(tensors, tensors, torch.ones((), device='cuda'))
+    texts = [ops.backend()]
+    torch.cuda.is_available = lambda: True
+    texts.append(ops.backend())
+    target.write_text(json.dumps([[str(one.message) for one in caught if 'compiled ops' in str(one.message)], texts]))
+
+
 def main() -> None:
     """The command."""
     folder = Path(sys.argv[1])
@@ -40,6 +54,13 @@ def main() -> None:
         # no library was looked for in this process yet
         if not os.fork():
             warn(setting, folder / 'said')
+            os._exit(0)
+        assert os.wait()[1] == 0
+        said.append(json.loads((folder / 'said').read_text()))
+    if torch.version.cuda is None and ops.compiled_devices():
+        # a torch with CUDA would look for a driver
+        if not os.fork():
+            warn_of_gpus(folder / 'said')
             os._exit(0)
         assert os.wait()[1] == 0
         said.append(json.loads((folder / 'said').read_text()))
