@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """What starts compilers and whole trainings comes first, so that no worker is left alone with it at the end."""
     if not config.getoption('--full'):
         items[:] = [item for item in items if item.get_closest_marker('long') is None]
-    long = {'system', 'tools', 'distributed', 'test_cuda_kernels'}
+    long = {'system', 'tools', 'distributed', 'test_cuda_sources'}
     items.sort(key=lambda item: long.isdisjoint((item.path.parent.name, item.path.stem)))
 
 
