@@ -4,30 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import foreign
-import mmengine.runner.runner
 import pytest
 import toy
-from mmengine.config import Config
-
-
-@contextmanager
-def quick_runners() -> Iterator[None]:
-    """mmengine formats the whole config, asks git for each file and looks for compilers at each start: not inside."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Config, 'pretty_text', '')
-        patch.setattr(mmengine.runner.runner, 'collect_env', dict)
-        patch.setattr(mmengine.runner.runner, 'get_git_hash', str)
-        yield
 
 
 @pytest.fixture(scope='module', autouse=True)
 def _quick() -> Iterator[None]:
-    with quick_runners():
+    with toy.quick_runners():
         yield
 
 
@@ -39,7 +26,7 @@ def own_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     for level in toy.LEVELS:
         scale = dict(loss_scale=foreign.SCALER) if level in ('O1', 'O2') else {}
         wrapper = dict(type='AmpOptimWrapper', opt_level=level, optimizer=foreign.SGD, **scale)
-        with quick_runners():
+        with toy.quick_runners():
             runner = foreign.run(folder / level, wrapper)
         masters = [tensor.detach().clone() for tensor in runner.optim_wrapper.master_params()]
         state = copy.deepcopy(runner.optim_wrapper.optimizer.state_dict()['state'])

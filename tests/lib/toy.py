@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import mmengine.runner.runner
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -265,6 +266,17 @@ def run_flexible(work_dir: Path | str, optim_wrapper: dict[str, Any], **override
     runner = FlexibleRunner.from_cfg(config)
     runner.train()
     return runner
+
+
+@contextmanager
+def quick_runners() -> Iterator[None]:
+    """mmengine formats the whole config, asks git for each file and looks for compilers at each start: not inside."""
+    with (
+        mock.patch.object(Config, 'pretty_text', ''),
+        mock.patch.object(mmengine.runner.runner, 'collect_env', dict),
+        mock.patch.object(mmengine.runner.runner, 'get_git_hash', str),
+    ):
+        yield
 
 
 class Stop(Exception):
