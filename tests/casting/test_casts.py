@@ -1,0 +1,597 @@
+"""Which tensors of a model become 16-bit, which stay FP32, and the types that each module sees."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forwards import CAST, DOORS, HALF, LEVELS, PER_OP, prepared
+from mmengine.model import BaseDataPreprocessor, ExponentialMovingAverage
+from pairs import pairs
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
+
+from amp_wrapper import (
+    AmpAttachError,
+    AmpConfigError,
+    AmpOptimWrapper,
+    NonfiniteError,
+    NonfiniteHook,
+    amp,
+    nonfinite_watch,
+)
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+X = torch.linspace(-1, 1, 12).reshape(4, 3)
+
+
+def initialized(model: nn.Module, level: str = 'O5', **options: Any) -> Any:
+    return amp.initialize(model, opt_level=level, **{'verbosity': 0, **options})
+
+
+def note_types(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+    """The types of the input and the output of each module, as its forward sees them."""
+    seen = {}
+    for name, module in model.named_modules():
+
+        def forward(x: Tensor, name: str = name, call: Callable[[Tensor], Tensor] = module.forward) -> Tensor:
+            result = call(x)
+            seen[name] = x.dtype, result.dtype
+            return result
+
+        module.forward = forward  # type: ignore[method-assign]
+    return seen
+
+
+def float32_names(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.dtype is F32}
+
+
+# -- which tensors --------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A layer, BatchNorm, and a layer that is given FP32 numbers which the forward made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn, self.head = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        self.register_buffer('mean', torch.tensor([0.1, 0.2, 0.3]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bn(self.stem(x)).relu() + torch.zeros(1, 4)) + self.mean
+
+
+@pairs(level=LEVELS, door=DOORS, training=[True, False])
+def test_types_of_tensors_and_modules(level: str, door: str, training: bool) -> None:
+    model = Net().train(training)
+    seen = note_types(model)
+    call = prepared(model, level, door)
+    half, is_cast = HALF.get(level, F32), level in CAST
+    for dtype in (F32, F16, BF16) if is_cast or level == 'O0' else (F32,):
+        # the wrapper leaves losses of O1 and O4 to mmengine, which makes them FP32
+        own = half if level in PER_OP and door == 'wrapper' and training else F32
+        assert call(X.to(dtype)).dtype is own or is_cast
+    assert seen['stem'] == seen['head'] == (half if is_cast else F32, half)
+    assert int(model.bn.num_batches_tracked) == training * (3 if is_cast or level == 'O0' else 1)
+    weight, norm = half if is_cast else F32, F16 if level == 'O3' else F32
+    assert model.stem.weight.dtype is model.head.bias.dtype is model.mean.dtype is weight
+    assert model.bn.weight.dtype is model.bn.running_mean.dtype is norm
+    if is_cast:
+        # parts may be called by themselves
+        assert model.head(model.stem(X)).dtype is half and call(X).dtype is F32
+
+
+@pytest.mark.parametrize('level', CAST)
+def test_outputs_have_the_type_that_is_asked_for(level: str) -> None:
+    for outputs in (torch.float64, F16, BF16):
+        assert initialized(Net(), level, cast_model_outputs=outputs)(X).dtype is outputs
+
+
+def test_other_types_are_left_alone() -> None:
+    for level in CAST:
+        for dtype in (torch.int64, torch.bool, torch.complex64, torch.float64):
+            model = nn.Linear(2, 2)
+            model.register_buffer('other', torch.tensor([1, 70001]).to(dtype))
+            if dtype.is_floating_point or dtype.is_complex:
+                model.extra = nn.Parameter(torch.ones(1, dtype=dtype))
+            kept = model.other
+            initialized(model, level)
+            assert model.other is kept and model.state_dict()['other'].dtype is dtype
+            assert getattr(model, 'extra', kept).dtype is dtype and model.weight.dtype is HALF[level]
+
+
+def test_batchnorm() -> None:
+    for keeps in (True, False):
+        for affine in (True, False):
+            for dtype in ('float16', 'bfloat16'):
+                model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2))
+                seen = note_types(model)
+                half = getattr(torch, dtype)
+                level = 'O2' if half is F16 else 'O5'
+                initialized(model, level, keep_batchnorm_fp32=keeps)
+                want = F32 if keeps else half
+                assert model[1].running_mean.dtype is want and (not affine or model[1].weight.dtype is want)
+                assert model(X).dtype is model.eval()(X).dtype is F32 and seen['2'] == (half, half)
+    namesake = type('SyncBatchNorm', (nn.BatchNorm1d,), {})
+    model = initialized(nn.Sequential(nn.SyncBatchNorm(2), namesake(2), nn.LayerNorm(2)), 'O2')
+    assert [module.weight.dtype for module in model] == [F32, F32, F16]
+
+
+@pytest.mark.parametrize('level', LEVELS[:3] + LEVELS[4:])
+def test_cast_model_type_false_changes_no_type(level: str) -> None:
+    model = nn.Linear(2, 2).double()
+    initialized(model, level, cast_model_type=False)
+    assert model(torch.ones(1, 2, dtype=torch.float64)).dtype is model.weight.dtype is torch.float64
+
+
+def test_parameter_that_is_shared_with_a_kept_module_stays_float32() -> None:
+    """A decoder tied to an embedding."""
+
+    class Tied(nn.Module):
+        def __init__(self, bias: bool, order: int) -> None:
+            super().__init__()
+            embed, decode = nn.Embedding(5, 3), nn.Linear(3, 5, bias=bias)
+            decode.weight = embed.weight
+            for name, part in [('embed', embed), ('decode', decode)][::order]:
+                self.add_module(name, part)
+
+        def forward(self, index: Tensor) -> Tensor:
+            return self.decode(self.embed(index))
+
+    for bias in (False, True):
+        for order in (1, -1):
+            for keep, dtype in (([nn.Embedding], F32), (None, BF16)):
+                model = initialized(Tied(bias, order), keep_fp32=keep)
+                assert model.embed.weight is model.decode.weight and model.embed.weight.dtype is dtype
+                assert model(torch.tensor([1, 2])).dtype is F32
+
+
+@pytest.mark.parametrize('level', CAST)
+def test_parametrized_module(level: str) -> None:
+    model = nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.ReLU())
+    before = copy.deepcopy(model.state_dict())
+    prepared(model, level)
+    # what the weight is computed from stays FP32
+    assert {name.split('.')[-1] for name in float32_names(model)} == {'original0', 'original1'}
+    assert model[0].weight.dtype is model[0](X).dtype is HALF[level]
+    model(X).sum().backward()
+    assert model[0].parametrizations.weight.original0.grad is not None
+    saved = model.state_dict()
+    assert all(saved[key].dtype is F32 for key in before)
+    assert all(torch.equal(saved[key], value) for key, value in before.items() if level != 'O3' or 'original' in key)
+
+
+@pytest.mark.parametrize('training', [True, False])
+def test_transformer_layer_with_a_float_mask(training: bool) -> None:
+    model = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True).train(training)
+    initialized(model, keep_fp32=nn.LayerNorm)
+    x = torch.randn(2, 3, 4)
+    with torch.set_grad_enabled(training):
+        assert model(x, src_mask=torch.zeros(3, 3)).dtype is F32 and model.self_attn(x, x, x)[0].dtype is BF16
+
+
+@pytest.mark.parametrize('level', ['O2', 'O3', 'O5', 'O1'])
+def test_models_that_are_refused_stay_as_they_are(level: str) -> None:
+    for change, words in (
+        (lambda m: initialized(m, 'O2'), 'casts already|already carries the casts'),
+        (lambda m: initialized(m.head, 'O2'), 'casts already|already carries the casts'),
+        (lambda m: setattr(m, 'head', nn.LazyLinear(3)), 'head.weight.*lazy'),
+    ):
+        model = Net()
+        change(model)
+        before = [p.dtype for p in model.parameters()]
+        with pytest.raises(AmpAttachError, match=words):
+            initialized(model, level)
+        assert [p.dtype for p in model.parameters()] == before
+
+
+# -- modules that stay FP32 -----------------------------------------------------------------------------------------------
+
+
+class Tail(nn.Linear): ...
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), Tail(3, 3))
+        self.head = nn.ModuleDict({'cls': nn.Linear(3, 2), 'reg': nn.Linear(3, 2)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        self.given = [self.head[name](x).dtype for name in self.head]
+        return self.head['cls'](x)
+
+
+KEPT: dict[str, tuple[dict[str, Any], set[str]]] = {
+    'class': (dict(keep_fp32=nn.LayerNorm), {'body.1'}),
+    'class name': (dict(keep_fp32='LayerNorm'), {'body.1'}),
+    'class and class name': (dict(keep_fp32=[nn.LayerNorm, 'Tail']), {'body.1', 'body.2'}),
+    'star': (dict(keep_fp32='head.*'), {'head.cls', 'head.reg'}),
+    'name': (dict(keep_fp32='head.cls'), {'head.cls'}),
+    'star first': (dict(keep_fp32='*.reg'), {'head.reg'}),
+    'container': (dict(keep_fp32='body'), {'body.0', 'body.1', 'body.2'}),
+    'container that is never called': (dict(keep_fp32='head'), {'head.cls', 'head.reg'}),
+    'container and part': (dict(keep_fp32=['body', 'body.1']), {'body.0', 'body.1', 'body.2'}),
+    'choice': (dict(keep_fp32='body.[01]'), {'body.0', 'body.1'}),
+    'fp32_ops': (dict(fp32_ops=[Tail]), {'body.2'}),
+    'nothing': ({}, set()),
+}
+
+
+@pairs(kept=KEPT, level=list(HALF), door=DOORS)
+def test_kept_modules_compute_in_float32(kept: str, level: str, door: str) -> None:
+    options, names = KEPT[kept]
+    model = Deep()
+    seen = note_types(model)
+    result = prepared(model, level, door, **options)(X)
+    half = HALF[level]
+    for name in ('body.0', 'body.1', 'body.2', 'head.cls', 'head.reg'):
+        if name in names:
+            assert seen[name] == (F32, F32), name
+        elif level in CAST or name != 'body.1':
+            assert seen[name][1] is half, name
+        is_fp32 = model.get_submodule(name).weight.dtype is F32
+        assert is_fp32 is (name in names or level in PER_OP), name
+    # what comes after them goes on in 16-bit, but where the kept part as a whole is never called
+    assert model.given == [F32 if kept == 'container that is never called' else half] * 2
+    assert result.dtype is (model.given[0] if level in PER_OP and door == 'wrapper' else F32)
+
+
+@pytest.mark.parametrize('level', LEVELS)
+def test_name_without_a_match_is_refused_with_the_nearest(level: str) -> None:
+    for options, words in (
+        (dict(keep_fp32=['head.*', 'heads.*']), ["'heads.*'", 'did you mean', 'body']),
+        (dict(keep_fp32=['head.*', 'LayerNrm']), ["'LayerNrm'", "did you mean 'LayerNorm'?"]),
+        (dict(keep_fp32=['head.*', 'head.clz']), ["did you mean 'head.cls'?"]),
+        (dict(keep_fp32=['head.*', nn.GRU]), ["'GRU'", 'matches no module']),
+        (dict(fp32_ops=['torch.nn.GroupNorm']), ["fp32_ops='torch.nn.GroupNorm'", 'matches no module']),
+    ):
+        if level == 'O0' and 'fp32_ops' in options:
+            continue
+        model = Deep()
+        with pytest.raises(AmpConfigError) as caught:
+            initialized(model, level, **options)
+        assert len(caught.value.problems) == 1 and all(word in str(caught.value) for word in words)
+        assert model.head['cls'].weight.dtype is F32 and model(X).dtype is F32
+
+
+def test_second_name_of_a_shared_module_keeps_it() -> None:
+    model = nn.Module()
+    model.body = model.head = nn.Linear(2, 2)
+    initialized(model, keep_fp32='head')
+    assert model.body.weight.dtype is F32
+
+
+class FocalLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is self.alpha.dtype is F32
+        return (x * self.alpha).sum()
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    'module': FocalLoss,
+    'nested': lambda: nn.Sequential(FocalLoss()),
+    'made inside': lambda: lambda x: nn.L1Loss(reduction='sum')(x, torch.zeros_like(x)),
+    'functional': lambda: lambda x: F.l1_loss(x, torch.zeros_like(x), reduction='sum'),
+    'smooth': lambda: lambda x: F.smooth_l1_loss(x * 2, torch.zeros_like(x), reduction='sum') / 2,
+}
+
+
+@pairs(loss=LOSSES, level=list(HALF))
+def test_losses_compute_in_float32_where_float16_would_overflow(loss: str, level: str) -> None:
+    class WithLoss(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.loss = LOSSES[loss]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert super().forward(x[:1]).dtype is HALF[level]
+            result: Tensor = self.loss(x.to(HALF[level]))
+            assert result.dtype is F32
+            return result
+
+    assert 50_000 < initialized(WithLoss(), level)(torch.full((50_000, 2), 0.9)).item() < 100_000
+
+
+def test_loss_with_weights_is_kept_and_a_model_named_loss_is_cast() -> None:
+    weights = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 0.9]))
+    model = initialized(nn.ModuleDict({'fc': nn.Linear(2, 2), 'loss': weights}))
+    assert model['loss'].weight.dtype is F32
+    assert model['loss'](torch.ones(2, 2, dtype=BF16), torch.tensor([0, 1])).dtype is F32
+    assert initialized(type('DetectorWithLoss', (nn.Linear,), {})(2, 2)).weight.dtype is BF16
+
+
+@pairs(level=CAST, kind=[AveragedModel, ExponentialMovingAverage, 'preprocessor'])
+def test_averages_and_preprocessors_inside_stay_float32(level: str, kind: Any) -> None:
+    class Preprocessor(BaseDataPreprocessor):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer('mean', torch.tensor([123.675]))
+            self.module = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.module(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = nn.Linear(3, 3)
+            self.other = Preprocessor() if kind == 'preprocessor' else kind(self.student)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.other(x).dtype, self.student(x).dtype
+            return x
+
+    model = Model()
+    door = 'amp' if kind is AveragedModel else 'wrapper'
+    prepared(model, level, door)(X)
+    assert model.seen == (HALF[level], HALF[level])
+    assert model.student.weight.dtype is HALF[level] and model.other.module.weight.dtype is F32
+    if kind == 'preprocessor':
+        # mmengine calls it before the model
+        assert model.other(X).dtype is model.other.mean.dtype is F32
+
+
+def test_second_initialization_adds_its_names() -> None:
+    class Sums(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            self.seen = torch.special.expit(y).dtype, torch.sinc(y).dtype, y.dtype
+            return y
+
+    for level in PER_OP:
+        model = Sums(2, 2)
+        for name in ('torch.special.expit', 'torch.sinc'):
+            initialized(model, level, fp32_ops=[dict(name=name, output='float32')])
+        model(torch.ones(1, 2))
+        assert model.seen == (F32, F32, HALF[level])
+
+
+@pairs(level=PER_OP, training=[True, False])
+def test_predictions_in_an_autocast_of_the_script_are_float32(level: str, training: bool) -> None:
+    """As in ``ValLoop(fp16=True)``."""
+    model = Deep().train(training)
+    prepared(model, level, 'wrapper')(X)
+    with torch.autocast('cpu', HALF[level]):
+        assert model(X).dtype is (HALF[level] if training else F32)
+
+
+# -- the casts end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', CAST)
+def test_detach_restores_the_model(level: str) -> None:
+    model = Net()
+    calls: list[str] = []
+    model.register_forward_pre_hook(lambda module, args: calls.append('pre'))
+    model.register_forward_hook(lambda module, args, output: calls.append('post'), always_call=True)
+    model.head.register_forward_pre_hook(lambda module, args, kwargs: calls.append('head'), with_kwargs=True)
+    model.register_load_state_dict_post_hook(lambda *args: calls.append('load'))
+    before, objects = copy.deepcopy(model.state_dict()), list(model.parameters())
+    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
+    for _ in range(2):
+        wrapper.attach(model)
+        assert model.stem.weight.dtype is HALF[level]
+        model(X).sum().backward()
+        wrapper.detach()
+        assert all(now is then for now, then in zip(model.parameters(), objects, strict=True))
+        assert {p.dtype for p in objects} == {p.grad.dtype for p in objects} == {F32}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name].to(F16 if level == 'O3' else F32).float()), name
+        assert model(X).dtype is F32
+    model.load_state_dict(model.state_dict())
+    assert calls == ['pre', 'head', 'post'] * 4 + ['load']
+    assert model.stem(X).dtype is F32
+
+
+def test_model_is_freed_with_its_masters() -> None:
+    for level in CAST:
+        model = Net()
+        prepared(model, level)(X).sum().backward()
+        model.load_state_dict(model.state_dict())
+        gone = [weakref.ref(model), weakref.ref(model.head), weakref.ref(model.head.weight)]
+        del model
+        gc.collect()
+        assert [reference() for reference in gone] == [None, None, None]
+
+
+# -- modules that join later -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('level', list(HALF))
+def test_changes_that_are_no_new_layer(level: str, log: list[str]) -> None:
+    model = nn.Sequential(Net(), nn.Linear(3, 3), nn.Linear(3, 3))
+    initialized(model, level, verbosity=1)
+    model[0].act, model[0].again, model[0].gone = nn.ReLU(), model[0].head, None
+    nn.Sequential(model)
+    # containers of what is there already, and layers that were converted with their tensors
+    rest = nn.Sequential(model[1], model[2])
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(model[0], rest))
+    model[1][0] = torch.compile(model[1][0], backend='eager')
+    copied = copy.deepcopy(model)
+    copied.late = nn.Linear(1, 1)
+    assert not [line for line in log if 'joins' in line]
+    assert model.eval()(X).shape == (4, 3)
+
+
+@pytest.mark.parametrize('level', list(HALF))
+def test_loss_that_is_switched_computes_in_float32(level: str) -> None:
+    """mmpretrain's SwitchRecipeHook puts another loss into the head in the middle of a training."""
+
+    class Scored(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.loss(super().forward(x))
+
+    model = Scored(2, 2)
+    model.loss = nn.MSELoss()
+    initialized(model, level)
+    model.loss = FocalLoss()
+    assert model(torch.ones(1, 2)).dtype is F32
+
+
+def names_of(lines: list[str]) -> list[str]:
+    return [line.split('amp: ')[1].split(' joins a model at O5')[0] for line in lines if 'joins a model' in line]
+
+
+@pytest.mark.parametrize('door', DOORS)
+def test_layer_that_joins_later_is_warned_of_and_works(door: str, log: list[str]) -> None:
+    model = Block(lambda x: x)
+    call = prepared(model, 'O5', door, verbosity=1)
+    call(torch.randn(4, 4))
+    model.stem, model.neck[0] = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert names_of(log) == ['stem (Linear)', '0 (Linear)']
+    assert any("amp.initialize(layer, opt_level='O5')" in line for line in log)
+    call(torch.randn(4, 4)).sum().backward()
+    assert model.stem.weight.grad is not None
+    model.stem = Block(mixes)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(4, 4))
+    assert 'joined the model' in text(caught.value) and "amp.initialize(layer, opt_level='O5')" in text(caught.value)
+
+
+def test_layer_that_was_initialized_by_itself_is_part_of_the_model(log: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level='O5', verbosity=1)
+    model[1] = initialized(nn.Linear(4, 4))
+    assert names_of(log) == []
+    optimizer.add_param_group({'params': list(model[1].parameters())})
+    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert {p.dtype for p in amp.master_params(optimizer)} == {F32}
+
+
+# -- errors of torch about types -------------------------------------------------------------------------------------------
+
+
+def text(error: BaseException) -> str:
+    """The message with its notes, which Python 3.10 does not have."""
+    return '\n'.join([str(error), *getattr(error, '__notes__', ())])
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.function = nn.Linear(4, 4), function
+        self.neck = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.neck(self.stem(x)))
+
+
+def mixes(x: Tensor) -> Tensor:
+    return torch.lerp(x, x.float(), 0.5)
+
+
+@pairs(level=CAST, door=DOORS)
+def test_error_about_types_names_the_module_and_three_remedies(level: str, door: str) -> None:
+    call = prepared(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Block(mixes))), level, door)
+    with pytest.raises(RuntimeError, match='dtype') as caught:
+        call(torch.randn(4, 4))
+    found = text(caught.value)
+    for words in (f'1.0 (Block), in a forward at {level}', "keep_fp32=['1.0']", 'fp32_ops=', 'another opt_level'):
+        assert words in found
+    assert found.count('amp: raised in') == 1
+
+
+def test_error_in_a_model_inside_another_has_one_note() -> None:
+    outer = initialized(nn.Sequential(nn.Linear(4, 4)))
+    outer.forward = initialized(Block(mixes))
+    with pytest.raises(RuntimeError) as caught:
+        outer(torch.randn(4, 4))
+    assert text(caught.value).count('amp: raised in') == 1
+
+
+def test_other_errors_have_no_note() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise error
+
+    call = initialized(Block(fail))
+    for error in (
+        RuntimeError('shapes differ'),
+        RuntimeError('unknown block type: resnet'),
+        RuntimeError('expected target dtype to be Long or Byte'),
+        TypeError("unsupported operand type(s) for +: 'Tensor' and 'NoneType'"),
+        TypeError('conv2d() received an invalid combination of arguments - got (list, torch.dtype)'),
+        KeyError('dtype'),
+        ZeroDivisionError('Half'),
+    ):
+        with pytest.raises(type(error)) as caught:
+            call(torch.randn(4, 4))
+        assert 'amp:' not in text(caught.value)
+
+    def recover() -> None:
+        """A forward that succeeds, and returns nothing, while another error is handled."""
+        try:
+            raise RuntimeError('expected dtype float')
+        except RuntimeError:
+            assert initialized(Block(lambda x: None))(torch.randn(4, 4)) is None  # type: ignore[arg-type,return-value]
+            raise
+
+    with pytest.raises(RuntimeError) as caught:
+        recover()
+    assert 'amp:' not in text(caught.value)
+
+
+# -- the first module whose output is not finite ----------------------------------------------------------------------------
+
+
+def test_first_nonfinite_module_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)), nn.Softmax(-1))
+    with nonfinite_watch(model) as watch:
+        model(torch.full((1, 4), 1e30))
+        assert watch.first() is None
+        with torch.no_grad():
+            model[1][1].weight.fill_(torch.inf)
+        model(torch.ones(1, 4))
+        assert watch.first() == '1.1 (Linear)' and watch.first() is None
+        model(torch.full((1, 4), torch.nan))
+        assert watch.first() == "the model's input"
+    # 8 times 60000 is beyond float16, 4 times 2 is not
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    nn.init.constant_(model[0].weight, 1.0)
+    nn.init.constant_(model[1].weight, 6e4)
+    with nonfinite_watch(model) as watch:
+        for expected in (None, '1 (Linear)'):
+            model(torch.full((1, 4), 2.0))
+            assert watch.first() == expected
+            if expected is None:
+                initialized(model, 'O2')
+
+
+@pytest.mark.parametrize('stop', [False, True])
+def test_hook_names_the_first_nonfinite_module(stop: bool, log: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    nn.init.constant_(model[0].weight, torch.inf)
+    hook, runner = (
+        NonfiniteHook(stop=stop),
+        SimpleNamespace(model=model, iter=0, logger=SimpleNamespace(warning=log.append)),
+    )
+    hook.before_train(runner)
+    for iteration in (1, 2):
+        model(torch.ones(2, 4))
+        runner.iter = iteration - 1
+        if stop:
+            with pytest.raises(NonfiniteError, match=rf'iteration {iteration}: .* output of 0 \(Linear\)'):
+                hook.after_train_iter(runner, 0)
+        else:
+            hook.after_train_iter(runner, 0)
+            found = f'iteration {iteration}: the first non-finite values are in the output of 0 (Linear)'
+            assert [found in line for line in log] == [False] * (iteration - 1) + [True]
+    hook.after_train(runner)
+    assert not model[0]._forward_hooks
