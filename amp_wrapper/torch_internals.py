@@ -102,22 +102,21 @@ SPARE_KEY = 'AutocastIPU'
 
 
 @functools.cache
-def fall_through(key: str) -> None:
+def fall_through(key: str) -> Any:
     """Let ops that have no kernel at a dispatch key pass it by, those of higher order too.
 
     ``torch.library`` has fallbacks of its own since 2.7, for functions of Python alone. In every version since 2.6.
+
+    Returns:
+        The library of the fallback, which torch takes out when that dies: the cache holds it.
     """
     fallback = torch._C._dispatch_library('IMPL', '_', key)
     fallback.fallback_fallthrough()
-    _fallbacks.append(fallback)
     dispatch_key = getattr(torch._C.DispatchKey, key)
     for op in torch._ops._higher_order_ops.values():
         op.fallthrough(dispatch_key)  # type: ignore[no-untyped-call]
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(dispatch_key)
-
-
-# torch takes a fallback out when its library dies
-_fallbacks: list[Any] = []
+    return fallback
 
 
 def include_key(key: str) -> Callable[[bool], None]:

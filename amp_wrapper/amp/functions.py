@@ -145,7 +145,7 @@ class _DisableCasts(ContextDecorator):
 @functools.cache
 def _script_ops() -> OpSet:
     """What a decorated function opens around itself where no model does."""
-    return OpSet(casts=True)
+    return OpSet(marks=state.marks(casts=True))
 
 
 def _decorated(function: _Function, rule: CallRule) -> _Function:

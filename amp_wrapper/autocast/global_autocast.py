@@ -59,7 +59,7 @@ class GlobalCasts:
         for device in self.device_types:
             kernels.install(device)
         regions.listen()
-        regions.global_casts_begin(self, OpSet(casts=True).keys)
+        regions.global_casts_begin(self, OpSet(marks=state.marks(casts=True)).keys)
         if self.allow_banned:
             said_once.pass_over(BCE_WARNING)
         self._thread = threading.get_ident()

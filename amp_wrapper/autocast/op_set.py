@@ -49,9 +49,8 @@ class OpSet:
         extra: Functions beyond the registry, or their dotted names; checked by
             :func:`amp_wrapper.policy.lookup.problems_of` before.
         classes: Classes of the model's modules. Their ``FP32_METHODS`` run in FP32, their ``ENTRY_METHODS`` open a region.
-        casts: Whether the tables of O1 and O4 act in its regions, and what the user registered.
-        operands: Whether products of 16-bit and FP32 operands compute in 16-bit.
-        speaks: Whether forwards may warn.
+        marks: What else is active in its regions: see :func:`amp_wrapper.autocast.state.marks`. Of several models' marks, those
+            of O1 and O4 count.
 
     Attributes:
         keys: What is active, for :func:`amp_wrapper.autocast.regions.enter`.
@@ -61,39 +60,28 @@ class OpSet:
         self,
         extra: Iterable[Fp32Op | str] = (),
         classes: Iterable[type] = (),
-        casts: bool = False,
-        operands: bool = False,
-        speaks: bool = True,
+        marks: frozenset[str] = state.marks(),
     ) -> None:
         self.extra = tuple(dict.fromkeys(Fp32Op(op) if isinstance(op, str) else op for op in extra))
         self.classes = tuple(cls for cls in classes if any(hasattr(cls, name) for name in ENTRY_METHODS))
-        self.casts, self.operands, self.speaks = casts, operands, speaks
+        self.marks = marks
         recompute.install()
         patches.add({_config_key(op): op for op in self.extra})
-        self.keys = _DEFAULT_KEYS | {_config_key(op) for op in self.extra}
-        if casts:
+        self.keys = _DEFAULT_KEYS | marks | {_config_key(op) for op in self.extra}
+        if state.CASTS in marks:
             patches.add({_cast_key(name): op for name, op in CAST_OPS.items()})
-            self.keys = (self.keys - set(CAST_OPS)) | {_cast_key(name) for name in CAST_OPS} | {state.CASTS}
-        else:
-            self.keys |= {state.OPERANDS if operands else state.DESTINATIONS}
-        if speaks:
-            self.keys |= {state.SPEAKS}
+            self.keys = (self.keys - set(CAST_OPS)) | {_cast_key(name) for name in CAST_OPS}
         for cls in self.classes:
             for name in ENTRY_METHODS:
                 _wrap_method(cls, name)
 
     def __or__(self, other: OpSet) -> OpSet:
-        return OpSet(
-            (*self.extra, *other.extra),
-            dict.fromkeys((*self.classes, *other.classes)),
-            self.casts or other.casts,
-            self.operands or other.operands,
-            self.speaks or other.speaks,
-        )
+        classes = dict.fromkeys((*self.classes, *other.classes))
+        return OpSet((*self.extra, *other.extra), classes, self.marks | other.marks)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # another process has to know its names and wrap its methods, too
-        return OpSet, (self.extra, self.classes, self.casts, self.operands, self.speaks)
+        return OpSet, (self.extra, self.classes, self.marks)
 
 
 # module of an attached model -> its set. Copies are not in it: they open regions at their root's hooks.
@@ -107,7 +95,7 @@ def attach(modules: Iterable[nn.Module], ops: OpSet) -> None:
         modules: Of one model.
         ops: What is active in it.
     """
-    if ops.speaks:
+    if state.SPEAKS in ops.marks:
         said_once.begin()
     for module in modules:
         known = _attached.get(module)

@@ -61,19 +61,13 @@ class PatchedFunction:
 
     def active(self) -> Fp32Op | None:
         """What holds for this thread now."""
-        found: Fp32Op | None = None
-        for key, op in self.ops.items():
-            if state.is_active(key):
-                found = op if found is None else _joined(found, op)
-        return found
+        active = [op for key, op in self.ops.items() if state.is_active(key)]
+        return functools.reduce(_joined, active) if active else None
 
     def _active_in(self, region: GraphRegion) -> Fp32Op | None:
         """What holds in a region of a graph."""
-        found: Fp32Op | None = None
-        for key, op in self.ops.items():
-            if region.has(key):
-                found = op if found is None else _join(found, op)
-        return found
+        active = [op for key, op in self.ops.items() if region.has(key)]
+        return functools.reduce(_join, active) if active else None
 
     @untraced
     def _wanted(

@@ -82,8 +82,21 @@ class Region:
         self.agrees: bool = outer is not None and outer.agrees
 
 
+def marks(casts: bool = False, operands: bool = False, speaks: bool = True) -> frozenset[str]:
+    """What is active in the regions of a model beside the FP32 registry.
+
+    Args:
+        casts: Whether the tables of O1 and O4 act, and what the user registered.
+        operands: Whether products of 16-bit and FP32 operands compute in 16-bit.
+        speaks: Whether forwards may warn.
+    """
+    return frozenset([CASTS if casts else OPERANDS if operands else DESTINATIONS, *[SPEAKS] * speaks])
+
+
 def operands_type(keys: frozenset[str]) -> torch.dtype | None:
     """The type of the autocast of :data:`SPARE` in a region with these keys; None for off."""
+    if CASTS in keys:
+        return None
     return torch.bfloat16 if OPERANDS in keys else torch.float16 if DESTINATIONS in keys else None
 
 

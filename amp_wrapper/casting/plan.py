@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.optim.swa_utils import AveragedModel
 
 from .. import torch_internals
-from ..autocast import op_set, patching
+from ..autocast import op_set, patching, state
 from ..autocast.op_set import OpSet
 from ..errors import AmpAttachError
 from ..policy.nested import CASTABLE, HALF_TYPES, EnterObject
@@ -132,16 +132,16 @@ class CastPlan:
         if policy.enabled:
             around = within or [root for _, root in self.roots]
             shard_groups.check(self.roots, policy, set(map(id, self.gathered.values())), around, leave)
-        if policy.casts_model:
-            assert policy.cast_model_type is not None
-            weights = {**self.parameters, **self.gathered}
-            self.infinite = given_weights.check_range(weights, self._buffers, policy.cast_model_type)
-            self.coarse = given_weights.lose_steps(self._buffers, policy.cast_model_type)
+        dtype = policy.cast_model_type
+        if policy.casts_model and dtype is not None:
+            self.infinite = given_weights.check_range({**self.parameters, **self.gathered}, self._buffers, dtype)
+            self.coarse = given_weights.lose_steps(self._buffers, dtype)
         self.raised = self._find_raised()
         if policy.runs_16_bit:
             # last, since it wraps methods of the model's classes, and nothing may be touched by a plan that is refused
             classes = sorted({type(m) for m in self._modules()}, key=lambda cls: f'{cls.__module__}.{cls.__qualname__}')
-            self.ops = OpSet(policy.fp32_ops, classes, self.casts_ops, policy.casts_model, policy.verbosity >= 1)
+            marks = state.marks(self.casts_ops, policy.casts_model, policy.verbosity >= 1)
+            self.ops = OpSet(policy.fp32_ops, classes, marks)
 
     @property
     def casts_ops(self) -> bool:

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -138,11 +139,9 @@ def _front(meaning: Callable[_P, _R]) -> Callable[_P, _R]:
         if not torch.compiler.is_compiling():
             compiled = getattr(loader.library().module, op, None)
             if compiled is not None:
-                try:
-                    # its own checks are the cheapest way to find out; they come before anything is written
+                # its own checks are the cheapest way to find out; they come before anything is written
+                with suppress(NotImplementedError):
                     return compiled(*args, **kwargs)  # type: ignore[no-any-return]
-                except NotImplementedError:
-                    pass
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             return _uncompiled(front, bound.arguments, compiled is None)  # type: ignore[no-any-return]

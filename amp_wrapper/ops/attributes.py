@@ -9,6 +9,7 @@ import functools
 import operator
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, repeat, starmap
 from typing import Any, TypeVar
 
@@ -58,11 +59,9 @@ def fingerprints(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], 
     """
     compiled = loader.library().module
     if compiled is not None:
-        try:
+        # of tensor subclasses whose shape is a Python method
+        with suppress(NotImplementedError):
             return compiled.fingerprint(tensors), compiled.fingerprint(gradients)
-        except NotImplementedError:
-            # tensor subclasses whose shape is a Python method
-            pass
     layouts = [None if gradient is None else gradient.layout for gradient in gradients]
     there = [gradient for gradient in gradients if gradient is not None]
     if are_own and compiled is None:

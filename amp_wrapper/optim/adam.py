@@ -50,25 +50,12 @@ class _Adam(Algorithm):
         ops.fused_adam(gradients, bucket.params, first, second, largest, bucket.partners, bucket.rows, decision)
 
     def _call_torch(self, columns: Columns, grads: Tensors, group: Mapping[str, Any], skip: Tensor | None) -> None:
-        step = adamw.adamw if group['decoupled_weight_decay'] else adam.adam
-        beta1, beta2 = map(float, group['betas'])
-        step(
-            columns['params'],
-            grads,
-            columns['exp_avg'],
-            columns['exp_avg_sq'],
-            columns.get('max_exp_avg_sq', []),
-            columns['step'],
-            fused=True,
-            found_inf=skip,
-            amsgrad=bool(group['amsgrad']),
-            beta1=beta1,
-            beta2=beta2,
-            lr=group['lr'],
-            weight_decay=float(group['weight_decay']),
-            eps=float(group['eps']),
-            maximize=bool(group['maximize']),
-        )
+        step: Any = adamw.adamw if group['decoupled_weight_decay'] else adam.adam
+        words: dict[str, Any] = {name: float(group[name]) for name in ('weight_decay', 'eps')}
+        words |= {name: bool(group[name]) for name in ('amsgrad', 'maximize')}
+        words |= zip(('beta1', 'beta2'), map(float, group['betas']))
+        moments = [columns.get(name, []) for name in self.moments]
+        step(columns['params'], grads, *moments, columns['step'], lr=group['lr'], fused=True, found_inf=skip, **words)
 
 
 class _AdamSteps(FusedOptimizer):

@@ -87,9 +87,11 @@ class Algorithm(abc.ABC):
         params = worked[0]
         columns = dict(zip(columns, worked), step=steps)
         skip = None if given.get('found_inf') is None else decision[0]
-        self._call_torch(
-            columns, _unscaled(gradients, params, is_plain and bucket.gradients_fit, decision, given), group, skip
-        )
+        if bucket.gradients_fit is None:
+            # with gradients of other types the lists are new
+            bucket.gradients_fit = {*map(_DTYPE, gradients)} == {params[0].dtype}
+        grads = _unscaled(gradients, params, is_plain and bucket.gradients_fit, decision, given)
+        self._call_torch(columns, grads, group, skip)
         if bucket.counts is not None:
             bucket.counts += 1 if skip is None else 1 - skip
         copies = [] if worked is held else list(zip(chain(*held), chain(*worked)))

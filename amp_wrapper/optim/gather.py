@@ -23,7 +23,6 @@ from .tensor_lists import Bucket, DeviceBucket, TensorLists
 FUSED = (torch.float32, *HALF_TYPES)
 REAL = (torch.float32, torch.float64, *HALF_TYPES)
 COMPLEX = (torch.complex64, torch.complex128)
-DOUBLE = (torch.float64, torch.complex128)
 #: The group of parameters that torch's own functions step, or -1; the state that they need; and whether it has 64 bits.
 Kind = tuple[int, tuple[str, ...], bool]
 
@@ -101,7 +100,11 @@ class Gatherer:
         served = ops.compiled_devices()
         # torch's own functions take the hyper-parameters of one group, and tensors of one type
         kinds = [
-            (-1 if p.dtype in FUSED and p.device.type in served else group, names[group], p.dtype in DOUBLE)
+            (
+                -1 if p.dtype in FUSED and p.device.type in served else group,
+                names[group],
+                torch.finfo(p.dtype).bits == 64,
+            )
             for p, group in ((parameters[index], group_of[index]) for index in chosen)
         ]
         places: dict[torch.device, dict[Kind, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -121,7 +124,6 @@ class Gatherer:
             [None] * len(stepped) if partners is None else [partners[index] for index in chosen]
         )
         own_group = [group_of[index] for index in chosen]
-        there = [gradient for gradient in gradients if gradient is not None]
         return TensorLists(
             lengths=[len(group['params']) for group in groups],
             names=names,
@@ -129,7 +131,7 @@ class Gatherer:
             parameters=parameters,
             fingerprints=fingerprints(parameters, gradients, partners is None),
             partners=partners,
-            devices=[self._place(device, kinds, stepped, beside, there, own_group) for device, kinds in places.items()],
+            devices=[self._place(device, kinds, stepped, beside, own_group) for device, kinds in places.items()],
             begun=self._begun,
         )
 
@@ -139,13 +141,10 @@ class Gatherer:
         kinds: Mapping[Kind, list[int]],
         stepped: list[Tensor],
         partners: list[Tensor | None],
-        gradients: list[Tensor],
         group_of: list[int],
     ) -> DeviceBucket:
         # those of the fused ops first
-        buckets = [
-            self._bucket(kind, positions, stepped, partners, gradients) for kind, positions in sorted(kinds.items())
-        ]
+        buckets = [self._bucket(kind, positions, stepped, partners) for kind, positions in sorted(kinds.items())]
         fused = [bucket for bucket in buckets if bucket.group is None]
         count = sum(len(group['params']) for group in self._optimizer.param_groups)
         total = sum(len(bucket.params) for bucket in fused)
@@ -168,14 +167,7 @@ class Gatherer:
             decision=self._buffers.rows('decision', device, 1, ops.DECISION)[0],
         )
 
-    def _bucket(
-        self,
-        kind: Kind,
-        positions: list[int],
-        stepped: list[Tensor],
-        partners: list[Tensor | None],
-        gradients: list[Tensor],
-    ) -> Bucket:
+    def _bucket(self, kind: Kind, positions: list[int], stepped: list[Tensor], partners: list[Tensor | None]) -> Bucket:
         group, names, _ = kind
         params = [stepped[position] for position in positions]
         states: list[dict[str, Any]] = []
@@ -207,7 +199,6 @@ class Gatherer:
             steps=columns.get('step', []) if group < 0 else [],
             partners=[p if b is None else b for p, b in zip(params, beside)] if has_partners else [],
             rows=torch.empty(0),
-            gradients_fit=all(gradients[position].dtype is stepped[position].dtype for position in positions),
             counts=counts,
         )
 

@@ -30,8 +30,8 @@ class Bucket:
         steps: The step counters that the prologue moves.
         partners: Empty, or one for each.
         rows: What the prologue writes for them.
-        gradients_fit: Whether the gradients have the types of the parameters.
         counts: The memory of all step counters, where torch's function leaves the counting to us.
+        gradients_fit: Whether the gradients have the types of the parameters; None before the first step.
     """
 
     group: int | None
@@ -42,8 +42,8 @@ class Bucket:
     steps: list[Tensor]
     partners: list[Tensor]
     rows: Tensor
-    gradients_fit: bool
     counts: Tensor | None = None
+    gradients_fit: bool | None = None
 
     def __post_init__(self) -> None:
         self._is_sharded = any(map(is_sharded, self.params))
