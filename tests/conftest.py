@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,12 +25,12 @@ import pytest
 import torch
 import torch._dynamo
 from missing import SkipsWhatLacksAPackage, missing
+from op_lists import ops_from
 
 from amp_wrapper import torch_internals
 from amp_wrapper.autocast import regions, state
 from amp_wrapper.autocast.patching import graphs_are_gone, patches
 from amp_wrapper.engine import host_read
-from amp_wrapper.ops import loader
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,15 +73,10 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(params=['compiled', 'without ops'])
-def with_and_without_ops(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[None]:
+def with_and_without_ops(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
     """Runs a test as things are here, and once more as if no library had been built."""
-    if request.param != 'compiled':
-        monkeypatch.setenv('AMP_WRAPPER_OPS', str(tmp_path))
-    loader.library.cache_clear()
-    yield
-    loader.library.cache_clear()
+    with nullcontext() if request.param == 'compiled' else ops_from(tmp_path):
+        yield
 
 
 @pytest.fixture
