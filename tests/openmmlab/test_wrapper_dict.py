@@ -1,508 +1,335 @@
-"""Several wrappers over one model: whose loss reaches whose parameters, at which scale, and who skips."""
+"""Several wrappers over one model, as GANs have: whose loss reaches whose parameters, at which scale, and who skips."""
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import toy
-from bits import differences
 from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
+from pairs import pairs
+from play import SCALE, WEIGHT_TYPES, Part, Scale, data, fused_sgd, sgd
 from torch import Tensor, nn
 
-from amp_wrapper import AmpAttachError, AmpOptimWrapper, AmpUsageError
-from amp_wrapper.casting import fp32_values
+from amp_wrapper import AmpAttachError, AmpOptimWrapper
+
+Levels = tuple[str, str] | None
 
 
-class Two(nn.Module):
-    """A generator, a discriminator behind it, and a trunk that either may own."""
+class Gan(nn.Module):
+    """A generator and a discriminator, linear in their weights, and a part that nobody trains."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.generator = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        self.discriminator = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.g = Part(1)
+        self.d = Part(2)
+        self.perceptual = nn.Linear(2, 2).requires_grad_(False)
 
 
-def two(device: torch.device) -> Two:
-    torch.manual_seed(0)
-    return Two().to(device)
+class Training:
+    """Plays scripts, with exact numbers.
 
+    ``g`` and ``d`` are backward passes: the loss of the generator reaches the discriminator, that of the discriminator does not
+    reach the generator. ``g*`` and ``d*`` overflow in the discriminator. ``G`` and ``D`` are steps. ``freeze`` and ``thaw`` are
+    for the discriminator, ``clear`` clears gradients of its module, and ``save`` goes on from a file in new objects.
 
-def batch(device: torch.device, step: int = 0) -> Tensor:
-    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step)).to(device)
+    Args:
+        levels: Of generator and discriminator; None is FP32 training with mmengine's wrappers, which leaves out what overflows.
+        make: The optimizers.
+        masters: Whether losses contain what both optimizers step.
+        options: More for the wrappers.
+    """
 
+    def __init__(self, levels: Levels, make: Callable[..., Any] = sgd, masters: bool = False, **options: Any) -> None:
+        self.words = dict(levels=levels, make=make, masters=masters, **options)
+        self.levels, self.masters = levels, masters
+        self.model = Gan()
+        self.scales = {'g': Scale(), 'd': Scale()}
+        #: Whether a pass of the member has overflowed since its last step; and whether what it steps is infinite.
+        self.own: dict[str, bool] = {}
+        self.spoiled: set[str] = set()
+        members: dict[str, OptimWrapper] = {}
+        for index, name in enumerate('gd'):
+            optimizer = make([{'params': self.part(name).trained, 'lr': 0.25 / 2**index}])
+            if levels is None:
+                members[name] = OptimWrapper(optimizer)
+            else:
+                words = dict(opt_level=levels[index], loss_scale=SCALE, verbosity=0) | options
+                members[name] = AmpOptimWrapper(optimizer=optimizer, **words)
+        self.wrappers = OptimWrapperDict(**members)
 
-def sgd(*modules: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.25, momentum=momentum)
+    def part(self, name: str) -> Any:
+        return self.model.get_submodule(name)
 
+    def stepped(self, name: str) -> list[Tensor]:
+        return [p for group in self.wrappers[name].optimizer.param_groups for p in group['params']]
 
-def train(model: Two, wrappers: OptimWrapperDict, device: torch.device, factor: float = 1.0) -> None:
-    """Alternating turns, the discriminator not frozen while the generator learns: its gradients wait for its next turn."""
-    for step in range(4):
-        for name in ('discriminator', 'generator'):
-            wrapper = wrappers[name]
-            with wrapper.optim_context(model):
-                out = model.discriminator(model.generator(batch(device, step)))
-                loss = out.float().square().mean() * (factor if name == 'generator' else 1.0)
-            wrapper.update_params(loss)
+    def backward(self, name: str, index: int, overflow: bool) -> None:
+        with self.wrappers[name].optim_context(self.model):
+            loss = self.part('d')(data(index) * 2)
+            loss = loss + self.part('g')(data(index + 1)) if name == 'g' else loss
+        if self.masters:
+            loss = loss + torch.stack([p.square().sum() for each in 'gd' for p in self.stepped(each)]).sum() / 2
+        weight = self.model.d.fc.weight
+        handle = weight.register_hook(lambda grad: torch.full_like(grad, torch.inf)) if overflow else None
+        self.wrappers[name].backward(loss)
+        if handle is not None:
+            handle.remove()
+        self.own[name] = self.own.get(name, False) or overflow
+        self.spoiled |= {name, 'd'} if overflow else set()
 
-
-def amp(level: str, *modules: nn.Module, momentum: float = 0.9, **words: Any) -> AmpOptimWrapper:
-    return AmpOptimWrapper(opt_level=level, optimizer=sgd(*modules, momentum=momentum), **words)
-
-
-def test_losses_reach_each_other_as_without_scales(device: torch.device) -> None:
-    """Powers of two are exact in FP32: every bit is that of plain wrappers, whatever the two scales are."""
-    ends = []
-    for make in (
-        lambda part: OptimWrapper(sgd(part)),
-        lambda part: amp('O0', part),
-        lambda part: amp('O0', part, loss_scale=1024.0 if isinstance(part[-1], nn.Tanh) else 8.0),
-        lambda part: amp('O0', part, loss_scale='dynamic' if isinstance(part[-1], nn.Tanh) else 1.0),
-    ):
-        model = two(device)
-        wrappers = OptimWrapperDict(generator=make(model.generator), discriminator=make(model.discriminator))
-        train(model, wrappers, device)
-        ends.append([p.detach().clone() for p in model.parameters()])
-    for other in ends[1:]:
-        assert differences(ends[0], other) == []
-
-
-def test_a_stock_wrapper_gets_what_it_expects_and_cannot_give_it(device: torch.device) -> None:
-    ends = []
-    for scale in (None, 512.0):
-        model = two(device)
-        generator = (
-            OptimWrapper(sgd(model.generator)) if scale is None else amp('O0', model.generator, loss_scale=scale)
-        )
-        with toy.captured_log() as lines:
-            wrappers = OptimWrapperDict(generator=generator, discriminator=OptimWrapper(sgd(model.discriminator)))
-        assert any("discriminator is mmengine's OptimWrapper" in line for line in lines) == (scale is not None)
-        for step in range(3):
-            wrapper = wrappers['discriminator']
-            with wrapper.optim_context(model):
-                # detached, since its backward knows of no scale
-                loss = model.discriminator(model.generator(batch(device, step)).detach()).square().mean()
-            wrapper.update_params(loss)
-            wrapper = wrappers['generator']
-            with wrapper.optim_context(model):
-                loss = model.discriminator(model.generator(batch(device, step))).square().mean()
-            wrapper.update_params(loss)
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert differences(*ends) == []
-
-
-@pytest.mark.parametrize('levels', [('O2', 'O5'), ('O5', 'O2'), ('O1', 'O2'), ('O2', 'O0'), ('O3', 'O4')])
-@pytest.mark.parametrize('wide', [False, True])
-def test_levels_differ_and_learn_the_same(levels: tuple[str, str], wide: bool, device: torch.device) -> None:
-    ends = []
-    for pair in (('O0', 'O0'), levels):
-        model = two(device)
-        wrappers = OptimWrapperDict(
-            generator=amp(pair[0], model.generator, loss_scale=2.0**10, accumulate_in_fp32=wide),
-            discriminator=amp(pair[1], model.discriminator, loss_scale=2.0**4, accumulate_in_fp32=wide),
-        )
-        train(model, wrappers, device)
-        found = [(p, fp32_values.master_tensor(p)) for p in model.parameters()]
-        ends.append([p.detach().float() if master is None else master.detach() for p, master in found])
-        for name, level in zip(('generator', 'discriminator'), pair):
-            kinds = {p.dtype for p in getattr(model, name).parameters()}
-            assert kinds == {toy.HALF.get(level, torch.float32)}
-    for mine, theirs in zip(*ends):
-        # without the right scale the two would differ by a factor of 64
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=5e-2)
-
-
-def test_one_joint_loss_and_two_steps(device: torch.device) -> None:
-    """Gradients that one wrapper's backward brought are enough for another one's step."""
-    ends = []
-    for scale in (1.0, 256.0):
-        model = two(device)
-        wrappers = OptimWrapperDict(
-            a=amp('O0', model.generator, loss_scale=scale, skip_nonfinite=True), b=amp('O0', model.discriminator)
-        )
-        with wrappers['a'].optim_context(model):
-            loss = model.discriminator(model.generator(batch(device))).square().mean()
-        wrappers['a'].backward(loss)
-        for wrapper in wrappers.values():
+    def step(self, name: str) -> None:
+        wrapper = self.wrappers[name]
+        if self.levels is not None or name not in self.spoiled:
             wrapper.step()
-            wrapper.zero_grad()
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert differences(*ends) == []
-    assert not torch.equal(ends[0][-1], two(device).discriminator[-1].bias)
+        if self.levels is not None:
+            assert wrapper.step_was_skipped() is (name in self.spoiled)
+        wrapper.zero_grad()
+        if name in self.own:
+            self.scales[name].update(self.own.pop(name))
+        self.spoiled.discard(name)
 
+    def save(self) -> None:
+        if self.levels is None:
+            return
+        kept = self.scales, self.own, self.spoiled
+        saved = copy.deepcopy((self.model.state_dict(), self.wrappers.state_dict()))
+        self.__init__(**self.words)  # type: ignore[misc]
+        self.scales, self.own, self.spoiled = kept
+        self.model.load_state_dict(saved[0])
+        self.wrappers.load_state_dict(saved[1])
+        self.wrappers.initialize_count_status(self.model, 0, 100)
 
-@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
-def test_the_scale_that_overflowed_learns(level: str, device: torch.device) -> None:
-    """The generator's loss overflows in the discriminator's parameters: both skip, and only the generator's scale falls."""
-    model = two(device)
-    scale = dict(init_scale=2.0**8)
-    wrappers = OptimWrapperDict(
-        generator=amp(level, model.generator, loss_scale=scale),
-        discriminator=amp(level, model.discriminator, loss_scale=scale),
-    )
-    wrappers.initialize_count_status(model, 0, 10)
-    handle = model.discriminator[-1].weight.register_hook(lambda grad: torch.full_like(grad, float('inf')))
-    start = [p.detach().clone() for p in model.parameters()]
-    with wrappers['generator'].optim_context(model.generator):
-        loss = model.discriminator(model.generator(batch(device))).float().square().mean()
-    wrappers['generator'].update_params(loss)
-    handle.remove()
-    # the turn of the other one, with gradients of its own that are finite
-    with wrappers['discriminator'].optim_context(model.discriminator):
-        loss = model.discriminator(batch(device)).float().square().mean()
-    wrappers['discriminator'].update_params(loss)
-    assert differences(start, [p.detach().to(s.dtype) for p, s in zip(model.parameters(), start)]) == []
-    assert [w.loss_scaler.counts.tolist()[:2] for w in wrappers.values()] == [[1, 1], [1, 1]]
-    assert [w.loss_scaler.get_scale() for w in wrappers.values()] == [2.0**7, 2.0**8]
-    # and afterwards both go on
-    train(model, wrappers, device)
-    assert [w.loss_scaler.counts.tolist() for w in wrappers.values()] == [[5, 1, 0], [5, 1, 0]]
+    def play(self, script: str) -> Training:
+        for index, act in enumerate(script.split()):
+            if act[0] in 'gd' and act[1:] in ('', '*'):
+                self.backward(act[0], index, act[1:] == '*')
+            elif act in 'GD':
+                self.step(act.lower())
+            elif act == 'save':
+                self.save()
+            elif act == 'clear':
+                self.model.d.zero_grad()
+                self.spoiled.discard('d')
+            else:
+                for parameter in (*self.model.d.parameters(), *self.stepped('d')):
+                    parameter.requires_grad_(act == 'thaw')
+        return self
 
-
-@pytest.mark.parametrize('overflow', [False, True])
-@pytest.mark.parametrize('wide', [False, True])
-def test_what_another_loss_brought_goes_into_files(wide: bool, overflow: bool, device: torch.device) -> None:
-    """A discriminator that is never frozen holds gradients of the generator's loss at the end of each iteration."""
-
-    def fresh() -> tuple[Two, OptimWrapperDict]:
-        model = two(device)
-        scale = dict(init_scale=2.0**8)
-        return model, OptimWrapperDict(
-            generator=amp('O2', model.generator, loss_scale=scale, accumulate_in_fp32=wide),
-            discriminator=amp('O2', model.discriminator, loss_scale=scale, accumulate_in_fp32=wide),
-        )
-
-    model, wrappers = fresh()
-    train(model, wrappers, device, factor=float('inf') if overflow else 1.0)
-    # nothing that a hook would have to wait for
-    assert not any(wrapper.in_window for wrapper in wrappers.values())
-    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(wrappers.state_dict())
-    assert state['discriminator']['amp']['window']['foreign_found_inf'] == float(overflow)
-    other, resumed = fresh()
-    other.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    for pair in ((model, wrappers), (other, resumed)):
-        train(*pair, device)
-    assert differences(model.state_dict(), other.state_dict()) == []
-    assert differences(wrappers.state_dict(), resumed.state_dict()) == []
-
-
-def test_an_overflow_never_reaches_a_wrapper_that_does_not_look(device: torch.device) -> None:
-    model = two(device)
-    wrappers = OptimWrapperDict(
-        generator=amp('O0', model.generator, loss_scale='dynamic'), discriminator=OptimWrapper(sgd(model.discriminator))
-    )
-    handle = model.discriminator[-1].weight.register_hook(lambda grad: grad * float('inf'))
-    with wrappers['generator'].optim_context(model):
-        loss = model.discriminator(model.generator(batch(device))).square().mean()
-    wrappers['generator'].update_params(loss)
-    handle.remove()
-    assert wrappers['generator'].loss_scaler.counts.tolist()[:2] == [1, 1]
-    wrappers['discriminator'].step()
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-def test_several_losses_of_one_wrapper(device: torch.device) -> None:
-    """A member that unscales on arrival takes what others bring as well."""
-    ends = []
-    for losses in (1, 2):
-        model = two(device)
-        wrappers = OptimWrapperDict(
-            generator=amp('O0', model.generator, loss_scale=64.0),
-            discriminator=amp('O0', model.discriminator, loss_scale=16.0, num_losses=losses),
-        )
-        train(model, wrappers, device)
-        ends.append([p.detach().clone() for p in model.parameters()])
-    assert differences(*ends) == []
-
-
-def test_an_exception_in_backward_leaves_gradients_of_others_alone(device: torch.device) -> None:
-    model = two(device)
-    wrappers = OptimWrapperDict(a=amp('O2', model.generator), b=amp('O2', model.discriminator))
-    with wrappers['b'].optim_context(model):
-        loss = model.discriminator(batch(device)).sum()
-    wrappers['b'].backward(loss)
-    before = [p.grad.clone() for p in model.discriminator.parameters()]
-
-    def fail(grad: Tensor) -> Tensor:
-        raise RuntimeError('in the middle')
-
-    with wrappers['a'].optim_context(model):
-        hidden = model.generator(batch(device))
-        hidden.register_hook(fail)
-        loss = model.discriminator(hidden).sum()
-    with pytest.raises(RuntimeError, match='in the middle'):
-        wrappers['a'].backward(loss)
-    assert differences(before, [p.grad for p in model.discriminator.parameters()]) == []
-    wrappers['b'].step()
-
-
-@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O3', 'O5'])
-def test_a_part_that_two_optimizers_step(level: str, device: torch.device) -> None:
-    """One weight, one master: each update starts from the other's, and nothing is rounded in between."""
-    model = two(device)
-    wrappers = OptimWrapperDict(
-        a=amp(level, model.trunk, model.generator, momentum=0),
-        b=amp(level, model.trunk, model.discriminator, momentum=0),
-    )
-    wrappers.initialize_count_status(model, 0, 10)
-    weight = model.trunk.weight
-    master = fp32_values.master_tensor(weight)
-    if level in ('O2', 'O5'):
-        assert master is not None
-        for wrapper in wrappers.values():
-            assert any(p is master for p in wrapper.master_params())
-    stepped = weight if master is None else master
-    for step in range(3):
-        for wrapper, head in ((wrappers['a'], model.generator), (wrappers['b'], model.discriminator)):
-            before = stepped.detach().clone()
-            with wrapper.optim_context(model):
-                loss = head(model.trunk(batch(device, step))).float().square().mean()
-            wrapper.backward(loss)
-            scale = wrapper.loss_scaler.get_scale()
-            grad = weight.grad.float() / scale
-            wrapper.step()
-            wrapper.zero_grad()
-            if level != 'O3':
-                torch.testing.assert_close(stepped, before - 0.25 * grad, rtol=0, atol=1e-7)
-            assert weight.equal(stepped.to(weight.dtype))
-    assert not before.equal(stepped)
-    saved = model.state_dict()
-    assert saved['trunk.weight'].equal(stepped.detach().float())
-    for wrapper in wrappers.values():
-        wrapper.detach()
-    assert model.trunk.weight.dtype == torch.float32 and model.trunk.weight.equal(stepped.float())
-    for wrapper in wrappers.values():
-        assert any(p is model.trunk.weight for g in wrapper.optimizer.param_groups for p in g['params'])
-
-
-def test_shared_parts_that_cannot_be_shared(device: torch.device) -> None:
-    for first, second in (('O2', 'O5'), ('O2', 'O1'), ('O0', 'O2'), ('O2', 'O3'), ('O2', None)):
-        model = two(device)
-        one = amp(first, model.trunk, model.generator)
-        parts = (model.trunk, model.discriminator)
-        other = OptimWrapper(sgd(*parts)) if second is None else amp(second, *parts)
-        with pytest.raises(AmpAttachError, match='stepped by two optimizers'):
-            OptimWrapperDict(a=one, b=other)
-        assert {p.dtype for p in model.parameters()} == {torch.float32}
-    # two open accumulations would mix two scales in one gradient
-    model = two(device)
-    wrappers = OptimWrapperDict(
-        a=amp('O2', model.trunk, model.generator), b=amp('O2', model.trunk, model.discriminator)
-    )
-    losses = []
-    for wrapper, head in ((wrappers['a'], model.generator), (wrappers['b'], model.discriminator)):
-        with wrapper.optim_context(model):
-            losses.append(head(model.trunk(batch(device))).float().mean())
-    wrappers['a'].backward(losses[0])
-    before = model.trunk.weight.grad.clone()
-    with pytest.raises(AmpUsageError, match='steps the same parameters'):
-        wrappers['b'].backward(losses[1])
-    assert model.trunk.weight.grad.equal(before)
-    wrappers['a'].step()
-    wrappers['a'].zero_grad()
-    wrappers['b'].backward(losses[1])
-
-
-def test_wrappers_log_under_their_names(device: torch.device, tmp_path: Any) -> None:
-    hub = MessageHub.get_instance(f'members{tmp_path.name}')
-    model = two(device)
-    wrappers = OptimWrapperDict(
-        g=amp('O2', model.generator, clip_grad=dict(max_norm=1.0)), d=amp('O1', model.discriminator)
-    )
-    for wrapper in wrappers.values():
-        wrapper.device_log._hub = hub
-    train_names = dict(discriminator='d', generator='g')
-    for name, member in train_names.items():
-        with wrappers[member].optim_context(model):
-            images = model.generator(batch(device))
-            loss = model.discriminator(images.detach() if member == 'd' else images).float().mean()
-        if name == 'discriminator':
-            loss = loss * float('inf')
-        with toy.captured_log() as lines:
-            wrappers[member].update_params(loss)
-        if name == 'discriminator':
-            assert any(
-                'amp: d: non-finite gradients, as is usual until a dynamic loss scale fits' in line for line in lines
-            )
-    assert {'train/g_amp_scale', 'train/g_grad_norm', 'train/d_amp_scale', 'train/d_amp_skipped'} <= set(
-        hub.log_scalars
-    )
-    assert hub.get_scalar('train/d_amp_skipped').current() == 1
-    # of which no step was skipped
-    assert 'train/g_amp_skipped' not in hub.log_scalars
-    with toy.captured_log() as lines:
-        wrappers.load_state_dict(wrappers.state_dict())
-    assert any(line.startswith('amp: g: ') for line in lines) and any(line.startswith('amp: d: ') for line in lines)
-
-
-def test_losses_that_flow_through_each_other_find_their_scales(device: torch.device) -> None:
-    """Each brings the other what is too large for float16: both scales have to fall, not wait for one another."""
-    model = two(device)
-    wrappers = OptimWrapperDict(
-        **{
-            name: AmpOptimWrapper(
-                opt_level='O2', verbosity=0, optimizer=torch.optim.SGD(getattr(model, name).parameters(), lr=1e-6)
-            )
-            for name in ('generator', 'discriminator')
+    def state(self) -> dict[str, Any]:
+        """FP32 weights and moments, without buffers: whose statistics are restored is tested with those."""
+        found = {
+            k: v.tolist()
+            for k, v in self.model.state_dict().items()
+            if k[0] in 'gd' and k[2:] not in ('total', 'count')
         }
-    )
+        for name in 'gd':
+            optimizer = self.wrappers[name].optimizer
+            moments = [optimizer.state[p].get('momentum_buffer') for p in self.stepped(name) if p in optimizer.state]
+            found |= {f'{name} {i}': None if m is None else m.tolist() for i, m in enumerate(moments)}
+        return found
+
+
+LEVELS = [('O0', 'O0'), ('O2', 'O2'), ('O2', 'O5'), ('O5', 'O2'), ('O1', 'O2'), ('O2', 'O0'), ('O4', 'O1')]
+SETUPS: dict[str, dict[str, Any]] = {
+    'bare': {},
+    'sums in FP32': dict(accumulate_in_fp32=True),
+    'two losses': dict(num_losses=2),
+    'masters in losses': dict(masters=True),
+}
+SCRIPTS = {
+    'turns, and gradients wait for the other': 'd D g G d D g G d D',
+    'turns with a frozen discriminator': 'freeze g G thaw d D freeze g G thaw d D',
+    'one joint loss and two steps': 'g G D g D G',
+    'gradients are added to those that wait': 'd g G g G d D g G D',
+    'the loss of the generator overflows in the discriminator': 'g* G d D g G d D',
+    'the loss of the discriminator overflows': 'd* D g G d d* D g G D',
+    'an overflow in one of two passes': 'g g* d G D d g D G',
+    'a file while gradients of the other wait': 'd D g G save d D g G',
+    'a file in accumulations of both': 'd g save g d G D g G',
+    'a file after an overflow': 'd D g* G save d D d* save D d D g G',
+}
+
+
+@functools.cache
+def plain(script: str, masters: bool = False) -> dict[str, Any]:
+    return Training(None, masters=masters).play(script).state()
+
+
+@pairs(levels=LEVELS, setup=SETUPS, make=(sgd, fused_sgd))
+def test_members_train_as_in_fp32(levels: Any, setup: str, make: Any) -> None:
+    wrong: list[Any] = []
+    for name, script in SCRIPTS.items():
+        run = Training(levels, make, **SETUPS[setup]).play(script)
+        found, wanted = run.state(), plain(script, run.masters)
+        wrong += [(name, key) for key, value in wanted.items() if found[key] != value]
+        for member, level in zip('gd', levels):
+            scale = run.wrappers[member].loss_scaler.get_scale(), run.scales[member].value
+            wrong += [(name, member, *scale)] if scale[0] != scale[1] else []
+            assert run.part(member).fc.weight.dtype is WEIGHT_TYPES.get(level, torch.float32)
+        assert run.model.perceptual.weight.dtype is torch.float32
+    assert wrong == []
+
+
+@pytest.mark.xfail(strict=True, reason='engine')
+@pytest.mark.parametrize('level', ['O2', 'O5'])
+def test_masters_of_members_with_several_losses_in_the_loss_of_another(level: str) -> None:
+    run = Training((level, level), masters=True, num_losses=2).play('d D g G d D')
+    assert run.state() == plain('d D g G d D', masters=True)
+
+
+def test_gradients_that_the_module_clears_take_their_overflow_along() -> None:
+    """Where they are summed in FP32, ``zero_grad`` of the wrapper clears them."""
+    script = 'g* G clear d D g G clear d D d D'
+    for levels in LEVELS:
+        assert Training(levels).play(script).state() == plain(script), levels
+
+
+@pytest.mark.parametrize('levels', LEVELS)
+def test_members_attach_together_without_a_runner(levels: Any) -> None:
+    """Also where the first forward pass finds the other member frozen."""
+    run = Training(levels)
+    run.model.d.requires_grad_(False)
+    with run.wrappers['g'].optim_context(run.model):
+        for name, level in zip('gd', levels):
+            assert run.part(name).fc.weight.dtype is WEIGHT_TYPES.get(level, torch.float32)
+    run.model.d.requires_grad_(True)
+    assert [len(list(run.wrappers[name].master_params())) for name in 'gd'] == [2, 2]
+    assert run.play('d D g G d D').state() == plain('d D g G d D')
+
+
+def test_accumulations_of_members_are_counted_and_resumed() -> None:
+    def iterate(run: Training, *indices: int) -> None:
+        for index in indices:
+            for name in 'dg':
+                with run.wrappers[name].optim_context(run.model):
+                    loss = run.part(name)(data(index))
+                run.wrappers[name].update_params(loss)
+
+    whole, part = (Training(('O2', 'O5'), accumulative_counts=2) for _ in range(2))
+    for run in (whole, part):
+        iterate(run, 0, 1, 2)
+    part.save()
+    assert part.wrappers['g'].inner_count == 3
+    for run in (whole, part):
+        iterate(run, 3, 4)
+        assert [run.wrappers[name].in_window for name in 'gd'] == [True, True]
+        iterate(run, 5)
+    assert whole.state() == part.state()
+
+
+def deep() -> tuple[nn.Module, OptimWrapperDict]:
+    """A generator before a discriminator, both at O2, whose loss is too large for float16."""
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for name in 'gd'})
+    members = {
+        name: AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model[name].parameters(), lr=1e-6))
+        for name in 'gd'
+    }
+    return model, OptimWrapperDict(**members)
+
+
+def update(model: Any, wrapper: OptimWrapper, step: int, factor: float) -> None:
+    with wrapper.optim_context(model):
+        batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        loss = model['d'](model['g'](batch)).float().square().mean() * factor
+    wrapper.update_params(loss)
+
+
+def test_losses_that_flow_through_each_other_find_their_scales() -> None:
+    """Each brings the other what is too large for float16: both scales have to fall, not wait for one another."""
+    model, wrappers = deep()
     wrappers.initialize_count_status(model, 0, 100)
     for step in range(40):
         for wrapper in wrappers.values():
-            with wrapper.optim_context(model):
-                loss = model.discriminator(model.generator(batch(device, step))).float().square().mean() * 100
-            wrapper.update_params(loss)
+            update(model, wrapper, step, 200.0)
     for wrapper in wrappers.values():
         steps, skips, streak = wrapper.loss_scaler.counts.tolist()
-        assert steps == 40 and skips < 25 and streak == 0, (steps, skips, streak)
+        assert steps == 40 and 0 < skips < 25 and streak == 0, (steps, skips, streak)
         assert wrapper.loss_scaler.get_scale() < 2.0**14
 
 
-@pytest.mark.parametrize('losses', [1, 2])
-@pytest.mark.parametrize('wide', [False, True])
-@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O5'])
-def test_gradients_that_arrive_where_others_wait_are_added(
-    level: str, wide: bool, losses: int, device: torch.device
-) -> None:
-    """Against autograd's own sum in float64, with three losses on three scales; the second one overflows nowhere."""
-    model = two(device)
-    words = dict(num_losses=losses, accumulate_in_fp32=wide and losses == 1, momentum=0)
-    wrappers = OptimWrapperDict(
-        g=amp('O0', model.generator, loss_scale=64.0),
-        d=amp(level, model.discriminator, loss_scale=16.0, accumulative_counts=3, **words),
-    )
-    wrappers.initialize_count_status(model, 0, 300)
-    exact = [torch.zeros_like(p, dtype=torch.float64) for p in model.discriminator.parameters()]
-    start = [p.detach().double() for p in wrappers['d'].master_params()]
-    for step, name in enumerate(('d', 'g', 'g', 'd')):
-        wrapper = wrappers[name]
-        with wrapper.optim_context(model):
-            out = model.discriminator(model.generator(batch(device, step)))
-        with wrapper.optim_context(model):
-            again = model.discriminator(model.generator(batch(device, step))).float().square().mean()
-        alone = torch.autograd.grad(again, list(model.discriminator.parameters()))
-        for total, part in zip(exact, alone):
-            total += part.double()
-        wrapper.backward(out.float().square().mean())
-        if name == 'g':
-            wrapper.step()
-            wrapper.zero_grad()
-            # put back what the step moved: only the sums are of interest
-            model.generator.load_state_dict(two(device).generator.state_dict())
-    wrappers['d'].step()
-    half = level in ('O2', 'O5')
-    unit = {'O0': 2.0**-23, 'O1': 2.0**-10, 'O2': 2.0**-10, 'O5': 2.0**-7}[level]
-    for before, after, total in zip(start, wrappers['d'].master_params(), exact):
-        moved = (before - after.detach().double()) / 0.25
-        size = total.abs().max() + 1e-3
-        assert float((moved - total).abs().max()) <= 8 * unit * float(size) * (1 if half else 2), (level, wide, losses)
+def test_sparse_and_dense_gradients_meet() -> None:
+    """A table that gets rows from the loss of another member and a dense gradient afterwards, and the other way round."""
+    for order in (('rows', 'dense'), ('dense', 'rows')):
+        model = nn.ModuleDict(dict(table=nn.Embedding(6, 4, sparse=True), layer=nn.Linear(4, 4)))
+        members = {}
+        for name, scale in (('table', 1.0), ('layer', 8.0)):
+            optimizer = torch.optim.SGD(model[name].parameters(), lr=0.25)
+            members[name] = AmpOptimWrapper(opt_level='O0', optimizer=optimizer, loss_scale=scale, verbosity=0)
+        wrappers = OptimWrapperDict(**members)
+        table: Any = model['table']
+        wanted = table.weight.detach() - 0.25 * torch.tensor([1, 3, 2, 1, 1, 1]).unsqueeze(1)
+        for kind in order:
+            with wrappers['layer'].optim_context(model):
+                rows = table(torch.tensor([1, 1, 2])) if kind == 'rows' else table.weight
+                loss = rows.sum() + model['layer'].weight.sum()
+            wrappers['layer'].backward(loss)
+        wrappers['layer'].step()
+        wrappers['table'].step()
+        torch.testing.assert_close(table.weight, wanted, rtol=0, atol=1e-6)
 
 
-def test_sparse_and_dense_gradients_meet(device: torch.device) -> None:
-    """A tied embedding that gets rows first and a dense gradient afterwards, and the other way round."""
-    for first in ('rows', 'dense'):
-        table = nn.Embedding(6, 4, sparse=True).to(device)
-        layer = nn.Linear(4, 4).to(device)
-        wrappers = OptimWrapperDict(a=amp('O0', table, momentum=0), b=amp('O0', layer, loss_scale=8.0))
-        start = table.weight.detach().clone()
-        expected = torch.zeros_like(start)
-        for kind in ('rows', 'dense') if first == 'rows' else ('dense', 'rows'):
-            with wrappers['b'].optim_context(layer):
-                rows = table(torch.tensor([1, 1, 2], device=device)) if kind == 'rows' else table.weight
-                loss = rows.sum() + layer.weight.sum()
-            wrappers['b'].backward(loss)
-            if kind == 'rows':
-                expected[1] += 2
-                expected[2] += 1
-            else:
-                expected += 1
-        wrappers['b'].step()
-        wrappers['a'].step()
-        torch.testing.assert_close(table.weight, start - 0.25 * expected, rtol=0, atol=1e-6)
+# -- what cannot be, and what is said ---------------------------------------------------------------------------------------
+
+CHANGED = pytest.mark.xfail(strict=True, reason='openmmlab')
 
 
-def test_a_parameter_of_two_others_is_converted_once_or_refused(device: torch.device) -> None:
-    for scale in (1.0, 16.0):
-        model = two(device)
-        wrappers = OptimWrapperDict(
-            a=amp('O0', model.trunk, model.generator, loss_scale=scale),
-            b=amp('O0', model.trunk, model.discriminator, loss_scale=scale),
-            c=amp('O0', nn.Linear(1, 1).to(device), loss_scale=1.0),
-        )
-        loss = model.trunk(batch(device)).square().sum()
-        alone = torch.autograd.grad(loss, model.trunk.weight, retain_graph=True)[0]
-        if scale == 1.0:
-            wrappers['c'].backward(loss)
-            assert model.trunk.weight.grad.equal(alone)
-        else:
-            with pytest.raises(AmpUsageError, match='that two other wrappers step'):
-                wrappers['c'].backward(loss)
-            assert model.trunk.weight.grad is None
+def sharing(first: str, second: str | None) -> OptimWrapperDict:
+    """Two members that step the same part; None for a wrapper of mmengine."""
+    model = Gan()
+    optimizers = [sgd([{'params': [*model.g.trained, *more], 'lr': 0.25}]) for more in ([], model.d.trained)]
+    one = AmpOptimWrapper(opt_level=first, optimizer=optimizers[0], verbosity=0)
+    if second is None:
+        return OptimWrapperDict(a=one, b=OptimWrapper(optimizers[1]))
+    return OptimWrapperDict(a=one, b=AmpOptimWrapper(opt_level=second, optimizer=optimizers[1], verbosity=0))
 
 
-def test_a_sibling_that_waits_elsewhere_does_not_stop_the_shared_part(device: torch.device) -> None:
-    """Two turns of b in a row, whose loss flows through a's own part: a waits there, and not on the shared trunk."""
-    model = two(device)
-    wrappers = OptimWrapperDict(
-        a=amp('O2', model.trunk, model.generator, loss_scale=8.0),
-        b=amp('O2', model.trunk, model.discriminator, loss_scale=8.0),
-    )
-    wrappers.initialize_count_status(model, 0, 10)
-    for step in range(2):
-        with wrappers['b'].optim_context(model):
-            loss = model.discriminator(model.generator(model.trunk(batch(device, step)))).float().mean()
-        wrappers['b'].update_params(loss)
-    assert wrappers['b'].loss_scaler.counts.tolist()[:2] == [2, 0]
+@pytest.mark.parametrize(
+    'levels',
+    [
+        ('O2', 'O5'),
+        ('O0', 'O2'),
+        ('O2', 'O3'),
+        ('O2', None),
+        *(pytest.param((level, level), marks=CHANGED) for level in ('O0', 'O2', 'O5')),
+    ],
+)
+def test_parameters_of_two_optimizers_are_refused(levels: Any) -> None:
+    with pytest.raises(AmpAttachError, match='two optimizers'):
+        sharing(*levels)
 
 
-def test_a_weight_given_to_a_second_optimizer_later_keeps_its_master(device: torch.device) -> None:
-    model = two(device)
-    wrappers = OptimWrapperDict(a=amp('O2', model.generator), b=amp('O2', model.discriminator))
-    wrappers.initialize_count_status(model, 0, 10)
-    weight = model.generator[0].weight
-    wrappers['b'].optimizer.add_param_group(dict(params=[weight]))
-    master = fp32_values.master_tensor(weight)
-    assert any(p is master for p in wrappers['b'].master_params())
-    assert fp32_values.master_tensor(weight) is master
+@CHANGED
+@pytest.mark.parametrize('level', ['O0', 'O2', 'O4'])
+def test_wrapper_of_mmengine_in_the_same_dict_is_refused(level: str) -> None:
+    """Gradients that its loss brings to the parameters of ours carry no scale."""
+    model = Gan()
+    ours = AmpOptimWrapper(opt_level=level, optimizer=sgd([{'params': model.g.trained, 'lr': 0.25}]), loss_scale=8.0)
+    theirs = OptimWrapper(sgd([{'params': model.d.trained, 'lr': 0.25}]))
+    with pytest.raises(AmpAttachError, match='opt_level'):
+        OptimWrapperDict(g=ours, d=theirs)
 
 
-def test_gradients_cleared_by_the_model_take_their_flag_along(device: torch.device) -> None:
-    model = two(device)
-    wrappers = OptimWrapperDict(
-        g=amp('O2', model.generator, loss_scale=8.0), d=amp('O2', model.discriminator, loss_scale=8.0)
-    )
-    wrappers.initialize_count_status(model, 0, 10)
-    with wrappers['g'].optim_context(model):
-        loss = model.discriminator(model.generator(batch(device))).float().mean() * float('inf')
-    wrappers['g'].update_params(loss)
-    model.discriminator.zero_grad()
-    with wrappers['d'].optim_context(model):
-        loss = model.discriminator(batch(device)).float().mean()
-    wrappers['d'].update_params(loss)
-    assert wrappers['d'].loss_scaler.counts.tolist()[:2] == [1, 0]
+def test_member_without_a_scale_beside_float16_is_warned_of(log: list[str]) -> None:
+    for levels, scale, warned in ((('O0', 'O2'), None, True), (('O5', 'O1'), None, True), (('O0', 'O2'), 8.0, False)):
+        log.clear()
+        Training(levels, verbosity=1, loss_scale=None) if scale is None else Training(levels, verbosity=1)
+        assert any('g has no loss scale' in line and 'through d' in line for line in log) is warned
 
 
-def test_a_wrapper_without_a_scale_beside_float16_is_told(device: torch.device) -> None:
-    model = two(device)
-    for level, words, told in (('O0', {}, True), ('O5', {}, True), ('O0', dict(loss_scale='dynamic'), False)):
-        with toy.captured_log() as lines:
-            OptimWrapperDict(g=amp(level, model.generator, **words), d=amp('O2', model.discriminator))
-        assert any('g has no loss scale' in line and 'through d' in line for line in lines) == told
-
-
-def test_a_deep_copy_of_an_attached_wrapper_is_refused(device: torch.device) -> None:
-    model = two(device)
-    wrapper = amp('O2', model)
-    assert copy.deepcopy(wrapper).opt_level == 'O2'
-    wrapper.attach(model)
-    with pytest.raises(AmpUsageError, match='deep copy of an attached wrapper'):
-        copy.deepcopy((model, wrapper))
-    copied = copy.deepcopy(model)
-    assert copied.trunk.weight.dtype == torch.float32
-    assert copied.trunk.weight.equal(fp32_values.master_tensor(model.trunk.weight))
+def test_lines_about_members_have_their_names(log: list[str]) -> None:
+    model, wrappers = deep()
+    update(model, wrappers['g'], 0, 1.0)
+    wrappers['d'].zero_grad()
+    log.clear()
+    update(model, wrappers['d'], 1, torch.inf)
+    assert any('amp: d: non-finite gradients' in line for line in log)
+    log.clear()
+    wrappers.load_state_dict(wrappers.state_dict())
+    assert any('amp: g: ' in line for line in log) and any('amp: d: ' in line for line in log)
+    numbers = MessageHub.get_current_instance().log_scalars
+    assert {'train/g_amp_scale', 'train/d_amp_scale', 'train/d_amp_skipped'} <= set(numbers)
