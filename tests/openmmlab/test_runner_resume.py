@@ -434,7 +434,12 @@ def test_average_inside_a_model_stays_fp32() -> None:
         model.teacher.update_parameters(model.student)
     mean = model.teacher.module.weight
     assert mean.dtype is torch.float32 and model.student.weight.dtype is torch.float16
-    assert not mean.equal(mean.half().float())
+    before = mean.detach().clone()
+    assert not before.equal(before.half().float())
+    # an edit that no step has seen counts
+    model.student.weight.data.fill_(5.0)
+    model.teacher.update_parameters(model.student)
+    assert mean.equal(before.lerp(torch.full_like(before, 5.0), 2e-4))
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
