@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from command_line import python
+from processes import python
 from exact_scripts import state
 from play import Part, data
 from torch import Tensor, nn

@@ -17,9 +17,9 @@ import pytest
 import torch
 import toy
 from bits import differences
-from command_line import ROOT
 from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, OPTIM_WRAPPERS
+from processes import ROOT
 
 import amp_wrapper
 from amp_wrapper import AmpOptimWrapper, AmpUsageError

@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import forked
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,7 +111,7 @@ class Group:
         for rank in range(self.world):
             mine, its = Pipe()
             place = (rank, self.world, folder / 'store', self.device.type)
-            self._ranks.append(forked.start(folder / f'{rank}.log', _serve, *place, its))
+            self._ranks.append(processes.start(folder / f'{rank}.log', _serve, *place, its))
             self._links.append(mine)
             its.close()
 
@@ -121,7 +121,7 @@ class Group:
             link.close()
         for rank in self._ranks:
             rank.join(10)
-            forked.kill(rank)
+            processes.kill(rank)
         self._ranks, self._links = [], []
 
 

@@ -12,8 +12,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import forked
 import mmengine.runner.runner
+import processes
 import torch
 import toy
 from bits import differences
@@ -43,12 +43,12 @@ def log_of(work_dir: Path) -> Path:
 
 def start(work_dir: Path, case: dict[str, Any]) -> BaseProcess:
     """Train, or go on, in another process."""
-    return forked.start(log_of(work_dir), train, work_dir, case)
+    return processes.start(log_of(work_dir), train, work_dir, case)
 
 
 def finish(work_dir: Path, case: dict[str, Any]) -> None:
     """Let a training come to its end."""
-    code = forked.wait(start(work_dir, case), 300)
+    code = processes.wait(start(work_dir, case), 300)
     assert code == 0, f'the training in {work_dir} ended with {code}:\n{log_of(work_dir).read_text()[-3000:]}'
 
 
@@ -112,11 +112,11 @@ def run(folder: Path, kills: int, seed: int, level: str, kind: str) -> tuple[Cou
         best = max(best, place)
         process = start(work_dir, case)
         # a process that resumes has less to do
-        code = forked.wait(process, dice.random() * seconds / 2)
+        code = processes.wait(process, dice.random() * seconds / 2)
         if code is None and dice.random() < 0.5:
             # the next write, and a moment into it
-            forked.wait(process, 60, lambda: bool(_half_written(work_dir)))
-            code = forked.wait(process, dice.random() * 0.004)
+            processes.wait(process, 60, lambda: bool(_half_written(work_dir)))
+            code = processes.wait(process, dice.random() * 0.004)
         if code is not None:
             assert code == 0, log_of(work_dir).read_text()[-4000:]
             # too late: the next training is killed
@@ -124,7 +124,7 @@ def run(folder: Path, kills: int, seed: int, level: str, kind: str) -> tuple[Cou
             work_dir.mkdir()
             best = 0
             continue
-        forked.kill(process)
+        processes.kill(process)
         if process.exitcode == -signal.SIGKILL:
             found['killed'] += 1
             found['writing'] += bool(_half_written(work_dir))

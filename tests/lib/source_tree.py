@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command_line import python
+from processes import python
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = Path('amp_wrapper', 'ops', '_build.json')

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import toy
-from command_line import python
+from processes import python
 from mmengine.hooks import Hook
 from mmengine.runner import FlexibleRunner, Runner
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import python
+from processes import python
 
 from amp_wrapper import ops
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import python
 from fsdp import skip_without_fsdp
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS
+from processes import python
 from snippets import FENCE, PAGES, foreign_packages, imported, not_installed, run_code, snippets, table, titled
 from torch import nn
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import crash_harness
-import forked
+import processes
 import pytest
 import torch
 import toy
@@ -87,7 +87,7 @@ def run(folder: Path, named: dict[str, Case]) -> dict[str, dict[str, Any]]:
     """Run all phases of the cases, in one process for each phase; what the uninterrupted runs became."""
     for phase in ('whole', 'first', 'second'):
         log = folder / f'{phase}.log'
-        code = forked.wait(forked.start(log, train, folder, phase, named), 900)
+        code = processes.wait(processes.start(log, train, folder, phase, named), 900)
         assert code == 0, f'{phase} ended with {code}:\n{log.read_text()[-4000:]}'
         stopped = [name for name in named if (folder / name / 'first').exists()]
         assert stopped == ([] if phase == 'whole' else list(named))

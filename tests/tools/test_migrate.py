@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import ROOT, python
+from processes import ROOT, python
 
 from amp_wrapper import FusedAdam, FusedAdamW
 from amp_wrapper.cli import main

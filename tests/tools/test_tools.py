@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import toy
-from command_line import tool
+from processes import tool
 
 CONFIG = 'configs/digits/cnn_o2.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'log_level=WARNING', 'train_dataloader.batch_size=256']
