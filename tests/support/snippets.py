@@ -102,13 +102,3 @@ def table(text: str, header: str) -> list[list[str]]:
         rows.append([cell.strip() for cell in line.strip('|').split('|')])
     del rows[1]
     return rows
-
-
-def pages_of(nav: list[Any]) -> list[str]:
-    """The files of a navigation, its groups opened."""
-    found = []
-    for entry in nav:
-        # without a label the title of the page is taken
-        for value in [entry] if isinstance(entry, str) else entry.values():
-            found += pages_of(value) if isinstance(value, list) else [value]
-    return found

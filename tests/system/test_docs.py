@@ -105,23 +105,6 @@ def test_python_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
     run_page(text, name_of(page))
 
 
-@pytest.mark.parametrize(
-    ('code', 'error'),
-    [
-        ('print(1 + 1)  # 3', AssertionError),
-        ('print(1 + 1)', AssertionError),
-        ('import amp_wrapper\namp_wrapper.amp.initialise()', AttributeError),
-        (
-            "optim_wrapper = dict(type='AmpOptimWrapper', opt_level='O1', master_weights=True, optimizer=dict(type='SGD'))",
-            AmpConfigError,
-        ),
-    ],
-)
-def test_wrong_snippet_fails(code: str, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        run_page(f'```python\n{code}\n```\n', 'page.md')
-
-
 @pytest.mark.long
 def test_first_config_can_be_typed_from_top_to_bottom(tmp_path: Path) -> None:
     """In an empty folder: its files, and its commands in order, whose output has each line that the page shows."""
