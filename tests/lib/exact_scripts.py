@@ -6,11 +6,11 @@ For scripts with several optimizers, and for what the acts of ``play`` do not sa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from play import Part
+from play import EXACT_LEVELS, Part
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -19,6 +19,8 @@ from amp_wrapper import amp
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
 #: The levels that cast weights and keep FP32 masters.
 MASTERS = ('O2', 'O5')
+#: One level of each kind: nothing, autocast, float16 weights with masters and a scale, bfloat16 weights.
+KINDS = ('O0', 'O1', 'O2', 'O5')
 #: Ways of scripts to clear gradients.
 CLEARS = ('optimizer', 'optimizer, to zeros', 'model', 'None')
 
@@ -44,6 +46,14 @@ def start(level: str | None, scale: Any = 8.0, **options: Any) -> tuple[Part, Op
             scale = dict(init_scale=scale)
         amp.initialize(part, optimizer, opt_level=level, loss_scale=scale, **{'verbosity': 0, **options})
     return part, optimizer
+
+
+def initialise(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], level: str | None, *scales: float) -> None:
+    """Initialise several models, whose dynamic scales begin at ``scales``; plain FP32 training has no level."""
+    if level is not None:
+        words: dict[str, Any] = dict(num_losses=len(scales), loss_scale='dynamic', verbosity=0)
+        amp.initialize(list(models), list(optimizers), opt_level=level, **words)
+        set_scales(optimizers[0], *scales)
 
 
 def backward(
@@ -78,8 +88,11 @@ def clear(how: str, optimizers: Sequence[Optimizer], models: Sequence[nn.Module]
         parameter.grad = None
 
 
-def state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[Any, Any]:
-    """FP32 weights, buffers and moments; each weight is checked to be its FP32 value, rounded."""
+def state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], buffers: bool = True) -> dict[Any, Any]:
+    """FP32 weights, buffers and moments; each weight is checked to be its FP32 value, rounded.
+
+    Buffers are of every forward pass, also of those that plain training leaves out.
+    """
     found: dict[Any, Any] = {}
     for m, model in enumerate(models):
         saved = model.state_dict()
@@ -94,7 +107,19 @@ def state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> dict[
                 for key, value in entry.items()
                 if isinstance(value, Tensor) and (key != 'step' or 'exp_avg' in entry)
             }
-    return found
+    return {key: value for key, value in found.items() if buffers or key[-1] not in ('total', 'count')}
+
+
+def unlike(ours: tuple[nn.Module, Optimizer], theirs: tuple[nn.Module, Optimizer]) -> list[Any]:
+    """Keys of the states of two trainings that differ, without buffers."""
+    found, wanted = (state([model], [optimizer], buffers=False) for model, optimizer in (ours, theirs))
+    return [key for key in wanted if found.get(key) != wanted[key]]
+
+
+def unlike_fp32(train: Callable[[str | None], Any], levels: Iterable[str] = EXACT_LEVELS) -> list[str]:
+    """The levels at which what ``train`` returns is not what it returns without mixed precision."""
+    wanted = train(None)
+    return [level for level in levels if train(level) != wanted]
 
 
 def gradients(optimizer: Optimizer) -> list[Any]:
