@@ -1,5 +1,5 @@
 # make train   set up and train the digits CNN at O2
-# make test    set up and run the tests, but for the long grids
+# make test    set up and run the tests
 # The first of them makes a virtual environment in .venv; PYTHON chooses its interpreter (3.10 to 3.13).
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
@@ -45,13 +45,12 @@ DRY ?=
 
 CXX_SOURCES := $(filter %.h %.cpp %.inl %.cu %.cuh,$(shell find csrc -type f))
 
-.PHONY: help gpu-check ops train test test-grids test-long test-all test-torch test-onedl matrix wheels test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
+.PHONY: help gpu-check ops train test test-all test-torch test-onedl matrix wheels test-downstream test-foreign crash-test fuzz-test lint format type docs bench clean
 
 help:
 	@echo 'make train   set up, train the digits CNN at O2, end with its accuracy'
 	@echo 'make test    set up, try every behaviour once (PYTEST_ARGS="-k name" for some of the tests)'
-	@echo 'make test-grids  the long grids: the same behaviours on more levels, settings and examples'
-	@echo 'make test-long  the longest of them, before a release; make test-all does all three'
+	@echo 'make test-all  every combination, long runs, and planted faults that the tests must notice: hours, before a release'
 	@echo 'make test-torch  the tests on another torch, in an environment of its own (TORCH=2.15.0, or newest); several GB'
 	@echo 'make test-onedl  the tests on onedl-mmengine and onedl-mmcv, in an environment of their own'
 	@echo 'make matrix  the tests on every torch, Python and mmengine of the table in docs/versions.md (CELLS=, KEEP=1, DRY=1)'
@@ -115,19 +114,13 @@ $(VENV)/.docs: $(VENV)/.dev requirements/docs.txt
 train: $(VENV)/.ops
 	$(BIN)/python tools/train.py configs/digits/cnn_o2.py
 
-# every behaviour once; and what repeats one on more levels, settings and examples, and takes long
 TRY = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 test: $(VENV)/.dev
-	$(TRY) -m 'not grid and not long' $(PYTEST_ARGS)
+	$(TRY) $(PYTEST_ARGS)
 
-test-grids: $(VENV)/.dev
-	$(TRY) -m 'grid and not long' $(PYTEST_ARGS)
-
-test-long: $(VENV)/.dev
-	$(TRY) --full -m long $(PYTEST_ARGS)
-
-test-all: test
-	$(MAKE) --no-print-directory test-grids test-long
+test-all: $(VENV)/.dev
+	$(TRY) --full $(PYTEST_ARGS)
+	$(BIN)/python tests/system/planted_faults.py
 
 # everything is pinned but torch, and what that torch asks for in a version of its own
 PIP_TORCH = $(VENV_TORCH)/bin/python -m pip --disable-pip-version-check

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ops_models import NoHostRead
+from op_lists import NoHostRead
 from torch import Tensor, nn
 
 from amp_wrapper import AmpConfigError, AmpMonitorHook, FusedAdamW, amp

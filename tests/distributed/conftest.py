@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from fsdp import skip_without_fsdp
+from missing import skip_without_fsdp
 from on_ranks import Group
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp import skip_without_fsdp
+from missing import skip_without_fsdp
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
 
 #: Packages that the tests can do without.
 OPTIONAL = ('mmengine', 'mmcv', 'sklearn', 'PIL', 'cv2')
@@ -67,3 +68,13 @@ class SkipsWhatLacksAPackage:
                 report.outcome = 'skipped'
                 report.longrepr = (str(item.path), item.location[1] or 0, f'Skipped: {reason}')
         return report
+
+
+def skip_without_fsdp(device: str = 'cpu') -> None:
+    """Skip the test that calls this where torch cannot train what ``fully_shard`` has sharded on such a device.
+
+    Args:
+        device: Its type, such as ``cpu``.
+    """
+    if device == 'cpu' and torch.__version__ < (2, 7):
+        pytest.skip('fully_shard of torch 2.6 needs a GPU')
