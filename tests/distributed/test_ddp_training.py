@@ -62,6 +62,16 @@ def test_training_equals_plain_fp32(here: Here, level: str, door: str, setting: 
         assert found == pytest.approx(value, rel=0.1), name
 
 
+@pytest.mark.parametrize('door', DOORS)
+@on_ranks()
+def test_disabled_training_is_plain_ddp(here: Here, door: str) -> None:
+    training = Training(here, 'O2', door, enabled=False)
+    for passes in ('a', 'lla', 'l!la'):
+        training.update(passes)
+        training.check(passes)
+    assert training.net.fc.weight.dtype is torch.float32
+
+
 @pairs(level=LEVELS, door=DOORS)
 @on_ranks()
 def test_several_losses_are_averaged_each(here: Here, level: str, door: str) -> None:
