@@ -66,8 +66,12 @@ class Forwards:
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], tuple[Inside, Callable[..., Any]]] = {}
 
-    def __call__(self, level: str, body: Callable[..., Any], *args: Any, door: str = 'amp') -> Inside:
-        """The model that has called ``body`` once: with ``args``, or with the result of a layer, each time the same."""
+    def __call__(self, level: str, body: Callable[..., Any], *args: Any, door: str = '') -> Inside:
+        """The model that has called ``body`` once: with ``args``, or with the result of a layer, each time the same.
+
+        Without a door, odd levels are behind the one and even levels behind the other.
+        """
+        door = door or DOORS[int(level[1]) % 2]
         if (level, door) not in self._models:
             torch.manual_seed(0)
             model = Inside(body)
