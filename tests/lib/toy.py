@@ -268,11 +268,15 @@ def run_flexible(work_dir: Path | str, optim_wrapper: dict[str, Any], **override
     return runner
 
 
+def _plain_text(config: Config) -> str:
+    return '\n'.join(f'{name} = {value!r}' for name, value in config.to_dict().items())
+
+
 @contextmanager
 def quick_runners() -> Iterator[None]:
     """mmengine formats the whole config, asks git for each file and looks for compilers at each start: not inside."""
     with (
-        mock.patch.object(Config, 'pretty_text', ''),
+        mock.patch.object(Config, 'pretty_text', property(_plain_text)),
         mock.patch.object(mmengine.runner.runner, 'collect_env', dict),
         mock.patch.object(mmengine.runner.runner, 'get_git_hash', str),
     ):

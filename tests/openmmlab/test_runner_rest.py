@@ -1,0 +1,449 @@
+"""Numbers in the log of mmengine's ``Runner``, reports of skipped steps, ``compile`` in configs, tests beside trainings."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import toy
+from bits import differences
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS, MODELS
+from mmengine.runner import Runner
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_wrapper import AmpConfigError, AmpMonitorHook, NonfiniteHook, OverflowStreakError
+from amp_wrapper.cli import main
+
+GRADIENTS = {'amp_grad_underflow', 'amp_grad_tiny', 'amp_grad_peak', 'amp_weight_peak'}
+UPDATES = {'amp_update_lost', 'amp_update_spacing'}
+NUMBERS = {'amp_skip_rate', *GRADIENTS, *UPDATES}
+EACH = dict(type='LoggerHook', interval=1)
+ALONE: dict[str, Any] = dict(val_cfg=None, val_dataloader=None, val_evaluator=None)
+BY_ITERATION = dict(
+    train_cfg=dict(by_epoch=False, max_iters=20, val_interval=50),
+    train_dataloader=toy.loader(sampler='InfiniteSampler'),
+)
+TESTED = dict(test_dataloader=toy.loader(shuffle=False), test_evaluator=dict(type='ToyScore'), test_cfg=dict())
+
+
+def wrapper(level: str = 'O2', **words: Any) -> dict[str, Any]:
+    return dict(type='AmpOptimWrapper', opt_level=level, optimizer=dict(type='SGD', lr=0.01), verbosity=0) | words
+
+
+def monitor(**words: Any) -> list[dict[str, Any]]:
+    return [dict(type='amp_wrapper.AmpMonitorHook', **words)]
+
+
+def poisoned(*iterations: int) -> dict[str, Any]:
+    return dict(model=dict(type='PoisonedModel', poisoned=iterations))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows(runner: Runner) -> list[dict[str, Any]]:
+    """Of the log of the training."""
+    return [line for line in lines(Path(runner.log_dir) / 'vis_data' / 'scalars.json') if 'loss' in line]
+
+
+# -- numbers in the log -----------------------------------------------------------------------------------------------
+
+
+@HOOKS.register_module()
+class SkipsOne(Hook):
+    """NaN in the gradients of the fourth step."""
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        if runner.iter == 3:
+            data_batch['inputs'].fill_(float('nan'))
+
+
+@pytest.mark.parametrize(
+    ('level', 'skips', 'hooks', 'numbers'),
+    [
+        *((level, level != 'O0', [], set()) for level in toy.LEVELS),
+        ('O2', False, [], set()),
+        ('O5', False, [], set()),
+        ('O5', True, monitor(interval=3), NUMBERS),
+        ('O1', True, monitor(ranges_interval=3), NUMBERS - UPDATES),
+    ],
+)
+def test_log_of_the_command_has_few_numbers_and_all_on_request(
+    level: str, skips: bool, hooks: list[Any], numbers: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaled = level in ('O1', 'O2')
+    config = toy.toy_config(
+        tmp_path / 'work',
+        wrapper(level, **(dict(loss_scale=dict(init_scale=2.0**8)) if scaled else {})),
+        custom_hooks=[*([dict(type='SkipsOne')] if skips else []), *hooks],
+        train_cfg=dict(by_epoch=True, max_epochs=1, val_interval=1),
+        log_level='INFO',
+    )
+    config.dump(str(tmp_path / 'config.py'))
+    assert main(['train', str(tmp_path / 'config.py')]) == 0
+    (log,) = (tmp_path / 'work').glob('*/vis_data/scalars.json')
+    found = [{key for key in row if key.startswith('amp_')} for row in lines(log) if 'loss' in row]
+    always = numbers | ({'amp_scale'} if scaled else set())
+    assert found[:3] == [always] * 3 and found[3:] == [always | ({'amp_skipped'} if skips else set())] * 4
+    assert ('amp_skipped' in capsys.readouterr().out) == skips
+    layers = list((tmp_path / 'work').glob('*/vis_data/amp_ranges.jsonl'))
+    assert bool(layers) == any('ranges_interval' in hook for hook in hooks)
+
+
+def test_numbers_are_measured_at_their_interval(tmp_path: Path) -> None:
+    hooks = monitor(interval=5, ranges_interval=10, diagnose_overflow=False)
+    runner = toy.run(tmp_path, wrapper('O5'), custom_hooks=hooks, **poisoned(2, 3, 4, 9))
+    logged = rows(runner)
+    # iteration 1 of one step, 5 of iterations 2 to 5, 10 of 6 to 10
+    assert [row['amp_skip_rate'] for row in logged] == [0.0] * 4 + [0.75] * 5 + [pytest.approx(0.2)] * 5
+    peaks = [row['amp_grad_peak'] for row in logged]
+    assert peaks[0] == peaks[3] != peaks[4] == peaks[8] != peaks[9] == peaks[13]
+    assert all(0 <= row['amp_grad_underflow'] <= 1 for row in logged)
+    ranges = lines(Path(runner.log_dir) / 'vis_data' / 'amp_ranges.jsonl')
+    assert [line['iteration'] for line in ranges] == [1, 10] and 'conv.weight' in ranges[0]['gradients']
+
+
+def test_row_has_the_numbers_of_its_own_iteration(tmp_path: Path) -> None:
+    hooks = dict(logger=dict(type='LoggerHook', interval=5))
+    each, some = (
+        toy.run(tmp_path / str(n), wrapper(), custom_hooks=monitor(interval=n), default_hooks=hooks, **BY_ITERATION)
+        for n in (1, 5)
+    )
+    found = [[{name: row[name] for name in ('iter', *GRADIENTS)} for row in rows(runner)] for runner in (each, some)]
+    assert [row['iter'] for row in found[0]] == [5, 10, 15, 20] and found[0] == found[1]
+
+
+class OwnReads(TorchDispatchMode):
+    """Notes the iterations in which code of the package reads the device; what mmengine reads by itself is not noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner: Any = None
+        self.found: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.note()
+        return func(*args, **(kwargs or {}))
+
+    def note(self) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and not str(frame.f_globals['__name__']).startswith(('amp_wrapper', 'mmengine')):
+            frame = frame.f_back
+        name = '' if frame is None else frame.f_globals['__name__']
+        # the ops of the package are told apart from it: without a library, they look at tables that lie on the host
+        if self.runner is not None and name.startswith('amp_wrapper') and not name.startswith('amp_wrapper.ops'):
+            self.found.add(self.runner.iter + 1)
+
+
+@HOOKS.register_module()
+class NoteReads(Hook):
+    """Lets :class:`OwnReads` know the iteration."""
+
+    reads: OwnReads
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        self.reads.runner = runner
+
+    def after_train_epoch(self, runner: Any) -> None:
+        self.reads.runner = None
+
+
+@pytest.mark.parametrize(('level', 'skipped'), [('O2', ()), ('O4', (1,)), ('O5', ())])
+def test_device_is_read_with_the_log_alone(
+    level: str, skipped: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales, skips, norms of clipping and the numbers of the monitor."""
+    reads = OwnReads()
+    monkeypatch.setattr(NoteReads, 'reads', reads, raising=False)
+    tolist = torch.Tensor.tolist
+
+    def noted(tensor: Tensor) -> Any:
+        # on a CPU it goes past the mode
+        reads.note()
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, 'tolist', noted)
+    with reads:
+        runner = toy.run(
+            tmp_path,
+            wrapper(level, optimizer=dict(type='FusedSGD', lr=0.01), clip_grad=dict(max_norm=1.0)),
+            custom_hooks=[dict(type='NoteReads'), *monitor(interval=2, diagnose_overflow=False)],
+            default_hooks=dict(
+                logger=dict(type='LoggerHook', interval=10), checkpoint=dict(type='CheckpointHook', interval=-1)
+            ),
+            **BY_ITERATION,
+            **ALONE,
+            **poisoned(*skipped),
+        )
+    logged = rows(runner)
+    # the end of the data at iteration 7 is logged, too
+    assert reads.found == {row['iter'] for row in logged} == {7, 10, 20}
+    wanted = {'grad_norm', 'amp_skip_rate', *GRADIENTS, *(UPDATES if level != 'O4' else ())}
+    assert all(wanted <= set(row) for row in logged)
+
+
+def test_saved_log_needs_no_package_and_lacks_norms_of_skipped_steps(tmp_path: Path) -> None:
+    custom = [dict(data_src='grad_norm', method_name='max', window_size='global', log_name='gn')]
+    runner = toy.run(
+        tmp_path,
+        wrapper('O5', clip_grad=dict(max_norm=1.0)),
+        default_hooks=dict(logger=EACH),
+        log_processor=dict(custom_cfg=custom),
+        **poisoned(1, 3),
+    )
+    assert b'amp_wrapper' not in (tmp_path / 'epoch_2.pth').read_bytes()
+    saved = toy.checkpoint(tmp_path)['message_hub']['log_scalars']
+    assert type(saved['train/grad_norm']).__module__ == 'mmengine.logging.history_buffer'
+    norms = saved['train/grad_norm'].data[0]
+    assert len(norms) == 12 and bool(torch.tensor(norms).isfinite().all())
+    # those of skipped steps would be infinite
+    assert ['grad_norm' in row for row in rows(runner)][:2] == [False, True]
+    assert saved['train/amp_skipped'].current() == 2
+
+
+def test_members_of_a_dict_have_their_names_in_front(tmp_path: Path) -> None:
+    config = Config.fromfile(Path(__file__).resolve().parents[2] / 'configs' / 'digits' / 'gan_o2_o5.py')
+    config.work_dir = str(tmp_path)
+    config.train_cfg = dict(by_epoch=False, max_iters=3, val_interval=50)
+    config.param_scheduler = None
+    config.model.generator.width = config.model.discriminator.width = 4
+    config.custom_hooks = monitor(interval=2, ranges_interval=2)
+    config.default_hooks = dict(logger=EACH)
+    config.log_level = 'WARNING'
+    runner = Runner.from_cfg(config)
+    runner.train()
+    for member in ('generator', 'discriminator'):
+        assert f'train/{member}_amp_grad_peak' in runner.message_hub.log_scalars
+        assert (Path(runner.log_dir) / 'vis_data' / f'{member}_amp_ranges.jsonl').exists()
+
+
+@pytest.mark.parametrize(
+    'words', [dict(interval=0), dict(ranges_interval=-1), dict(diagnose_overflow='yes'), dict(interval=True)], ids=str
+)
+def test_wrong_arguments_of_the_monitor(words: dict[str, Any]) -> None:
+    with pytest.raises(AmpConfigError, match=next(iter(words))):
+        AmpMonitorHook(**words)
+
+
+# -- reports of skipped steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(('counts', 'at'), [(1, (3, 4, 9)), (2, (4, 10))])
+def test_reports_lie_beside_the_checkpoints_and_training_is_the_same(
+    counts: int, at: tuple[int, ...], tmp_path: Path
+) -> None:
+    ends = []
+    for name, hooks in (('plain', []), ('watched', monitor(interval=2))):
+        words = wrapper(accumulative_counts=counts)
+        runner = toy.run(tmp_path / name, words, custom_hooks=hooks, **poisoned(3, 4, 9))
+        ends.append([runner.model.state_dict(), runner.optim_wrapper.state_dict()])
+    assert differences(*ends) == []
+    folder = tmp_path / 'watched' / 'amp_diagnosis'
+    assert {path.name for path in folder.glob('*.json')} == {f'iter_{iteration}.json' for iteration in at}
+    found = json.loads((folder / f'iter_{at[0]}.json').read_text())
+    assert found['level'].startswith('O2') and found['rank'] == 0
+    page = (folder / f'iter_{at[0]}.html').read_text().replace('&#39;', "'")
+    assert found['text'].split('.')[0] in page
+
+
+def test_folder_of_reports_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / 'amp_diagnosis').write_text('in the way')
+    assert toy.run(tmp_path, wrapper(), custom_hooks=monitor(), **poisoned(3)).iter == 14
+
+
+def test_streak_of_skips_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    """Skips begin at the third iteration, and the log is read at each second one."""
+    case = dict(custom_hooks=monitor(), default_hooks=dict(logger=dict(type='LoggerHook', interval=2)))
+    fused = dict(type='FusedAdamW', lr=0.02)
+    with pytest.raises(OverflowStreakError, match=r'(?s)fc\.weight.*Report: .*amp_diagnosis.*iter_\d+\.html') as caught:
+        toy.run(tmp_path, wrapper(optimizer=fused, max_consecutive_skips=4), **case, **poisoned(*range(3, 15)))
+    assert 'steps in a row' in str(caught.value)
+    assert not (tmp_path / 'epoch_2.pth').exists()
+
+
+@pytest.mark.xfail(strict=True, reason='openmmlab')
+def test_watch_of_a_training_that_an_exception_ended_is_removed() -> None:
+    model, hook = nn.Sequential(nn.Linear(2, 2)), NonfiniteHook()
+    runner = SimpleNamespace(model=model)
+    hook.before_train(runner)
+    hook.before_train(runner)
+    hook.after_train(runner)
+    assert [len(module._forward_hooks) for module in model.modules()] == [0, 0]
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Which classes of modules are told to compile themselves, and how; none does."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(nn.Module, 'compile', lambda self, **words: found.append((type(self).__name__, words)))
+    return found
+
+
+def test_forward_and_loss_are_one_graph_and_training_is_the_same(tmp_path: Path) -> None:
+    for level in ('O0', 'O1', 'O5'):
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        ends = {
+            name: toy.run(tmp_path / f'{level} {name}', wrapper(level), **words).model
+            for name, words in {'compiled': dict(compile=dict(backend='eager')), 'eager': {}}.items()
+        }
+        # one for training and one for validation
+        assert counters['stats']['unique_graphs'] == 2 and not counters['graph_break'], level
+        # mmengine would compile the step of the optimizer, too
+        assert 'train_step' not in vars(ends['compiled'])
+        states = [model.state_dict() for model in ends.values()]
+        if level == 'O0':
+            stock = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.01))
+            states.append(toy.run(tmp_path / 'stock', stock).model.state_dict())
+        assert all(differences(states[0], other) == [] for other in states[1:]), level
+
+
+@pytest.mark.parametrize('words', [True, False, None, {}, dict(mode='reduce-overhead')])
+def test_compile_takes_a_bool_none_or_a_dict(words: Any, compiled: list[Any], tmp_path: Path) -> None:
+    toy.run(tmp_path, wrapper('O5'), compile=copy.copy(words))
+    wanted = words if isinstance(words, dict) else {}
+    assert compiled == ([] if words in (False, None) else [('ToyModel', wanted)])
+
+
+@pytest.mark.parametrize(
+    ('words', 'message'),
+    [
+        ('yes', r"compile='yes' must be a bool, or a dict"),
+        (dict(backend='inducto'), r"'inducto'; torch has .*inductor"),
+        (dict(speed=9), 'is not what torch.compile takes'),
+        (dict(options=dict(freezing=True)), 'freezing'),
+    ],
+)
+def test_wrong_words_for_compile_are_refused_before_the_training(words: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(AmpConfigError, match=message):
+        toy.run(tmp_path, wrapper('O5'), compile=words)
+
+
+@MODELS.register_module()
+class OwnTrainStep(toy.ToyModel):
+    """Calls its parts in a ``train_step`` of its own, as a GAN does."""
+
+    def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
+        data = self.data_preprocessor(data, True)
+        with optim_wrapper.optim_context(self):
+            loss = nn.functional.cross_entropy(self.fc(self.extract_feat(data['inputs'])), data['labels'])
+        optim_wrapper.update_params(loss)
+        return dict(loss=loss.detach())
+
+
+def test_parts_are_compiled_where_train_step_calls_them(compiled: list[Any], tmp_path: Path) -> None:
+    toy.run(tmp_path, wrapper('O5'), compile=True, model=dict(type='OwnTrainStep'))
+    assert {name for name, _ in compiled} == {'OwnTrainStep', 'Conv2d', 'BatchNorm2d', 'LayerNorm', 'Linear'}
+
+
+def test_level_may_change_on_resume_of_a_compiled_run(tmp_path: Path) -> None:
+    for epoch, level in enumerate(('O5', 'O2'), 1):
+        cycle = dict(by_epoch=True, max_epochs=epoch, val_interval=1)
+        runner = toy.run(tmp_path, wrapper(level), compile=dict(backend='eager'), resume=True, train_cfg=cycle)
+        assert runner.iter == 7 * epoch
+        assert (torch.float16 in {p.dtype for p in runner.model.parameters()}) == (level == 'O2')
+
+
+def test_stock_wrapper_is_compiled_by_mmengine(
+    compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets: list[str] = []
+    monkeypatch.setattr(torch, 'compile', lambda target, **words: targets.append(target.__name__) or target)
+    stock = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.01))
+    toy.run(tmp_path, stock, compile=True, **ALONE)
+    assert targets == ['train_step'] and compiled == []
+
+
+# -- AmpInferenceHook in a process that trains as well ----------------------------------------------------------------
+
+
+@HOOKS.register_module()
+class TestsInBetween(Hook):
+    """Tests after each epoch, as some projects do."""
+
+    def after_train_epoch(self, runner: Any) -> None:
+        runner.test()
+
+
+def called(folder: Path, calls: str, level: str, tested_at: str, *hooks: str) -> tuple[dict[str, Tensor], list[Any]]:
+    """Weights and buffers after some calls of a runner, and what its tests gave."""
+    own = dict(type='amp_wrapper.AmpInferenceHook', opt_level=tested_at)
+    words = wrapper(level, optimizer=dict(type='SGD', lr=0.1, momentum=0.9))
+    runner = Runner.from_cfg(
+        toy.toy_config(folder, words, custom_hooks=[own, *(dict(type=hook) for hook in hooks)], **TESTED)
+    )
+    found = []
+    for call in calls.split():
+        torch.manual_seed(0)
+        result = getattr(runner, call)()
+        if call == 'test':
+            found.append(result['toy/score'])
+    return copy.deepcopy(dict(runner.model.state_dict())), found
+
+
+@pytest.mark.parametrize(
+    ('level', 'tested_at'), [('O0', 'O2'), ('O1', 'O5'), ('O2', 'O2'), ('O3', 'O4'), ('O4', 'O0'), ('O5', 'O1')]
+)
+def test_test_before_after_or_between_changes_no_bit_of_the_training(
+    level: str, tested_at: str, tmp_path: Path
+) -> None:
+    alone, _ = called(tmp_path / 'alone', 'train', level, tested_at)
+    # mmengine swaps averages in for a test
+    for calls, hook in ('test train', 'EMAHook'), ('train test test', 'EMAHook'), ('train', 'TestsInBetween'):
+        state, results = called(tmp_path / calls, calls, level, tested_at, hook)
+        assert differences(alone, state) == [], calls
+        assert calls != 'train test test' or results[0] == results[1]
+
+
+def test_level_of_the_test_is_that_of_the_hook(tmp_path: Path) -> None:
+    scores = [called(tmp_path / level, 'train test', 'O2', level)[1][0] for level in ('O0', 'O2', 'O5')]
+    assert len(set(scores)) == 3 and max(scores) - min(scores) < 0.05
+
+
+def test_test_that_an_exception_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, _ = called(tmp_path / 'alone', 'train', 'O2', 'O5')
+    original: Callable[[Runner], Any] = Runner.test
+
+    def interrupted(*_: Any) -> Iterator[None]:
+        raise KeyboardInterrupt
+
+    def test(runner: Runner) -> dict[str, float]:
+        with monkeypatch.context() as patch:
+            patch.setattr(toy.ToyScore, 'process', interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                original(runner)
+        return {'toy/score': 0.0}
+
+    monkeypatch.setattr(Runner, 'test', test)
+    state, results = called(tmp_path / 'failed', 'test train', 'O2', 'O5')
+    assert results == [0.0] and differences(alone, state) == []
+
+
+def test_model_gives_what_it_gave_before_a_test(tmp_path: Path) -> None:
+    inputs, labels = torch.randn(2, 1, 6, 6), torch.tensor([0, 1])
+    for level in toy.LEVELS:
+        hooks = [dict(type='amp_wrapper.AmpInferenceHook', opt_level=level)]
+        stock = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))
+        runner = Runner.from_cfg(toy.toy_config(tmp_path / level, stock, custom_hooks=hooks, **TESTED))
+        runner.model.eval()
+        before = runner.model(inputs, labels, mode='loss')['loss'], runner.model(inputs)
+        runner.test()
+        after = runner.model(inputs, labels, mode='loss')['loss'], runner.model(inputs)
+        assert differences(before, after) == [], level
