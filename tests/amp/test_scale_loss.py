@@ -12,21 +12,13 @@ from typing import Any
 import pytest
 import torch
 from bits import same_bits
-from exact_scripts import LEVELS, MASTERS, backward, gradients, scales, sgd, start, state
+from exact_scripts import LEVELS, MASTERS, backward, gradients, initialise, scales, sgd, start, unlike
 from pairs import pairs
 from play import EXACT_LEVELS, Part, data
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from amp_wrapper import AmpError, AmpUsageError, amp
-
-Trained = tuple[Part, Optimizer]
-
-
-def unlike(ours: Trained, theirs: Trained) -> list[Any]:
-    """Keys that differ; buffers are of every pass, also of those that plain training leaves out."""
-    found, wanted = state([ours[0]], [ours[1]]), state([theirs[0]], [theirs[1]])
-    return [key for key in wanted if found.get(key) != wanted[key] and key[-1] not in ('total', 'count')]
 
 
 def test_wrong_arguments_are_named_and_change_nothing() -> None:
@@ -72,50 +64,25 @@ def test_master_params_of_any_optimizer() -> None:
     assert list(amp.master_params(sgd([net]))) == net.trained
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_loss_keeps_its_shape_and_is_scaled_in_fp32(level: str) -> None:
-    _, optimizer = start(level)
-    for dtype, shape in itertools.product((torch.float16, torch.float32, torch.float64), ((), (1,), (2, 3))):
+def test_losses_keep_their_shape_and_are_scaled_in_fp32() -> None:
+    """In float16, 3 * 65536 would be infinite. A scale of one multiplies nothing."""
+    dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    for level, dtype, shape in itertools.product(LEVELS, dtypes, ((), (1,), (2, 3))):
+        _, optimizer = start(level, 2.0**16)
         loss = torch.full(shape, 3.0, dtype=dtype, requires_grad=True)
         with amp.scale_loss(loss, optimizer) as scaled:
-            wanted = torch.full(shape, 24.0, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-            assert same_bits(scaled, wanted)
-    with amp.scale_loss(torch.tensor(2.0), optimizer) as scaled:
-        assert float(scaled) == 16.0
-
-
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_step_inside_the_block_is_refused(level: str) -> None:
-    net, optimizer = start(level)
-    before = state([net], [optimizer])
-
-    def script() -> None:
-        with amp.scale_loss(net(data(0)), optimizer) as scaled:
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            assert same_bits(scaled, torch.full(shape, 3.0 * 2**16, dtype=wide)), (level, dtype, shape)
+            (scaled / 2**16).sum().backward()
+        assert loss.grad is not None and same_bits(loss.grad, torch.ones_like(loss))
+        with amp.scale_loss(torch.tensor(2.0), optimizer) as scaled:
+            assert float(scaled) == 2.0**17
+    for level in ('O0', 'O4', 'O5'):
+        _, optimizer = start(level, None)
+        loss = torch.ones((), requires_grad=True)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            assert scaled is loss
             scaled.backward()
-            optimizer.step()
-
-    with pytest.raises(AmpUsageError, match='after the block'):
-        script()
-    after = state([net], [optimizer])
-    assert [key for key in before if after[key] != before[key] and key[-1] not in ('total', 'count')] == []
-
-
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_block_inside_a_block_of_its_optimizer_is_refused(level: str) -> None:
-    net, optimizer = ours = start(level)
-
-    def script() -> None:
-        with amp.scale_loss(net(data(0)), optimizer) as outer, amp.scale_loss(outer, optimizer) as inner:
-            inner.backward()
-
-    with pytest.raises(AmpUsageError, match='inside another'):
-        script()
-    theirs = start(None)
-    backward(net(data(0)), optimizer)
-    theirs[0](data(0)).backward()
-    optimizer.step()
-    theirs[1].step()
-    assert unlike(ours, theirs) == []
 
 
 @pytest.mark.xfail(strict=True, reason='amp')
@@ -140,97 +107,109 @@ def test_several_optimizers_in_ways_that_are_refused(what: str) -> None:
         script()
 
 
-@pairs(
-    level=EXACT_LEVELS,
-    place=['before the pass', 'in the pass', 'after the pass'],
-    error=[ValueError, KeyboardInterrupt],
-)
-def test_training_goes_on_after_an_exception_inside_the_block(
-    level: str, place: str, error: type[BaseException]
-) -> None:
-    """No scale learns from the pass, and once gradients are cleared it is as if it had not been."""
-    net, optimizer = ours = start(level)
-    theirs = start(None)
-    for index in range(3):
-        optimizer.zero_grad()
-        counted = amp.state_dict(optimizers=optimizer)
-
-        def interrupt(gradient: Tensor) -> Tensor:
-            raise error
-
-        def script(index: int) -> None:
-            with amp.scale_loss(net(data(index)) * math.inf, optimizer) as scaled:
-                if place == 'before the pass':
-                    raise error
-                scaled.backward()
-                raise error
-
-        handle: Any = net.fc.weight.register_hook(interrupt) if place == 'in the pass' else contextlib.nullcontext()
-        # an error inside of a backward pass arrives as torch's own
-        with pytest.raises((error, RuntimeError) if error is ValueError else error), handle:
-            script(index)
-        assert amp.state_dict(optimizers=optimizer) == counted
-        optimizer.zero_grad()
-        backward(net(data(index)), optimizer)
-        optimizer.step()
-        theirs[1].zero_grad()
-        theirs[0](data(index)).backward()
-        theirs[1].step()
-    assert unlike(ours, theirs) == []
-    assert scales(optimizer) == [8.0]
+# -- what may be in a block ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('inside', [True, False])
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_several_passes_through_one_graph(level: str, inside: bool) -> None:
-    net, optimizer = ours = start(level)
-    theirs = start(None)
-    for index in range(3):
-        for _, each in (ours, theirs):
-            each.zero_grad()
-        loss = theirs[0](data(index))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        loss = net(data(index))
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward(retain_graph=True)
-            if inside:
-                scaled.backward()
-        if not inside:
-            backward(loss, optimizer)
-        assert gradients(optimizer) == gradients(theirs[1])
-        for _, each in (ours, theirs):
-            each.step()
-    assert unlike(ours, theirs) == []
-
-
-@pytest.mark.parametrize('when', ['before backward', 'after backward'])
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_zero_grad_inside_the_block(level: str, when: str) -> None:
-    """What waited for the pass is cleared; cleared after it, nothing is left."""
-    net, optimizer = ours = start(level)
-    theirs = start(None)
-    backward(net(data(2)), optimizer)
-    with amp.scale_loss(net(data(1)), optimizer) as scaled:
-        if when == 'before backward':
-            optimizer.zero_grad()
+def twice_in_a_block(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    with amp.scale_loss(net(x), optimizer) as scaled:
+        scaled.backward(retain_graph=True)
         scaled.backward()
-        if when == 'after backward':
-            optimizer.zero_grad()
-    if when == 'after backward':
-        assert gradients(optimizer) == [None, None]
-        backward(net(data(1)), optimizer)
-    theirs[0](data(1)).backward()
-    for _, each in (ours, theirs):
-        each.step()
-    assert unlike(ours, theirs) == []
+
+
+def once_in_each_of_two_blocks(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    loss = net(x)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward(retain_graph=True)
+    backward(loss, optimizer)
+
+
+def zero_grad_before_the_pass(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    """What waited for the pass is cleared."""
+    backward(net(x * 2), optimizer)
+    with amp.scale_loss(net(x), optimizer) as scaled:
+        optimizer.zero_grad()
+        scaled.backward()
+
+
+def zero_grad_after_the_pass(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    with amp.scale_loss(net(x * 2), optimizer) as scaled:
+        scaled.backward()
+        optimizer.zero_grad()
+    assert gradients(optimizer) == [None, None]
+    backward(net(x), optimizer)
+
+
+def another_block(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    with amp.scale_loss(net(x), optimizer) as outer:
+        with pytest.raises(AmpUsageError, match='inside another'), amp.scale_loss(outer, optimizer) as inner:
+            inner.backward()
+        outer.backward()
+
+
+def a_step(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    with amp.scale_loss(net(x), optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(AmpUsageError, match='after the block'):
+            optimizer.step()
+
+
+def gradients_of_autograd_grad(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    with amp.scale_loss(net(x), optimizer) as scaled:
+        for parameter, gradient in zip(net.trained, torch.autograd.grad(scaled, net.trained)):
+            parameter.grad = gradient
+
+
+def gradients_divided_by_the_scale(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    scale = amp.loss_scale(optimizer)
+    with amp.scale_loss(net(x), optimizer) as scaled:
+        found = torch.autograd.grad(scaled, net.trained)
+    for parameter, gradient in zip(net.trained, found):
+        parameter.grad = gradient / scale
+
+
+def a_pass_to_some_inputs(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    with amp.scale_loss(net(x), optimizer) as scaled:
+        scaled.backward(inputs=net.trained)
+
+
+def the_gradient_of_an_input(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    with amp.scale_loss(net(x), optimizer) as scaled:
+        torch.autograd.grad(scaled, x, retain_graph=True)
+        scaled.backward()
+
+
+#: What a script does with a block -> how many plain passes that is.
+BLOCKS: dict[Callable[[Part, Optimizer, Tensor], None], int] = {
+    twice_in_a_block: 2, once_in_each_of_two_blocks: 2, zero_grad_before_the_pass: 1, zero_grad_after_the_pass: 1,
+    another_block: 1, a_step: 1, gradients_of_autograd_grad: 1, gradients_divided_by_the_scale: 1, a_pass_to_some_inputs: 1,
+    the_gradient_of_an_input: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('block', BLOCKS, ids=lambda block: block.__name__)
+def test_block_gives_the_gradients_of_plain_passes(
+    block: Callable[[Part, Optimizer, Tensor], None], log: list[str]
+) -> None:
+    for level in EXACT_LEVELS:
+        ours, theirs = start(level, '8', verbosity=1), start(None)
+        log.clear()
+        for index in range(3):
+            for _, optimizer in (ours, theirs):
+                optimizer.zero_grad()
+            block(*ours, data(index))
+            for _ in range(BLOCKS[block]):
+                theirs[0](data(index)).backward()
+            for _, optimizer in (ours, theirs):
+                optimizer.step()
+        assert unlike(ours, theirs) == [] and log == [], level
 
 
 @pytest.mark.parametrize('level', EXACT_LEVELS)
 def test_zero_grad_of_another_optimizer_inside_the_block(level: str) -> None:
     nets = [Part(), Part(2)]
     optimizers = [sgd([net]) for net in nets]
-    amp.initialize(nets, optimizers, opt_level=level, verbosity=0, loss_scale=4.0)
+    initialise(nets, optimizers, level, 4.0)
     backward(nets[1](data(0)), optimizers[1])
     loss = nets[0](data(0)) + nets[1](data(1))
     with amp.scale_loss(loss, optimizers[0]) as scaled:
@@ -239,7 +218,37 @@ def test_zero_grad_of_another_optimizer_inside_the_block(level: str) -> None:
     assert gradients(optimizers[1]) == [data(1).expand(2, 2).tolist(), data(1)[0].tolist()]
 
 
-# -- gradients that come in other ways ----------------------------------------------------------------------------------
+@pairs(place=['before the pass', 'in the pass', 'after the pass'], error=[ValueError, KeyboardInterrupt])
+def test_training_goes_on_after_an_exception_inside_the_block(place: str, error: type[BaseException]) -> None:
+    """No scale learns from the pass, and once gradients are cleared it is as if it had not been."""
+
+    def interrupt(_: Tensor) -> Tensor:
+        raise error
+
+    def script(net: Part, optimizer: Optimizer, x: Tensor) -> None:
+        with amp.scale_loss(net(x) * math.inf, optimizer) as scaled:
+            if place != 'before the pass':
+                scaled.backward()
+            raise error
+
+    for level in EXACT_LEVELS:
+        net, optimizer = ours = start(level)
+        theirs = start(None)
+        for index in range(3):
+            counted = amp.state_dict(optimizers=optimizer)
+            handle: Any = net.fc.weight.register_hook(interrupt) if place == 'in the pass' else contextlib.nullcontext()
+            # an error inside of a backward pass arrives as torch's own
+            with pytest.raises((error, RuntimeError) if error is ValueError else error), handle:
+                script(net, optimizer, data(index))
+            assert amp.state_dict(optimizers=optimizer) == counted
+            for each, its in (ours, theirs):
+                its.zero_grad()
+                backward(each(data(index)), its, level=level if each is net else None)
+                its.step()
+        assert unlike(ours, theirs) == [] and scales(optimizer) == [8.0], level
+
+
+# -- graphs of gradients, and losses that contain masters -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize('level', LEVELS)
@@ -279,52 +288,6 @@ def test_graph_of_gradients_is_refused_where_it_would_be_of_other_numbers(level:
     assert torch.allclose(second.float(), wanted, rtol=0.02)
 
 
-def step_with_autograd_grad(net: Part, optimizer: Optimizer, way: str, index: int) -> None:
-    optimizer.zero_grad()
-    x = data(index).requires_grad_()
-    with amp.scale_loss(net(x), optimizer) as scaled:
-        if way == 'backward of some inputs':
-            scaled.backward(inputs=net.trained)
-        elif way == 'of an input':
-            torch.autograd.grad(scaled, x, retain_graph=True)
-            scaled.backward()
-        else:
-            found = list(torch.autograd.grad(scaled, net.trained))
-        if way == 'inside':
-            for parameter, gradient in zip(net.trained, found):
-                parameter.grad = gradient
-    if way in ('divided', 'after'):
-        for parameter, gradient in zip(net.trained, found):
-            parameter.grad = gradient / 8 if way == 'divided' else gradient
-    optimizer.step()
-
-
-@pairs(way=['inside', 'divided', 'backward of some inputs', 'of an input'], level=EXACT_LEVELS)
-def test_gradients_of_autograd_grad_are_right_inside_the_block(way: str, level: str, log: list[str]) -> None:
-    net, optimizer = ours = start(level, scale='8', verbosity=1)
-    log.clear()
-    theirs = start(None)
-    for index in range(3):
-        step_with_autograd_grad(net, optimizer, way, index)
-        theirs[1].zero_grad()
-        theirs[0](data(index)).backward()
-        theirs[1].step()
-    assert log == [] and unlike(ours, theirs) == []
-
-
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_gradients_of_autograd_grad_put_there_after_the_block_are_warned_of_once(level: str, log: list[str]) -> None:
-    for verbosity, scale, count in ((1, '8', 1), (0, '8', 0), (1, '1', 0)):
-        net, optimizer = start(level, scale=scale, verbosity=verbosity)
-        log.clear()
-        for index in range(2):
-            step_with_autograd_grad(net, optimizer, 'after', index)
-        assert len(log) == count and all('torch.autograd.grad' in line for line in log)
-
-
-# -- losses that contain masters ----------------------------------------------------------------------------------------
-
-
 def penalty(optimizer: Optimizer) -> Tensor:
     return torch.stack([p.float().square().sum() for p in amp.master_params(optimizer)]).sum() / 2
 
@@ -334,29 +297,22 @@ LOSSES: dict[str, Callable[[Part, Optimizer, int], Tensor]] = {
     'model': lambda net, optimizer, index: net(data(index)),
     'both': lambda net, optimizer, index: penalty(optimizer) + net(data(index)),
 }
-ORDERS = [('masters',), ('both',), ('model', 'masters'), ('masters', 'both', 'model')]
 
 
-@pairs(order=ORDERS, level=EXACT_LEVELS)
-def test_gradients_of_a_loss_that_contains_masters(order: tuple[str, ...], level: str) -> None:
-    """Unscaled once, and added to those that come through the model."""
-    ours, theirs = start(level, 256.0), start(None)
-    for _ in range(2):
-        for _, optimizer in (ours, theirs):
-            optimizer.zero_grad()
-        for index, name in enumerate(order):
-            backward(LOSSES[name](*ours, index), ours[1])
-            LOSSES[name](*theirs, index).backward()
-        assert gradients(ours[1]) == gradients(theirs[1])
-        for _, optimizer in (ours, theirs):
-            optimizer.step()
-    assert unlike(ours, theirs) == []
-
-
-@pytest.mark.parametrize('level', MASTERS)
-def test_overflow_at_a_master_skips_the_step(level: str) -> None:
-    net, optimizer = start(level)
-    before = state([net], [optimizer])
-    backward(penalty(optimizer), optimizer, hit=next(amp.master_params(optimizer)))
-    optimizer.step()
-    assert state([net], [optimizer]) == before and scales(optimizer) == [4.0]
+@pytest.mark.parametrize('order', ['masters', 'both', 'model masters', 'masters both model'])
+def test_gradients_of_a_loss_that_contains_masters(order: str) -> None:
+    """Unscaled once, and added to those that come through the model; an overflow in them skips the step."""
+    for level in EXACT_LEVELS:
+        ours, theirs = start(level, 256.0), start(None)
+        for _ in range(2):
+            for _, optimizer in (ours, theirs):
+                optimizer.zero_grad()
+            for index, name in enumerate(order.split()):
+                backward(LOSSES[name](*ours, index), ours[1])
+                LOSSES[name](*theirs, index).backward()
+            assert gradients(ours[1]) == gradients(theirs[1]), level
+            for _, optimizer in (ours, theirs):
+                optimizer.step()
+        backward(penalty(ours[1]), ours[1], hit=next(amp.master_params(ours[1])))
+        ours[1].step()
+        assert unlike(ours, theirs) == [] and scales(ours[1]) == [128.0], level

@@ -3,117 +3,127 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from exact_scripts import LEVELS, MASTERS, backward, sgd, start
-from pairs import pairs
+from exact_scripts import KINDS, LEVELS, MASTERS, backward, sgd, start
 from play import Part, data
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from amp_wrapper import AmpOptimWrapper, amp
 
+# -- what is forgotten --------------------------------------------------------------------------------------------------
 
+
+def the_block(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
+    loss.backward()
+
+
+def the_block_of_a_second_pass(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
+    """The sum on one weight cannot be told apart."""
+    backward(loss, optimizer)
+    net(data(0)).backward()
+
+
+def to_use_the_scaled_loss(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+
+
+def to_indent_the_backward_pass(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled:
+        pass
+    scaled.backward()
+
+
+def to_keep_autograd_grad_in_the_block(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled:
+        found = torch.autograd.grad(scaled, net.trained)
+    for parameter, gradient in zip(net.trained, found):
+        parameter.grad = gradient
+
+
+def to_clip_the_norm_of_masters(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
+    backward(loss, optimizer)
+    nn.utils.clip_grad_norm_(net.trained, 1e-3)
+
+
+def to_clip_the_values_of_masters(net: Part, optimizer: Optimizer, loss: Tensor) -> None:
+    backward(loss, optimizer)
+    nn.utils.clip_grad_value_(net.trained, 1e-3)
+
+
+#: What is forgotten -> words of the warning, the levels that warn, and whether only a scale other than 1 does.
+FORGOTTEN: dict[Callable[[Part, Optimizer, Tensor], None], tuple[str, Sequence[str], bool]] = {
+    the_block: ('SGD steps gradients that no amp.scale_loss block brought', LEVELS, True),
+    the_block_of_a_second_pass: ('outside', MASTERS, False),
+    to_use_the_scaled_loss: ('scaled_loss.backward()', LEVELS, True),
+    to_indent_the_backward_pass: ('after the end of its "with amp.scale_loss', LEVELS, True),
+    to_keep_autograd_grad_in_the_block: ('torch.autograd.grad', LEVELS, True),
+    to_clip_the_norm_of_masters: ('amp.master_params(optimizer)', MASTERS, False),
+    to_clip_the_values_of_masters: ('amp.master_params(optimizer)', MASTERS, False),
+}
+
+
+@pytest.mark.parametrize('forgets', FORGOTTEN, ids=lambda function: function.__name__)
 @pytest.mark.parametrize('to_none', [True, False])
-@pytest.mark.parametrize('level', LEVELS)
-def test_backward_without_a_block_is_warned_of_once(level: str, to_none: bool, log: list[str]) -> None:
-    for scale, count in (('8', 1), ('1', 0)):
-        net, optimizer = start(level, scale=scale, verbosity=1)
+def test_what_is_forgotten_is_warned_of_once(forgets: Any, to_none: bool, log: list[str]) -> None:
+    words, levels, needs_scale = FORGOTTEN[forgets]
+    wrong = []
+    for level, (verbosity, scale) in itertools.product(LEVELS, [(1, '8'), (0, '8'), (1, '1')]):
+        net, optimizer = start(level, scale=scale, verbosity=verbosity)
         log.clear()
         for index in range(3):
             optimizer.zero_grad(set_to_none=to_none)
-            net(data(index)).backward()
+            forgets(net, optimizer, net(data(index)))
             optimizer.step()
-        assert len(log) == count and all('SGD' in line and 'no amp.scale_loss block' in line for line in log)
+        count = int(level in levels and verbosity == 1 and (scale == '8' or not needs_scale))
+        if [words in line for line in log] != [True] * count:
+            wrong.append((level, verbosity, scale, log[:]))
+    assert wrong == []
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_backward_of_the_unscaled_loss_inside_a_block_is_warned_of_once(level: str, log: list[str]) -> None:
-    net, optimizer = start(level, scale='8', verbosity=1)
-    log.clear()
-    for index in range(2):
-        optimizer.zero_grad()
-        loss = net(data(index))
-        with amp.scale_loss(loss, optimizer):
-            loss.backward()
-        optimizer.step()
-    assert len(log) == 1 and 'scaled_loss.backward()' in log[0]
+@pytest.mark.parametrize('level', KINDS)
+def test_scaled_loss_behind_its_block_keeps_no_optimizer_alive(level: str) -> None:
+    net, optimizer = start(level)
+    with amp.scale_loss(net(data(0)), optimizer) as loss:
+        pass
+    gone = weakref.ref(optimizer)
+    del net, optimizer
+    gc.collect()
+    assert gone() is None and loss.grad_fn is not None
 
 
-@pytest.mark.parametrize('level', MASTERS)
-def test_backward_without_a_block_after_a_scaled_one_is_warned_of(level: str, log: list[str]) -> None:
-    """The sum on one weight cannot be told apart."""
-    net, optimizer = start(level, verbosity=1)
-    log.clear()
-    backward(net(data(0)), optimizer)
-    net(data(0)).backward()
-    optimizer.step()
-    assert any('outside' in line for line in log)
-
-
-@pytest.mark.parametrize('level', LEVELS)
-def test_backward_after_its_block_is_warned_of_once(level: str, log: list[str]) -> None:
-    """An indentation too little: gradients keep their scale. The scaled loss keeps no optimizer alive."""
-    for verbosity, scale, count in ((1, '1024', 1), (0, '1024', 0), (1, '1', 0)):
-        net, optimizer = start(level, scale=scale, verbosity=verbosity)
-        log.clear()
-        kept = []
-        for index in range(2):
-            optimizer.zero_grad()
-            with amp.scale_loss(net(data(index)), optimizer) as loss:
-                pass
-            kept.append(loss)
-            loss.backward()
-        assert [line for line in log if 'after the end of its "with amp.scale_loss' in line] == log[:count]
-        gone = weakref.ref(optimizer)
-        del net, optimizer
-        gc.collect()
-        assert gone() is None and len(kept) == 2
-
-
-@pytest.mark.parametrize('level', LEVELS)
+@pytest.mark.parametrize('level', KINDS)
 def test_optimizer_that_no_block_names_is_warned_of_once(level: str, log: list[str]) -> None:
     nets = [Part(), Part(2)]
     optimizers = [sgd([net]) for net in nets]
     amp.initialize(nets, optimizers, opt_level=level, verbosity=1, loss_scale=8.0)
     log.clear()
-    x = data(0)
+
+    def joint(named: Any) -> None:
+        backward(nets[0](data(0)) + nets[1](data(0)), named)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
     for _ in range(2):
         # what GANs do: the gradients of the other are thrown away
-        backward(nets[0](x) + nets[1](x), optimizers[0])
+        backward(nets[0](data(0)) + nets[1](data(0)), optimizers[0])
         optimizers[0].step()
         optimizers[1].zero_grad()
-        backward(nets[1](x), optimizers[1])
+        backward(nets[1](data(0)), optimizers[1])
         optimizers[1].step()
-        # both are named
-        backward(nets[0](x) + nets[1](x), optimizers)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        joint(optimizers)
     assert log == []
     for _ in range(2):
-        backward(nets[0](x) + nets[1](x), optimizers[0])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        joint(optimizers[0])
     assert len(log) == 1 and 'optimizer 1' in log[0] and 'Name it too' in log[0]
-
-
-@pytest.mark.parametrize('clip', [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
-@pytest.mark.parametrize('level', LEVELS)
-def test_clipping_weights_that_have_masters_is_warned_of_once(clip: Any, level: str, log: list[str]) -> None:
-    net, optimizer = start(level, scale='8', verbosity=1)
-    log.clear()
-    for index in range(2):
-        optimizer.zero_grad()
-        backward(net(data(index)), optimizer)
-        clip(net.trained, 1e-3)
-        optimizer.step()
-    assert len(log) == (level in MASTERS) and all('amp.master_params(optimizer)' in line for line in log)
 
 
 def never_clears(net: Part, optimizer: Optimizer, index: int) -> None:
@@ -188,22 +198,18 @@ HABITS: list[Callable[[Part, Optimizer, int], None]] = [
 ]  # fmt: skip
 
 
-@pairs(habit=HABITS, level=LEVELS)
-def test_no_warning_where_nothing_is_wrong(
-    level: str, habit: Callable[[Part, Optimizer, int], None], log: list[str]
-) -> None:
-    net, optimizer = start(level, scale='8', verbosity=1)
-    log.clear()
-    for index in range(3):
-        backward(net(data(index)), optimizer)
-        optimizer.step()
-        habit(net, optimizer, index)
-    assert log == []
+@pytest.mark.parametrize('habit', HABITS)
+def test_no_warning_where_nothing_is_wrong(habit: Callable[[Part, Optimizer, int], None], log: list[str]) -> None:
+    for level in LEVELS:
+        net, optimizer = start(level, scale='8', verbosity=1)
+        for index in range(3):
+            backward(net(data(index)), optimizer)
+            optimizer.step()
+            habit(net, optimizer, index)
+        assert log == [], level
 
 
 # -- optimizers that were not initialised, over parameters of no model ---------------------------------------------------
-
-SCALED = [level for level in LEVELS if level != 'O0']
 
 
 class Centres:
@@ -216,68 +222,71 @@ class Centres:
         optimizers = [self.optimizer, self.other] if together else self.optimizer
         amp.initialize(self.net, optimizers, opt_level=level, verbosity=verbosity, loss_scale=scale)
 
-    def loss(self, index: int) -> Tensor:
-        return self.net(data(index)) + (self.centres * data(index)).sum()
+    def joint(self, index: int) -> Tensor:
+        return self.net(data(index)) + self.own(index)
 
-    def train(self, step: Callable[[int], None], steps: int = 3) -> None:
-        for index in range(steps):
+    def own(self, index: int) -> Tensor:
+        return (self.centres * data(index)).sum()
+
+    def train(self, step: Callable[[Centres, int], None]) -> Centres:
+        for index in range(3):
             self.optimizer.zero_grad()
             self.other.zero_grad()
-            step(index)
+            step(self, index)
             self.optimizer.step()
             self.other.step()
+        return self
 
     def is_exact(self) -> bool:
         return torch.equal(self.centres, 1 - 0.25 * sum(data(index)[0] for index in range(3)))
 
 
-@pairs(level=SCALED, scale=[256.0, 'dynamic'])
-def test_scaled_gradients_of_an_optimizer_that_was_not_initialised(
-    level: str, scale: float | str, log: list[str]
-) -> None:
-    """One warning names the remedies, and none comes without a scale or in silence."""
-    for run in (Centres(level, scale=1.0), Centres(level, verbosity=0), Centres(level, scale=scale)):
-        run.train(lambda index, run=run: backward(run.loss(index), run.optimizer))  # type: ignore[misc]
-    (line,) = [line for line in log if 'not initialised' in line]
-    assert 'SGD' in line and 'amp.initialize([], optimizer)' in line and 'amp.scale_loss(loss, [' in line
+def named(run: Centres, index: int) -> None:
+    backward(run.joint(index), run.optimizer)
 
 
-@pairs(way=['plain first', 'plain backward', 'cleared and plain', 'divided', 'detached'], level=SCALED)
-def test_gradients_that_carry_no_scale_are_not_warned_of(way: str, level: str, log: list[str]) -> None:
-    run = Centres(level)
+def both_named(run: Centres, index: int) -> None:
+    backward(run.joint(index), [run.optimizer, run.other])
 
-    def step(index: int) -> None:
-        if way == 'plain first':
-            (run.centres * data(index)).sum().backward()
-        if way in ('plain first', 'plain backward', 'detached'):
-            backward(run.net(data(index)), run.optimizer)
-        else:
-            backward(run.loss(index), run.optimizer)
-        if way == 'divided':
-            run.centres.grad.div_(256)  # type: ignore[union-attr]
-        elif way in ('plain backward', 'cleared and plain'):
-            run.other.zero_grad()
-            (run.centres * data(index)).sum().backward()
 
-    run.train(step)
+def plain_pass_before(run: Centres, index: int) -> None:
+    run.own(index).backward()
+    backward(run.net(data(index)), run.optimizer)
+
+
+def plain_pass_instead(run: Centres, index: int) -> None:
+    named(run, index)
+    run.other.zero_grad()
+    run.own(index).backward()
+
+
+def divided(run: Centres, index: int) -> None:
+    named(run, index)
+    run.centres.grad.div_(256)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize('level', LEVELS[1:])
+def test_optimizer_that_was_not_initialised_gets_scaled_gradients(level: str, log: list[str]) -> None:
+    """One warning names two remedies, with which training is that of FP32. None comes without a scale or in silence."""
+    for run in (Centres(level, scale=1.0), Centres(level, verbosity=0)):
+        run.train(named)
+    for way in (plain_pass_before, plain_pass_instead, divided):
+        assert Centres(level).train(way).is_exact(), way
+    together, later = Centres(level, together=True), Centres(level)
+    amp.initialize([], later.other, loss_scale=256.0)
+    assert together.train(both_named).is_exact() and later.train(both_named).is_exact()
     assert [line for line in log if 'not initialised' in line] == []
-    assert way == 'detached' or run.is_exact()
-
-
-@pytest.mark.parametrize('together', [True, False])
-@pytest.mark.parametrize('level', SCALED)
-def test_both_remedies_train_as_fp32(level: str, together: bool, log: list[str]) -> None:
-    run = Centres(level, together=together)
-    if not together:
-        amp.initialize([], run.other, loss_scale=256.0)
-    run.train(lambda index: backward(run.loss(index), [run.optimizer, run.other]))
-    assert run.is_exact() and [line for line in log if 'not initialised' in line] == []
+    for scale in (256.0, 'dynamic'):
+        Centres(level, scale=scale).train(named)
+        (line,) = [line for line in log if 'not initialised' in line]
+        assert 'SGD' in line and 'amp.initialize([], optimizer)' in line and 'amp.scale_loss(loss, [' in line
+        log.clear()
 
 
 # -- silence ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('level', LEVELS)
+@pytest.mark.parametrize('level', KINDS)
 def test_verbosity_0_is_silent(level: str, log: list[str], capsys: pytest.CaptureFixture[str], recwarn: Any) -> None:
     """Whatever is warned of otherwise, one after the other."""
     net, optimizer = start(level)
