@@ -27,7 +27,6 @@ from torch.utils.data import Dataset, RandomSampler
 import amp_wrapper  # noqa: F401  (takes over the registry names)
 
 LEVELS = ('O0', 'O1', 'O2', 'O3', 'O4', 'O5')
-HALF = {'O2': torch.float16, 'O3': torch.float16, 'O5': torch.bfloat16}
 
 
 @MODELS.register_module()
@@ -105,14 +104,6 @@ class ToyRandomSampler(RandomSampler):
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int | None = None) -> None:
         super().__init__(dataset)
-
-
-@DATA_SAMPLERS.register_module()
-class ToyGeneratorSampler(RandomSampler):
-    """An order of its own, from a generator that nobody else knows."""
-
-    def __init__(self, dataset: Any, shuffle: bool = True, seed: int | None = None) -> None:
-        super().__init__(dataset, generator=torch.Generator().manual_seed(5))
 
 
 @FUNCTIONS.register_module()
@@ -316,31 +307,6 @@ def checkpoint(work_dir: Path | str, name: str | None = None) -> dict[str, Any]:
     folder = Path(work_dir)
     path = folder / name if name else Path((folder / 'last_checkpoint').read_text())
     return torch.load(path, map_location='cpu', weights_only=True)
-
-
-@contextmanager
-def captured_log(level: int = logging.INFO) -> Iterator[list[str]]:
-    """What mmengine's logger was told, and what the package's own was, where no runner has taken that over yet."""
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    keep = Keep()
-    loggers: list[logging.Logger] = [MMLogger.get_current_instance()]
-    if logging.getLogger('amp_wrapper').propagate:
-        loggers.append(logging.getLogger('amp_wrapper'))
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(level)
-        logger.addHandler(keep)
-    try:
-        yield lines
-    finally:
-        for logger, old in zip(loggers, before):
-            logger.removeHandler(keep)
-            logger.setLevel(old)
 
 
 @contextmanager
