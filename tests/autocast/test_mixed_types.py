@@ -9,40 +9,27 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import same_bits
+from bits import same, same_bits
 from forwards import CAST, DOORS, HALF, PER_OP, Forwards, Inside, prepared
 from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval_for_single_model
-from op_calls import ALL_ROWS, MASK, MIXED_PRODUCTS, PLACES, PRODUCTS, ROWS, Call
+from op_calls import ALL_ROWS, MASK, MIXED_PRODUCTS, PLACES, PRODUCTS, ROWS, WRITES, Call
 from torch import Tensor, nn
 
 from amp_wrapper import amp
 
 F32 = torch.float32
 #: A destination and a source, both 4 x 4; those that write return their destination or nothing.
-WRITES: dict[str, Call] = {
+ALL_WRITES: dict[str, Call] = {
+    **{
+        form: lambda to, x, form=form, name=name: getattr(to, form)(*WRITES[name](x))
+        for name in WRITES
+        for form in (name, f'{name}_')
+    },
     'setitem': lambda to, x: to.__setitem__(ROWS, x[:2]),
     'setitem behind a slice': lambda to, x: to.__setitem__((slice(None), ROWS), x[:, :2]),
     'setitem by a mask': lambda to, x: to.__setitem__(MASK, x[:3]),
-    'index_put_': lambda to, x: to.index_put_((ROWS,), x[:2]),
     'index_put_ that adds': lambda to, x: to.index_put_((ROWS,), x[:2], accumulate=True),
-    'index_put': lambda to, x: to.index_put((ROWS,), x[:2]),
-    'index_copy_': lambda to, x: to.index_copy_(0, ROWS, x[:2]),
-    'index_copy': lambda to, x: to.index_copy(0, ROWS, x[:2]),
-    'index_add_': lambda to, x: to.index_add_(0, ROWS, x[:2]),
-    'index_add': lambda to, x: to.index_add(0, ROWS, x[:2]),
-    'index_reduce_': lambda to, x: to.index_reduce_(0, ROWS, x[:2], 'amax'),
-    'index_reduce': lambda to, x: to.index_reduce(0, ROWS, x[:2], 'prod'),
-    'scatter_': lambda to, x: to.scatter_(0, PLACES, x),
     'scatter_ that adds': lambda to, x: to.scatter_(0, PLACES, x, reduce='add'),
-    'scatter': lambda to, x: to.scatter(0, PLACES, x),
-    'scatter_add_': lambda to, x: to.scatter_add_(0, PLACES, x),
-    'scatter_add': lambda to, x: to.scatter_add(0, PLACES, x),
-    'scatter_reduce_': lambda to, x: to.scatter_reduce_(0, PLACES, x, 'sum'),
-    'scatter_reduce': lambda to, x: to.scatter_reduce(0, PLACES, x, 'amax'),
-    'put_': lambda to, x: to.put_(ROWS, x[0, :2], accumulate=True),
-    'put': lambda to, x: to.put(ROWS, x[0, :2]),
-    'masked_scatter_': lambda to, x: to.masked_scatter_(MASK, x),
-    'masked_scatter': lambda to, x: to.masked_scatter(MASK, x),
 }
 #: More that write, which O1 and O4 know.
 ARITHMETIC: dict[str, Call] = {
@@ -69,14 +56,13 @@ def put_is_allowed() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize('door', DOORS)
 @pytest.mark.parametrize('level', CAST)
-def test_products_of_unlike_operands_are_16_bit(level: str, door: str, forwards: Forwards) -> None:
+def test_products_of_unlike_operands_are_16_bit(level: str, forwards: Forwards) -> None:
     half, wrong, other = HALF[level], [], torch.randn(4, 4)
+    given = torch.randn(4, 4).to(half)
     for name, product in (PRODUCTS | MIXED_PRODUCTS).items():
-        given = forwards(level, lambda x: x, door=door).seen.detach()
         for x, y in ((given, other), (other, given)):
-            found = forwards(level, product, x, y, door=door).seen
+            found = forwards(level, product, x, y).seen
             if not same_bits(found, product(x.to(half), y.to(half))):
                 wrong.append((name, x.dtype, found.dtype))
     assert wrong == []
@@ -86,7 +72,7 @@ def test_products_of_unlike_operands_are_16_bit(level: str, door: str, forwards:
 @pytest.mark.parametrize('level', HALF)
 def test_writes_take_the_type_of_their_destination(level: str, door: str, forwards: Forwards) -> None:
     half, wrong = HALF[level], []
-    for name, write in WRITES.items():
+    for name, write in ALL_WRITES.items():
         in_place = write(torch.zeros(4, 4), torch.ones(4, 4)) is None or name.partition(' ')[0].endswith('_')
         for to, source in (
             (torch.zeros(4, 4), torch.randn(4, 4, dtype=half)),
@@ -114,7 +100,7 @@ def outcome(write: Call, dtype: torch.dtype, source: Tensor) -> Any:
 @pytest.mark.parametrize('level', HALF)
 def test_writes_into_integers_and_float64_are_those_of_plain_torch(level: str, forwards: Forwards) -> None:
     wrong = []
-    for name, write in (WRITES | ARITHMETIC).items():
+    for name, write in (ALL_WRITES | ARITHMETIC).items():
         for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64):
             for x in (torch.randn(4, 4).to(HALF[level]), torch.randn(4, 4)):
                 found = forwards(level, outcome, write, dtype, x).seen
@@ -123,7 +109,7 @@ def test_writes_into_integers_and_float64_are_those_of_plain_torch(level: str, f
     assert wrong == []
 
 
-@pytest.mark.parametrize('level', [level for level in HALF if level != 'O3'])
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
 def test_convolution_with_folded_batchnorm_runs(level: str) -> None:
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     net[1].eval()
@@ -133,33 +119,28 @@ def test_convolution_with_folded_batchnorm_runs(level: str) -> None:
     torch.testing.assert_close(prepared(net, level, 'wrapper')(x).float(), plain, rtol=0.02, atol=0.05)
 
 
-def mixed() -> None:
-    with pytest.raises(RuntimeError, match='dtype'):
+def refused() -> bool:
+    """Whether a product of unlike operands is an error, as in plain torch."""
+    try:
         torch.ones(2, 2) @ torch.ones(2, 2).bfloat16()
+    except RuntimeError:
+        return True
+    return False
 
 
 def test_mixed_products_are_refused_outside_of_a_forward_and_on_other_threads(forwards: Forwards) -> None:
-    def elsewhere(x: Tensor) -> None:
-        failed: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                mixed()
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=run)
+    def elsewhere(x: Tensor) -> list[bool]:
+        found = [refused()]
+        thread = threading.Thread(target=lambda: found.append(refused()))
         thread.start()
         thread.join()
-        assert not failed
+        # nor are they computed in a plain model inside of a cast one
+        return [*found, forwards('O0', lambda x: refused()).seen]
 
-    forwards('O5', elsewhere)
-    mixed()
+    assert forwards('O5', elsewhere).seen == [False, True, True] and refused()
     with pytest.raises(ZeroDivisionError):
         forwards('O5', lambda x: 1 / 0)
-    mixed()
-    # nor in a plain model inside of a cast one
-    forwards('O5', lambda x: forwards('O0', lambda x: mixed()).seen)
+    assert refused()
 
 
 # -- numbers beyond the range --------------------------------------------------------------------------------------------
@@ -187,18 +168,17 @@ FILLS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize('door', DOORS)
 @pytest.mark.parametrize('level', HALF)
-def test_numbers_beyond_the_range_become_its_end(level: str, door: str, forwards: Forwards) -> None:
+def test_numbers_beyond_the_range_become_its_end(level: str, forwards: Forwards) -> None:
     limits, wrong = torch.finfo(HALF[level]), []
     for name, fill in FILLS.items():
         for value, expected in ((HUGE, limits.min), (-HUGE, limits.max), (-torch.inf, -torch.inf), (-3.0, -3.0)):
-            seen = forwards(level, lambda x, fill=fill, value=value: fill(x, value), door=door).seen
+            seen = forwards(level, lambda x, fill=fill, value=value: fill(x, value)).seen
             if seen.dtype is not HALF[level] or set(seen.flatten().tolist()) != {expected}:
                 wrong.append((name, value, seen.dtype, seen.flatten()[0]))
     assert wrong == []
     # a row that is masked as a whole has no NaN
-    assert forwards(level, lambda x: x.masked_fill(x < 99, -1e9).softmax(-1), door=door).seen.sum() == 4
+    assert forwards(level, lambda x: x.masked_fill(x < 99, -1e9).softmax(-1)).seen.sum() == 4
 
 
 def test_range_of_other_types_is_left_to_torch(forwards: Forwards) -> None:
@@ -229,26 +209,29 @@ def test_one_warning_for_a_model(door: str, caplog: pytest.LogCaptureFixture) ->
         assert len(said) == verbosity and all('masked_fill' in x and 'torch.finfo(x.dtype).min' in x for x in said)
 
 
-# -- in graphs -----------------------------------------------------------------------------------------------------------
-
-
-def unlike(x: Tensor) -> list[Tensor]:
-    other, to = torch.ones(4, 4), torch.zeros(4, 4)
-    to[ROWS] = x[:2]
-    to[:, ROWS] = x[:, :2]
-    return [*(product(x, other) for product in PRODUCTS.values()), to, x.index_copy(0, ROWS, other[:2])]
-
-
-def filled(x: Tensor) -> list[Tensor]:
-    return [fill(x, -1e9) for fill in FILLS.values()]
-
-
-@pytest.mark.parametrize(('level', 'body', 'around'), [('O5', unlike, 'function'), ('O2', filled, 'model')])
-def test_in_whole_graphs_as_outside(level: str, body: Callable[[Tensor], Any], around: str) -> None:
+def compiled_as_outside(body: Callable[[Tensor], list[Tensor]]) -> bool:
     torch._dynamo.reset()
-    model = amp.initialize(Inside(body), opt_level=level, verbosity=0)
-    x = torch.randn(4, 4)
-    expected = model(x)
-    called: Callable[[Tensor], Any] = model if around == 'model' else lambda x: model(x)
-    found = torch.compile(called, backend='eager', fullgraph=True)(x)
-    assert [i for i, pair in enumerate(zip(found, expected, strict=True)) if not same_bits(*pair)] == []
+    model, x = amp.initialize(Inside(body), opt_level='O2', verbosity=0), torch.randn(4, 4)
+    found = torch.compile(lambda x: model(x), backend='eager', fullgraph=True)(x)
+    return same(found, model(x))
+
+
+def test_in_a_whole_graph_as_outside() -> None:
+    def body(x: Tensor) -> list[Tensor]:
+        other, to = torch.ones(4, 4), torch.zeros(4, 4)
+        to[ROWS] = x[:2]
+        to[:, ROWS] = x[:, :2]
+        found = [product(x, other) for product in PRODUCTS.values()]
+        return [
+            *found,
+            to,
+            x.index_copy(0, ROWS, other[:2]),
+            *(FILLS[name](x, -1e9) for name in FILLS if name != 'pad'),
+        ]
+
+    assert compiled_as_outside(body)
+
+
+@pytest.mark.xfail(strict=True, reason='casting')
+def test_pad_by_a_number_beyond_the_range_in_a_function_that_is_compiled_around_the_model() -> None:
+    assert compiled_as_outside(lambda x: [FILLS['pad'](x, -1e9)])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from bits import same_bits
 from forwards import HALF, PER_OP, Forwards
-from op_calls import ALL_ROWS, LOSSES, MASK, MIXED_PRODUCTS, PLACES, PRODUCTS, Call
+from op_calls import ALL_ROWS, LOSSES, MIXED_PRODUCTS, PRODUCTS, WRITES, Call
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -48,17 +48,11 @@ FLOAT32_OPS: dict[str, Arguments] = {
     'mvlgamma': lambda y: (1,),
 }
 WIDEST_OPS: dict[str, Arguments] = {
+    **WRITES,
     **_alike('addcdiv addcmul', lambda y: (y, y)),
-    **_alike('index_add index_copy', lambda y: (0, ALL_ROWS, y)),
-    **_alike('scatter scatter_add', lambda y: (0, PLACES, y)),
     **_alike('dot vdot', lambda y: (y[0],)),
     'atan2': lambda y: (y,),
-    'index_put': lambda y: ((ALL_ROWS,), y),
-    'index_reduce': lambda y: (0, ALL_ROWS, y, 'mean'),
     'lerp': lambda y: (y, 0.5),
-    'masked_scatter': lambda y: (MASK, y),
-    'put': lambda y: (PLACES, y),
-    'scatter_reduce': lambda y: (0, PLACES, y, 'sum'),
 }
 
 
@@ -69,34 +63,32 @@ def first(name: str, x: Tensor) -> Tensor:
 
 def forms(name: str, arguments: Arguments) -> Iterator[tuple[str, Call]]:
     """The ways to call an op."""
-    function, method = getattr(torch, name, None), getattr(Tensor, name, None)
-    in_place = getattr(Tensor, f'{name}_', None)
+    function, method, in_place = (
+        getattr(*place, None) for place in ((torch, name), (Tensor, name), (Tensor, f'{name}_'))
+    )
+
+    def write(x: Tensor, y: Tensor) -> Tensor:
+        written = first(name, x).clone()
+        assert in_place(written, *arguments(y)) is written
+        return written
+
+    def into(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast('cpu', enabled=False):
+            shape = function(first(name, x.double()), *arguments(y.double())).shape
+        return function(first(name, x.detach()), *arguments(y), out=torch.empty(shape, dtype=x.dtype))
+
     if function is not None:
         yield 'function', lambda x, y: function(first(name, x), *arguments(y))
+        yield 'out', into
     if method is not None:
         yield 'method', lambda x, y: method(first(name, x), *arguments(y))
     if in_place is not None:
-
-        def write(x: Tensor, y: Tensor) -> Tensor:
-            written = first(name, x).clone()
-            result = in_place(written, *arguments(y))
-            assert result is written
-            return written
-
         yield 'in place', write
-    if function is not None:
-
-        def into(x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast('cpu', enabled=False):
-                shape = function(first(name, x.double()), *arguments(y.double())).shape
-            return function(first(name, x.detach()), *arguments(y), out=torch.empty(shape, dtype=x.dtype))
-
-        yield 'out', into
 
 
 @pytest.fixture(scope='module')
 def forwards() -> Forwards:
-    return Forwards()
+    return Forwards('amp')
 
 
 def values(dtype: torch.dtype) -> Tensor:
@@ -111,24 +103,20 @@ def test_ops_in_each_form(level: str, forwards: Forwards) -> None:
     ops = [(fixed, name, *form) for fixed, group in groups for name in group for form in forms(name, group[name])]
     for (fixed, name, form, call), left, right in itertools.product(ops, (half, F32), (half, F32)):
         x, y = values(left).requires_grad_(), values(right).flip(0)
-        computes = fixed or (F32 if F32 in ((left, right) if name in WIDEST_OPS else (left,)) else half)
+        computes = fixed or (F32 if F32 in (left, right) else half)
         # torch itself takes mixed types in these
         if form == 'in place' and fixed is not F32 and name not in ('addcdiv', 'addcmul', 'atan2'):
             computes = left
-        if form == 'out':
-            try:
-                exact = call(x, y)
-            except (RuntimeError, TypeError):
-                continue
-        else:
-            exact = call(x.to(computes), y.to(computes)).detach()
+        try:
+            exact = call(x, y) if form == 'out' else call(x.to(computes), y.to(computes)).detach()
+        except (RuntimeError, TypeError):
+            assert form == 'out'
+            continue
         result = forwards(level, call, x, y).seen
-        if form == 'in place':
-            exact = exact.to(left)
-        elif form != 'out':
+        if form in ('function', 'method'):
             result.float().sum().backward()
             assert x.grad is not None and x.grad.dtype is left and x.grad.isfinite().all(), name
-        if not same_bits(result.detach(), exact):
+        if not same_bits(result.detach(), exact.to(left) if form == 'in place' else exact):
             wrong.append((name, form, left, right, result.dtype))
     assert wrong == []
 
@@ -310,14 +298,15 @@ def test_second_derivatives(level: str) -> None:
 
 # -- recurrent layers ----------------------------------------------------------------------------------------------------
 
-SHAPES: list[dict[str, Any]] = [
-    {},
-    {'num_layers': 2, 'bidirectional': True},
-    {'batch_first': True, 'bias': False},
-    {'num_layers': 2, 'dropout': 0.5},
+KINDS = (nn.RNN, nn.LSTM, nn.GRU)
+LAYERS: list[tuple[Any, dict[str, Any]]] = [
+    *((kind, {'num_layers': 2, 'bidirectional': True}) for kind in KINDS),
+    *((kind, {'batch_first': True, 'bias': False}) for kind in KINDS),
+    *((kind, {'num_layers': 2, 'dropout': 0.5}) for kind in KINDS),
+    (nn.LSTM, {'proj_size': 2}),
+    (nn.RNN, {'nonlinearity': 'relu'}),
 ]
-LAYERS = [(kind, words) for kind in (nn.RNN, nn.LSTM, nn.GRU) for words in SHAPES]
-LAYERS += [(nn.LSTM, {'proj_size': 2}), (nn.RNN, {'nonlinearity': 'relu'})]
+CELLS = [nn.RNNCell(4, 4), nn.RNNCell(4, 4, nonlinearity='relu'), nn.LSTMCell(4, 4), nn.GRUCell(4, 4)]
 
 
 @pytest.mark.parametrize('level', PER_OP)
@@ -327,29 +316,22 @@ def test_recurrent_layers_and_cells(level: str, forwards: Forwards) -> None:
     for (kind, words), dtype, packed in itertools.product(LAYERS, (half, F32), (False, True)):
         layer = kind(4, 4, **words)
         x = torch.randn(3, 3, 4).to(dtype).requires_grad_()
-        lengths = torch.tensor([3, 3, 2] if packed else [3, 3, 3])
-        narrow = copy.deepcopy(layer).to(half)
 
-        def call(module: nn.Module, x: Tensor, lengths: Tensor = lengths, packed: bool = packed) -> Any:
+        def call(module: nn.Module, x: Tensor, packed: bool = packed) -> Any:
             torch.manual_seed(1)
-            out, last = module(pack_padded_sequence(x, lengths) if packed else x)
+            out, last = module(pack_padded_sequence(x, torch.tensor([3, 3, 2])) if packed else x)
             return pad_packed_sequence(out)[0] if packed else out, last
 
+        expected = call(copy.deepcopy(layer).to(half), x.detach().to(half))[0].detach()
         out, last = forwards(level, call, layer, x).seen
-        assert same_bits(out.detach(), call(narrow, x.detach().to(half))[0].detach()), (kind, words, dtype)
+        assert same_bits(out.detach(), expected), (kind, words, dtype)
         assert {t.dtype for t in (last if isinstance(last, tuple) else (last,))} == {half}
         out.float().sum().backward()
         assert x.grad is not None and x.grad.dtype is dtype
         assert all(p.grad is not None and p.grad.dtype is F32 for p in layer.parameters())
-    for cell in (nn.RNNCell(4, 4), nn.RNNCell(4, 4, nonlinearity='relu'), nn.LSTMCell(4, 4), nn.GRUCell(4, 4)):
+        # called directly it gives float32
+        direct = amp.initialize(nn.Sequential(layer), opt_level=level, verbosity=0)[0]
+        assert call(direct, x.detach().float())[0].dtype is F32
+    for cell in CELLS:
         state = forwards(level, lambda x, cell=cell: cell(x, cell(x))).seen
         assert (state[0] if isinstance(state, tuple) else state).dtype is half
-
-
-@pytest.mark.parametrize('level', PER_OP)
-@pytest.mark.parametrize('packed', [False, True])
-def test_recurrent_layer_called_directly_gives_float32(level: str, packed: bool) -> None:
-    model = amp.initialize(nn.Sequential(nn.LSTM(4, 4)), opt_level=level, verbosity=0)
-    x: Any = torch.randn(4, 3, 4)
-    out = model[0](pack_padded_sequence(x, torch.tensor([4, 4, 4])) if packed else x)[0]
-    assert (out.data if packed else out).dtype is F32

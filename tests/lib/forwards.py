@@ -61,17 +61,19 @@ class Inside(nn.Module):
 
 
 class Forwards:
-    """One model for each level and door, whose forward calls what it is handed: a pass costs less than a new model."""
+    """One model for each level and door, whose forward calls what it is handed: a pass costs less than a new model.
 
-    def __init__(self) -> None:
+    Args:
+        door: Behind which the models are. Without one, odd levels are behind the one and even levels behind the other.
+    """
+
+    def __init__(self, door: str = '') -> None:
         self._models: dict[tuple[str, str], tuple[Inside, Callable[..., Any]]] = {}
+        self._door = door
 
     def __call__(self, level: str, body: Callable[..., Any], *args: Any, door: str = '') -> Inside:
-        """The model that has called ``body`` once: with ``args``, or with the result of a layer, each time the same.
-
-        Without a door, odd levels are behind the one and even levels behind the other.
-        """
-        door = door or DOORS[int(level[1]) % 2]
+        """The model that has called ``body`` once: with ``args``, or with the result of a layer, each time the same."""
+        door = door or self._door or DOORS[int(level[1]) % 2]
         if (level, door) not in self._models:
             torch.manual_seed(0)
             model = Inside(body)

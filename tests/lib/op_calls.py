@@ -53,6 +53,18 @@ MIXED_PRODUCTS: dict[str, Call] = {
     'vdot': lambda x, y: torch.vdot(x[0], y[0]),
     'tensordot': lambda x, y: torch.tensordot(x, y, 1),
 }
+#: Methods that write a source, 4 x 4, and what comes after the destination in a call; each writes in place with ``_`` as well.
+WRITES: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    'index_put': lambda x: ((ROWS,), x[:2]),
+    'index_copy': lambda x: (0, ROWS, x[:2]),
+    'index_add': lambda x: (0, ROWS, x[:2]),
+    'index_reduce': lambda x: (0, ROWS, x[:2], 'mean'),
+    'scatter': lambda x: (0, PLACES, x),
+    'scatter_add': lambda x: (0, PLACES, x),
+    'scatter_reduce': lambda x: (0, PLACES, x, 'sum'),
+    'put': lambda x: (ROWS, x[0, :2]),
+    'masked_scatter': lambda x: (MASK, x),
+}
 #: Losses: FP32, with the second tensor in (0, 1).
 LOSSES: dict[str, Call] = {
     **{name: getattr(F, name) for name in 'huber_loss kl_div l1_loss mse_loss poisson_nll_loss smooth_l1_loss'.split()},
