@@ -4,146 +4,156 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from bits import same
-from exact_scripts import LEVELS, MASTERS, backward, clear, scales, sgd, start, state
+from exact_scripts import LEVELS, MASTERS, backward, clear, scales, sgd, start, state, unlike_fp32
 from pairs import pairs
-from play import EXACT_LEVELS, WEIGHT_TYPES, Part, data
+from play import WEIGHT_TYPES, Part, data
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from amp_wrapper import AmpAttachError, AmpConfigError, AmpOptimWrapper, AmpUsageError, amp
+
+EVERYWHERE = [*itertools.product(LEVELS, ['amp', 'wrapper'])]
 
 
 def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 
 
-def take(door: str, net: nn.Module, optimizer: Optimizer, level: str = 'O2', **options: Any) -> None:
+def stepping(net: nn.Module) -> Optimizer:
+    return SGD(net.parameters(), lr=0.25)
+
+
+def take(net: nn.Module, optimizers: Any, level: str, door: str = 'amp', **options: Any) -> None:
     if door == 'amp':
-        amp.initialize(net, optimizer, opt_level=level, **{'verbosity': 0, **options})
+        amp.initialize(net, optimizers, opt_level=level, **{'verbosity': 0, **options})
     else:
-        AmpOptimWrapper(opt_level=level, optimizer=optimizer, **{'verbosity': 0, **options}).attach(net)
+        AmpOptimWrapper(opt_level=level, optimizer=optimizers, **{'verbosity': 0, **options}).attach(net)
+
+
+def values(net: nn.Module) -> dict[str, Tensor]:
+    """As they are, not as they are saved."""
+    return {name: value.detach().clone() for name, value in net.state_dict(keep_vars=True).items()}
 
 
 # -- optimizers that were not initialised -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_optimizer_that_was_not_initialised_is_refused_over_weights_with_masters(level: str, log: list[str]) -> None:
+def test_optimizer_that_was_not_initialised_is_refused_over_weights_with_masters(log: list[str]) -> None:
     """Elsewhere gradients are unscaled, and it steps."""
-    net, optimizer = start(level, verbosity=1)
-    log.clear()
-    other = sgd([net])
-    backward(net(data(0)), optimizer)
-    before = state([net], [optimizer])
-    if level in MASTERS:
-        with pytest.raises(AmpUsageError, match=r'amp\.initialize\(\[\], optimizer\)'):
+    for level in LEVELS:
+        net, optimizer = start(level)
+        other = sgd([net])
+        backward(net(data(0)), optimizer)
+        before = state([net], [optimizer])
+        if level in MASTERS:
+            with pytest.raises(AmpUsageError, match=r'amp\.initialize\(\[\], optimizer\)'):
+                other.step()
+        else:
             other.step()
-        assert state([net], [optimizer]) == before
-    else:
-        other.step()
-        assert state([net], [optimizer]) != before
+        assert (state([net], [optimizer]) == before) is (level in MASTERS), level
     assert log == []
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_optimizer_of_weights_that_no_initialised_one_steps_is_warned_of_once(level: str, log: list[str]) -> None:
-    net, head = Part(), nn.Linear(1, 1)
-    optimizer, other = sgd([net]), SGD(head.parameters(), lr=0.1)
-    amp.initialize([net, head], [optimizer], opt_level=level)
-    log.clear()
-    for _ in range(2):
-        head(torch.ones(1, 1)).sum().backward()
-        other.step()
-    assert len(log) == (level in ('O1', 'O2')) and all('SGD, which was not initialised' in line for line in log)
+def test_optimizer_of_weights_that_no_initialised_one_steps_is_warned_of_once(log: list[str]) -> None:
+    for level in LEVELS:
+        net, head = Part(), nn.Linear(1, 1)
+        optimizer, other = sgd([net]), stepping(head)
+        amp.initialize([net, head], [optimizer], opt_level=level)
+        log.clear()
+        for _ in range(2):
+            head(torch.ones(1, 1)).sum().backward()
+            other.step()
+        assert ['SGD, which was not initialised' in line for line in log] == [True] * (level in ('O1', 'O2')), level
 
 
 # -- optimizers of other models -----------------------------------------------------------------------------------------
 
-STRANGERS: dict[str, Callable[[nn.Module], Any]] = {
+STRANGERS: dict[str, Callable[[Any], Any]] = {
     'a copy': lambda copied: copied.parameters(),
-    'a part of a copy': lambda copied: copied[2].parameters(),  # type: ignore[index]
+    'a part of a copy': lambda copied: copied[2].parameters(),
     'another model': lambda copied: nn.Linear(3, 3).parameters(),
     'groups of a copy': lambda copied: [{'params': [p for p in copied.parameters() if p.ndim == d]} for d in (2, 1)],
 }
 
 
-@pairs(which=STRANGERS, level=LEVELS, door=['amp', 'wrapper'])
-def test_optimizer_of_another_model_is_refused_with_nothing_changed(which: str, level: str, door: str) -> None:
-    net = model()
-    before = copy.deepcopy(net.state_dict())
-    with pytest.raises(AmpAttachError, match='none of them belongs to the model'):
-        take(door, net, SGD(STRANGERS[which](copy.deepcopy(net)), lr=0.1), level)
-    assert same(dict(net.state_dict(keep_vars=True)), dict(before))
-    take(door, net, SGD(net.parameters(), lr=0.1), level)
+@pytest.mark.parametrize('which', STRANGERS)
+def test_optimizer_of_another_model_is_refused_with_nothing_changed(which: str) -> None:
+    for level, door in EVERYWHERE:
+        net = model()
+        before = values(net)
+        with pytest.raises(AmpAttachError, match='none of them belongs to the model'):
+            take(net, SGD(STRANGERS[which](copy.deepcopy(net)), lr=0.1), level, door)
+        assert same(values(net), before)
+        take(net, stepping(net), level, door)
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_model_and_optimizer_that_were_copied_together(level: str) -> None:
+def test_model_and_optimizer_that_were_copied_together() -> None:
     """The copied optimizer has copies of the masters, which nobody reads."""
-    net = model()
-    optimizer = SGD(net.parameters(), lr=0.25)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
-    copied, stepping = copy.deepcopy((net, optimizer))
-    if level in MASTERS:
-        before = copy.deepcopy(dict(copied.state_dict()))
-        with pytest.raises(AmpAttachError, match=r'4 parameters that do not belong to the model.*copied'):
-            amp.initialize(copied, stepping, opt_level=level, verbosity=0)
-        assert same(dict(copied.state_dict()), before)
-        stepping = SGD(copied.parameters(), lr=0.25)
-    amp.initialize(copied, stepping, opt_level=level, verbosity=0)
+    for level in LEVELS:
+        net = model()
+        optimizer = stepping(net)
+        take(net, optimizer, level)
+        copied, theirs = copy.deepcopy((net, optimizer))
+        if level in MASTERS:
+            before = values(copied)
+            with pytest.raises(AmpAttachError, match=r'4 parameters that do not belong to the model.*copied'):
+                take(copied, theirs, level)
+            assert same(values(copied), before)
+            theirs = stepping(copied)
+        take(copied, theirs, level)
 
 
-def frozen(net: nn.Module) -> list[Optimizer]:
-    net.requires_grad_(False)
-    return [SGD([nn.Parameter(torch.ones(1, 4)), nn.Parameter(torch.ones(4))], lr=0.1)]
+def loose(*shape: int) -> Optimizer:
+    return SGD([nn.Parameter(torch.ones(shape))], lr=0.1)
 
 
+#: Optimizers of a model that hold more or less than it has.
 MORE_OR_LESS: dict[str, Callable[[Any], list[Optimizer]]] = {
     'a parameter beside the model': lambda net: [SGD([*net.parameters(), nn.Parameter(torch.ones(()))], lr=0.1)],
-    'a temperature': lambda net: [SGD(net.parameters(), lr=0.1), SGD([nn.Parameter(torch.ones(()))], lr=0.1)],
-    'centres as large as a layer': lambda net: [
-        SGD(net.parameters(), lr=0.1),
-        SGD([nn.Parameter(torch.ones(2, 8))], lr=0.1),
-    ],
+    'a temperature': lambda net: [stepping(net), loose()],
+    'centres as large as a layer': lambda net: [stepping(net), loose(2, 8)],
     'a head and centres': lambda net: [SGD([*net[2].parameters(), nn.Parameter(torch.ones(8, 4))], lr=0.1)],
     'an image': lambda net: [SGD([torch.ones(1, 4).requires_grad_()], lr=0.1)],
-    'an image and a frozen model': frozen,
-    'a part': lambda net: [SGD(net[2].parameters(), lr=0.1)],
+    'an image and a frozen model': lambda net: [loose(1, 4)] if net.requires_grad_(False) else [],
+    'a part': lambda net: [stepping(net[2])],
     'nothing': lambda net: [],
 }
 
 
-@pairs(made=MORE_OR_LESS, level=LEVELS)
-def test_optimizers_may_hold_more_or_less_than_the_model(made: str, level: str) -> None:
+@pytest.mark.parametrize('made', MORE_OR_LESS)
+def test_optimizers_may_hold_more_or_less_than_the_model(made: str) -> None:
     """One step moves whatever they hold, and changes no type."""
-    net = model()
-    optimizers = MORE_OR_LESS[made](net)
-    stepped = [p for each in optimizers for group in each.param_groups for p in group['params']]
-    loose: list[Tensor] = [p for p in stepped if not any(p is own for own in net.parameters())]
-    amp.initialize(net, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
-    assert net[0].weight.dtype is WEIGHT_TYPES.get(level, torch.float32)
-    held = [p for each in optimizers for p in amp.master_params(each)]
-    before = [p.detach().clone() for p in held]
-    loss = net.eval()(torch.randn(3, 4)).float().square().sum() + sum(p.float().sum() for p in loose)
-    if optimizers:
-        backward(loss, optimizers)
-    for each in optimizers:
-        each.step()
-    assert all(new.dtype is old.dtype and new.isfinite().all() and not new.equal(old) for new, old in zip(held, before))
-    assert all(p.dtype is torch.float32 for p in loose)
+    for level in LEVELS:
+        net = model()
+        optimizers = MORE_OR_LESS[made](net)
+        stepped = [p for each in optimizers for group in each.param_groups for p in group['params']]
+        others: list[Tensor] = [p for p in stepped if not any(p is own for own in net.parameters())]
+        take(net, optimizers, level, loss_scale=8.0)
+        assert net[0].weight.dtype is WEIGHT_TYPES.get(level, torch.float32)
+        held = [p for each in optimizers for p in amp.master_params(each)]
+        before = [p.detach().clone() for p in held]
+        loss = net.eval()(torch.randn(3, 4)).float().square().sum() + sum(p.float().sum() for p in others)
+        if optimizers:
+            backward(loss, optimizers)
+        for each in optimizers:
+            each.step()
+        for new, old in zip(held, before, strict=True):
+            assert new.dtype is old.dtype and new.isfinite().all() and not new.equal(old), level
+        assert all(p.dtype is torch.float32 for p in others), level
 
 
 # -- another optimizer for the same model -------------------------------------------------------------------------------
 
 
-@pairs(old=['kept', 'gone', 'gone, gradients left'], how=['optimizer', 'model', 'not at first'], level=EXACT_LEVELS)
-def test_new_optimizer_goes_on_from_the_masters(level: str, how: str, old: str) -> None:
+@pairs(old=['kept', 'gone', 'gone, gradients left'], how=['optimizer', 'model', 'not at first'])
+def test_new_optimizer_goes_on_from_the_masters(how: str, old: str) -> None:
     """Bit for bit as in FP32, whatever became of the old one."""
 
     def train(at: str | None) -> Any:
@@ -153,7 +163,7 @@ def test_new_optimizer_goes_on_from_the_masters(level: str, how: str, old: str) 
             net.fc.weight += 2.0**-14
         first: Any = sgd([net])
         if at is not None:
-            amp.initialize(net, first, opt_level=at, verbosity=0, loss_scale=8.0)
+            take(net, first, at, loss_scale=8.0)
         for index in range(2):
             first.zero_grad()
             backward(net(data(index)), first, level=at)
@@ -175,19 +185,19 @@ def test_new_optimizer_goes_on_from_the_masters(level: str, how: str, old: str) 
             second.step()
         return state([net], [second])
 
-    assert train(level) == train(None)
+    assert unlike_fp32(train) == []
 
 
 def test_new_optimizer_is_of_the_level_of_its_model() -> None:
     net = model()
-    amp.initialize(net, SGD(net.parameters(), lr=0.1), opt_level='O5', num_losses=2, verbosity=0)
-    new = SGD(net.parameters(), lr=0.1)
+    take(net, stepping(net), 'O5', num_losses=2)
+    new = stepping(net)
     with pytest.raises(AmpAttachError, match=r"opt_level='O2'.*at O5"):
         amp.initialize([], new, opt_level='O2', verbosity=0)
     with pytest.raises(AmpConfigError, match=r'keep_fp32.*was decided'):
         amp.initialize([], new, keep_fp32='Linear', verbosity=0)
     with pytest.raises(AmpAttachError, match=r'amp\.initialize\(\[\], optimizer\)'):
-        amp.initialize(net, new, opt_level='O5', verbosity=0)
+        take(net, new, 'O5')
     with pytest.raises(AmpUsageError, match=r'amp\.initialize\(\[\], optimizer\)'):
         amp.scale_loss(net(torch.ones(2, 4)).sum(), new).__enter__()
     amp.initialize([], new, loss_scale=4.0, verbosity=0)
@@ -196,20 +206,20 @@ def test_new_optimizer_is_of_the_level_of_its_model() -> None:
         amp.initialize([], SGD(amp.master_params(new), lr=0.1), verbosity=0)
 
 
-@pairs(level=['O0', 'O1', 'O4'], later=MASTERS)
-def test_older_optimizer_is_refused_once_a_later_one_has_made_masters(level: str, later: str) -> None:
+def test_older_optimizer_is_refused_once_a_later_one_has_made_masters() -> None:
     """By the later call, or by the older one's step."""
-    net = nn.Linear(3, 2)
-    old, new = SGD(net.parameters(), lr=0.25), SGD(net.parameters(), lr=0.25)
-    amp.initialize(net, old, opt_level=level, verbosity=0)
 
-    def script() -> None:
-        amp.initialize(net, new, opt_level=later, verbosity=0)
+    def script(level: str, later: str) -> None:
+        net = nn.Linear(3, 2)
+        old, new = stepping(net), stepping(net)
+        take(net, old, level)
+        take(net, new, later)
         backward(net(torch.ones(1, 3)).float().sum(), old)
         old.step()
 
-    with pytest.raises((AmpAttachError, AmpUsageError), match=r'amp\.initialize|already|another optimizer'):
-        script()
+    for level, later in itertools.product(['O0', 'O1', 'O4'], MASTERS):
+        with pytest.raises((AmpAttachError, AmpUsageError), match=r'amp\.initialize|already|another optimizer'):
+            script(level, later)
 
 
 # -- conversions --------------------------------------------------------------------------------------------------------
@@ -225,94 +235,85 @@ CONVERSIONS: dict[str, tuple[Callable[[nn.Module], Any], torch.dtype]] = {
 }
 
 
-@pairs(how=CONVERSIONS, level=LEVELS, door=['amp', 'wrapper'])
-def test_conversions_of_the_model_or_around_it_are_refused(how: str, level: str, door: str) -> None:
-    """Unless nothing would change."""
+@pytest.mark.parametrize('how', CONVERSIONS)
+def test_conversions_of_the_model_or_around_it_are_refused(how: str) -> None:
+    """Unless nothing would change. Deep copies are converted, and models that are detached."""
     convert, target = CONVERSIONS[how]
-    net = model()
-    around = nn.Sequential(nn.Linear(2, 2), net)
-    take(door, net, SGD(net.parameters(), lr=0.1), level)
-    before = copy.deepcopy({name: t.detach() for name, t in net.state_dict(keep_vars=True).items()})
-    weights = {p.dtype for p in net.parameters()}
-    for converted in (net, around):
-        if weights != {target}:
-            with pytest.raises(AmpUsageError, match=f'attached to, at {level}'):
-                convert(converted)
-        elif all(t.dtype is target for t in net.buffers() if t.is_floating_point()):
-            convert(net)
-    assert same({name: t.detach() for name, t in net.state_dict(keep_vars=True).items()}, before)
+    for level, door in EVERYWHERE:
+        net = model()
+        around = nn.Sequential(nn.Linear(2, 2), net)
+        take(net, stepping(net), level, door)
+        before = values(net)
+        for converted in (net, around):
+            if {p.dtype for p in net.parameters()} != {target}:
+                with pytest.raises(AmpUsageError, match=f'attached to, at {level}'):
+                    convert(converted)
+            elif all(t.dtype is target for t in net.buffers() if t.is_floating_point()):
+                convert(net)
+        assert same(values(net), before)
+        convert(copy.deepcopy(net))
+    wrapper = AmpOptimWrapper(opt_level='O2', optimizer=stepping(other := model()), verbosity=0)
+    wrapper.attach(other)
+    wrapper.detach()
+    assert convert(other)[0].weight.dtype is target
 
 
 @pytest.mark.parametrize('level', LEVELS)
-def test_moves_copies_and_other_conversions_go_on(level: str) -> None:
+def test_moves_and_traces_go_on(level: str) -> None:
     net = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
-    optimizer = SGD(net.parameters(), lr=0.1)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    optimizer = stepping(net)
+    take(net, optimizer, level)
+    x = torch.randn(3, 2, 2, 2)
     for _ in range(2):
         assert net.to('cpu').to(memory_format=torch.channels_last) is net
         net.cpu().share_memory()
-        backward(net(torch.ones(1, 2, 2, 2)).sum(), optimizer)
+        backward(net(x).sum(), optimizer)
         optimizer.step()
-    copy.deepcopy(net).double()
     with pytest.raises(TypeError, match='floating point'):
         net.to(torch.int64)
     with pytest.raises((RuntimeError, NotImplementedError)):
         net.to('nowhere')
-    other = model()
-    wrapper = AmpOptimWrapper(opt_level=level, optimizer=SGD(other.parameters(), lr=0.1), verbosity=0)
-    wrapper.attach(other)
-    wrapper.detach()
-    assert other.half()[0].weight.dtype is torch.float16
-
-
-@pytest.mark.parametrize('level', LEVELS)
-def test_model_is_traced_and_not_scripted(level: str) -> None:
-    net = model()
-    take('amp', net, SGD(net.parameters(), lr=0.1), level)
     with pytest.raises(AmpUsageError, match=r'torch\.jit\.trace'):
         torch.jit.script(net)
-    x = torch.randn(3, 4)
-    traced = torch.jit.trace(net.eval(), x)
-    assert torch.equal(traced(x * 2), net(x * 2))
+    assert torch.equal(torch.jit.trace(net.eval(), x)(x * 2), net(x * 2))
 
 
 # -- numbers beyond float16 ---------------------------------------------------------------------------------------------
 
 
-@pairs(level=LEVELS, door=['amp', 'wrapper'])
-def test_weights_beyond_the_range_are_refused_with_the_setting_that_helps(level: str, door: str) -> None:
-    net = model()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    with torch.no_grad():
-        net[2].weight[0, 0] = -7e4
-        # the largest that rounds into the range stays, and what is infinite already surprises nobody
-        net[0].weight[0, 0], net[0].weight[0, 1] = 65519.0, float('inf')
-        net[1].weight.fill_(1e5)
-    if level not in ('O2', 'O3'):
-        take(door, net, optimizer, level)
-        return
-    setting = r"keep_fp32=\['1', '2'\]" if level == 'O3' else r"keep_fp32=\['2'\]"
-    with pytest.raises(AmpAttachError, match=rf'beyond the range of float16.*2\.weight.*{setting}.*O5') as error:
-        take(door, net, optimizer, level)
-    assert '0.weight' not in str(error.value) and {p.dtype for p in net.parameters()} == {torch.float32}
-    assert optimizer.param_groups[0]['params'][0] is net[0].weight
-    amp.initialize(net, optimizer, opt_level=level, keep_fp32=['1', '2'], verbosity=0)
-    assert net[2].weight.min().item() == -7e4
+def test_weights_beyond_the_range_are_refused_with_the_setting_that_helps() -> None:
+    for level, door in EVERYWHERE:
+        net = model()
+        optimizer = stepping(net)
+        with torch.no_grad():
+            net[2].weight[0, 0] = -7e4
+            # the largest that rounds into the range stays, and what is infinite already surprises nobody
+            net[0].weight[0, 0], net[0].weight[0, 1] = 65519.0, float('inf')
+            net[1].weight.fill_(1e5)
+        if level not in ('O2', 'O3'):
+            take(net, optimizer, level, door)
+            continue
+        setting = r"keep_fp32=\['1', '2'\]" if level == 'O3' else r"keep_fp32=\['2'\]"
+        with pytest.raises(AmpAttachError, match=rf'beyond the range of float16.*2\.weight.*{setting}.*O5') as error:
+            take(net, optimizer, level, door)
+        assert '0.weight' not in str(error.value) and {p.dtype for p in net.parameters()} == {torch.float32}
+        assert optimizer.param_groups[0]['params'][0] is net[0].weight
+        take(net, optimizer, level, keep_fp32=['1', '2'])
+        assert net[2].weight.min().item() == -7e4
 
 
-@pairs(level=LEVELS, door=['amp', 'wrapper'], verbosity=[0, 1], kept=[True, False])
-def test_buffers_beyond_the_range_are_warned_of(
-    level: str, door: str, verbosity: int, kept: bool, log: list[str]
-) -> None:
+@pytest.mark.parametrize('level', LEVELS)
+def test_buffers_beyond_the_range_are_warned_of(level: str, log: list[str]) -> None:
     """A mask may become infinite, and a count may not; only somebody who knows the model can tell them apart."""
-    net = model()
-    net[0].register_buffer('count', torch.tensor([7e4, 1.0]))
-    net[2].register_buffer('table', torch.tensor([65519.0, float('inf'), -float('inf'), float('nan')]))
-    net[2].register_buffer('whole', torch.tensor([70000]))
-    net[1].running_var.fill_(1e6)
-    names = ['BatchNorm1d', *(['0'] if kept else [])]
-    take(door, net, SGD(net.parameters(), lr=0.1), level, verbosity=verbosity, keep_fp32=names)
-    found = [line for line in log if 'beyond the range of float16' in line]
-    assert len(found) == (level in ('O2', 'O3') and not kept and verbosity == 1)
-    assert all('0.count' in line and "keep_fp32=['0']" in line for line in found)
-    assert not kept or net[0].count[0].item() == 7e4
+    for door, verbosity, kept in itertools.product(['amp', 'wrapper'], [0, 1], [True, False]):
+        net = model()
+        net[0].register_buffer('count', torch.tensor([7e4, 1.0]))
+        net[2].register_buffer('table', torch.tensor([65519.0, float('inf'), -float('inf'), float('nan')]))
+        net[2].register_buffer('whole', torch.tensor([70000]))
+        net[1].running_var.fill_(1e6)
+        log.clear()
+        take(net, stepping(net), level, door, verbosity=verbosity, keep_fp32=['BatchNorm1d', *(['0'] if kept else [])])
+        found = [line for line in log if 'beyond the range of float16' in line]
+        assert len(found) == (level in ('O2', 'O3') and not kept and verbosity == 1)
+        assert all('0.count' in line and "keep_fp32=['0']" in line for line in found)
+        assert not kept or net[0].count[0].item() == 7e4
