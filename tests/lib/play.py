@@ -168,10 +168,28 @@ class Plain:
         handle = None
         if hit is not None:
             handle = self.weight(hit).register_hook(lambda gradient: torch.full_like(gradient, value))
-        self._pass(reached, data(index), loss_id)
+        self._pass(lambda: self.model(data(index), reached), loss_id)
         if handle is not None:
             handle.remove()
         self.found[loss_id] = self.found.get(loss_id, False) or hit is not None
+
+    def penalty(self, reached: Sequence[int] = (), index: int = 0, hit: bool = False) -> None:
+        """One backward pass of a loss that contains what the optimizer steps; more bits of it are used with each step.
+
+        Args:
+            reached: The parts that the loss reaches through the model.
+            index: Of the data.
+            hit: Whether the gradient of the first weight becomes infinite.
+        """
+
+        def loss() -> Tensor:
+            stepped = self.masters()
+            total = torch.stack([p.square().sum() for p in stepped]).sum() / 2
+            total = total + self.model(data(index), reached) if reached else total
+            return total + stepped[0].sum() * math.inf if hit else total
+
+        self._pass(loss, 0)
+        self.found[0] = self.found.get(0, False) or hit
 
     def step(self) -> None:
         """A step, and gradients are cleared."""
@@ -298,10 +316,10 @@ class Plain:
             self.scales[loss_id].update(overflowed)
         self.found = {}
 
-    def _pass(self, reached: Sequence[int], x: Tensor, loss_id: int) -> None:
+    def _pass(self, loss: Callable[[], Tensor], loss_id: int) -> None:
         if self.before is None:
             self.before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        self.model(x, reached).backward()
+        loss().backward()
 
     def _saved(self) -> dict[str, Any]:
         return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
@@ -319,8 +337,8 @@ class Amp(Plain):
         words = dict(opt_level=setup.level, num_losses=setup.losses, loss_scale=SCALE, verbosity=0, **setup.options)
         amp.initialize(self.model, self.optimizer, **words)
 
-    def _pass(self, reached: Sequence[int], x: Tensor, loss_id: int) -> None:
-        with amp.scale_loss(self.model(x, reached), self.optimizer, loss_id) as scaled:
+    def _pass(self, loss: Callable[[], Tensor], loss_id: int) -> None:
+        with amp.scale_loss(loss(), self.optimizer, loss_id) as scaled:
             scaled.backward()
 
     def step(self) -> None:
@@ -365,10 +383,10 @@ class Wrapper(Amp):
         )
         self.wrapper.attach(self.model)
 
-    def _pass(self, reached: Sequence[int], x: Tensor, loss_id: int) -> None:
+    def _pass(self, loss: Callable[[], Tensor], loss_id: int) -> None:
         with self.wrapper.optim_context(self.model):
-            loss = self.model(x, reached)
-        self.wrapper.backward(loss, loss_id)
+            value = loss()
+        self.wrapper.backward(value, loss_id)
 
     def step(self) -> None:
         self.wrapper.step()

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from mmengine.logging import MessageHub
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from pairs import pairs
 from play import SCALE, WEIGHT_TYPES, Part, Scale, data, fused_sgd, sgd
@@ -222,30 +221,19 @@ def test_accumulations_of_members_are_counted_and_resumed() -> None:
     assert whole.state() == part.state()
 
 
-def deep() -> tuple[nn.Module, OptimWrapperDict]:
-    """A generator before a discriminator, both at O2, whose loss is too large for float16."""
-    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for name in 'gd'})
-    members = {
-        name: AmpOptimWrapper(opt_level='O2', optimizer=torch.optim.SGD(model[name].parameters(), lr=1e-6))
-        for name in 'gd'
-    }
-    return model, OptimWrapperDict(**members)
-
-
-def update(model: Any, wrapper: OptimWrapper, step: int, factor: float) -> None:
-    with wrapper.optim_context(model):
-        batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-        loss = model['d'](model['g'](batch)).float().square().mean() * factor
-    wrapper.update_params(loss)
-
-
 def test_losses_that_flow_through_each_other_find_their_scales() -> None:
     """Each brings the other what is too large for float16: both scales have to fall, not wait for one another."""
-    model, wrappers = deep()
-    wrappers.initialize_count_status(model, 0, 100)
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for name in 'gd'})
+    optimizers = {name: torch.optim.SGD(part.parameters(), lr=1e-6) for name, part in model.items()}
+    wrappers = OptimWrapperDict(
+        **{name: AmpOptimWrapper(opt_level='O2', optimizer=each, verbosity=0) for name, each in optimizers.items()}
+    )
     for step in range(40):
         for wrapper in wrappers.values():
-            update(model, wrapper, step, 200.0)
+            with wrapper.optim_context(model):
+                batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+                loss = model['d'](model['g'](batch)).float().square().mean() * 200
+            wrapper.update_params(loss)
     for wrapper in wrappers.values():
         steps, skips, streak = wrapper.loss_scaler.counts.tolist()
         assert steps == 40 and 0 < skips < 25 and streak == 0, (steps, skips, streak)
@@ -317,19 +305,13 @@ def test_wrapper_of_mmengine_in_the_same_dict_is_refused(level: str) -> None:
 def test_member_without_a_scale_beside_float16_is_warned_of(log: list[str]) -> None:
     for levels, scale, warned in ((('O0', 'O2'), None, True), (('O5', 'O1'), None, True), (('O0', 'O2'), 8.0, False)):
         log.clear()
-        Training(levels, verbosity=1, loss_scale=None) if scale is None else Training(levels, verbosity=1)
+        Training(levels, verbosity=1, loss_scale=scale)
         assert any('g has no loss scale' in line and 'through d' in line for line in log) is warned
 
 
 def test_lines_about_members_have_their_names(log: list[str]) -> None:
-    model, wrappers = deep()
-    update(model, wrappers['g'], 0, 1.0)
-    wrappers['d'].zero_grad()
-    log.clear()
-    update(model, wrappers['d'], 1, torch.inf)
+    run = Training(('O2', 'O2'), verbosity=1).play('d* D')
     assert any('amp: d: non-finite gradients' in line for line in log)
     log.clear()
-    wrappers.load_state_dict(wrappers.state_dict())
+    run.wrappers.load_state_dict(run.wrappers.state_dict())
     assert any('amp: g: ' in line for line in log) and any('amp: d: ' in line for line in log)
-    numbers = MessageHub.get_current_instance().log_scalars
-    assert {'train/g_amp_scale', 'train/d_amp_scale', 'train/d_amp_skipped'} <= set(numbers)

@@ -1,0 +1,386 @@
+"""Configs of mmengine: what is built from them, and mistakes in them that are named before anything is built or written."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import toy
+from bits import same
+from mmengine.config import Config
+from mmengine.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from mmengine.registry import LOOPS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+from mmengine.runner import EpochBasedTrainLoop, Runner
+from torch import Tensor, nn
+
+from amp_wrapper import AmpConfigError, AmpOptimWrapper, MMFullyShard
+from amp_wrapper.cli import main
+
+SGD = dict(type='SGD', lr=0.1)
+WRAPPER: dict[str, Any] = dict(
+    type='AmpOptimWrapper',
+    opt_level='O2',
+    keep_fp32=['fc'],
+    optimizer=dict(type='SGD', lr=0.2, momentum=0.9, weight_decay=1e-3),
+    accumulative_counts=2,
+    clip_grad=dict(max_norm=0.5),
+    paramwise_cfg=dict(bias_decay_mult=0.0, custom_keys=dict(fc=dict(lr_mult=0.5))),
+)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(**overrides: Any) -> str:
+    """A file in the current folder."""
+    trained_with = overrides.pop('optim_wrapper', WRAPPER)
+    words = toy.toy_config('work', copy.deepcopy(trained_with), **overrides).to_dict()
+    Path('config.py').write_text(''.join(f'{key} = {value!r}\n' for key, value in words.items()))
+    return 'config.py'
+
+
+def report(*words: str, **overrides: Any) -> dict[str, Any]:
+    assert main(['report', config(**overrides), '--json', 'a.json', *words]) == 0
+    return json.loads(Path('a.json').read_text())
+
+
+# -- reports on a config --------------------------------------------------------------------------------------------------
+
+
+@OPTIM_WRAPPERS.register_module()
+class FixedLevel(AmpOptimWrapper):
+    """A wrapper of a user, which chooses its level itself."""
+
+    def __init__(self, warm: int = 3, **kwargs: Any) -> None:
+        super().__init__(opt_level='O2', keep_fp32=['fc'], **kwargs)
+        self.warm = warm
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class Constructor:
+    """Of a user: builds a wrapper that the config does not name."""
+
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None: ...
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        return AmpOptimWrapper(opt_level='O5', optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class Reading(Constructor):
+    """Has an entry of its own in the config."""
+
+    def __init__(self, optim_wrapper_cfg: Any, paramwise_cfg: Any = None) -> None:
+        self.own = optim_wrapper_cfg['own']
+
+
+@pytest.mark.parametrize(
+    ('words', 'level', 'optimizer'),
+    [
+        (dict(), 'O0', 'SGD'),
+        (dict(type='AmpOptimWrapper', loss_scale='dynamic'), 'O1', 'SGD'),
+        (dict(type='AmpOptimWrapper', dtype='bfloat16'), 'O4', 'SGD'),
+        (dict(type='ApexOptimWrapper', opt_level='O3'), 'O3', 'SGD'),
+        (dict(type='TorchAmpOptimWrapper', dtype='bfloat16'), 'O4', 'SGD'),
+        (dict(type='TorchAmpOptimWrapper', loss_scale=512.0), 'O1', 'SGD'),
+        (dict(type='FixedLevel', warm=2), 'O2', 'SGD'),
+        (dict(constructor='Constructor'), 'O5', 'SGD'),
+        pytest.param(
+            dict(constructor='Reading', own=3), 'O5', 'SGD', marks=pytest.mark.xfail(strict=True, reason='openmmlab')
+        ),
+        # whose state is divided among processes
+        (dict(optimizer=dict(type='ZeroRedundancyOptimizer', optimizer_type='AdamW', lr=0.25)), 'O0', 'AdamW'),
+    ],
+    ids=str,
+)
+def test_level_and_optimizer_are_those_that_the_config_trains_with(
+    words: dict[str, Any], level: str, optimizer: str, here: Path
+) -> None:
+    found = report(optim_wrapper={'optimizer': SGD, **words})
+    assert (found['level'], found['optimizer']) == (level, optimizer)
+    if words.get('loss_scale') == 512.0:
+        assert '512' in found['policy']
+
+
+def rules(found: dict[str, Any], name: str) -> set[tuple[str, str]]:
+    """The ops of a module that run in FP32, and why."""
+    (module,) = [module for module in found['modules'] if module['name'] == name]
+    return {(op['op'], op['rule']) for op in module['fp32_ops']}
+
+
+def test_report_is_about_the_model_and_the_data_of_the_config(here: Path) -> None:
+    model, data = toy.ToyModel(), toy.ToyData()
+    torch.save({'state_dict': {f'module.{name}': value for name, value in model.state_dict().items()}}, 'trained.pth')
+    loader = toy.loader(shuffle=False)
+    # the images of the first batch, whose mean the preprocessor takes off
+    with torch.no_grad():
+        wanted = model(data.images[:4] - model.data_preprocessor.mean, data.labels[:4], 'loss')['loss'].item()
+    for words, more in ((('--checkpoint', 'trained.pth'), {}), ((), dict(load_from='trained.pth'))):
+        found = report(*words, train_dataloader=loader, **more)
+        assert found['loss']['fp32'] == pytest.approx(wanted, rel=1e-6)
+    assert rules(found, 'fc') == {('addmm', 'keep_fp32')}
+    assert rules(found, 'bn') == {('native_batch_norm', 'batchnorm')}
+    # the loss is inside of forward
+    assert {('_log_softmax', 'registry'), ('nll_loss_forward', 'registry')} <= rules(found, '')
+    computed = {module['name']: module['outputs']['computed'] for module in found['modules']}
+    assert computed['data_preprocessor'] == ['float32'] and computed['conv'] == ['float16']
+    assert [level for level, counted in found['memory'].items() if 'error' in counted] == []
+
+
+@pytest.mark.filterwarnings('ignore:torch.utils.checkpoint')
+def test_reports_draw_the_same_random_numbers_and_leave_nothing_behind(here: Path) -> None:
+    words = dict(model=dict(type='ToyModel', dropout=0.5), activation_checkpointing=['norm'])
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        before = torch.get_rng_state(), np.random.get_state()[1].copy()
+        found.append(report(**words))
+        assert same(before, (torch.get_rng_state(), np.random.get_state()[1].copy()))
+    assert found[0] == found[1]
+    assert sorted(os.listdir(here)) == ['a.json', 'config.py']
+
+
+@MODELS.register_module()
+class WritingPreprocessor(toy.ToyPreprocessor):
+    """Writes into what it is given, as those of some projects do."""
+
+    def forward(self, data: dict[str, Any], training: bool = False) -> dict[str, Any]:
+        data['inputs'] += 1
+        return super().forward(data, training)
+
+
+@MODELS.register_module()
+class Writing(toy.ToyModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.data_preprocessor = MODELS.build(dict(type='WritingPreprocessor'))
+
+
+def test_levels_are_tried_with_the_optimizer_and_batches_of_the_config(here: Path) -> None:
+    """Each batch as it was read; rates of 0 leave the loss where it is."""
+    wrapper = copy.deepcopy(WRAPPER)
+    wrapper['paramwise_cfg']['custom_keys'] = {name: dict(lr_mult=0.0) for name in ('conv', 'bn', 'norm', 'fc')}
+    for rates, loader in ((wrapper, toy.loader(length=4, shuffle=False)), (WRAPPER, toy.loader())):
+        path = config(optim_wrapper=rates, train_dataloader=loader, model=dict(type='Writing'))
+        assert main(['suggest-level', path, '--levels', 'O4', '--steps', '4', '--json', 'a.json']) == 0
+        o0, o4 = (level['loss']['values'] for level in json.loads(Path('a.json').read_text())['levels'])
+        assert o4 == pytest.approx(o0, rel=0.02) and len(set(o0)) == (1 if rates is wrapper else 4)
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------------
+
+
+@MODELS.register_module()
+class OwnStep(toy.ToyModel):
+    def train_step(self, data: Any, optim_wrapper: Any) -> Any:
+        return super().train_step(data, optim_wrapper)
+
+
+@MODELS.register_module()
+class Broken(toy.ToyModel):
+    def extract_feat(self, inputs: Tensor) -> Tensor:
+        raise RuntimeError('shapes')
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class TwoOptimizers(Constructor):
+    """Builds two wrappers although the config looks like one."""
+
+    def __call__(self, model: Any) -> Any:
+        parts = {name: torch.optim.SGD(getattr(model, name).parameters(), lr=0.1) for name in ('conv', 'fc')}
+        return OptimWrapperDict(**{name: OptimWrapper(optimizer) for name, optimizer in parts.items()})
+
+
+def wrapper(**words: Any) -> dict[str, Any]:
+    return dict(optim_wrapper=dict(type='AmpOptimWrapper', opt_level='O2', optimizer=SGD) | words)
+
+
+#: What is wrong in a config, and what the error of ``report`` names.
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    (dict(optim_wrapper=None), 'no optim_wrapper'),
+    (dict(optim_wrapper=dict(a=dict(optimizer=SGD), b=dict(optimizer=SGD))), 'several optimizers (a, b)'),
+    (dict(optim_wrapper=[dict(optimizer={})]), 'optim_wrapper=list must be a dict'),
+    (wrapper(optimizer='AdamW'), "optimizer='AdamW' must be a dict"),
+    (wrapper(optimizer=dict(type='SGDD', lr=0.1)), "'SGDD'"),
+    (wrapper(optimizer=dict(type='SGD', lr=-1.0)), 'Invalid learning rate: -1.0'),
+    (wrapper(optimizer=dict(type='SGD', lr=0.1, betas=1)), "'betas'"),
+    (wrapper(opt_level='O9'), 'O9'),
+    (wrapper(type='OptimWrapper'), 'opt_level'),
+    (dict(optim_wrapper=dict(type='FixedLevel', wram=2, optimizer=SGD)), "'wram'"),
+    (wrapper(clip_grad=dict(max_norm=1.0, max_nrm=1.0)), 'max_nrm'),
+    (wrapper(paramwise_cfg=dict(custom_keys=3)), 'custom_keys'),
+    (wrapper(constructor='Nobody'), 'Nobody'),
+    (dict(optim_wrapper=dict(constructor='TwoOptimizers', optimizer=SGD)), '2 optimizers'),
+    (dict(model=dict(type='OwnStep')), 'train_step of its own'),
+    (dict(model=dict(type='ToyPreprocessor')), 'no mmengine BaseModel'),
+    (dict(model=dict(type='ToyModel', width=-1)), 'cannot be built'),
+    (dict(model=dict(type='Broken')), 'fails at O0 (RuntimeError: shapes'),
+    (dict(activation_checkpointing=['convolution']), 'convolution'),
+    (dict(load_from='nothing.pth'), 'nothing.pth'),
+    (dict(train_dataloader=None), 'no train_dataloader'),
+    (dict(train_dataloader={**toy.loader(), 'dataset': dict(type='ToyData', length='many')}), 'data cannot be read'),
+]
+
+
+def test_mistakes_are_named_in_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = []
+    for overrides, text in MISTAKES:
+        status, said = main(['report', config(**overrides)]), capsys.readouterr()
+        if status != 1 or text not in said.err or said.err.count('\n') != 1 or said.out.strip():
+            wrong.append((overrides, status, said.err))
+    assert wrong == []
+
+
+def test_conflicts_are_found_before_a_training_writes_anything(here: Path) -> None:
+    """Without the command, too. A registry of mmengine keeps the message, and not always the type."""
+    runner = Runner.from_cfg(Config.fromfile(config(**wrapper(patch_torch_functions=True, master_weights=False))))
+    with pytest.raises(Exception, match='patch_torch_functions=True conflicts'):
+        runner.train()
+    assert not list(here.glob('work/*.pth'))
+
+
+# -- configs that are right -------------------------------------------------------------------------------------------------
+
+
+@LOOPS.register_module()
+class OwnLoop(EpochBasedTrainLoop):
+    """Of a user: takes any entry."""
+
+    def __init__(self, runner: Any, dataloader: Any, whatever: int = 0, **words: Any) -> None:
+        super().__init__(runner, dataloader, **words)
+
+
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        # as a base of another project gives it
+        dict(
+            val_cfg=dict(type='ValLoop', _scope_='mmengine'), train_cfg=dict(type='OwnLoop', max_epochs=1, whatever=3)
+        ),
+        dict(optim_wrapper=dict(type='FixedLevel', warm=2, optimizer=SGD)),
+        dict(optim_wrapper=dict(type='AmpOptimWrapper', constructor='Reading', own=3, optimizer=SGD)),
+    ],
+    ids=str,
+)
+def test_parts_of_the_user_are_trained_with(overrides: dict[str, Any], here: Path) -> None:
+    assert main(['train', config(**{'train_cfg': dict(by_epoch=True, max_epochs=1), **overrides})]) == 0
+    assert (here / 'work' / 'epoch_1.pth').exists()
+
+
+def test_classes_in_a_config_of_pure_python(here: Path) -> None:
+    Path('pure.py').write_text(
+        'from torch.optim import SGD\nfrom amp_wrapper import AmpOptimWrapper\n'
+        "optim_wrapper = dict(type=AmpOptimWrapper, opt_level='O5', optimizer=dict(type=SGD, lr=0.1))\n"
+    )
+    built = build_optim_wrapper(nn.Linear(2, 2), Config.fromfile('pure.py').optim_wrapper)
+    assert type(built) is AmpOptimWrapper and built.opt_level == 'O5'
+
+
+LATE = """
+import sys, torch
+from mmengine.dataset import default_collate
+from mmengine.model import BaseModel
+from mmengine.runner import Runner
+class Model(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(2, 2)
+    def forward(self, x, mode='tensor'):
+        return dict(loss=self.fc(x).square().mean())
+data = dict(dataset=[dict(x=torch.randn(2)) for _ in range(4)], batch_size=2, collate_fn=default_collate,
+            sampler=dict(type='DefaultSampler', shuffle=False))
+wrapper = dict(type='amp_wrapper.AmpOptimWrapper', opt_level='O2', optimizer=dict(type='SGD', lr=0.1))
+for resume in (False, True):
+    runner = Runner(model=Model(), work_dir=sys.argv[1], train_dataloader=data, optim_wrapper=wrapper, resume=resume,
+                    train_cfg=dict(by_epoch=True, max_epochs=1 + resume), log_level='ERROR', experiment_name=str(resume))
+    assert resume or 'amp_wrapper' not in sys.modules
+    runner.train()
+    assert (runner.iter, runner.model.fc.weight.dtype) == (2 + 2 * resume, torch.float16), runner.iter
+"""
+
+
+def test_scoped_name_needs_no_import(tmp_path: Path) -> None:
+    """The package is imported when the runner is there already."""
+    done = subprocess.run([sys.executable, '-c', LATE, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    saved = toy.checkpoint(tmp_path)
+    assert {value.dtype for value in saved['state_dict'].values()} == {torch.float32}
+    assert saved['optimizer']['loss_scaler']['scale'] > 0 and saved['optimizer']['amp']['opt_level'] == 'O2'
+
+
+# -- testing a checkpoint ---------------------------------------------------------------------------------------------------
+
+
+@MODELS.register_module()
+class Resizing(toy.ToyModel):
+    """Resizes what it is given, as vision transformers do."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(size))
+        self._register_load_state_dict_pre_hook(self._resize)
+
+    def _resize(self, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        if 'table' in state and state['table'].shape != self.table.shape:
+            state['table'] = nn.functional.interpolate(state['table'][None, None], len(self.table))[0, 0]
+
+
+def of_ddp(state: dict[str, Tensor]) -> None:
+    del state['bn.num_batches_tracked']
+    for name in list(state):
+        state[f'module.{name}'] = state.pop(name)
+
+
+#: What happens to a state, the size of the table in the model, and what the model has that is not of the file.
+CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], int, str]] = {
+    'names of DDP': (of_ddp, 4, ''),
+    'resized': (lambda state: None, 6, ''),
+    'a weight is missing': (lambda state: state.pop('conv.bias'), 4, 'conv.bias'),
+    'a weight has another shape': (lambda state: state.update({'norm.bias': torch.ones(9)}), 4, 'norm.bias'),
+}
+
+
+def test_weights_that_a_tested_checkpoint_lacks_are_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not what modules rename, resize or fill in by themselves."""
+    test = dict(test_dataloader=toy.loader(length=4, shuffle=False), test_cfg={}, test_evaluator=dict(type='ToyScore'))
+    for name, (change, size, lacks) in CHANGES.items():
+        state = dict(Resizing().state_dict())
+        change(state)
+        torch.save({'state_dict': state}, 'a.pth')
+        assert main(['test', config(model=dict(type='Resizing', size=size), **test), 'a.pth']) == 0
+        said = capsys.readouterr().out
+        assert ('not those of the checkpoint' in said) is bool(lacks) and lacks in said, name
+
+
+# -- sharding ---------------------------------------------------------------------------------------------------------------
+
+
+def test_whole_numbers_in_the_options_of_sharding() -> None:
+    """Of Python and of NumPy; nothing else is taken for one."""
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for sizes in (None, 1, [1], (1, 1), np.int64(1), (np.int32(1), np.int64(1))):
+            MMFullyShard(nn.Linear(2, 2), mesh=sizes, reshard_after_forward=np.int64(1))
+        for wrong in (0, True, np.bool_(True), 1.0, '1', (1, True), np.int64(2), [], math.nan):
+            with pytest.raises(AmpConfigError, match='mesh='):
+                MMFullyShard(nn.Linear(2, 2), mesh=wrong)
+        for wrong in (np.int64(2), np.float64(1.0), '1'):
+            with pytest.raises(AmpConfigError, match='reshard_after_forward'):
+                MMFullyShard(nn.Linear(2, 2), reshard_after_forward=wrong)
+    finally:
+        torch.distributed.destroy_process_group()
