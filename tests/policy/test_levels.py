@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import io
+import itertools
 import math
 import pickle
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +32,8 @@ TABLE: dict[str, tuple[Any, ...]] = {
     'O4': (None, BF16, False, False, True, False),
     'O5': (BF16, None, True, True, True, False),
 }
+DYNAMIC = dict(growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, hysteresis=1, enabled=True)
+DYNAMIC |= dict(dynamic=True, init_scale=2.0**16, min_scale=None, max_scale=2.0**24)
 TYPES = {
     F16: ['float16', 'fp16', 'half', 'torch.float16', 'torch.half', 'FP16', ' float16 ', F16],
     BF16: ['bfloat16', 'bf16', 'torch.bfloat16', 'BF16', BF16],
@@ -60,25 +66,16 @@ def unexplained(rows: Any) -> list[Any]:
 # -- levels and their options --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_table_of_levels(level: str) -> None:
-    policy, dynamic = resolve(level), TABLE[level][-1]
-    assert tuple(getattr(policy, name) for name in FIELDS) == TABLE[level][:-1]
-    assert policy.opt_level == level and policy.enabled and policy.casts_model == (level in CAST)
-    assert policy.patch_torch_functions == (level in PER_OP) and not policy.split_masters and not policy.from_16bit
-    assert (policy.num_losses, policy.verbosity, policy.max_consecutive_skips) == (1, 1, 50)
-    assert policy.restore_buffers_on_skip and not policy.accumulate_in_fp32 and policy.cast_model_outputs is None
-    assert dataclasses.asdict(policy.loss_scale) == dict(
-        dynamic=dynamic,
-        init_scale=2.0**16 if dynamic else 1.0,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=2000,
-        min_scale=None,
-        max_scale=2.0**24,
-        hysteresis=1,
-        enabled=True,
-    )
+def test_table_of_levels() -> None:
+    for level, row in TABLE.items():
+        policy, dynamic = resolve(level), row[-1]
+        assert tuple(getattr(policy, name) for name in FIELDS) == row[:-1], level
+        assert policy.opt_level == level and policy.enabled and policy.casts_model == (level in CAST)
+        assert policy.patch_torch_functions == (level in PER_OP) and not policy.split_masters and not policy.from_16bit
+        assert (policy.num_losses, policy.verbosity, policy.max_consecutive_skips) == (1, 1, 50)
+        assert policy.restore_buffers_on_skip and not policy.accumulate_in_fp32 and policy.cast_model_outputs is None
+        scale = {**DYNAMIC, 'dynamic': dynamic, 'init_scale': 2.0**16 if dynamic else 1.0}
+        assert dataclasses.asdict(policy.loss_scale) == scale, level
     assert resolve() == resolve('O1')
 
 
@@ -105,19 +102,16 @@ LEGAL: list[tuple[tuple[str, ...], str, list[tuple[Any, Any]]]] = [
 def test_options_change_their_field_alone() -> None:
     wrong = []
     for levels, name, values in LEGAL:
-        for level in levels:
-            for value, expected in values:
-                found, base = resolve(level, **{name: value}), resolve(level)
-                same = getattr(base, name) == expected
-                if changes(found, base) != ({} if same else {name: expected}) or (
-                    type(getattr(found, name)) is not type(expected)
-                ):
-                    wrong.append((level, name, value))
+        for level, (value, expected) in itertools.product(levels, values):
+            found, base = resolve(level, **{name: value}), resolve(level)
+            change = {} if getattr(base, name) == expected else {name: expected}
+            if changes(found, base) != change or type(getattr(found, name)) is not type(expected):
+                wrong.append((level, name, value))
     assert wrong == []
-    for level in PER_OP:
-        assert changes(resolve(level, patch_torch_functions=False), resolve(level)) == {'autocast_dtype': None}
     for level in LEVELS:
         assert resolve(level, patch_torch_functions=level in PER_OP) == resolve(level)
+    for level in PER_OP:
+        assert changes(resolve(level, patch_torch_functions=False), resolve(level)) == {'autocast_dtype': None}
     for level in CAST:
         split = {'split_masters': True} | ({} if resolve(level).master_weights else {'master_weights': True})
         assert changes(resolve(level, master_weights='split'), resolve(level)) == split
@@ -202,15 +196,14 @@ def test_value_that_means_nothing_is_refused_at_each_level() -> None:
 
 
 def test_level_that_does_not_exist() -> None:
-    meant = {'o2': 'O2', 'O4 ': 'O4', ' O4': 'O4', '01': 'O1', '05': 'O5', 1: 'O1', '1': 'O1'}
-    for value in (*meant, 'O6', 'O', '', True, None, ['O1'], 1.0):
-        (text,) = problems(value)
-        assert f'opt_level={value!r}' in text and all(f'{level}: ' in text for level in LEVELS)
-        hint = meant.get(value) if isinstance(value, (str, int)) and value is not True else None
-        assert (f"Write '{hint}'" in text) if hint else 'Write' not in text
+    meant = {'o2': 'O2', ' O4 ': 'O4', '05': 'O5', 1: 'O1', '1': 'O1'}
+    rows = [(value, {}, [f'opt_level={value!r}', 'O0: ', 'O5: ', f"Write '{meant[value]}'"]) for value in meant]
+    rows += [
+        (value, {}, [f'opt_level={value!r}', 'O0: ', 'O5: ']) for value in ('O6', 'O', '', True, None, ['O1'], 1.0)
+    ]
+    assert unexplained(rows) == []
     # and the level that was meant is checked, too
-    found = problems('o1', master_weights=True)
-    assert len(found) == 2 and "opt_level='o1'" in found[0] and 'master_weights=True' in found[1]
+    assert len(problems('o1', master_weights=True)) == 2
 
 
 def test_all_conflicts_come_in_one_error() -> None:
@@ -241,10 +234,7 @@ SCALES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # the default first scale moves to the bounds
     ({'loss_scale': 'dynamic', 'max_loss_scale': 1024.0}, {'max_scale': 1024.0, 'init_scale': 1024.0}),
     ({'loss_scale': 'dynamic', 'min_loss_scale': 2.0**20}, {'min_scale': 2.0**20, 'init_scale': 2.0**20}),
-    (
-        {'loss_scale': {'init_scale': 2.0**30}, 'max_loss_scale': None},
-        {'init_scale': 2.0**30, 'max_scale': None},
-    ),
+    ({'loss_scale': {'init_scale': 2.0**30}, 'max_loss_scale': None}, dict(init_scale=2.0**30, max_scale=None)),
     ({'loss_scale': {'min_scale': 2.0}, 'min_loss_scale': 2.0}, {'min_scale': 2.0}),
     ({'loss_scale': 2.0**30}, dict(dynamic=False, init_scale=2.0**30)),
 ]
@@ -254,12 +244,13 @@ def test_loss_scale() -> None:
     for options, fields in SCALES:
         given = copy.deepcopy(options)
         for level in LEVELS:
-            policy, base = resolve(level, **options), resolve(level)
-            expected = {**dataclasses.asdict(resolve('O1').loss_scale), **fields}
+            policy = resolve(level, **options)
             found = dataclasses.asdict(policy.loss_scale)
-            assert found == expected and changes(policy, base).keys() <= {'loss_scale'}, (level, options)
+            assert found == {**DYNAMIC, **fields}, (level, options)
+            assert changes(policy, resolve(level)).keys() <= {'loss_scale'}
             assert list(map(type, found.values()))[:4] == [bool, float, float, float]
         assert options == given
+    # of the scale that a level has by itself
     assert resolve('O2', max_loss_scale=1024.0).loss_scale.init_scale == 1024.0
     assert resolve('O3', min_loss_scale=8.0).loss_scale.init_scale == 1.0
 
@@ -283,47 +274,37 @@ BAD_SCALES: list[tuple[Any, list[str]]] = [
 ]
 
 
+BAD_BOUNDS: list[dict[str, Any]] = [
+    *[{'min_loss_scale': value} for value in (0.0, math.nan, 2.0**25)],
+    *[{'max_loss_scale': value} for value in (True, math.inf)],
+    dict(min_loss_scale=2.0, max_loss_scale=1.0),
+    dict(loss_scale={'min_scale': 2.0}, min_loss_scale=4.0),
+    dict(loss_scale={'max_scale': 2.0}, max_loss_scale=4.0),
+]
+
+
 def test_bad_loss_scale() -> None:
     rows = [(level, {'loss_scale': value}, words) for value, words in BAD_SCALES for level in ('O0', 'O1', 'O5')]
-    rows += [
-        ('O2', options, ['loss_scale'])
-        for options in (
-            dict(min_loss_scale=0.0),
-            dict(min_loss_scale=math.nan),
-            dict(max_loss_scale=math.inf),
-            dict(max_loss_scale=True),
-            dict(min_loss_scale=2.0, max_loss_scale=1.0),
-            dict(min_loss_scale=2.0**25),
-            dict(loss_scale={'min_scale': 2.0}, min_loss_scale=4.0),
-            dict(loss_scale={'max_scale': 2.0}, max_loss_scale=4.0),
-        )
-    ]
+    rows += [('O2', options, ['loss_scale']) for options in BAD_BOUNDS]
     assert unexplained(rows) == []
     assert not problems(min_loss_scale=2.0**24) and not problems(loss_scale={'growth_interval': 2**31 - 1})
 
 
 @pytest.mark.xfail(strict=True, reason='policy')
-@pytest.mark.parametrize(
-    'options',
-    [
-        dict(loss_scale={'init_scale': 2.0**30}),
-        dict(loss_scale={'init_scale': 1.0, 'min_scale': 4.0}),
-        dict(loss_scale=64.0, max_loss_scale=1024.0),
-        dict(loss_scale=64.0, min_loss_scale=1.0),
-    ],
-    ids=str,
-)
-def test_scale_that_its_bounds_would_change_is_refused(options: dict[str, Any]) -> None:
-    assert problems('O2', **options)
+def test_scale_that_its_bounds_would_change_is_refused() -> None:
+    assert problems('O2', loss_scale={'init_scale': 2.0**30})
+    assert problems('O2', loss_scale={'init_scale': 1.0, 'min_scale': 4.0})
+    assert problems('O2', loss_scale=64.0, max_loss_scale=1024.0)
+    assert problems('O2', loss_scale=64.0, min_loss_scale=1.0)
 
 
 # -- the record ----------------------------------------------------------------------------------------------------------
 
 
 def test_record_is_plain_frozen_and_independent_of_what_was_given() -> None:
-    given: dict[str, Any] = dict(cast_model_type='bfloat16', keep_batchnorm_fp32=False, loss_scale={'init_scale': 64.0})
-    given |= dict(keep_fp32=['head.*', nn.LayerNorm], keep_inputs=['step'], num_losses=3, cast_model_outputs='float16')
-    policy = resolve('O2', **given)
+    given: dict[str, Any] = dict(keep_batchnorm_fp32=False, cast_model_outputs='float16', keep_inputs=['step'])
+    given |= dict(keep_fp32=['head.*', nn.LayerNorm], loss_scale={'init_scale': 64.0})
+    policy = resolve('O5', **given)
     given['keep_fp32'].append('body')
     given['loss_scale']['init_scale'] = 1.0
     assert policy.keep_fp32 == ('head.*', nn.LayerNorm) and policy.loss_scale.init_scale == 64.0
@@ -332,8 +313,7 @@ def test_record_is_plain_frozen_and_independent_of_what_was_given() -> None:
     assert plain['keep_fp32'] == ['head.*', 'LayerNorm'] and plain['keep_inputs'] == ['step']
     assert (plain['cast_model_type'], plain['cast_model_outputs']) == ('bfloat16', 'float16')
     assert plain['loss_scale'] == dataclasses.asdict(policy.loss_scale)
-    buffer = io.BytesIO()
-    torch.save(plain, buffer)
+    torch.save(plain, buffer := io.BytesIO())
     assert torch.load(io.BytesIO(buffer.getvalue()), weights_only=True) == plain
     for record, name in ((policy, 'opt_level'), (policy.loss_scale, 'init_scale')):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -347,13 +327,90 @@ def test_disabled_is_still_checked_and_casts_nothing() -> None:
 
 
 def test_description_is_one_line_with_what_matters() -> None:
-    rows: list[tuple[str, dict[str, Any], str]] = [
-        ('O0', {}, 'float32 weights, loss scale 1'),
-        ('O1', {}, 'FP32 weights, autocast to float16, dynamic loss scale from 65536'),
-        ('O2', {'loss_scale': 8}, 'float16 weights, FP32 BatchNorm, FP32 masters, loss scale 8'),
-        ('O3', {'loss_scale': {'enabled': False}}, 'float16 weights, no masters, no loss scale'),
-        ('O4', {'num_losses': 3}, 'FP32 weights, autocast to bfloat16, loss scale 1, 3 losses'),
-    ]
-    assert [resolve(level, **options).describe() for level, options, _ in rows] == [
-        f'{row[0]} ({row[2]})' for row in rows
-    ]
+    assert resolve('O1').describe() == 'O1 (FP32 weights, autocast to float16, dynamic loss scale from 65536)'
+    for part in ('O2', 'float16 weights', 'FP32 BatchNorm', 'FP32 masters', 'loss scale 8', '3 losses'):
+        assert part in resolve('O2', loss_scale=8, num_losses=3).describe()
+
+
+# -- names of functions ---------------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """Neither a module nor an autograd Function."""
+
+    value = 3
+
+    def decode(self) -> None: ...
+
+
+class Doubled(torch.autograd.Function): ...
+
+
+def problem(*names: Any) -> str:
+    """The only problem with some functions."""
+    (text,) = problems('O2', fp32_ops=list(names))
+    return text
+
+
+def test_names_and_objects() -> None:
+    fine = ['torch.nn.LayerNorm', 'torch.Tensor.sum', f'{__name__}.Doubled', f'{__name__}.Plain.decode']
+    assert [op.name for op in resolve('O2', fp32_ops=fine).fp32_ops] == fine
+    policy = resolve('O2', fp32_ops=['torch.softmax', nn.LayerNorm, torch.softmax, Plain.decode])
+    names = ['torch.softmax', 'torch.nn.modules.normalization.LayerNorm', f'{__name__}.Plain.decode']
+    assert policy.to_dict()['fp32_ops'] == [{'name': name, 'output': 'caller'} for name in names]
+    wide = [dict(name='torch.softmax', output='float32'), {'name': 'torch.cumsum'}]
+    assert [op.output for op in resolve('O2', fp32_ops=wide).fp32_ops] == ['float32', 'caller']
+    assert resolve('O2').fp32_ops == () and len(resolve('O2', fp32_ops='torch.softmax').fp32_ops) == 1
+
+
+WRONG: list[tuple[Any, list[str]]] = [
+    ('softmax', ['dotted name']),
+    ('nms.', ['dotted name']),
+    ('.torch.softmax', ['empty part']),
+    ('torch.nn.functional.sofmax', ['does not exist', "'torch.nn.functional.softmax'"]),
+    ('torch.nn.functionl.softmax', ['does not exist', "'torch.nn.functional'"]),
+    ('__main__.no_such_thing', ['does not exist']),
+    ('no_such_package.ops.nms', ['no_such_package is not installed']),
+    ('torch.nn.functional', ['is a module']),
+    ('torch.nn.Module', ['base of every class']),
+    ('torch.autograd.Function', ['base of every class']),
+    ('torch.Size.numel', ['built-in type', 'cannot be replaced']),
+    (f'{__name__}.Plain', ['no nn.Module and no autograd Function', f'{__name__}.Plain.decode']),
+    (f'{__name__}.Plain.value', ['cannot be called', 'int']),
+    (lambda x: x, ['dotted name']),
+    ({'output': 'float32'}, ['must be dict']),
+    ({'name': 'torch.softmax', 'output': 'float64'}, ['must be dict']),
+]
+
+
+def test_wrong_names_are_explained() -> None:
+    assert unexplained([('O2', {'fp32_ops': [name]}, ['fp32_ops=', *words]) for name, words in WRONG]) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec('mmcv._ext') is not None, reason='this mmcv has its ops')
+def test_mmcv_without_ops() -> None:
+    for name in ('mmcv.ops.nms', 'mmcv.ops.roi_align.RoIAlignFunction'):
+        assert 'mmcv-lite' in problem(name) and 'Install mmcv (full)' in problem(name)
+
+
+def test_packages_that_fail_to_import_and_functions_named_like_their_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchvision of another build raises RuntimeError; mmcv.ops.nms is a module and a function of its package."""
+    files = {
+        'breaks/__init__.py': 'raise RuntimeError("no library")',
+        'misspelt/__init__.py': 'raise SyntaxError("no library")',
+        'shadowing/__init__.py': 'from .nms import nms',
+        'shadowing/nms.py': 'class NMSop: pass\n\ndef nms(): pass',
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ('breaks.ops.nms', 'misspelt.ops.nms'):
+        assert 'does not exist' in problem(name) and 'no library' in problem(name)
+    names = ['shadowing.nms', 'shadowing.nms.nms']
+    assert [op.name for op in resolve('O2', fp32_ops=names).fp32_ops] == names
+    assert 'is a class' in problem('shadowing.nms.NMSop')
+    for name in ('shadowing', 'shadowing.nms'):
+        monkeypatch.delitem(sys.modules, name)
