@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from bits import differences
 from exact_scripts import backward
 from planted_overflows import Deep, Fault, ScaleGradient, batches, in_range_of_fp32, nan_input, square
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Optimizer
 
 from amp_wrapper import AmpConfigError, AmpUsageError, FusedSGD, OverflowStreakError, amp
 
@@ -56,54 +56,15 @@ def test_numbers_are_logged_written_and_read_until_closed(tmp_path: Path) -> Non
 def test_skipped_steps_are_diagnosed_and_pages_written(kind: Any, tmp_path: Path) -> None:
     """The first one too, whether the host knows of skips late or early."""
     model, optimizer = start(kind=kind)
-    with amp.monitor(optimizer, folder=tmp_path) as watch:
+    with amp.monitor(optimizer, folder=tmp_path, max_reports=3) as watch:
         for index, x in enumerate(batches(8)):
             step(model, optimizer, nan_input(x) if index in (2, 3, 4, 5) else x)
-    assert [each.cause for each in watch.diagnoses] == ['input'] * 4
+    assert [each.cause for each in watch.diagnoses] == ['input'] * 3
     pages = sorted((tmp_path / 'amp_diagnosis').glob('*.html'))
-    assert len(pages) == 4
+    assert len(pages) == 3
     content = json.loads(pages[0].with_suffix('.json').read_text())
     assert (content['cause'], content['iteration']) == ('input', int(pages[0].stem.removeprefix('iter_')))
     assert 'input 0' in pages[0].read_text()
-
-
-@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
-def test_monitored_training_is_bit_for_bit_that_without(level: str, tmp_path: Path) -> None:
-    """Weights, optimizer, scales and random numbers, through skipped steps that are diagnosed."""
-
-    class Noisy(Deep):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(nn.functional.dropout(x, 0.3))
-
-    runs = []
-    for watched in (False, True):
-        torch.manual_seed(0)
-        model = Noisy()
-        optimizer = Adam(model.parameters(), lr=0.01, eps=1e-4)
-        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        watch = amp.monitor(optimizer, 2, folder=tmp_path, diagnose_overflow=True) if watched else None
-        for index, x in enumerate(batches(6)):
-            step(model, optimizer, nan_input(x) if index in (1, 3) else x)
-        scales = amp.state_dict(optimizers=optimizer)
-        runs.append([model.state_dict(), optimizer.state_dict(), scales, torch.randn(3)])
-        if watch is not None:
-            assert [each.cause for each in watch.diagnoses] == ['input', 'input']
-            watch.close()
-    assert differences(runs[0], runs[1]) == []
-
-
-def test_report_that_cannot_be_written_or_made_does_not_end_the_training(tmp_path: Path) -> None:
-    blocked = tmp_path / 'file'
-    blocked.write_text('')
-    model, optimizer = start()
-    with amp.monitor(optimizer, 1, folder=blocked, diagnose_overflow=True, max_reports=2) as watch:
-        for x in batches(3):
-            step(model, optimizer, nan_input(x))
-    assert len(watch.diagnoses) == 2 and amp.skipped_steps(optimizer) == 3
-
-
-class Sample:
-    metainfo = {'img_path': 'b.png', 'img_id': 7}
 
 
 class Broken:
@@ -112,22 +73,22 @@ class Broken:
         raise ValueError('no names')
 
 
-def test_samples_of_the_batch_are_named_and_a_diagnosis_that_fails_does_not_end_the_training(log: list[str]) -> None:
-    """Names are in dicts, and in ``metainfo`` of objects."""
+class Takes(nn.Linear):
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        return super().forward(batch['x'])
 
-    class Takes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 2)
 
-        def forward(self, batch: dict[str, Any]) -> Tensor:
-            return self.fc(batch['x'])
-
-    model, optimizer = start('O5', model=Takes())
-    with amp.monitor(optimizer, diagnose_overflow=True) as watch:
-        for sample in (Broken(), Sample()):
+def test_samples_of_the_batch_are_named_and_a_diagnosis_that_fails_does_not_end_the_training(
+    log: list[str], tmp_path: Path
+) -> None:
+    """Names are in dicts, and in ``metainfo`` of objects. A folder that cannot be written to is no matter either."""
+    (tmp_path / 'file').write_text('')
+    sample = SimpleNamespace(metainfo={'img_path': 'b.png', 'img_id': 7})
+    model, optimizer = start('O5', model=Takes(4, 2))
+    with amp.monitor(optimizer, folder=tmp_path / 'file', diagnose_overflow=True) as watch:
+        for each in (Broken(), sample):
             optimizer.zero_grad()
-            batch = {'x': nan_input(batches(1)[0]), 'idx': torch.tensor([3, 5]), 'more': [{'path': 'a.png'}, sample]}
+            batch = {'x': nan_input(batches(1)[0]), 'idx': torch.tensor([3, 5]), 'more': [{'path': 'a.png'}, each]}
             backward(model(batch).float().square().mean(), optimizer)
             optimizer.step()
     assert len([line for line in log if 'ValueError: no names' in line]) == 1 and amp.skipped_steps(optimizer) == 2
@@ -135,12 +96,11 @@ def test_samples_of_the_batch_are_named_and_a_diagnosis_that_fails_does_not_end_
     assert found.samples == {'idx': ['3', '5'], 'path': ['a.png'], 'img_path': ['b.png'], 'img_id': ['7']}
 
 
-@pytest.mark.parametrize('mode', [True, 'after_skip'])
-def test_error_after_too_many_skips_ends_with_the_cause(mode: Any, tmp_path: Path) -> None:
+def test_error_after_too_many_skips_ends_with_the_cause(tmp_path: Path) -> None:
     model = Deep()
     model.blocks[2].place = Fault(in_range_of_fp32)
     model, optimizer = start(model=model)
-    watch = amp.monitor(optimizer, folder=tmp_path, diagnose_overflow=mode)
+    watch = amp.monitor(optimizer, folder=tmp_path, diagnose_overflow='after_skip')
     with pytest.raises(OverflowStreakError) as caught:
         [step(model, optimizer, x) for x in batches(60)]
     watch.close()
@@ -213,15 +173,12 @@ def test_accessors_follow_the_scale_and_skips() -> None:
         amp.loss_scale(optimizer, loss_id=2)
 
 
-@pytest.mark.parametrize('level', ['O1', 'O2'])
-def test_compiled_model_keeps_its_one_graph(level: str) -> None:
+def test_compiled_model_keeps_its_one_graph() -> None:
     """What runs in graphs is not recorded, and the report says so."""
-    model, optimizer = start(level)
+    model, optimizer = start('O2')
     with amp.monitor(optimizer, 2, diagnose_overflow=True) as watch:
         compiled = torch.compile(model, backend='eager', fullgraph=True)
-        for index, x in enumerate(batches(4)):
-            step(compiled, optimizer, nan_input(x) if index in (2, 3) else x)
-        numbers = watch.read()
+        for index, x in enumerate(batches(3)):
+            step(compiled, optimizer, nan_input(x) if index else x)
     (found,) = watch.diagnoses
-    assert found.cause == 'not_replayed' and 'torch.compile' in found.text
-    assert numbers['amp_skipped'] == amp.skipped_steps(optimizer) == 2
+    assert found.cause == 'not_replayed' and 'torch.compile' in found.text and amp.skipped_steps(optimizer) == 2
