@@ -10,15 +10,14 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from mmengine.optim import AmpOptimWrapper as StockAmp
 from mmengine.optim import ApexOptimWrapper as StockApex
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapper
 from mmengine.optim.optimizer import amp_optimizer_wrapper, apex_optimizer_wrapper
 from torch import nn
 from torch.optim import SGD
@@ -44,66 +43,50 @@ def outcome(call: Callable[[], Any]) -> Exception | None:
     return None
 
 
-def optimizer() -> SGD:
-    return SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+def built(cls: type, argument: str, value: Any) -> Exception | None:
+    """The error of a wrapper; a dict is one of its own, from which the stock classes pop."""
+    words = {argument: dict(value) if isinstance(value, dict) else value}
+    return outcome(lambda: cls(**{'optimizer': SGD([nn.Parameter(torch.ones(2))], lr=0.1), **words}))
 
 
-def built(cls: type, argument: str, value: Any) -> Callable[[], Any]:
-    # a dict of its own: the stock classes pop from it
-    words = {'optimizer': optimizer(), argument: dict(value) if isinstance(value, dict) else value}
-    return lambda: cls(**words)
-
-
-@pytest.fixture
-def stock_classes_run_here() -> Iterator[None]:
-    """They ask for a GPU and for apex; what they do with their arguments needs neither."""
-    with mock.patch.object(amp_optimizer_wrapper, 'is_cuda_available', return_value=True), \
-         mock.patch.object(amp_optimizer_wrapper, 'GradScaler', lambda **kw: torch.amp.GradScaler('cpu', **kw)), \
-         mock.patch.object(apex_optimizer_wrapper, 'apex_amp', object()):  # fmt: skip
-        yield
-
-
-PAIRS = [
+#: A class of mmengine, ours that takes its place, and arguments of which it refuses something.
+PAIRS: list[tuple[type, type, set[str]]] = [
     (StockAmp, AmpOptimWrapper, {'loss_scale', 'dtype'}),
     (StockApex, ApexOptimWrapper, set()),
     (OptimWrapper, AmpOptimWrapper, set()),
 ]
 
 
-@pytest.mark.parametrize(
-    ('stock', 'ours', 'checked'), PAIRS, ids=['AmpOptimWrapper', 'ApexOptimWrapper', 'OptimWrapper']
-)
-def test_errors_are_of_the_kinds_of_mmengine(
-    stock: type, ours: type, checked: set[str], stock_classes_run_here: None
-) -> None:
-    names = [name for cls in (stock, OptimWrapper) for name in inspect.signature(cls).parameters if name != 'kwargs']
-    wrong: list[Any] = []
-    refused = set()
-    for argument, value in itertools.product(dict.fromkeys([*names, 'unknown_argument']), VALUES):
-        theirs, mine = outcome(built(stock, argument, value)), outcome(built(ours, argument, value))
-        if mine is not None and not isinstance(mine, AmpError):
-            wrong.append((argument, value, mine))
-        # integers as loss_scale, torch's types: accepted here, where stock refuses
-        if mine is None or not isinstance(theirs, MEANT):
-            continue
-        kind = next(kind for kind in MEANT if isinstance(theirs, kind))
-        if not isinstance(mine, kind):
-            wrong.append((argument, value, theirs, mine))
-        refused.add(argument)
-    assert wrong == [] and refused >= checked | {'accumulative_counts', 'clip_grad', 'unknown_argument'}
+def test_errors_are_of_the_kinds_of_mmengine(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the stock classes ask for a GPU and for apex; what they do with their arguments needs neither
+    monkeypatch.setattr(amp_optimizer_wrapper, 'is_cuda_available', lambda: True)
+    monkeypatch.setattr(amp_optimizer_wrapper, 'GradScaler', lambda **words: torch.amp.GradScaler('cpu', **words))
+    monkeypatch.setattr(apex_optimizer_wrapper, 'apex_amp', object())
+    for stock, ours, checked in PAIRS:
+        names = [
+            name for cls in (stock, OptimWrapper) for name in inspect.signature(cls).parameters if name != 'kwargs'
+        ]
+        wrong: list[Any] = []
+        refused = set()
+        for argument, value in itertools.product(dict.fromkeys([*names, 'unknown_argument']), VALUES):
+            theirs, mine = built(stock, argument, value), built(ours, argument, value)
+            if mine is not None and not isinstance(mine, AmpError):
+                wrong.append((argument, value, mine))
+            # integers as loss_scale, torch's types: accepted here, where stock refuses
+            if mine is None or not isinstance(theirs, MEANT):
+                continue
+            if not isinstance(mine, next(kind for kind in MEANT if isinstance(theirs, kind))):
+                wrong.append((argument, value, theirs, mine))
+            refused.add(argument)
+        assert wrong == [] and refused >= checked | {'accumulative_counts', 'clip_grad', 'unknown_argument'}, stock
 
 
 def test_configuration_error_is_of_every_kind() -> None:
-    for kind in (ValueError, TypeError, AssertionError, RuntimeError):
-        with pytest.raises(kind, match='2 conflicts') as caught:
-            AmpOptimWrapper(loss_scale='unknown', clip_grad=[], optimizer=optimizer())
-        assert isinstance(caught.value, AmpConfigError) and len(caught.value.problems) == 2
+    error = built(AmpOptimWrapper, 'loss_scale', 'unknown')
+    assert isinstance(error, AmpConfigError) and all(isinstance(error, kind) for kind in MEANT)
     for cls in (OptimWrapper, AmpOptimWrapper, ApexOptimWrapper):
         with pytest.raises(TypeError, match='optimizer'):
             cls()
-    for value in VALUES:
-        with pytest.raises(AssertionError):
-            OptimWrapperDict(a=value)
 
 
 #: What apex's ``amp.initialize`` raised for an argument: documented behaviour of its last release.
@@ -138,14 +121,13 @@ def test_errors_are_of_the_kinds_of_apex() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize('argument', [*inspect.signature(amp.initialize).parameters][2:])
-def test_argument_is_taken_or_refused_with_its_name_and_nothing_changed(argument: str) -> None:
+def test_argument_is_taken_or_refused_with_its_name_and_nothing_changed() -> None:
     wrong = []
-    for value in VALUES:
+    for argument, value in itertools.product([*inspect.signature(amp.initialize).parameters][2:], VALUES):
         model = nn.Linear(2, 2)
         words = {'verbosity': 0, argument: value}
         error = outcome(functools.partial(amp.initialize, model, SGD(model.parameters(), lr=0.1), **words))
         named = isinstance(error, AmpError) and argument in str(error) and model.weight.dtype is torch.float32
         if error is not None and not named:
-            wrong.append((value, error))
+            wrong.append((argument, value, error))
     assert wrong == []

@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from exact_scripts import CLEARS, KINDS, MASTERS, backward, clear, initialise, scales, sgd, start, state, unlike
+from exact_scripts import (
+    CLEARS,
+    KINDS,
+    MASTERS,
+    backward,
+    clear,
+    counters,
+    initialise,
+    scales,
+    sgd,
+    start,
+    state,
+    unlike,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pairs import pairs
@@ -146,6 +159,8 @@ class Plain:
         self.nets = [Part(), Part(2)]
         self.optimizers = [sgd([net]) for net in self.nets]
         self.scales = [2.0**10, 2.0**6]
+        #: How many clean steps each scale has seen.
+        self.clean = [0, 0]
         self.bad = [False, False]
         #: Of each optimizer: what the losses that it answers for have found since its last step.
         self.found: list[dict[int, bool]] = [{}, {}]
@@ -165,6 +180,7 @@ class Plain:
     def clear(self, place: int, set_to_none: bool = True) -> None:
         for loss_id, overflowed in self.found[place].items():
             self.scales[loss_id] *= 0.5 if overflowed else 1
+            self.clean[loss_id] = 0 if overflowed else self.clean[loss_id] + 1
         self.found[place], self.bad[place] = {}, False
         self.optimizers[place].zero_grad(set_to_none)
 
@@ -211,4 +227,4 @@ def test_two_optimizers_in_any_order(level: str, acts: list[tuple[Any, ...]]) ->
         else:
             optimizers[words[0]].zero_grad(set_to_none=words[1])
     assert state(nets, optimizers, buffers=False) == state(plain.nets, plain.optimizers, buffers=False)
-    assert scales(optimizers[0], 2) == plain.scales
+    assert scales(optimizers[0], 2) == plain.scales and counters(optimizers[0]) == plain.clean
