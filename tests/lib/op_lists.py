@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_wrapper import ops
-from amp_wrapper.ops import loader
+from amp_wrapper.ops import attributes, loader
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FLOATS = (F32, F16, BF16)
@@ -50,12 +51,18 @@ def ops_from(folder: Path | str) -> Iterator[None]:
     This is the one place of these tests that knows where the package keeps what it has found.
     """
     with mock.patch.dict(os.environ, AMP_WRAPPER_OPS=str(folder)):
-        loader.library.cache_clear()
+        _look_again()
         try:
             yield
         finally:
-            loader.library.cache_clear()
+            _look_again()
+    _look_again()
+
+
+def _look_again() -> None:
     loader.library.cache_clear()
+    # where functions of the library have taken the place of those in Python
+    importlib.reload(attributes)
 
 
 def skip_without_library(device: torch.device) -> None:
