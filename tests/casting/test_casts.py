@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from forwards import CAST, DOORS, HALF, LEVELS, PER_OP, prepared
 from mmengine.model import ExponentialMovingAverage
 from pairs import pairs
@@ -134,26 +133,16 @@ def test_cast_model_type_false_changes_no_type(level: str) -> None:
     assert model(torch.ones(1, 2, dtype=torch.float64)).dtype is model.weight.dtype is torch.float64
 
 
-def test_parameter_that_is_shared_with_a_kept_module_stays_float32() -> None:
-    """A decoder tied to an embedding."""
-
-    class Tied(nn.Module):
-        def __init__(self, bias: bool, order: int) -> None:
-            super().__init__()
-            embed, decode = nn.Embedding(5, 3), nn.Linear(3, 5, bias=bias)
-            decode.weight = embed.weight
-            for name, part in [('embed', embed), ('decode', decode)][::order]:
-                self.add_module(name, part)
-
-        def forward(self, index: Tensor) -> Tensor:
-            return self.decode(self.embed(index))
-
+@pytest.mark.parametrize('order', [1, -1])
+def test_parameter_that_is_shared_with_a_kept_module_stays_float32(order: int) -> None:
+    """A decoder tied to an embedding, whichever comes first."""
     for bias in (False, True):
-        for order in (1, -1):
-            for keep, dtype in (([nn.Embedding], F32), (None, BF16)):
-                model = initialized(Tied(bias, order), keep_fp32=keep)
-                assert model.embed.weight is model.decode.weight and model.embed.weight.dtype is dtype
-                assert model(torch.tensor([1, 2])).dtype is F32
+        for keep, dtype in (([nn.Embedding], F32), (None, BF16)):
+            parts = {'embed': nn.Embedding(5, 3), 'decode': nn.Linear(3, 5, bias=bias)}
+            parts['decode'].weight = parts['embed'].weight
+            model = initialized(nn.ModuleDict(list(parts.items())[::order]), keep_fp32=keep)
+            assert model['embed'].weight is model['decode'].weight and model['embed'].weight.dtype is dtype
+            model['decode'](model['embed'](torch.tensor([1, 2])))
 
 
 @pytest.mark.parametrize('level', ['O2', 'O3', 'O5', 'O1'])
@@ -193,14 +182,11 @@ class Deep(nn.Module):
 KEPT: dict[str, tuple[dict[str, Any], set[str]]] = {
     'class': (dict(keep_fp32=nn.LayerNorm), {'body.1'}),
     'class name': (dict(keep_fp32='LayerNorm'), {'body.1'}),
-    'class and class name': (dict(keep_fp32=[nn.LayerNorm, 'Tail']), {'body.1', 'body.2'}),
     'star': (dict(keep_fp32='head.*'), {'head.cls', 'head.reg'}),
     'name': (dict(keep_fp32='head.cls'), {'head.cls'}),
     'star first': (dict(keep_fp32='*.reg'), {'head.reg'}),
     'container': (dict(keep_fp32='body'), {'body.0', 'body.1', 'body.2'}),
     'container that is never called': (dict(keep_fp32='head'), {'head.cls', 'head.reg'}),
-    'container and part': (dict(keep_fp32=['body', 'body.1']), {'body.0', 'body.1', 'body.2'}),
-    'choice': (dict(keep_fp32='body.[01]'), {'body.0', 'body.1'}),
     'fp32_ops': (dict(fp32_ops=[Tail]), {'body.2'}),
     'nothing': ({}, set()),
 }
@@ -243,13 +229,6 @@ def test_name_without_a_match_is_refused_with_the_nearest(level: str) -> None:
         assert model.head['cls'].weight.dtype is F32 and model(X).dtype is F32
 
 
-def test_second_name_of_a_shared_module_keeps_it() -> None:
-    model = nn.Module()
-    model.body = model.head = nn.Linear(2, 2)
-    initialized(model, keep_fp32='head')
-    assert model.body.weight.dtype is F32
-
-
 class FocalLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -260,29 +239,20 @@ class FocalLoss(nn.Module):
         return (x * self.alpha).sum()
 
 
-LOSSES: dict[str, Callable[[], Any]] = {
-    'module': FocalLoss,
-    'nested': lambda: nn.Sequential(FocalLoss()),
-    'made inside': lambda: lambda x: nn.L1Loss(reduction='sum')(x, torch.zeros_like(x)),
-    'functional': lambda: lambda x: F.l1_loss(x, torch.zeros_like(x), reduction='sum'),
-    'smooth': lambda: lambda x: F.smooth_l1_loss(x * 2, torch.zeros_like(x), reduction='sum') / 2,
-}
-
-
-@pairs(loss=LOSSES, level=list(HALF))
-def test_losses_compute_in_float32_where_float16_would_overflow(loss: str, level: str) -> None:
+@pairs(nested=[False, True], level=list(HALF))
+def test_losses_compute_in_float32_where_float16_would_overflow(nested: bool, level: str) -> None:
     class WithLoss(nn.Linear):
         def __init__(self) -> None:
             super().__init__(2, 2)
-            self.loss = LOSSES[loss]()
+            self.loss = nn.Sequential(FocalLoss()) if nested else FocalLoss()
 
         def forward(self, x: Tensor) -> Tensor:
             assert super().forward(x[:1]).dtype is HALF[level]
-            result: Tensor = self.loss(x.to(HALF[level]))
-            assert result.dtype is F32
-            return result
+            x = x.to(HALF[level])
+            return torch.stack([self.loss(x), nn.L1Loss(reduction='sum')(x, torch.zeros_like(x))])
 
-    assert 50_000 < initialized(WithLoss(), level)(torch.full((50_000, 2), 0.9)).item() < 100_000
+    result = initialized(WithLoss(), level)(torch.full((50_000, 2), 0.9))
+    assert result.dtype is F32 and (result > 50_000).all() and (result < 100_000).all()
 
 
 def test_loss_with_weights_is_kept_and_a_model_named_loss_is_cast() -> None:
@@ -429,11 +399,9 @@ def test_error_about_types_names_the_module_and_three_remedies(level: str, door:
     for words in (f'1.0 (Block), in a forward at {level}', "keep_fp32=['1.0']", 'fp32_ops=', 'another opt_level'):
         assert words in found
     assert found.count('amp: raised in') == 1
-
-
-def test_error_in_a_model_inside_another_has_one_note() -> None:
-    outer = initialized(nn.Sequential(nn.Linear(4, 4)))
-    outer.forward = initialized(Block(mixes))
+    # of a model inside of another, too
+    outer = initialized(nn.Sequential(nn.Linear(4, 4)), level)
+    outer.forward = call
     with pytest.raises(RuntimeError) as caught:
         outer(torch.randn(4, 4))
     assert text(caught.value).count('amp: raised in') == 1
@@ -448,9 +416,7 @@ def test_other_errors_have_no_note() -> None:
         RuntimeError('shapes differ'),
         RuntimeError('expected target dtype to be Long or Byte'),
         TypeError("unsupported operand type(s) for +: 'Tensor' and 'NoneType'"),
-        TypeError('conv2d() received an invalid combination of arguments - got (list, torch.dtype)'),
         KeyError('dtype'),
-        ZeroDivisionError('Half'),
     ):
         with pytest.raises(type(error)) as caught:
             call(torch.randn(4, 4))

@@ -188,7 +188,6 @@ def within(**parts: nn.Module) -> nn.Module:
 NETWORKS: dict[str, dict[str, nn.Module]] = {
     'a momentum encoder': dict(student=nn.Linear(4, 4), teacher=nn.Linear(4, 4), head=nn.Linear(4, 2)),
     'in a wrapper': dict(student=body(), teacher=within(module=body())),
-    'without the head': dict(student=within(body=body(), head=nn.Linear(4, 2)), teacher=within(body=body())),
     # BYOL: encoder and projector, and nothing like the predictor
     'without the last layer': dict(student=body(nn.Linear(4, 4)), teacher=body()),
     'two': dict(student=body(), teacher=body(), teacher_two=body()),
