@@ -15,19 +15,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same
-from exact_scripts import (
-    LEVELS,
-    MASTERS,
-    backward,
-    clear,
-    gradients,
-    initialise,
-    scales,
-    start,
-    state,
-    unlike,
-    unlike_fp32,
-)
+from exact_scripts import LEVELS, MASTERS, backward, initialise, scales, start, state, unlike, unlike_fp32
 from pairs import pairs
 from play import EXACT_LEVELS, Part, data, fused_sgd, sgd
 from torch import Tensor, nn
@@ -68,20 +56,11 @@ class OwnStep(SGD):
         return super().step(fn)
 
 
-class SecondArgument(SGD):
-    received: Any = None
-
-    def step(self, rate: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]
-        self.received = rate, None
-        return super().step(closure)
-
-
 #: The optimizer, the call, and what arrived beside the closure.
 CLOSURES: dict[str, tuple[type[Optimizer], Callable[[Any, Any], Any], Any]] = {
     'by position': (SGD, lambda o, closure: o.step(closure), None),
     'by name': (SGD, lambda o, closure: o.step(closure=closure), None),
     'with more arguments': (OwnStep, lambda o, closure: o.step(closure, 0.5, flag=True), (0.5, True)),
-    'behind another argument': (SecondArgument, lambda o, closure: o.step(closure=closure), (1.0, None)),
     'by another name': (OwnStep, lambda o, closure: o.step(fn=closure), (1.0, False)),
 }
 
@@ -138,28 +117,20 @@ def test_closure_that_overflows_or_fails_changes_nothing() -> None:
 
 class ClosureInTheMiddle(SGD):
     def step(self, closure: Any = None) -> Any:
-        assert closure is not None, 'step requires a closure, but it was not provided'
         with torch.enable_grad():
             closure()
         return super().step()
 
 
-@pytest.mark.parametrize('level', EXACT_LEVELS)
-def test_optimizer_that_calls_its_closure_in_the_middle_of_a_step_is_refused(level: str) -> None:
-    net = Part()
-    optimizer = ClosureInTheMiddle(net.trained, lr=0.25)
-    amp.initialize(net, optimizer, opt_level=level, verbosity=0, loss_scale=4.0 if level != 'O0' else None)
-    before = state([net], [])
-
-    def closure() -> None:
-        backward(net(data(0)), optimizer)
-
-    if level == 'O0':
-        optimizer.step(closure)
-        return
-    with pytest.raises(AmpUsageError, match=r'ClosureInTheMiddle\.step\(closure\)'):
-        optimizer.step(closure)
-    assert state([net], [])[0, 'fc.weight'] == before[0, 'fc.weight']
+def test_optimizer_that_calls_its_closure_in_the_middle_of_a_step_is_refused() -> None:
+    for level in ('O1', 'O2', 'O5'):
+        net = Part()
+        optimizer = ClosureInTheMiddle(net.trained, lr=0.25)
+        initialise([net], [optimizer], level, 4.0)
+        before = state([net], [], buffers=False)
+        with pytest.raises(AmpUsageError, match=r'ClosureInTheMiddle\.step\(closure\)'):
+            optimizer.step(lambda net=net, optimizer=optimizer: backward(net(data(0)), optimizer))
+        assert state([net], [], buffers=False) == before, level
 
 
 # -- skipped steps ------------------------------------------------------------------------------------------------------
@@ -211,7 +182,8 @@ def test_infinite_gradients_written_by_hand_skip_the_step(before: str, cleared_b
                     raise RuntimeError
                 loss.backward()
         optimizer.zero_grad()
-        clear(cleared_by, [optimizer], [net])
+        if cleared_by == 'model':
+            net.zero_grad()
         known = state([net], [], buffers=False)
         for parameter in net.trained:
             parameter.grad = torch.full_like(parameter, torch.inf)
@@ -265,10 +237,9 @@ def test_hooks_of_the_optimizer_see_unscaled_gradients_and_may_change_them(make:
     """The host knows of a skip before the step of torch's optimizers, which is not called then."""
 
     def double(optimizer: Optimizer, *_: Any) -> None:
-        seen.append(gradients(optimizer))
         for parameter in amp.master_params(optimizer):
-            if parameter.grad is not None:
-                parameter.grad.mul_(2)
+            seen.append(parameter.grad.tolist())  # type: ignore[union-attr]
+            parameter.grad.mul_(2)  # type: ignore[union-attr]
 
     def train(at: str | None) -> Any:
         net = Part()
@@ -278,18 +249,17 @@ def test_hooks_of_the_optimizer_see_unscaled_gradients_and_may_change_them(make:
         optimizer.register_load_state_dict_pre_hook(lambda who, saved: {k: v for k, v in saved.items() if k != 'mark'})
         initialise([net], [optimizer], at, 8.0)
         optimizer.register_step_post_hook(lambda *_: seen.append('after'))
+        seen.clear()
         backward(net(data(0)), optimizer, level=at)
         optimizer.step()
+        found = seen[:]
         if at is not None:
-            known = seen[:]
             optimizer.zero_grad()
             backward(net(data(0)), optimizer, hit=net.fc.weight)
             optimizer.step()
-            assert make is fused_sgd or seen == known
-            seen[:] = known
+            assert make is fused_sgd or seen == found
         assert optimizer.state_dict()['mark'] == 1
         optimizer.load_state_dict(optimizer.state_dict())
-        found, seen[:] = seen[:], []
         return found, state([net], [optimizer], buffers=False)
 
     seen: list[Any] = []
@@ -353,21 +323,16 @@ class Sharp(Optimizer):
         for p in self.param_groups[0]['params']:
             self.state[p]['old'] = p.clone()
             p.add_(p.grad, alpha=0.5)
-        self.zero_grad()
 
     @torch.no_grad()
     def second_step(self) -> None:
         for p in self.param_groups[0]['params']:
             p.copy_(self.state[p].pop('old'))
         self.base_optimizer.step()
-        self.zero_grad()
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        assert closure is not None
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
         self.first_step()
-        with torch.enable_grad():
-            closure()
+        closure()
         self.second_step()
 
 

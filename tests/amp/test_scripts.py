@@ -9,20 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_scripts import (
-    CLEARS,
-    KINDS,
-    MASTERS,
-    backward,
-    clear,
-    counters,
-    initialise,
-    scales,
-    sgd,
-    start,
-    state,
-    unlike,
-)
+from exact_scripts import CLEARS, KINDS, MASTERS, backward, clear, initialise, scales, sgd, start, state, unlike
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pairs import pairs
@@ -158,12 +145,15 @@ class Plain:
     def __init__(self) -> None:
         self.nets = [Part(), Part(2)]
         self.optimizers = [sgd([net]) for net in self.nets]
-        self.scales = [2.0**10, 2.0**6]
-        #: How many clean steps each scale has seen.
-        self.clean = [0, 0]
+        #: And the clean steps since each of them fell.
+        self.scales, self.clean = [2.0**10, 2.0**6], [0, 0]
         self.bad = [False, False]
         #: Of each optimizer: what the losses that it answers for have found since its last step.
         self.found: list[dict[int, bool]] = [{}, {}]
+
+    def saved_scales(self) -> dict[str, dict[str, float]]:
+        both = enumerate(zip(self.scales, self.clean))
+        return {f'loss_scaler{index}': {'loss_scale': scale, 'unskipped': clean} for index, (scale, clean) in both}
 
     def backward(self, loss: int, index: int, broken: bool) -> None:
         sum_of(self.nets, loss, index).backward()
@@ -227,4 +217,4 @@ def test_two_optimizers_in_any_order(level: str, acts: list[tuple[Any, ...]]) ->
         else:
             optimizers[words[0]].zero_grad(set_to_none=words[1])
     assert state(nets, optimizers, buffers=False) == state(plain.nets, plain.optimizers, buffers=False)
-    assert scales(optimizers[0], 2) == plain.scales and counters(optimizers[0]) == plain.clean
+    assert amp.state_dict(optimizers=optimizers[0]) == plain.saved_scales()
