@@ -61,18 +61,6 @@ def test_optimizer_that_was_not_initialised_is_refused_over_weights_with_masters
     assert log == []
 
 
-def test_optimizer_of_weights_that_no_initialised_one_steps_is_warned_of_once(log: list[str]) -> None:
-    for level in LEVELS:
-        net, head = Part(), nn.Linear(1, 1)
-        optimizer, other = sgd([net]), stepping(head)
-        amp.initialize([net, head], [optimizer], opt_level=level)
-        log.clear()
-        for _ in range(2):
-            head(torch.ones(1, 1)).sum().backward()
-            other.step()
-        assert ['SGD, which was not initialised' in line for line in log] == [True] * (level in ('O1', 'O2')), level
-
-
 # -- optimizers of other models -----------------------------------------------------------------------------------------
 
 STRANGERS: dict[str, Callable[[Any], Any]] = {

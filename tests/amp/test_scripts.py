@@ -33,19 +33,8 @@ SCRIPTS: dict[str, list[tuple[Any, ...]]] = {
         ('backward', BOTH, 0), STEP, ('write_weight', 0, 0.1875), ('backward', BOTH, 1), STEP, ('write_weight', 0, -0.15625),
         ('write_weight', 1, 0.40625), ('backward', BOTH, 2), STEP,
     ],
-    'masters edited between steps': [('backward', BOTH, 0), STEP, ('write_master', 0, 0.375), ('backward', BOTH, 1), STEP],
-    'buffers restored by a skip unless they were loaded': [
-        ('backward', BOTH, 0), STEP, ('backward', BOTH, 1, 0), STEP, ('backward', BOTH, 2, 0), ('write_buffer', 1, 3.0), STEP,
-    ],
-    'weights frozen and trained again': [
-        ('train', 1, False), ('backward', BOTH, 0), STEP, ('train', 1, True), ('train', 0, False), ('backward', BOTH, 1), STEP,
-    ],
     'saved, loaded and gone on': [
         ('backward', BOTH, 0), STEP, ('backward', BOTH, 1, 1), STEP, ('save_and_load',), ('backward', BOTH, 2), STEP,
-    ],
-    'evaluation and copies in the middle': [
-        ('backward', BOTH, 0), ('evaluate',), ('copy_model',), ('backward', BOTH, 1), STEP, ('copy_model',),
-        ('backward', (1,), 2), STEP,
     ],
 }  # fmt: skip
 
@@ -57,12 +46,8 @@ def test_script_trains_as_fp32(script: str, level: str, door: str, optimizer: An
 
 #: Of a second model whose parameters the optimizer gets later.
 GROUPS: dict[str, list[tuple[Any, ...]]] = {
-    'after initialize': [('add_group',), ('backward', BOTH, 0), STEP, ('backward', BOTH, 1, 1), STEP],
-    'after a step': [('backward', (0,), 0), STEP, ('add_group',), ('backward', BOTH, 1), ('backward', BOTH, 2), STEP],
-    'after a skipped step': [('backward', (0,), 0, 0), STEP, ('add_group',), ('backward', BOTH, 1), STEP],
     'within an accumulation': [('backward', (0,), 0), ('add_group',), ('backward', BOTH, 1), STEP, ('backward', BOTH), STEP],
     'and the first overflow is in it': [('backward', (0,), 0), STEP, ('add_group',), ('backward', BOTH, 1, 1), STEP, STEP],
-    'and it is saved': [('backward', (0,), 0), STEP, ('add_group',), ('backward', BOTH, 1), STEP, ('save_and_load',), STEP],
 }  # fmt: skip
 
 
