@@ -258,12 +258,12 @@ def test_known_answer(name: str) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason='diagnostics')
-@pytest.mark.parametrize(('levels', 'level'), [(['O0', 'O3'], 'O0'), (['O0', 'O5'], 'O0')])
-def test_inaccurate_modules_and_levels_without_masters_are_not_mended(levels: list[str], level: str) -> None:
+@pytest.mark.parametrize('level', ['O3', 'O5'])
+def test_inaccurate_modules_and_levels_without_masters_are_not_mended(level: str) -> None:
     """O3 is recommended if it alone was asked for, a level whose gradients are far off not at all."""
     inside = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), Offset(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-    found = suggest(inside if 'O5' in levels else Plain(), levels=levels, **LARGE_RATE)
-    assert (found.level, found.keep_fp32) == (level, ())
+    found = suggest(inside if level == 'O5' else Plain(), levels=['O0', level], **LARGE_RATE)
+    assert (found.level, found.keep_fp32) == ('O0', ())
 
 
 def test_errors_of_gradients_follow_the_type_and_no_loss_scale() -> None:
@@ -457,39 +457,39 @@ class Broken:
         raise TypeError('worker 0 cannot\npickle this')
 
 
-@pytest.mark.parametrize(
-    ('words', 'text'),
-    [
-        *(({'levels': value}, 'levels=') for value in (['O7'], [], 5)),
-        *(({'steps': value}, f'steps={value}') for value in (3, 4.5, True)),
-        ({'prefer': 'beauty'}, "prefer='beauty'"),
-        ({'seed': 'zero'}, "seed='zero' must be a whole number"),
-        ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, 'make_optimizer=SGD must be a function'),
-        ({'make_optimizer': torch.optim.SGD}, 'make_optimizer=SGD is the class'),
-        ({'kep_fp32': ['head']}, "kep_fp32=... is no option (did you mean 'keep_fp32'?)"),
-        ({'step': 8}, "step=... is no option (did you mean 'steps'?)"),
-        ({'keep_fp32': ['hed']}, "keep_fp32='hed' matches no module (did you mean 'head'?)"),
-        ({'fp32_ops': ['torch.nn.GRU']}, "fp32_ops='torch.nn.GRU' matches no module"),
-        ({'num_losses': 2}, 'num_losses=2 cannot be tried'),
-        ({'loss_scale': -1}, 'loss_scale=-1'),
-        ({'levels': ['O1'], 'master_weights': True}, 'master_weights=True conflicts'),
-        ({'model': 3}, 'model=int'),
-        ({'model': nn.ReLU()}, 'no parameter that requires a gradient'),
-        ({'loss_fn': None}, 'loss_fn=None'),
-        *(({'batches': value}, f'batches={type(value).__name__}') for value in (3, {'x': 1}, 'batches', None)),
-        ({'batches': []}, 'batches is empty'),
-        ({'batches': Broken()}, 'batches=Broken cannot be read (TypeError: worker 0 cannot pickle this)'),
-        ({'loss_fn': lambda model, batch: model(batch[0])}, 'returned a tensor of shape (32, 4)'),
-        ({'loss_fn': times(float('nan'))}, 'the first loss is nan in FP32'),
-        ({'loss_fn': cross_entropy, 'make_optimizer': lambda model: None}, 'gave None: it must return'),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_runs(words: dict[str, Any], text: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({'levels': value}, 'levels=') for value in (['O7'], [], 5)),
+    *(({'steps': value}, f'steps={value}') for value in (3, 4.5, True)),
+    ({'prefer': 'beauty'}, "prefer='beauty'"),
+    ({'seed': 'zero'}, "seed='zero'"),
+    ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, 'make_optimizer=SGD must be a function'),
+    ({'make_optimizer': torch.optim.SGD}, 'make_optimizer=SGD is the class'),
+    ({'kep_fp32': ['head']}, "kep_fp32=... is no option (did you mean 'keep_fp32'?)"),
+    ({'step': 8}, "step=... is no option (did you mean 'steps'?)"),
+    ({'keep_fp32': ['hed']}, "keep_fp32='hed' matches no module (did you mean 'head'?)"),
+    ({'fp32_ops': ['torch.nn.GRU']}, "fp32_ops='torch.nn.GRU' matches no module"),
+    ({'num_losses': 2}, 'num_losses=2'),
+    ({'loss_scale': -1}, 'loss_scale=-1'),
+    ({'levels': ['O1'], 'master_weights': True}, 'master_weights=True conflicts'),
+    ({'model': 3}, 'model=int'),
+    ({'model': nn.ReLU()}, 'no parameter that requires a gradient'),
+    ({'loss_fn': None}, 'loss_fn=None'),
+    *(({'batches': value}, f'batches={type(value).__name__}') for value in (3, {'x': 1}, 'batches', None)),
+    ({'batches': []}, 'batches is empty'),
+    ({'batches': Broken()}, 'batches=Broken cannot be read (TypeError: worker 0 cannot pickle this)'),
+    ({'loss_fn': lambda model, batch: model(batch[0])}, 'a tensor of shape (32, 4)'),
+    ({'loss_fn': times(float('nan'))}, 'the first loss is nan in FP32'),
+    ({'loss_fn': cross_entropy, 'make_optimizer': lambda model: None}, 'gave None'),
+]
+
+
+def test_wrong_arguments_are_refused_before_anything_runs() -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         raise AssertionError
 
-    with pytest.raises(AmpError, match=re.escape(text)):
-        amp.suggest_level(**{'model': Plain(), 'loss_fn': loss_fn, 'batches': DATA, 'progress': False, **words})
+    for words, text in REFUSED:
+        with pytest.raises(AmpError, match=re.escape(text)):
+            amp.suggest_level(**{'model': Plain(), 'loss_fn': loss_fn, 'batches': DATA, 'progress': False, **words})
 
 
 def test_loss_of_another_model_is_refused_and_leaves_it_alone() -> None:
