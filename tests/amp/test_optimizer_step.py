@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import io
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from bits import same
-from exact_scripts import LEVELS, MASTERS, backward, initialise, scales, start, state, unlike, unlike_fp32
+from exact_scripts import LEVELS, MASTERS, Curved, backward, initialise, scales, start, state, unlike_fp32
 from pairs import pairs
 from play import EXACT_LEVELS, Part, data, fused_sgd, sgd
 from torch import Tensor, nn
@@ -196,10 +197,8 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     'StepLR': lambda o: schedulers.StepLR(o, 2, 0.5),
     'OneCycleLR': lambda o: schedulers.OneCycleLR(o, 0.5, total_steps=10),
     'CyclicLR': lambda o: schedulers.CyclicLR(o, 0.125, 0.5, step_size_up=2),
-    'Sequential': lambda o: schedulers.SequentialLR(
-        o, [schedulers.ConstantLR(o, 0.5, 2), schedulers.StepLR(o, 1, 0.5)], [2]
-    ),
-}
+    'Sequential': lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o, 0.5, 2), schedulers.StepLR(o, 1, 0.5)], [2]),
+}  # fmt: skip
 
 
 @pairs(name=SCHEDULERS, built=['before', 'after'])
@@ -284,26 +283,23 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize('way', COPIES)
 def test_copies_of_model_and_optimizer_are_plain_and_apart(way: str) -> None:
-    for level in EXACT_LEVELS:
-        ours, theirs = start(level), start(None)
-        for index in range(2):
-            model, stepper = COPIES[way](ours)
-            x, before = data(index), state(*zip(ours))  # type: ignore[misc]
-            assert type(stepper) is SGD and same(stepper.state_dict(), ours[1].state_dict())
-            assert torch.equal(model.eval()(x), ours[0].eval()(x)) and model(x).dtype is torch.float32
-            with torch.no_grad():
-                model.fc.weight.zero_()
-                model.norm.weight.zero_()
-            assert model(x).item() == 0
-            model(x).backward()
-            stepper.step()
-            ours[0].train()
-            assert state(*zip(ours)) == before, level  # type: ignore[misc]
-            for net, optimizer in (ours, theirs):
-                optimizer.zero_grad()
-                backward(net(x), optimizer, level=level if net is ours[0] else None)
-                optimizer.step()
-        assert unlike(ours, theirs) == [], level
+    """Before the first step and after it."""
+    for level, steps in itertools.product(EXACT_LEVELS, range(2)):
+        net, optimizer = start(level)
+        for index in range(steps):
+            backward(net(data(index)), optimizer)
+            optimizer.step()
+        model, stepper = COPIES[way]((net, optimizer))
+        x, before = data(2), state([net], [optimizer])
+        assert type(stepper) is SGD and same(stepper.state_dict(), optimizer.state_dict())
+        assert torch.equal(model.eval()(x), net.eval()(x)) and model(x).dtype is torch.float32
+        with torch.no_grad():
+            model.fc.weight.zero_()
+            model.norm.weight.zero_()
+        assert model(x).item() == 0
+        model(x).backward()
+        stepper.step()
+        assert state([net], [optimizer]) == before, level
 
 
 # -- optimizers around others -------------------------------------------------------------------------------------------
@@ -333,17 +329,6 @@ class Sharp(Optimizer):
         self.first_step()
         closure()
         self.second_step()
-
-
-class Curved(nn.Module):
-    """A loss whose gradient depends on the weight; exact for small dyadic numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (0.5 * self.weight * self.weight * x).float().sum()
 
 
 def sharp_step(level: str | None, by_closure: bool) -> list[float]:

@@ -202,75 +202,70 @@ def test_no_warning_where_nothing_is_wrong(habit: Callable[[Part, Optimizer, int
 # -- optimizers that were not initialised, over parameters of no model ---------------------------------------------------
 
 
-class Centres:
-    """A model, its initialised optimizer, and centres of a loss with an optimizer of their own."""
-
-    def __init__(self, level: str, verbosity: int = 1, scale: float | str = 256.0, together: bool = False) -> None:
-        self.net, self.centres = Part(), nn.Parameter(torch.ones(2))
-        self.optimizer: Optimizer = SGD(self.net.trained, lr=0.25)
-        self.other: Optimizer = SGD([self.centres], lr=0.25)
-        optimizers = [self.optimizer, self.other] if together else self.optimizer
-        amp.initialize(self.net, optimizers, opt_level=level, verbosity=verbosity, loss_scale=scale)
-
-    def joint(self, index: int) -> Tensor:
-        return self.net(data(index)) + self.own(index)
-
-    def own(self, index: int) -> Tensor:
-        return (self.centres * data(index)).sum()
-
-    def train(self, step: Callable[[Centres, int], None]) -> Centres:
-        for index in range(3):
-            self.optimizer.zero_grad()
-            self.other.zero_grad()
-            step(self, index)
-            self.optimizer.step()
-            self.other.step()
-        return self
-
-    def is_exact(self) -> bool:
-        return torch.equal(self.centres, 1 - 0.25 * sum(data(index)[0] for index in range(3)))
+Script = Callable[[Part, Optimizer, Callable[[], Tensor], Optimizer, Tensor], None]
 
 
-def named(run: Centres, index: int) -> None:
-    backward(run.joint(index), run.optimizer)
+def centres(step: Script, level: str, way: str = '', **words: Any) -> bool:
+    """Train a model, and centres of a loss with an optimizer of their own; whether the centres are those of FP32 training.
+
+    Args:
+        step: Passes of a step, from the model, its initialised optimizer, the loss of the centres, theirs, and the data.
+        level: Of the model.
+        way: In which the other optimizer is initialised; not at all by default.
+        words: More for ``amp.initialize``.
+    """
+    net, place = Part(), nn.Parameter(torch.ones(2))
+    own, other = SGD(net.trained, lr=0.25), SGD([place], lr=0.25)
+    words = {'verbosity': 1, 'loss_scale': 256.0, **words}
+    amp.initialize(net, [own, other] if way == 'together' else own, opt_level=level, **words)
+    if way == 'later':
+        amp.initialize([], other, loss_scale=256.0)
+    for index in range(3):
+        own.zero_grad()
+        other.zero_grad()
+        step(net, own, lambda index=index: (place * data(index)).sum(), other, data(index))  # type: ignore[misc]
+        own.step()
+        other.step()
+    return torch.equal(place, 1 - 0.25 * sum(data(index)[0] for index in range(3)))
 
 
-def both_named(run: Centres, index: int) -> None:
-    backward(run.joint(index), [run.optimizer, run.other])
+def named(net: Part, own: Optimizer, loss: Callable[[], Tensor], other: Optimizer, x: Tensor) -> None:
+    backward(net(x) + loss(), own)
 
 
-def plain_pass_before(run: Centres, index: int) -> None:
-    run.own(index).backward()
-    backward(run.net(data(index)), run.optimizer)
+def both_named(net: Part, own: Optimizer, loss: Callable[[], Tensor], other: Optimizer, x: Tensor) -> None:
+    backward(net(x) + loss(), [own, other])
 
 
-def plain_pass_instead(run: Centres, index: int) -> None:
-    named(run, index)
-    run.other.zero_grad()
-    run.own(index).backward()
+def plain_pass_before(net: Part, own: Optimizer, loss: Callable[[], Tensor], other: Optimizer, x: Tensor) -> None:
+    loss().backward()
+    backward(net(x), own)
 
 
-def divided(run: Centres, index: int) -> None:
-    named(run, index)
-    run.centres.grad.div_(256)  # type: ignore[union-attr]
+def plain_pass_instead(net: Part, own: Optimizer, loss: Callable[[], Tensor], other: Optimizer, x: Tensor) -> None:
+    backward(net(x) + loss(), own)
+    other.zero_grad()
+    loss().backward()
+
+
+def divided(net: Part, own: Optimizer, loss: Callable[[], Tensor], other: Optimizer, x: Tensor) -> None:
+    backward(net(x) + loss(), own)
+    other.param_groups[0]['params'][0].grad.div_(256)
 
 
 @pytest.mark.parametrize('level', LEVELS[1:])
 def test_optimizer_that_was_not_initialised_gets_scaled_gradients(level: str, log: list[str]) -> None:
     """One warning names two remedies, with which training is that of FP32. None comes without a scale or in silence."""
-    for run in (Centres(level, scale=1.0), Centres(level, verbosity=0)):
-        run.train(named)
-    for way in (plain_pass_before, plain_pass_instead, divided):
-        assert Centres(level).train(way).is_exact(), way
-    together, later = Centres(level, together=True), Centres(level)
-    amp.initialize([], later.other, loss_scale=256.0)
-    assert together.train(both_named).is_exact() and later.train(both_named).is_exact()
+    centres(named, level, loss_scale=1.0)
+    centres(named, level, verbosity=0)
+    assert centres(plain_pass_before, level) and centres(plain_pass_instead, level) and centres(divided, level)
+    assert centres(both_named, level, 'together') and centres(both_named, level, 'later')
     assert [line for line in log if 'not initialised' in line] == []
     for scale in (256.0, 'dynamic'):
-        Centres(level, scale=scale).train(named)
+        log.clear()
+        centres(named, level, loss_scale=scale)
         (line,) = [line for line in log if 'not initialised' in line]
         assert 'SGD' in line and 'amp.initialize([], optimizer)' in line and 'amp.scale_loss(loss, [' in line
-        log.clear()
 
 
 # -- silence ------------------------------------------------------------------------------------------------------------

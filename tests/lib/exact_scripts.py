@@ -25,6 +25,17 @@ KINDS = ('O0', 'O1', 'O2', 'O5')
 CLEARS = ('optimizer', 'optimizer, to zeros', 'model', 'None')
 
 
+class Curved(nn.Module):
+    """A loss whose gradient depends on the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (0.5 * self.weight * self.weight * x).float().sum()
+
+
 def sgd(parts: Iterable[Part]) -> Optimizer:
     """SGD with momentum and another rate for each part."""
     groups = [{'params': part.trained, 'lr': 0.25 / 2**index} for index, part in enumerate(parts)]
