@@ -54,11 +54,8 @@ def lines(axes: Axes, marks: bool = False) -> list[Points]:
 def test_lines_and_skipped_steps_are_those_of_the_log(tmp_path: Path) -> None:
     """Validation rows, which count epochs, are no part of it; a half-written line and a damaged one are left out."""
     rows = [*training(3), {'accuracy/top1': 92.0, 'loss': 7.0, 'step': 1}]
-    end = (
-        '\x00\xff garbage\n[1, 2]\n'
-        + ''.join(json.dumps(row) + '\n' for row in training(3, 4))
-        + '{"loss": 1.0, "iter": 9'
-    )
+    later = ''.join(json.dumps(row) + '\n' for row in training(3, 4))
+    end = '\x00\xff garbage\n[1, 2]\n' + later + '{"loss": 1.0, "iter": 9'
     figure = plot_runs([write(tmp_path / 'cnn/scalars.json', rows, end)])
     assert [title(axes).split('  (')[0] for axes in figure.axes] == ['Loss', 'Gradient norm', 'Loss scale']
     assert lines(figure.axes[0]) == [[(at, 2.0 / at) for at in range(1, 7)]]
@@ -77,42 +74,30 @@ def test_lines_and_skipped_steps_are_those_of_the_log(tmp_path: Path) -> None:
     assert part.get_suptitle() == 'some'
 
 
-@pytest.mark.parametrize(
-    ('places', 'counts', 'skipped'),
-    [
+def test_skips_are_where_the_count_grows(tmp_path: Path) -> None:
+    rows: list[tuple[list[int], list[float], list[int]]] = [
         ([1, 2, 3, 4], [1, 1, 2, 2], [1, 3]),
         # the beginning is not there: nobody knows when the first 7 were
         ([1020, 1040, 1060], [7, 7, 9], [1060]),
         # a count that begins again
         ([1, 2, 3], [2, 0, 1], [1, 3]),
         ([1, 2, 3], [0, NAN, 1], [3]),
-    ],
-)
-def test_skips_are_where_the_count_grows(
-    tmp_path: Path, places: list[int], counts: list[float], skipped: list[int]
-) -> None:
-    rows = [{'iter': at, 'amp_scale': 8.0, 'amp_skipped': count} for at, count in zip(places, counts)]
-    (axes,) = plot_runs([write(tmp_path / 'a.json', rows)]).axes
-    assert [[at for at, _ in points] for points in lines(axes, marks=True)] == [skipped]
+    ]
+    for places, counts, skipped in rows:
+        log = [{'iter': at, 'amp_scale': 8.0, 'amp_skipped': count} for at, count in zip(places, counts)]
+        (axes,) = plot_runs([write(tmp_path / 'a.json', log)]).axes
+        assert [[at for at, _ in points] for points in lines(axes, marks=True)] == [skipped]
 
 
 def test_nonfinite_losses_have_marks_and_leave_gaps(tmp_path: Path) -> None:
-    """null is what amp.monitor writes for NaN."""
-    rows = [{'iteration': at, 'loss': loss} for at, loss in enumerate([2.0, None, -1.0, math.inf, 0.0], 1)]
-    (axes,) = plot_runs([write(tmp_path / 'mine.jsonl', rows)]).axes
+    """null is what amp.monitor writes for NaN. A scale that is always 1 has no panel, unless it is all that is asked for."""
+    losses = enumerate([2.0, None, -1.0, math.inf, 0.0], 1)
+    log = write(tmp_path / 'mine.jsonl', [{'iteration': at, 'loss': loss, 'amp_skipped': 0} for at, loss in losses])
+    (axes,) = plot_runs([log]).axes
     (points,) = lines(axes)
     assert [at for at, value in points if math.isnan(value)] == [2, 4]
     assert [[at for at, _ in marks] for marks in lines(axes, marks=True)] == [[2, 4]]
-    assert 'NaN' in title(axes)
-
-
-def test_no_panel_for_a_scale_that_is_always_1(tmp_path: Path) -> None:
-    """As at O5, where the log has a count of skipped steps, and no step was skipped."""
-    rows = [{'iter': at, 'loss': 1.0, 'amp_skipped': 0} for at in range(1, 4)]
-    figure = plot_runs([write(tmp_path / 'a.json', rows)])
-    assert [title(axes) for axes in figure.axes] == ['Loss']
-    # unless it is all that was asked for
-    assert len(plot_runs([tmp_path / 'a.json'], panels=['scale']).axes) == 1
+    assert 'NaN' in title(axes) and len(plot_runs([log], panels=['scale']).axes) == 1
 
 
 def test_several_runs_differ_without_colours(tmp_path: Path) -> None:
@@ -127,21 +112,16 @@ def test_several_runs_differ_without_colours(tmp_path: Path) -> None:
 
 
 def test_members_and_losses_have_lines_of_their_own(tmp_path: Path) -> None:
-    names = (
-        'iter',
-        'loss_real',
-        'loss_fake',
-        'generator_amp_scale',
-        'discriminator_amp_scale',
-        'generator_amp_skipped',
-    )
-    rows = [dict(zip(names, row)) for row in ((1, 1.0, 3.0, 8.0, 16.0, 0), (2, 2.0, 4.0, 4.0, 16.0, 1))]
+    rows = [
+        dict(iter=1, loss_real=1.0, loss_fake=3.0, g_amp_scale=8.0, d_amp_scale=16.0, g_amp_skipped=0),
+        dict(iter=2, loss_real=2.0, loss_fake=4.0, g_amp_scale=4.0, d_amp_scale=16.0, g_amp_skipped=1),
+    ]
     figure = plot_runs([write(tmp_path / 'a.json', rows)])
     assert lines(figure.axes[0]) == [[(1, 1.0), (2, 2.0)], [(1, 3.0), (2, 4.0)]]
     assert lines(figure.axes[1]) == [[(1, 8.0), (2, 4.0)], [(1, 16.0), (2, 16.0)]]
     assert lines(figure.axes[1], marks=True) == [[(2, 4.0)]]
     names = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert names == {'loss_real', 'loss_fake', 'generator', 'discriminator'}
+    assert names == {'loss_real', 'loss_fake', 'g', 'd'}
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------
@@ -174,38 +154,34 @@ def test_newest_training_of_a_work_dir_with_the_runs_that_it_resumed(tmp_path: P
 
 
 def test_file_that_goes_on_after_a_resume(tmp_path: Path) -> None:
-    rows = [{'iteration': at, 'loss': 1.0} for at in (1, 2, 3, 4)] + [
-        {'iteration': at, 'loss': 2.0} for at in (3, 4, 5)
-    ]
-    write(tmp_path / 'amp_monitor.jsonl', rows)
+    losses = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+    write(tmp_path / 'amp_monitor.jsonl', [{'iteration': at, 'loss': loss} for at, loss in losses])
     (axes,) = plot_runs([tmp_path]).axes
     assert lines(axes)[0] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
     assert {at for at, _ in lines(axes)[1]} == {3}
 
 
-@pytest.mark.parametrize(
-    ('words', 'error', 'text'),
-    [
-        ({'runs': []}, AmpConfigError, 'runs=[] is empty'),
-        ({'panels': ['los']}, AmpConfigError, "panels='los' is none of loss, grad_norm"),
-        ({'first': 5, 'last': 4}, AmpConfigError, 'from=5 is after to=4'),
-        ({'first': 70}, AmpUsageError, 'nothing to draw from iteration 70'),
-        ({'runs': ['two']}, AmpUsageError, 'those of 2 trainings below it'),
-        ({'runs': ['empty']}, AmpUsageError, 'has none of the numbers'),
-        ({'runs': ['other.json']}, AmpUsageError, 'other.json'),
-    ],
-)
-def test_wrong_arguments_and_logs_without_numbers(
-    words: dict[str, Any], error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({'runs': []}, AmpConfigError, 'runs=[] is empty'),
+    ({'panels': ['los']}, AmpConfigError, "panels='los' is none of loss, grad_norm"),
+    ({'first': 5, 'last': 4}, AmpConfigError, 'from=5 is after to=4'),
+    ({'first': 70}, AmpUsageError, 'nothing to draw from iteration 70'),
+    ({'runs': ['two']}, AmpUsageError, 'those of 2 trainings below it'),
+    ({'runs': ['empty']}, AmpUsageError, 'has none of the numbers'),
+    ({'runs': ['other.json']}, AmpUsageError, 'other.json'),
+]
+
+
+def test_wrong_arguments_and_logs_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path('log.json'), training())
     for name in 'ab':
         run_folder(Path('two') / name, '20260101_000000', [1, 2], 1.0)
     write(Path('other.json'), [{'iteration': 1, 'other': 2}, {'iter': None}])
     Path('empty').mkdir()
-    with pytest.raises(error, match=re.escape(text)):
-        plot_runs(**{'runs': ['log.json'], **words})
+    for words, error, text in REFUSED:
+        with pytest.raises(error, match=re.escape(text)):
+            plot_runs(**{'runs': ['log.json'], **words})
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -268,8 +244,7 @@ def test_files_and_what_is_left_out(
     for file in ('new/a.svg', 'b.svg', 'a.png'):
         assert cli.main(['plot', 'cnn', '--out', file]) == 0
     said = capsys.readouterr().out
-    assert 'cnn: iterations 1 to 6, 3 steps skipped' in said
-    assert 'left out: ' in said
+    assert 'cnn: iterations 1 to 6, 3 steps skipped' in said and 'left out: ' in said
     text = (tmp_path / 'new/a.svg').read_text()
     for words in ('Loss', 'Gradient norm', 'skipped step', 'iteration'):
         assert re.search(f'>[^<]*{words}[^<]*</t', text), words

@@ -82,35 +82,27 @@ def test_fp32_has_no_rules_and_a_loss_outside_of_the_model_a_row() -> None:
     report = known('O0')
     assert [op for module in report.data['modules'] for op in module['fp32_ops']] == []
     assert by_name(report)['conv']['ops'] == {'float32': {'convolution': 1}}
-    linear = amp.report(
-        nn.Linear(4, 3), torch.ones(2, 4), 'O2', lambda model, x: F.mse_loss(model(x), torch.ones(2, 3))
-    )
-    outside = linear.data['modules'][-1]
-    assert outside['state'] == 'outside'
-    assert [op for op, _ in in_fp32(outside)] == ['mse_loss']
+    loss_fn = lambda model, x: F.mse_loss(model(x), torch.ones(2, 3))  # noqa: E731
+    outside = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O2', loss_fn).data['modules'][-1]
+    assert outside['state'] == 'outside' and [op for op, _ in in_fp32(outside)] == ['mse_loss']
 
 
-def test_types_of_weights_outputs_and_gradients() -> None:
+def test_types_of_weights_outputs_and_gradients_and_counts_of_calls() -> None:
     found = by_name(known('O2', keep_fp32=['head']))
     assert found['conv']['weights'] == {'types': {'float16': 40}, 'elements': 40, 'bytes': 80, 'masters': 'float32'}
     assert found['bn']['weights'] == {'types': {'float32': 8}, 'elements': 8, 'bytes': 32, 'masters': None}
-    assert found['']['weights'] is None
-    assert found['head']['weights']['types'] == {'float32': 20}
+    assert found['']['weights'] is None and found['head']['weights']['types'] == {'float32': 20}
     # kept in FP32, and the 16-bit type goes on outside of it
     assert found['head']['outputs'] == {'computed': ['float32'], 'given': ['float16']}
     assert [found[name]['gradients'] for name in ('conv', 'head')] == [['float16'], ['float32']]
-    split = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O5', make_optimizer=fused, master_weights='split')
+    # both calls of a module count
+    assert found['parts.0']['ranges']['outputs']['elements'] == 16
+    once = dict.fromkeys(('', 'conv', 'bn', 'norm', 'head', 'loss'), ('called', 1))
+    calls = {name: (module['state'], module['calls']) for name, module in found.items()}
+    assert calls == {**once, 'unused': ('not called', 0), 'parts': ('container', 0), 'parts.0': ('called', 2)}
+    split = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O5', make_optimizer=FUSED, master_weights='split')
     assert split.data['modules'][0]['weights']['masters'] == 'split'
     assert split.data['memory']['O5']['masters'] == 15 * 2
-
-
-def test_calls_are_counted() -> None:
-    report = known('O5')
-    found = {name: (module['state'], module['calls']) for name, module in by_name(report).items()}
-    once = dict.fromkeys(('', 'conv', 'bn', 'norm', 'head', 'loss'), ('called', 1))
-    # both calls of a module count
-    assert by_name(report)['parts.0']['ranges']['outputs']['elements'] == 16
-    assert found == {**once, 'unused': ('not called', 0), 'parts': ('container', 0), 'parts.0': ('called', 2)}
 
 
 class Segments(nn.Module):
@@ -136,16 +128,16 @@ def test_checkpointed_segments_count_once_and_keep_less(reentrant: bool) -> None
     assert kept[0] <= kept[1] - 16
 
 
-@pytest.mark.parametrize('example', [(torch.ones(2, 4),), dict(x=torch.ones(2, 4)), torch.ones(2, 4)])
-def test_examples_and_outputs_in_containers(example: Any) -> None:
+def test_examples_and_outputs_in_containers() -> None:
     class Model(nn.Linear):
         def forward(self, x: Tensor) -> dict[str, Any]:
             return dict(out=[super().forward(x)], count=1)
 
-    with torch.inference_mode():
-        found = by_name(amp.report(Model(4, 3), example, 'O2'))['']
-    assert found['inputs'] == {'given': ['float32'], 'computed': ['float16']}
-    assert found['outputs'] == {'computed': ['float16'], 'given': ['float32']}
+    for example in ((torch.ones(2, 4),), dict(x=torch.ones(2, 4)), torch.ones(2, 4)):
+        with torch.inference_mode():
+            found = by_name(amp.report(Model(4, 3), example, 'O2'))['']
+        assert found['inputs'] == {'given': ['float32'], 'computed': ['float16']}
+        assert found['outputs'] == {'computed': ['float16'], 'given': ['float32']}
 
 
 # -- what 16-bit types lose ------------------------------------------------------------------------------------------
@@ -232,12 +224,7 @@ def test_tensor_that_modules_hand_on_counts_once() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def fused(model: nn.Module) -> torch.optim.Optimizer:
-    return FusedAdam(model.parameters())
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters())
+FUSED, ADAM = (lambda model, kind=kind: kind(model.parameters()) for kind in (FusedAdam, torch.optim.Adam))
 
 
 def test_bytes_by_level_counted_by_hand() -> None:
@@ -247,7 +234,7 @@ def test_bytes_by_level_counted_by_hand() -> None:
     def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
         return F.mse_loss(model(x), torch.zeros(2, 3))
 
-    report = amp.report(model, torch.ones(2, 4), 'O2', loss_fn, make_optimizer=adam)
+    report = amp.report(model, torch.ones(2, 4), 'O2', loss_fn, make_optimizer=ADAM)
     # 12 weights. Adam has two numbers for each, and a float32 step. A count of 8 bytes.
     # Kept for the backward pass: 8 inputs of the layer, in its type; 6 outputs and 6 targets of the loss, in FP32.
     expected = {
@@ -268,18 +255,16 @@ def test_bytes_by_level_counted_by_hand() -> None:
 
 
 def test_memory_without_an_optimizer_or_trained_weights() -> None:
-    data = amp.report(nn.Linear(4, 3), torch.ones(2, 4), 'O2').data
+    model, x = nn.Linear(4, 3), torch.ones(2, 4)
+    data = amp.report(model, x, 'O2').data
     assert data['optimizer'] is data['loss'] is data['gradients'] is None
-    assert data['memory']['O2']['optimizer_state'] == 0
     # its masters are counted all the same
-    assert data['memory']['O2']['masters'] == 15 * 4
-    frozen = amp.report(nn.Linear(4, 3).requires_grad_(False), torch.ones(2, 4), 'O2').data['memory']['O2']
-    assert frozen['masters'] == frozen['activations'] == frozen['gradients'] == 0
+    assert (data['memory']['O2']['optimizer_state'], data['memory']['O2']['masters']) == (0, 15 * 4)
     # 65536 times 1e5 is infinite in float16
-    memory = amp.report(
-        nn.Linear(4, 3), torch.ones(2, 4), 'O2', lambda model, x: model(x).sum() * 1e5, make_optimizer=adam
-    ).data['memory']
+    memory = amp.report(model, x, 'O2', lambda model, x: model(x).sum() * 1e5, make_optimizer=ADAM).data['memory']
     assert memory['O2']['optimizer_state'] == memory['O0']['optimizer_state'] > 0
+    frozen = amp.report(model.requires_grad_(False), x, 'O2').data['memory']['O2']
+    assert frozen['masters'] == frozen['activations'] == frozen['gradients'] == 0
 
 
 def test_error_of_another_level_is_in_its_row() -> None:
@@ -291,8 +276,7 @@ def test_error_of_another_level_is_in_its_row() -> None:
     report = amp.report(Table(4, 3), torch.ones(2, 4), 'O5')
     errors = {level: counted['error'] for level, counted in report.data['memory'].items() if 'error' in counted}
     assert errors == dict.fromkeys(('O1', 'O2', 'O3'), 'KeyError: torch.float16')
-    assert 'KeyError: torch.float16' in str(report)
-    assert 'KeyError: torch.float16' in report.html()
+    assert all('KeyError: torch.float16' in text for text in (str(report), report.html()))
 
 
 # -- what a report leaves alone --------------------------------------------------------------------------------------
@@ -315,12 +299,9 @@ def test_optimizers_and_batches_are_made_for_copies() -> None:
         return copied(given.x).float().square().mean()
 
     report = amp.report(model, batch, 'O5', loss_fn, make_optimizer=make)
-    assert seen
-    assert not any(each is model for each in seen)
-    assert model.bias.requires_grad
+    assert seen and not any(each is model for each in seen) and model.bias.requires_grad
     assert report.data['optimizer'] == 'SGD'
-    assert torch.equal(batch.x, torch.ones(3, 4))
-    assert set(losses) == {120.0}
+    assert torch.equal(batch.x, torch.ones(3, 4)) and set(losses) == {120.0}
 
 
 class Never(nn.Linear):
@@ -354,18 +335,15 @@ def test_wrong_arguments_are_refused_before_the_model_runs() -> None:
 
 
 def test_text_page_and_json(tmp_path: Path) -> None:
-    report = known('O2', make_optimizer=adam)
+    report = known('O2', make_optimizer=ADAM)
     text = report.text(width=140)
     page, data = report.write(tmp_path / 'new')
     html = page.read_text(encoding='utf-8')
     for part in ('Precision of Known at O2', 'native_batch_norm', 'batchnorm', 'CrossEntropyLoss'):
-        assert part in text
-        assert part in html
+        assert part in text and part in html
     for width in (80, 140):
         assert max(map(len, report.text(width=width).splitlines())) <= width
-    assert '0 Linear' in report.text(depth=2)
-    assert '0 Linear' not in report.text(depth=1)
-    assert str(report).startswith('Precision of Known at O2')
+    assert '0 Linear' in report.text(depth=2) and '0 Linear' not in report.text(depth=1)
     assert not [word for word in ('http', 'src=', 'url(') if word in html]
     assert json.loads(data.read_text()) == json.loads(report.json()) == report.data
     assert isinstance(report.data['format'], int)
