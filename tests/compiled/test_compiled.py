@@ -1,0 +1,885 @@
+"""``torch.compile`` at every level and in every way: whole graphs, with the types and the values of eager training."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from bits import differences
+from pairs import pairs
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from amp_wrapper import amp
+from amp_wrapper.errors import AmpUsageError
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+#: The type that products of matrices have at each level.
+HALF = dict(O0=F32, O1=F16, O2=F16, O3=F16, O4=BF16, O5=BF16)
+#: Levels whose casts of ops are a table's.
+BY_OP = ('O1', 'O4')
+AOT = functools.partial(torch.compile, backend='aot_eager')
+WHOLE = functools.partial(AOT, fullgraph=True)
+#: Where it matters what is traced, and not what becomes of it.
+TRACED = functools.partial(torch.compile, backend='eager')
+TRACED_WHOLE = functools.partial(TRACED, fullgraph=True)
+
+
+@contextmanager
+def fresh() -> Iterator[dict[str, Any]]:
+    """Nothing is compiled before, and nothing stays compiled. Gives the counters of torch."""
+    counters = torch._dynamo.utils.counters
+    torch.compiler.reset()
+    counters.clear()
+    yield counters
+    torch.compiler.reset()
+
+
+@pytest.fixture(autouse=True)
+def counters() -> Iterator[dict[str, Any]]:
+    with fresh() as found:
+        yield found
+    assert torch._C._len_torch_function_stack() == 0
+    # what is left open would keep casts of weights from test to test
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    assert nesting == 1
+
+
+def is_of(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Asserts a type, if there is one; in a graph, while it is traced."""
+    assert dtype is None or x.dtype is dtype, f'{x.dtype}, not {dtype}'
+    return x
+
+
+class Hidden(nn.Sequential):
+    """A class of its own: ``compile()`` of torch's own classes compiles nothing in some versions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Net(nn.Module):
+    """Norms with and without statistics, attention and two losses; asserts the types of a level, if one is given."""
+
+    shape = (1, 4, 4)
+
+    def __init__(self, level: str | None = None) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.attention, self.layer_norm = nn.MultiheadAttention(16, 2, batch_first=True), nn.LayerNorm(16)
+        self.hidden = Hidden(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+        self.head, self.loss = nn.Linear(16, 5), nn.CrossEntropyLoss()
+        self.half, self.wide = HALF.get(level or ''), F32 if level else None
+        self.by_op = self.wide if level in BY_OP else self.half
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = F.relu(self.norm(is_of(self.conv(x), self.half))).flatten(2)
+        y = self.layer_norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        x = x + is_of(self.hidden(self.layer_norm(x)), self.half)
+        scores = is_of(self.head(x.mean(1)), self.half)
+        is_of(torch.softmax(scores, -1), self.by_op)
+        if labels is None:
+            return scores
+        return is_of(F.cross_entropy(scores, labels), self.wide) + is_of(self.loss(scores, labels), self.wide)
+
+
+def products_are_saved() -> Any:
+    """Selective checkpointing: the rest runs again."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+
+SEGMENTS: dict[str, dict[str, Any]] = dict(
+    reentrant=dict(use_reentrant=True),
+    plain=dict(use_reentrant=False),
+    selective=dict(use_reentrant=False, context_fn=products_are_saved),
+)
+
+
+class Small(nn.Module):
+    """What compiles in a moment: two layers, BatchNorm, and a segment with dropout that may be checkpointed."""
+
+    shape = (4,)
+
+    def __init__(self, level: str | None = None, segment: str = '') -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)
+        self.half, self.segment = HALF.get(level or ''), segment
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.dropout(torch.tanh(is_of(self.layer(x), self.half)), 0.5, self.training)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = checkpoint(self.inner, x, **SEGMENTS[self.segment]) if self.segment else self.inner(x)
+        scores = self.head(self.norm(x))
+        return scores if labels is None else F.cross_entropy(scores.float(), labels)
+
+
+def batch(model: nn.Module, bad: bool = False) -> tuple[Tensor, Tensor]:
+    """Eight inputs and their labels; with NaN in one where ``bad`` is set."""
+    x, labels = torch.randn(8, *model.shape), torch.randint(0, 5, (8,))
+    if bad:
+        x.view(-1)[0] = torch.nan
+    device = next(model.parameters()).device
+    return x.to(device), labels.to(device)
+
+
+def initialized(model: nn.Module, level: str, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return optimizer
+
+
+Start = tuple[Callable[..., Any], torch.optim.Optimizer]
+#: How a model is compiled: before or after ``amp.initialize``, in place, in parts, and inside of a function.
+WAYS = ('before', 'after', 'in place', 'parts', 'function')
+
+
+def start(model: nn.Module, level: str, way: str, by: Any = WHOLE, **options: Any) -> Start:
+    """What is called in place of the model, and its optimizer; 'eager' is a way as well."""
+    given = by(model) if way == 'before' else model
+    optimizer = initialized(given, level, **options)
+    if way == 'after':
+        return by(model), optimizer
+    if way == 'function':
+        # a training function around the forward call, with something before and behind
+        return by(lambda *args: model(args[0] * 1, *args[1:]) * 1), optimizer
+    if way == 'in place':
+        model.compile(**by.keywords)
+    if way == 'parts':
+        model.hidden.compile(**by.keywords)
+        model.head = by(model.head)
+    return given, optimizer
+
+
+def backward(loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+
+
+def step(call: Callable[..., Any], optimizer: torch.optim.Optimizer, *batches: tuple[Tensor, ...]) -> float:
+    """One optimizer step on some batches; the last loss."""
+    for each in batches:
+        loss = call(*each) / len(batches)
+        backward(loss, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def fill(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    with torch.no_grad():
+        for master in amp.master_params(optimizer):
+            master.mul_(factor)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Weights, buffers, masters and momentum."""
+    return copy.deepcopy([model.state_dict(), list(amp.master_params(optimizer)), list(optimizer.state.values())])
+
+
+# -- one training, of which several things are asked ----------------------------------------------------------------------
+
+
+#: Whether each batch of a window has NaN: one of them, wherever it comes, skips the step of the window.
+WINDOWS = ((False,), (False, True), (True,), (True, False), (False, False), (False,))
+
+
+@functools.cache
+def story(level: str, way: str, device: torch.device) -> SimpleNamespace:
+    """What a training, an evaluation, and writes to masters have left."""
+    torch.manual_seed(0)
+    model = Net(level).to(device)
+    by = WHOLE if (level, way) != ('O2', 'function') else functools.partial(WHOLE, backend='inductor')
+    left = SimpleNamespace(losses=[], windows=[], graphs=[])
+    with fresh() as counters:
+        call, optimizer = start(model, level, way, by, loss_scale=dict(init_scale=128.0))
+        torch.manual_seed(1)
+        x, labels = batch(model)
+        backward(call(x, labels), optimizer)
+        left.gradients = [p.grad.clone() for p in amp.master_params(optimizer) if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        for window in WINDOWS:
+            left.graphs.append(counters['stats'].get('unique_graphs', 0))
+            before = state_of(model, optimizer)
+            left.losses.append(step(call, optimizer, *[batch(model, bad) for bad in window]))
+            left.windows.append((any(window), differences(before, state_of(model, optimizer))))
+        left.weights = {key.replace('_orig_mod.', ''): value.clone() for key, value in model.state_dict().items()}
+        model.eval()
+        with torch.no_grad():
+            left.outputs = [call(x)]
+            left.graphs.append(counters['stats'].get('unique_graphs', 0))
+            fill(optimizer, 0.5)
+            left.outputs += [call(x), model(x)]
+        model.train()
+        fill(optimizer, 0)
+        call(x, labels)
+        left.nonzero = [name for name, weight in model.named_parameters() if weight.any()]
+        left.breaks = dict(counters['graph_break'])
+    return left
+
+
+_SHORT = [('O0', 'before'), ('O1', 'after'), ('O2', 'in place'), ('O2', 'function'), ('O4', 'function')]
+_SHORT += [('O5', 'parts'), ('O5', 'function')]
+_LONG = [(level, way) for level in HALF for way in WAYS if (level, way) not in _SHORT]
+STORIES = pytest.mark.parametrize(
+    ('level', 'way'), [*_SHORT, *[pytest.param(*each, marks=pytest.mark.long) for each in _LONG]]
+)
+
+
+@STORIES
+def test_training_is_one_graph(level: str, way: str, device: torch.device) -> None:
+    """The evaluation is another one. Neither regions nor masters nor the loss scale compile anything anew."""
+    found = story(level, way, device)
+    *training, evaluation = found.graphs
+    assert found.breaks == {} and len(set(training)) == 1
+    assert (training[0], evaluation) == (1, 2) or way == 'parts'
+
+
+@STORIES
+def test_losses_and_weights_follow_eager_training(level: str, way: str, device: torch.device) -> None:
+    found, eager = story(level, way, device), story(level, 'eager', device)
+    assert set(eager.graphs) == {0}
+    bound = 1e-5 if HALF[level] is F32 else 8 * torch.finfo(HALF[level]).eps
+    assert found.losses == pytest.approx(eager.losses, rel=bound, nan_ok=True)
+    for name, tensor in eager.weights.items():
+        close = torch.allclose(found.weights[name], tensor, rtol=0.1, atol=bound * float(tensor.abs().max()))
+        assert close, name
+
+
+@STORIES
+def test_skipped_step_changes_nothing(level: str, way: str, device: torch.device) -> None:
+    """Weights, masters, momentum and the statistics of BatchNorm, wherever in the window the NaN comes."""
+    for skipped, changed in story(level, way, device).windows:
+        assert (changed == []) == skipped, changed
+
+
+@STORIES
+def test_writes_to_masters_are_seen(level: str, way: str, device: torch.device) -> None:
+    """SAM, schedulefree and others write to ``optimizer.param_groups`` between two calls; also before an evaluation."""
+    found = story(level, way, device)
+    before, after, eager = found.outputs
+    assert {tensor.dtype for tensor in found.outputs} == {F32} and not torch.equal(before, after)
+    assert torch.allclose(after, eager, rtol=0.05, atol=8 * torch.finfo(HALF[level]).eps)
+    assert found.nonzero == []
+
+
+@STORIES
+def test_gradients_against_float64(level: str, way: str, device: torch.device) -> None:
+    """The bound of docs/compile.md: as far from float64 as eager training is, and some roundings of the 16-bit type."""
+    torch.manual_seed(0)
+    model = Net().to(device).double()
+    torch.manual_seed(1)
+    x, labels = batch(model)
+    model(x.double(), labels).backward()
+    exact = [p.grad for p in model.parameters() if p.grad is not None]
+    # behind a BatchNorm, the gradient of a bias is 0 but for roundings
+    size = float(torch.stack([gradient.norm() for gradient in exact]).norm())
+
+    def errors(way: str) -> list[float]:
+        found = zip(story(level, way, device).gradients, exact, strict=True)
+        return [float((a.double() - b).norm() / (b.norm() + 0.1 * size)) for a, b in found]
+
+    unit, eager = torch.finfo(HALF[level]).eps, errors('eager')
+    assert [(a, b) for a, b in zip(errors(way), eager) if a > 1.5 * b + 8 * unit] == []
+    assert 0 < max(eager) < 64 * unit
+
+
+# -- steps of a small model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(('level', 'way'), [('O1', 'after'), ('O5', 'function')])
+def test_resumed_training_equals_uninterrupted(level: str, way: str, device: torch.device) -> None:
+    """Bit for bit: saved, and resumed in new objects, with a scale that moves and a skipped step."""
+
+    def run(saved: list[Any] | None, numbers: range) -> Any:
+        torch.manual_seed(0)
+        model = Small(level).to(device)
+        with fresh():
+            call, optimizer = start(model, level, way, TRACED_WHOLE)
+            for part, state in zip((model, optimizer, amp), saved or ()):
+                part.load_state_dict(state)
+            for number in numbers:
+                torch.manual_seed(100 + number)
+                step(call, optimizer, batch(model, bad=number == 1))
+            return copy.deepcopy([part.state_dict() for part in (model, optimizer, amp)])
+
+    assert differences(run(run(None, range(3)), range(3, 5)), run(None, range(5))) == []
+
+
+@pytest.mark.parametrize(
+    ('level', 'segment', 'way'),
+    [('O1', 'plain', 'after'), ('O4', 'selective', 'function'), ('O5', 'reentrant', 'after')],
+)
+def test_checkpointed_segments(level: str, segment: str, way: str, device: torch.device, counters: Any) -> None:
+    """The probe inside of the segment asserts its types; dropout is the same when it runs again."""
+    results = []
+    for chosen in ('', segment):
+        torch.manual_seed(0)
+        model = Small(level, chosen).to(device)
+        call, optimizer = start(model, level, way)
+        results.append([step(call, optimizer, batch(model)) for _ in range(3)])
+        assert not counters['graph_break']
+    assert results[0] == pytest.approx(results[1], rel=8 * torch.finfo(HALF[level]).eps)
+
+
+@pairs(level=('O4', 'O5'), whole=(True, False))
+def test_graphs_from_before_the_casts_are_not_used(
+    level: str, whole: bool, device: torch.device, counters: Any
+) -> None:
+    """Although torch does not look at hooks, and whoever has cleared the counters of torch in between."""
+    model, x = nn.Linear(4, 4).to(device), torch.randn(2, 4, device=device)
+    call = TRACED(model if whole else lambda x: model(x))
+    assert call(x).dtype is F32
+    counters.clear()
+    initialized(model, level, cast_model_outputs=BF16)
+    assert call(x).dtype is BF16 and torch.equal(call(x), model(x))
+
+
+@pytest.mark.parametrize('compiles', ['step', 'training'])
+def test_compiled_optimizer_step_runs_as_it_is(compiles: str, device: torch.device, counters: Any) -> None:
+    """``torch.compile(optimizer.step)``; of a whole training step the forward pass alone is compiled."""
+
+    def weights(kind: str) -> Any:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(device)
+        optimizer = initialized(model, 'O5')
+        take = TRACED(optimizer.step) if kind == 'step' else optimizer.step
+
+        def train(x: Tensor) -> None:
+            backward(model(x).pow(2).sum(), optimizer)
+            take()
+            optimizer.zero_grad()
+
+        call = TRACED(train) if kind == 'training' else train
+        for _ in range(3):
+            call(torch.ones(2, 4, device=device))
+        return model.state_dict()
+
+    assert differences(weights(''), weights(compiles)) == []
+    count = counters['stats'].get('unique_graphs', 0)
+    # torch 2.6 cannot be kept from compiling what a skipped frame calls: small graphs of the engine's own
+    is_coarse = hasattr(torch._C._dynamo.eval_frame, 'skip_code')
+    assert (min(count, 1) if is_coarse else count) == (compiles == 'training')
+
+
+@pytest.mark.parametrize('way', ['after', 'function'])
+def test_backward_pass_of_a_module_in_fp32(way: str, device: torch.device) -> None:
+    """Its products are in FP32, as in eager training, although torch makes the graph under the autocast of the level."""
+    setting = getattr(torch._functorch.config, 'backward_pass_autocast', None)
+    if setting is None and way != 'function':
+        pytest.skip('this torch makes the backward pass under the autocast of the forward pass')
+    model = Small().to(device)
+    call, optimizer = start(model, 'O1', way, loss_scale=1.0, keep_fp32=['head'])
+    backward(call(*batch(model)), optimizer)
+    gradient = model.head.weight.grad
+    assert gradient.dtype is F32 and not torch.equal(gradient, gradient.half().float())
+    # and of a plain model nothing has changed
+    TRACED(lambda x: x + 1)(torch.ones(2))
+    assert getattr(torch._functorch.config, 'backward_pass_autocast', None) == setting
+
+
+#: Calls of a model by its parts: a skipped step restores the statistics, and weights follow their masters, all the same.
+CALLS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    'function of parts': lambda m: TRACED(lambda x: m.head(m.norm(m.layer(x)))),
+    'forward itself': lambda m: TRACED(lambda x: m.forward(x)),
+    'compiled part': lambda m: (lambda norm: lambda x: m.head(norm(m.layer(x))))(TRACED(m.norm)),
+    'compiled anew': lambda m: lambda x: TRACED(lambda x: m(x).float())(x),
+}
+
+
+@pytest.mark.parametrize(('level', 'call'), [*zip(('O2', 'O4', 'O2', 'O4'), CALLS), ('O4', 'function of parts')])
+def test_parts_that_are_called_by_themselves(level: str, call: str, device: torch.device) -> None:
+    model = Small().to(device)
+    optimizer = initialized(model, level, loss_scale=8.0)
+    run = CALLS[call](model)
+    for bad in (False, True, False):
+        before = copy.deepcopy(model.state_dict())
+        step(lambda x, _: run(x).float().sum(), optimizer, batch(model, bad))
+        assert (differences(before, model.state_dict()) == []) == bad
+    fill(optimizer, 0)
+    assert not run(batch(model)[0]).any()
+
+
+def test_function_around_models_of_two_optimizers(device: torch.device) -> None:
+    """Their hooks are put on anew as the second optimizer comes; not while a graph goes through them."""
+    models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level='O5', num_losses=2, verbosity=0)
+    x = torch.randn(8, 4, device=device)
+    loss_of = TRACED_WHOLE(lambda x: models[1](x).mean() - models[1](models[0](x).detach()).mean())
+    for _ in range(3):
+        with amp.scale_loss(loss_of(x), optimizers[1], loss_id=1) as scaled:
+            scaled.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert torch.isfinite(loss_of(x))
+
+
+def test_keep_fp32_names_modules_that_were_compiled_before(device: torch.device) -> None:
+    model = Small().to(device)
+    model.layer = TRACED(model.layer)
+    optimizer = initialized(model, 'O5', keep_fp32=['layer'])
+    types = {name: weight.dtype for name, weight in model.named_parameters()}
+    assert types['layer._orig_mod.weight'] is F32 and types['head.weight'] is BF16
+    step(model, optimizer, batch(model))
+
+
+# -- what is inside of a graph -----------------------------------------------------------------------------------------------
+
+
+def squared(x: Tensor) -> Tensor:
+    """A function of Python that a configuration names; so are the next three."""
+    return x @ x.t()
+
+
+def noted(x: Tensor) -> torch.dtype:
+    return x.dtype
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x.mul_(2.0)
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        assert x.dtype is F32
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class AsksForAutocast(torch.autograd.Function):
+    """``custom_fwd`` casts where autocast is on."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type='cpu', cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x @ x.t()
+
+
+REGISTERED = [f'{__name__}.{name}' for name in ('squared', 'noted', 'doubled', 'Doubles')]
+in_float = amp.float_function(lambda x: x @ x.t())
+in_half = amp.half_function(lambda x: x @ x.t())
+promoted = amp.promote_function(lambda x, y: torch.cat([x, y]))
+tripled = amp.float_function(lambda x: x.mul_(3).sum())
+
+
+def tables(y: Tensor) -> list[Tensor]:
+    wide = y.float()
+    return [torch.softmax(y, -1), y.sum(), y**2, torch.layer_norm(y, (4,)), wide @ wide.t(), F.mse_loss(y, y)]
+
+
+def in_autocast(y: Tensor) -> list[Any]:
+    """Products in blocks of torch.autocast, and what torch says of them."""
+    device, wide = y.device.type, y.float()
+    found: list[Any] = [
+        wide @ wide.t(),
+        torch.is_autocast_enabled(device),
+        torch.is_autocast_enabled(device_type=device),
+    ]
+    if torch.is_autocast_enabled(device):
+        found.append(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        found += [wide @ wide.t(), torch.is_autocast_enabled(device)]
+        with torch.autocast(device, dtype=F16):
+            found += [wide @ wide.t(), torch.get_autocast_dtype(device)]
+    with torch.autocast(device, dtype=BF16):
+        found += [wide @ wide.t(), checkpoint(lambda y: y @ y.t(), wide, use_reentrant=False)]
+    return [*found, wide @ wide.t()]
+
+
+def paused(y: Tensor) -> list[Any]:
+    """Blocks of torch.autocast act where casts are paused, without the tables of O1 and O4."""
+    half = BF16 if y.dtype is F32 else y.dtype
+    with amp.disable_casts():
+        found = tables(y)
+        with torch.autocast(y.device.type, dtype=half):
+            found += tables(y)
+        with amp.disable_casts(), torch.autocast(y.device.type, dtype=half):
+            found += tables(y)
+    return found + tables(y)
+
+
+#: Each is called with the output of a layer: a matrix of 8 x 4.
+OPS: dict[str, Callable[[Tensor], Any]] = {
+    'softmax, three names': lambda x: (torch.softmax(x, -1), x.softmax(-1), F.softmax(x, -1)),
+    'powers': lambda x: (x**2, torch.pow(x, 2), x.pow(2.0), 2.0**x),
+    'sums': lambda x: (x.sum(), torch.cumsum(x, 0), x.prod(), x.norm(), x.float().sum(dtype=torch.float64)),
+    'products': lambda x: (x @ x.t(), torch.mm(x, x.t()), torch.einsum('ij,kj->ik', x, x), F.linear(x, x)),
+    'norms': lambda x: (F.layer_norm(x, (4,)), F.group_norm(x, 2), F.normalize(x), torch.linalg.matrix_norm(x)),
+    'losses': lambda x: (F.mse_loss(x, x), F.huber_loss(x, x), F.kl_div(x, x, reduction='sum')),
+    'loss of classes': lambda x: F.nll_loss(x, x.argmax(1)),
+    'loss by its module': lambda x: nn.SmoothL1Loss()(x, x),
+    'inverse': lambda x: x[:4].float().inverse().dtype,
+    'one type wanted': lambda x: F.grid_sample(x[None, None], x.new_zeros(1, 2, 2, 2), align_corners=False),
+    'interpolation': lambda x: [F.interpolate(x[None, None], size=4, mode=mode) for mode in ('nearest-exact', 'area')],
+    'interpolation of lines': lambda x: [F.interpolate(x[None], 8, mode=mode) for mode in ('nearest', 'linear')],
+    'bicubic': lambda x: F.interpolate(x[None, None], scale_factor=2.0, mode='bicubic'),
+    'ldexp': lambda x: torch.ldexp(x, torch.ones(1, dtype=torch.int, device=x.device)),
+    'mvlgamma': lambda x: torch.mvlgamma(x.float().abs().to(x.dtype) + 3, 2),
+    'cross': lambda x: [torch.linalg.cross(x[:, :3], y) for y in (x[:, :3], x[:, :3].float())],
+    'local response norm': lambda x: F.local_response_norm(x[None], 2),
+    'mixed types': lambda x: (torch.cat([x, x.float()]), x.double() + x, x + 1, torch.addcmul(x, x, x.float())),
+    'in place': lambda x: ((x + 0).exp_(), (x + 0).add_(x.float()), (x + 0).mul_(2)),
+    'attention': lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    'decorated': lambda x: (in_float(x), in_half(x), promoted(x, x.float())),
+    'registered': lambda x: (squared(x), noted(x), torch.sigmoid(x)),
+    'no tensors': lambda x: (x.shape[0], x.dtype, x.new_zeros(2), torch.arange(3, device=x.device)),
+    'casts are paused': paused,
+    'blocks of autocast': in_autocast,
+    'custom_fwd': lambda x: AsksForAutocast.apply(x.detach()),
+    'containers': lambda x: {'pair': (x, [x, {'deep': (x, 3)}]), 'levels': OrderedDict([(0, x), ('1', x)])},
+}
+
+
+def types_of(found: Any) -> Any:
+    return tree_map(lambda each: each.dtype if isinstance(each, Tensor) else each, found)
+
+
+class Body(nn.Module):
+    """A layer, and a function of its output; and which types that gave, before the outputs of the model are cast."""
+
+    def __init__(self, body: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.body(self.layer(x))
+        return found, types_of(found)
+
+
+def unlike(found: Any, expected: Any) -> list[str]:
+    """Where two nested results differ in types, or in values by more than roundings."""
+    (ours, form), (theirs, wanted) = tree_flatten_with_path(found), tree_flatten_with_path(expected)
+    assert form == wanted
+
+    def alike(a: Any, b: Any) -> bool:
+        if not isinstance(b, Tensor):
+            return bool(a == b)
+        return a.dtype is b.dtype and torch.allclose(a.double(), b.double(), 0.05, 0.05, equal_nan=True)
+
+    return [f'{keystr(path)}: {a}, not {b}' for (path, a), (_, b) in zip(ours, theirs) if not alike(a, b)]
+
+
+@pytest.mark.parametrize(
+    ('level', 'whole', 'around'),
+    [('O1', False, True), ('O4', False, False), ('O5', True, True)],
+)
+@torch.no_grad()
+def test_types_in_a_graph(level: str, whole: bool, around: bool, device: torch.device) -> None:
+    """Of ops, registered and decorated functions: those of eager code, in one graph; also within a block of autocast."""
+    model, x = Body(lambda y: None).to(device), torch.rand(8, 4, device=device)
+    initialized(model, level, fp32_ops=REGISTERED)
+    calls = dict(OPS)
+
+    def body(y: Tensor) -> dict[str, Any]:
+        for name, call in OPS.items():
+            try:
+                call(y)
+            except (RuntimeError, NotImplementedError):
+                # eager code has no such op at this level
+                del calls[name]
+        return {name: call(y) for name, call in calls.items()}
+
+    with torch.autocast(device.type, dtype=BF16, enabled=around):
+        model.body = body
+        expected, outside = model(x), types_of(in_autocast(x))
+        model.body = lambda y: {name: call(y) for name, call in calls.items()}
+        if whole:
+            found = WHOLE(model)(x)
+        else:
+            before, found, after = TRACED_WHOLE(lambda x: [in_autocast(x), model(x), in_autocast(x)])(x)
+            assert types_of([before, after]) == [outside, outside], 'around the model in the same graph'
+    assert unlike(found, expected) == [] and len(calls) > 0.8 * len(OPS)
+    assert {F16, BF16, F32} <= set(expected[1]['blocks of autocast'])
+
+
+def written(y: Tensor) -> list[Tensor]:
+    """What is written to copies in FP32 reaches the tensors of the caller."""
+    found = [y.detach().clone() for _ in range(5)]
+    doubled(found[0])
+    tripled(found[1])
+    F.relu(found[2], True)
+    found[3].swapdims(0, 1).tensor_split(2)[0].mul_(2)
+    torch._foreach_mul_([found[4]], 2.0)
+    return found
+
+
+@torch.compiler.disable
+def left_out(y: Tensor) -> list[Any]:
+    """The same, between two graphs."""
+    return types_of(in_autocast(y))
+
+
+def paused_over_breaks(y: Tensor) -> list[Any]:
+    """What runs between two graphs is paused as well, and afterwards autocast is what it was around the block."""
+    with amp.disable_casts():
+        found = types_of(in_autocast(y)) + left_out(y)
+        # one type alone: torch 2.6 takes the graph of one type of autocast for that of another
+        with torch.autocast(y.device.type, dtype=BF16 if y.dtype is F32 else y.dtype):
+            found += types_of(in_autocast(y)) + left_out(y)
+        found += types_of(in_autocast(y))
+    return found + types_of(in_autocast(y))
+
+
+def within_a_mode(y: Tensor) -> Tensor:
+    """A function mode of the user."""
+    with torch.device(y.device):
+        return torch.softmax(y @ y.t(), -1)
+
+
+SPARSE = torch.eye(4).to_sparse()
+#: What breaks graphs, or is no part of them: levels, what is compiled, and what is called.
+BREAKS: dict[str, tuple[str, str, Callable[[Tensor], Any]]] = {
+    'functions that write to their arguments': ('O4 O5', 'model', written),
+    'functions that write, in a function': ('O4', 'function', written),
+    'casts are paused over breaks': ('O1', 'model function', paused_over_breaks),
+    'control flow of torch': ('O4', 'model function', lambda y: torch.cond(y.sum() > 0, squared, torch.neg, (y,))),
+    'autograd Function of the configuration': ('O1', 'model function', lambda y: Doubles.apply(y)),
+    'the same where weights are cast': ('O5', 'function', lambda y: Doubles.apply(y)),
+    'function mode of the user': ('O4', 'model function', within_a_mode),
+    'part that is left out of graphs': ('O5', 'model', lambda y: torch.compiler.disable(nn.ReLU())(y)),
+    'blocks of autocast where casts are paused': ('O4', 'part forward', paused),
+    # they have no storage by which a write to them would be found
+    'sparse tensors': ('O4', 'model', lambda y: F.layer_norm(torch.sparse.mm(SPARSE, y.float()), (4,)).sum()),
+}
+_ROWS = [(a, b, name) for name, (levels, calls, _) in BREAKS.items() for a in levels.split() for b in calls.split()]
+
+
+@pytest.mark.parametrize(('level', 'call', 'name'), _ROWS)
+@torch.no_grad()
+def test_code_that_breaks_graphs(level: str, call: str, name: str, device: torch.device) -> None:
+    """Types and values are those of eager code."""
+    model = nn.Sequential(nn.Linear(4, 4), Body(BREAKS[name][2])).to(device)
+    x = torch.rand(4, 4, device=device)
+    initialized(model, level, fp32_ops=REGISTERED)
+    expected = model(x)
+    if call == 'part':
+        model[1] = TRACED(model[1])
+    elif call == 'forward':
+        model[1].forward = TRACED(model[1].forward)
+    run = dict(model=TRACED(model), function=TRACED(lambda x: model(x))).get(call, model)
+    assert unlike(run(x), expected) == []
+
+
+@pytest.mark.parametrize(
+    'way',
+    [
+        'after',
+        pytest.param('function', marks=pytest.mark.xfail(strict=True, reason='autocast', raises=NotImplementedError)),
+    ],
+)
+def test_interpolation_with_antialiasing_runs_in_fp32(way: str) -> None:
+    """Of 16-bit numbers, torch has none on a CPU. What a graph does not use is left out of it, so the result is used."""
+    model = Body(lambda x: F.interpolate(x[None, None], size=(4, 4), mode='bilinear', antialias=True))
+    call, _ = start(model, 'O5', way) if way == 'after' else (WHOLE(lambda x: model(x)), initialized(model, 'O5'))
+    x = torch.rand(8, 4)
+    assert unlike(call(x), model(x)) == []
+
+
+@pytest.mark.parametrize('level', ['O1', 'O4', 'O5'])
+def test_function_that_was_called_before_the_model_patches_it(level: str, device: torch.device) -> None:
+    """The graph is made anew when the model is found to patch what the graph has called outside."""
+
+    def found(x: Tensor) -> list[Any]:
+        return [noted(x), torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)]
+
+    model, x = Body(found).to(device), torch.randn(4, 4, device=device).to(HALF[level])
+    initialized(model, level, fp32_ops=REGISTERED)
+
+    def train(x: Tensor) -> list[Any]:
+        return [found(x), model(x)[0], found(x)]
+
+    expected = train(x)
+    assert expected[0] == expected[2] != expected[1]
+    assert TRACED(train, fullgraph=True)(x) == expected
+
+
+@pairs(level=('O1', 'O4'), whole=(True, False))
+def test_casts_that_are_paused_around_a_call(level: str, whole: bool, device: torch.device) -> None:
+    """What is compiled inside of ``disable_casts()`` is not what runs outside, and the other way round."""
+    model, x = Body(lambda y: y).to(device), torch.ones(4, 4, device=device)
+    initialized(model, level)
+    call = TRACED(model if whole else lambda x: model(x))
+    for pause in (False, True, False, True):
+        with amp.disable_casts() if pause else torch.enable_grad():
+            assert call(x)[1] is (F32 if pause else HALF[level]), pause
+
+
+def test_plain_model_is_left_alone(device: torch.device) -> None:
+    """Of the same classes, in the same process, where other models were compiled at a level: nothing is cast, in one graph."""
+    first, plain = [Body(lambda x: [squared(x), F.mse_loss(x, x)]).to(device) for _ in range(2)]
+    x = torch.randn(8, 4, device=device)
+    initialized(first, 'O5', fp32_ops=REGISTERED)
+    assert TRACED_WHOLE(lambda x: first(x))(x)[1] == [BF16, F32]
+    plain.bfloat16()
+    for call in (TRACED_WHOLE(plain), TRACED_WHOLE(lambda x: plain(x))):
+        assert call(x.bfloat16())[1] == [BF16, BF16]
+
+
+def test_decorated_functions_outside_of_models(device: torch.device) -> None:
+    """They act as long as a model at O1 or O4 lives, and are not paused; whatever was so when they were compiled."""
+    # models of other tests may live on: where Python finds them in the middle of this, both calls differ
+    gc.collect()
+    x = torch.randn(4, 4, device=device)
+    assert TRACED(lambda x: in_half(x))(x).dtype is in_half(x).dtype
+    model = nn.Linear(4, 4).to(device)
+    initialized(model, 'O1')
+    call = TRACED(lambda x: in_half(x))
+    for pause in (True, False, True):
+        with amp.disable_casts() if pause else torch.enable_grad():
+            assert call(x).dtype is (F32 if pause else F16)
+    del model
+    assert call(x).dtype is in_half(x).dtype
+
+
+def test_default_device_and_casts_of_the_whole_process(device: torch.device) -> None:
+    """``amp.init()``, apex's oldest interface."""
+    handle = amp.init(verbose=False)
+    torch.set_default_device(device)
+    try:
+        x = torch.randn(4, 4)
+        assert (x @ x).dtype is not F32
+        assert TRACED_WHOLE(lambda x: torch.softmax(x @ x, -1))(x).dtype is F32
+    finally:
+        torch.set_default_device(None)
+        handle._deactivate()
+
+
+def test_error_in_a_graph_leaves_no_casts_behind(device: torch.device) -> None:
+    """The backend 'eager' runs the marks of O1 and O4 as they are, and an error comes between two of them."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.layer = nn.Embedding(3, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.words(x))
+
+    model = Words().to(device)
+    initialized(model, 'O4')
+    call = TRACED(model)
+    call(torch.tensor([0, 1], device=device))
+    with pytest.raises((IndexError, RuntimeError)):
+        call(torch.tensor([0, 9], device=device))
+    y = torch.randn(4, 4, device=device)
+    with torch.autocast(device.type, dtype=BF16):
+        assert torch.softmax(y @ y, -1).dtype is (BF16 if device.type == 'cpu' else F32)
+
+
+def test_classes_of_torch_are_left_as_they_were(device: torch.device) -> None:
+    """A graph that is made while functions are patched leaves no inherited method on ``torch.Tensor``."""
+    inner = nn.Linear(4, 4).to(device)
+    model = Body(TRACED(lambda y: inner(y) * 1)).to(device)
+    before = set(vars(Tensor))
+    for each in (inner, model):
+        initialized(each, 'O4')
+    model(torch.randn(4, 4, device=device))
+    assert set(vars(Tensor)) == before
+
+
+# -- beside a compilation ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def compilation() -> Iterator[None]:
+    """Another thread compiles a function of no model."""
+    inside, ends = threading.Event(), threading.Event()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        inside.set()
+        assert ends.wait(60)
+        return graph
+
+    thread = threading.Thread(target=lambda: torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)))
+    thread.start()
+    assert inside.wait(60)
+    yield
+    ends.set()
+    thread.join()
+
+
+@pytest.mark.skipif(
+    torch.__version__.startswith('2.11.') and torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason='torch 2.11 built for CUDA crashes where there is no GPU and threads compile, without this package too',
+)
+@pairs(level=('O1', 'O2', 'O5'), when=('around', 'begins', 'ends'))
+def test_model_that_runs_while_another_thread_compiles(level: str, when: str, device: torch.device) -> None:
+    """Nothing of its forward call takes itself for part of a graph."""
+    between: list[Callable[[], Any]] = []
+
+    def body(y: Tensor) -> list[Tensor]:
+        for each in between:
+            each()
+        return tables(y)
+
+    model = Body(body).to(device)
+    x = torch.randn(4, 4, device=device)
+    initialized(model, level)
+    expected = model(x)
+    with ExitStack() as stack:
+        if when == 'begins':
+            between.append(lambda: stack.enter_context(compilation()))
+        else:
+            stack.enter_context(compilation())
+        if when == 'ends':
+            between.append(stack.close)
+        assert differences(model(x), expected) == []
+    between.clear()
+    assert differences(model(x), expected) == []
+    # a layer by itself, and after all of it nothing is cast outside
+    assert model.layer(x).dtype is (F32 if level in BY_OP else model.layer.weight.dtype)
+    assert (x @ x.t()).dtype is F32
+
+
+@pytest.mark.parametrize('level', ['O0', 'O1', 'O2', 'O4', 'O5'])
+@torch.no_grad()
+def test_export(level: str, device: torch.device) -> None:
+    """It records Python as it is; at O1 and O4, whose casts it would lose, it is refused."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2), nn.Softmax(-1)).to(device).eval()
+    initialized(model, level)
+    x = torch.randn(3, 4, device=device)
+    expected = model(x)
+    if level not in BY_OP:
+        found = torch.export.export(model, (x,), strict=False).module()(x)
+        # float16 is rounded in other places
+        assert found.dtype is expected.dtype and torch.allclose(found, expected, atol=1e-3)
+        return
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    with pytest.raises(AmpUsageError, match='lose casts of single ops'):
+        torch.export.export(model, (x,), strict=False)
+    # those that torch 2.6 leaves where an export fails; they hold the model
+    for key in set(hooks) - before:
+        del hooks[key]
+    assert differences(model(x), expected) == []
+
+
+@pytest.mark.parametrize(('level', 'way'), [('O2', 'function'), ('O4', 'after')])
+@torch.no_grad()
+def test_encoders_of_torch_are_one_graph(level: str, way: str, device: torch.device) -> None:
+    """They look for hooks before they take a shorter way in evaluation."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).to(device).eval()
+    call, _ = start(model, level, way)
+    x = torch.randn(2, 3, 8, device=device)
+    assert torch.allclose(call(x), model(x), atol=0.05)
