@@ -176,11 +176,14 @@ def test_validation_draws_nothing_from_the_training(tmp_path: Path) -> None:
     assert differing[True] == [] and differing[False]
 
 
-def test_stopped_run_stays_stopped_until_its_settings_change(tmp_path: Path) -> None:
-    assert run(tmp_path, STOPPING, **epochs(6))[0].epoch == 2
-    assert run(tmp_path, STOPPING, resume=True, **epochs(6))[0].epoch == 2
-    # the due validation is the second one without improvement, and then there is a third
-    assert run(tmp_path, {**STOPPING, 'patience': 2}, resume=True, **epochs(6))[0].epoch == 3
+@pytest.mark.parametrize('words', [{}, dict(save_best='toy/score', rule='greater')], ids=['', 'save_best'])
+def test_stopped_run_stays_stopped_until_its_settings_change(words: dict[str, Any], tmp_path: Path) -> None:
+    """The last file is saved before the validation that stops, and with a new best score after it again."""
+    case = {**epochs(6), **saving(**words)}
+    assert run(tmp_path, STOPPING, **case)[0].epoch == 2
+    assert run(tmp_path, STOPPING, resume=True, **case)[0].epoch == 2
+    # the second validation without improvement is that of the second epoch, then there is a third
+    assert run(tmp_path, {**STOPPING, 'patience': 2}, resume=True, **case)[0].epoch == 3
 
 
 def test_finished_run_stays_where_it_is(tmp_path: Path) -> None:
