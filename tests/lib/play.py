@@ -222,6 +222,11 @@ class Plain:
         with torch.no_grad():
             self.weight(part).copy_(torch.tensor([[value, -value], [value / 2, 0.0]]))
 
+    def load_weight(self, part: int, value: float) -> None:
+        """A weight is loaded, with numbers that 16 bits do not hold."""
+        loaded = torch.tensor([[value, -value], [value / 3, 1.0]]) / 3
+        self.model.parts[part].load_state_dict({'fc.weight': loaded}, strict=False)
+
     def write_master(self, part: int, value: float) -> None:
         """What the optimizer steps for a weight is written to in place."""
         with torch.no_grad():
@@ -248,6 +253,10 @@ class Plain:
         with torch.no_grad():
             assert self.model(data(0), (0, 1)).isfinite()
         self.model.train()
+
+    def call(self, name: str) -> None:
+        """A method that the optimizer has of its own, such as ``train`` and ``eval`` of schedulefree."""
+        getattr(self.optimizer, name)()
 
     def copy_model(self) -> None:
         """A copy has the same values, and what is written to it is its own."""
