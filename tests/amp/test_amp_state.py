@@ -61,12 +61,6 @@ def saved(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return copy.deepcopy(names)
 
 
-def everything(model: nn.Module, optimizer: Optimizer) -> list[Any]:
-    """All that training goes on from, in its own types."""
-    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
-    return [saved(model, optimizer), masters, [p.detach().clone() for p in model.parameters()]]
-
-
 def load(state: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     model.load_state_dict(state['model'])
     optimizer.load_state_dict(state['optimizer'])
@@ -110,7 +104,10 @@ def test_restored_at_any_level_beside_the_training_that_was_saved(level: str) ->
         assert same([state['model'], state['amp']], [before['model'], before['amp']]), to
         if level == to:
             assert same(outputs, [step(model, optimizer, index) for index in (3, 4)])
-            assert differences(everything(model, optimizer), everything(restored, other)) == []
+            held = [
+                [*net.parameters(), *amp.master_params(each)] for net, each in ((model, optimizer), (restored, other))
+            ]
+            assert same(*held) and differences(saved(model, optimizer), saved(restored, other)) == []
 
 
 @pytest.mark.parametrize('level', MASTERS)

@@ -344,12 +344,14 @@ def test_optimizers_compute_in_fp32_while_everything_is_cast(handle: Any) -> Non
     assert seen == [S]
 
 
-def test_wrong_arguments_of_init_turn_nothing_on(handle: Any) -> None:
-    handle._deactivate()
+def test_wrong_arguments_of_init_turn_nothing_on() -> None:
     for scale in (-1, 0):
         with pytest.raises(AmpConfigError, match=f'loss_scale={scale}'):
             amp.init(loss_scale=scale)
     assert not torch.is_autocast_enabled('cpu')
+
+
+def test_wrong_optimizers_and_numbers_of_losses_are_named(handle: Any) -> None:
     plain = trained()[1]
     with pytest.raises(AmpConfigError, match='num_loss=0'):
         handle.wrap_optimizer(plain, 0)

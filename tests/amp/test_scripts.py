@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pairs import pairs
 from play import DOORS, EXACT_LEVELS, Amp, Part, Setup, adam, check, data, fused_sgd
 from play import sgd as play_sgd
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 from amp_wrapper import AmpAttachError, AmpUsageError, amp
 
@@ -39,7 +39,18 @@ SCRIPTS: dict[str, list[tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-@pairs(script=SCRIPTS, level=KINDS, door=DOORS, optimizer=[play_sgd, fused_sgd, adam], clip=[None, 0.5])
+def foreach_adam(groups: Iterable[Any]) -> Optimizer:
+    return Adam(groups, foreach=True)
+
+
+def torchs_fused_sgd(groups: Iterable[Any]) -> Optimizer:
+    return SGD(groups, momentum=0.5, fused=True)
+
+
+OPTIMIZERS = [play_sgd, fused_sgd, adam, foreach_adam, torchs_fused_sgd]
+
+
+@pairs(script=SCRIPTS, level=KINDS, door=DOORS, optimizer=OPTIMIZERS, clip=[None, 0.5])
 def test_script_trains_as_fp32(script: str, level: str, door: str, optimizer: Any, clip: float | None) -> None:
     check(SCRIPTS[script], DOORS[door], Setup(level, optimizer, clip=clip))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,9 +27,7 @@ from exact_scripts import (
 from pairs import pairs
 from play import EXACT_LEVELS, Part, data
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
-
-from amp_wrapper import FusedAdam, FusedAdamW, FusedSGD
+from torch.optim import SGD, Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,47 +121,6 @@ def test_infinity_at_an_optimizer_that_the_loss_is_not_for_skips_that_one_alone(
         run.step()
         moved = {key[0] for key, value in run.state().items() if before.get(key) != value}
         assert moved == ({0, 1, 2} if cleared else {0, 2}) and run.scales() == run.start, level
-
-
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    'SGD': lambda p: SGD(p, 0.25, 0.5),
-    'SGD without momentum': lambda p: SGD(p, 0.25),
-    'SGD foreach': lambda p: SGD(p, 0.25, 0.5, foreach=True),
-    'SGD fused': lambda p: SGD(p, 0.25, 0.5, fused=True),
-    'Adam': lambda p: Adam(p, 0.25),
-    'Adam foreach': lambda p: Adam(p, 0.25, foreach=True),
-    'Adam fused': lambda p: Adam(p, 0.25, fused=True),
-    'FusedSGD': lambda p: FusedSGD(p, 0.25, momentum=0.5),
-    'FusedAdam': lambda p: FusedAdam(p, 0.25),
-    'FusedAdamW': lambda p: FusedAdamW(p, 0.25),
-}
-
-
-@pytest.mark.parametrize('name', OPTIMIZERS)
-def test_every_optimizer_with_skips_and_late_gradients(name: str) -> None:
-    """The optimizer itself steps the FP32 masters, so its bits are those of FP32 training."""
-
-    def train(at: str | None) -> dict[Any, Any]:
-        nets = [Part(), Part(2), Part(3)]
-        # torch's own fused SGD raises where a gradient comes late
-        make = OPTIMIZERS['SGD' if at is None and name == 'SGD fused' else name]
-        # the third model has no gradient until the third iteration
-        optimizers = [make([*nets[0].trained, *nets[2].trained]), make(nets[1].trained)]
-        initialise(nets, optimizers, at, 4.0, 16.0)
-        for index in range(5):
-            clear('model', optimizers, nets)
-            x = data(index)
-            loss = nets[0](x) + (nets[2](x) if index > 1 else 0)
-            backward(loss, optimizers[0], hit=nets[0].fc.weight if index == 0 else None, level=at)
-            hit = nets[1].norm.weight if index == 3 else None
-            backward(nets[0](x * 2) + nets[1](x), optimizers, 1, hit, at)
-            for place, optimizer in enumerate(optimizers):
-                if at is not None or not (index == 3 or (index == 0 and place == 0)):
-                    optimizer.step()
-        assert at is None or scales(optimizers[0], 2) == [2.0, 8.0]
-        return state(nets, optimizers, buffers=False)
-
-    assert unlike_fp32(train, ('O1', 'O2', 'O5')) == []
 
 
 def test_one_model_whose_parameters_two_optimizers_share_out() -> None:

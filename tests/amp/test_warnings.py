@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -89,17 +87,6 @@ def test_what_is_forgotten_is_warned_of_once(forgets: Any, to_none: bool, log: l
 
 
 @pytest.mark.parametrize('level', KINDS)
-def test_scaled_loss_behind_its_block_keeps_no_optimizer_alive(level: str) -> None:
-    net, optimizer = start(level)
-    with amp.scale_loss(net(data(0)), optimizer) as loss:
-        pass
-    gone = weakref.ref(optimizer)
-    del net, optimizer
-    gc.collect()
-    assert gone() is None and loss.grad_fn is not None
-
-
-@pytest.mark.parametrize('level', KINDS)
 def test_optimizer_that_no_block_names_is_warned_of_once(level: str, log: list[str]) -> None:
     nets = [Part(), Part(2)]
     optimizers = [sgd([net]) for net in nets]
@@ -162,14 +149,6 @@ def accumulates(net: Part, optimizer: Optimizer, index: int) -> None:
     optimizer.zero_grad()
 
 
-def evaluates(net: Part, optimizer: Optimizer, index: int) -> None:
-    with torch.no_grad():
-        net(data(index))
-    x = data(index).requires_grad_()
-    # a saliency map: gradients of the input alone
-    torch.autograd.grad(net(x), x)
-
-
 def combines_gradients(net: Part, optimizer: Optimizer, index: int) -> None:
     """As PCGrad does: the gradients of each loss by themselves, and a mixture put back."""
     kept: list[list[Tensor | None]] = []
@@ -184,7 +163,7 @@ def combines_gradients(net: Part, optimizer: Optimizer, index: int) -> None:
 
 
 HABITS: list[Callable[[Part, Optimizer, int], None]] = [
-    never_clears, clears_by_zeros, penalises, trains_another, accumulates, evaluates, combines_gradients,
+    never_clears, clears_by_zeros, penalises, trains_another, accumulates, combines_gradients,
 ]  # fmt: skip
 
 
