@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import random
 import threading
-from collections.abc import Callable
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -102,13 +101,11 @@ def test_step_that_fails_by_chance_is_run_again_with_the_same_random_numbers() -
 
 
 def nan_in_weight(index: int, model: nn.Module, optimizer: Optimizer) -> None:
-    with torch.no_grad():
-        model.blocks[1].fc2.weight[0, 0] = torch.nan
+    model.blocks[1].fc2.weight.data[0, 0] = torch.nan
 
 
 def nan_in_buffer(index: int, model: nn.Module, optimizer: Optimizer) -> None:
-    model.norm.eval()
-    model.norm.running_mean[3] = torch.nan
+    model.norm.eval().running_mean[3] = torch.nan
 
 
 def nan_in_state(index: int, model: nn.Module, optimizer: Optimizer) -> None:
@@ -342,45 +339,38 @@ class Parts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.utils.parametrizations.weight_norm(nn.Linear(4, 8))
-        self.act = nn.ReLU(inplace=True)
-        self.head = nn.Linear(8, 2)
+        self.act, self.head = nn.ReLU(inplace=True), nn.Linear(8, 2)
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def features(self, x: Tensor) -> Tensor:
         return self.act(self.stem(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.forward_features(x))
+        return self.head(self.features(x))
 
 
-@pytest.mark.parametrize(
-    ('spoil', 'causes', 'text'),
-    [
-        (nan_input, {'input'}, 'What the model was given holds NaN'),
-        (lambda x: x * 0 + 3e6, {'input_range', 'forward_range'}, 'numbers up to 3e+06, and the type of the level'),
-        (lambda x: x * 0 + 6e4, {'forward', 'not_replayed'}, 'is that of stem (ParametrizedLinear), after numbers up'),
-    ],
-)
-def test_watched_modules_are_told_from_what_they_are_given(
-    spoil: Callable[[Tensor], Tensor], causes: set[str], text: str
-) -> None:
+#: What the model is given at the second and the third step, causes of the third, and words of its text.
+WATCHED: dict[str, tuple[Act, set[str], str]] = {
+    'nan': (nan_input, {'input'}, 'What the model was given holds NaN'),
+    'out of range': (lambda x: x * 0 + 3e6, {'input_range', 'forward_range'}, 'numbers up to 3e+06, and the type of'),
+    'within': (
+        lambda x: x * 0 + 6e4,
+        {'forward', 'not_replayed'},
+        'is that of stem (ParametrizedLinear), after numbers',
+    ),
+}
+
+
+@pytest.mark.parametrize('given', WATCHED)
+def test_watched_modules_are_told_from_what_they_are_given(given: str) -> None:
+    spoil, causes, text = WATCHED[given]
     torch.manual_seed(0)
     model: Any = Parts()
     with torch.no_grad():
         model.stem.parametrizations.weight.original0.fill_(9.0)
-    optimizer: Any = torch.optim.SGD(model.parameters(), 0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level='O2', loss_scale=1.0, verbosity=0)
-    with amp.monitor(optimizer) as watch:
-        for step in range(3):
-            x = torch.randn(8, 4)
-            loss = square(model.head(model.forward_features(spoil(x) if step else x)))
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    first, second = watch.diagnoses
-    assert first.cause == 'not_replayed'
-    assert second.cause in causes
-    assert text in second.text
+    inputs = [spoil(x) if index else x for index, x in enumerate(batches(3))]
+    by_parts = lambda x: model.head(model.features(x))  # noqa: E731
+    first, second = examine(model, 'O2', inputs, call=by_parts, loss_scale=1.0)
+    assert first.cause == 'not_replayed' and second.cause in causes and text in second.text
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

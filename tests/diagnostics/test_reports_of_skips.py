@@ -244,15 +244,6 @@ def test_copies_of_compiled_models_run_as_they_were_written(way: str) -> None:
     assert (len(graphs) > made) == is_compiled
 
 
-def test_diagnosis_of_a_compiled_model_compiles_nothing() -> None:
-    graphs: list[Any] = []
-    made = []
-    inputs = [nan_input(x) if index == 3 else x for index, x in enumerate(batches(6))]
-    note = lambda index, model, optimizer: made.append(len(graphs))  # noqa: E731
-    assert len(examine(compiled('parts', graphs), 'O2', inputs, before=note)) == 1
-    assert made[2:] == made[2:3] * 4
-
-
 def test_level_that_a_model_cannot_have() -> None:
     """A weight beyond float16 is an error of the level, in a report as in a training."""
     model = Deep()

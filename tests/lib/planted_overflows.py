@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -170,6 +169,7 @@ def examine(
     passes: int = 1,
     folder: Any = None,
     max_reports: int = 10,
+    call: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> list[Diagnosis]:
     """Train a script on each of ``inputs`` once, and give what was found out about skipped steps.
@@ -179,6 +179,7 @@ def examine(
         passes: Backward passes of a step; their gradients stay scaled until the last one.
         folder: Of reports.
         max_reports: Of this training.
+        call: What is called in place of the model.
     """
     if level == 'O0':
         # with a static one, nothing is checked
@@ -190,7 +191,7 @@ def examine(
             last = (index + 1) % passes == 0
             if before is not None:
                 before(index, model, optimizer)
-            with amp.scale_loss(loss_fn(model(x)), optimizer, delay_unscale=not last) as scaled:
+            with amp.scale_loss(loss_fn((call or model)(x)), optimizer, delay_unscale=not last) as scaled:
                 scaled.backward()
             if last:
                 optimizer.step()
@@ -253,7 +254,6 @@ for _kind in ('reentrant', 'not reentrant'):
         Planted(f'forward, {_kind}', _HALF, 'forward_range', act=in_range_of_fp32, checkpointed=_kind, **_FORWARD),
         Planted(f'gradient, {_kind}', _HALF, 'gradient_range', act=huge_gradient, checkpointed=_kind, **_BACKWARD),
     ]
-CASES = [pytest.param(each, level, id=f'{each.name}, {level}') for each in TABLE for level in each.levels]
 
 
 def train(each: Planted, level: str) -> list[Diagnosis]:
