@@ -1,19 +1,21 @@
-"""What O1 and O4 cast, op by op: to 16-bit, to float32, to the widest type, to the type that is written to, or not at all."""
+"""What O1 and O4 cast, op by op; and at all levels: unlike operands, writes into other types, numbers beyond the range."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import operator
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from bits import same_bits
-from forwards import HALF, PER_OP, Forwards
-from op_calls import ALL_ROWS, LOSSES, MIXED_PRODUCTS, PRODUCTS, WRITES, Call
+from bits import same, same_bits
+from forwards import CAST, DOORS, HALF, PER_OP, Forwards, Inside, prepared
+from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval_for_single_model
+from op_calls import ALL_ROWS, LOSSES, MASK, MIXED_PRODUCTS, PLACES, PRODUCTS, ROWS, WRITES, Call
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -91,6 +93,17 @@ def forwards() -> Forwards:
     return Forwards('amp')
 
 
+@pytest.fixture(scope='module')
+def both() -> Forwards:
+    return Forwards()
+
+
+@pytest.fixture(autouse=True)
+def put_is_allowed() -> None:
+    """put_ knows no deterministic way."""
+    torch.use_deterministic_algorithms(False)
+
+
 def values(dtype: torch.dtype) -> Tensor:
     return (torch.arange(16.0).square().sin() * 0.3 + 0.5).reshape(4, 4).to(dtype)
 
@@ -98,7 +111,6 @@ def values(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize('level', PER_OP)
 def test_ops_in_each_form(level: str, forwards: Forwards) -> None:
     half, wrong = HALF[level], []
-    torch.use_deterministic_algorithms(False)  # put_ knows no other way
     groups = [(half, HALF_OPS), (F32, FLOAT32_OPS), (None, WIDEST_OPS)]
     ops = [(fixed, name, *form) for fixed, group in groups for name in group for form in forms(name, group[name])]
     for (fixed, name, form, call), left, right in itertools.product(ops, (half, F32), (half, F32)):
@@ -226,25 +238,22 @@ def test_every_op_of_the_list_for_cuda_is_tried_here() -> None:
 
 @pytest.mark.parametrize('level', PER_OP)
 def test_types_that_no_list_changes(level: str, forwards: Forwards) -> None:
-    def body(given: Tensor) -> None:
-        half, wide = given, given.float()
-        for x, y in itertools.product((half, wide), repeat=2):
+    def body(half: Tensor) -> None:
+        for x, y in itertools.product((half, half.float()), repeat=2):
             for compare in (operator.eq, operator.gt, operator.le, torch.ne, torch.lt):
                 assert compare(x, y).dtype is torch.bool
             for write in (operator.iadd, operator.isub, operator.imul, operator.itruediv, Tensor.copy_):
                 assert write(x.clone(), y).dtype is x.dtype
-        # a type that the caller asks for stands
-        for dtype, x in itertools.product((torch.float16, torch.bfloat16, torch.float64), (half, wide)):
-            for reduce in (torch.sum, torch.prod, torch.cumsum, torch.softmax, F.log_softmax):
-                assert reduce(x, 0, dtype=dtype).dtype is dtype
-            assert x.sum(dtype=dtype).dtype is torch.softmax(x, 0, dtype).dtype is dtype
+            # a type that the caller asks for stands
+            for dtype in (torch.float16, torch.bfloat16, torch.float64):
+                for reduce in (torch.sum, torch.prod, torch.cumsum, torch.softmax, F.log_softmax):
+                    assert reduce(x, 0, dtype=dtype).dtype is dtype
+                assert x.sum(dtype=dtype).dtype is torch.softmax(x, 0, dtype).dtype is dtype
         assert torch.linalg.vector_norm(half, dtype=half.dtype).dtype is half.dtype
         # and so do other types
-        assert ALL_ROWS.sum().dtype is torch.int64
-        for dtype in (torch.float64, torch.complex64):
-            x = torch.ones(4, dtype=dtype)
-            assert x.sum().dtype is x.exp().dtype is F.mse_loss(x.real, x.real).to(dtype).dtype is dtype
-        assert F.mse_loss(half.double(), half.double()).dtype is torch.float64
+        assert ALL_ROWS.sum().dtype is torch.int64 and half.to(torch.complex64).sum().dtype is torch.complex64
+        x = half.double()
+        assert x.sum().dtype is x.exp().dtype is F.mse_loss(x, x).dtype is torch.float64
 
     forwards(level, body)
 
@@ -269,20 +278,12 @@ def test_plain_autocast_of_a_script_keeps_its_own_list(forwards: Forwards) -> No
 def test_second_derivatives(level: str) -> None:
     """A gradient penalty through every kind of rule, against float64."""
 
-    class Critic(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.norm, self.b = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.norm(F.softplus(self.a(x)))
-            return self.b(hidden * hidden.softmax(-1)) + (x**2).sum(-1, keepdim=True)
-
     def penalty(model: nn.Module, x: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         return (slope.norm(dim=1) - 1).square().mean()
 
-    model = Critic()
+    layers = [nn.Linear(4, 8), nn.Softplus(), nn.LayerNorm(8), nn.Softmax(-1), nn.GroupNorm(2, 8), nn.Linear(8, 1)]
+    model = nn.Sequential(*layers)
     exact = copy.deepcopy(model).double()
     x = torch.randn(8, 4)
     penalty(exact, x.double().requires_grad_()).backward()
@@ -335,3 +336,214 @@ def test_recurrent_layers_and_cells(level: str, forwards: Forwards) -> None:
     for cell in CELLS:
         state = forwards(level, lambda x, cell=cell: cell(x, cell(x))).seen
         assert (state[0] if isinstance(state, tuple) else state).dtype is half
+
+
+# -- 16-bit and FP32 meet: products are 16-bit, writes take the type of their destination ---------------------------------
+
+#: A destination and a source, both 4 x 4; those that write return their destination or nothing.
+ALL_WRITES: dict[str, Call] = {
+    **{
+        form: lambda to, x, form=form, name=name: getattr(to, form)(*WRITES[name](x))
+        for name in WRITES
+        for form in (name, f'{name}_')
+    },
+    'setitem': lambda to, x: to.__setitem__(ROWS, x[:2]),
+    'setitem behind a slice': lambda to, x: to.__setitem__((slice(None), ROWS), x[:, :2]),
+    'setitem by a mask': lambda to, x: to.__setitem__(MASK, x[:3]),
+    'index_put_ that adds': lambda to, x: to.index_put_((ROWS,), x[:2], accumulate=True),
+    'scatter_ that adds': lambda to, x: to.scatter_(0, PLACES, x, reduce='add'),
+}
+#: More that write, which O1 and O4 know.
+ARITHMETIC: dict[str, Call] = {
+    'lerp_ by a number': lambda to, x: to.lerp_(x, 0.5),
+    'lerp_': lambda to, x: to.lerp_(x, x),
+    'addmm_': lambda to, x: to.addmm_(x, x),
+    'addmv_': lambda to, x: to[0].addmv_(x, x[0]),
+    'addr_': lambda to, x: to.addr_(x[0], x[1]),
+    'addbmm_': lambda to, x: to.addbmm_(x[None], x[None]),
+    'baddbmm_': lambda to, x: to[None].baddbmm_(x[None], x[None]),
+    'pow_': lambda to, x: to.pow_(x),
+    'exp_': lambda to, x: to.exp_(),
+    'cumsum_': lambda to, x: to.cumsum_(0),
+}
+
+
+@pytest.mark.parametrize('level', CAST)
+def test_products_of_unlike_operands_are_16_bit(level: str, both: Forwards) -> None:
+    half, wrong, other = HALF[level], [], torch.randn(4, 4)
+    given = torch.randn(4, 4).to(half)
+    for name, product in (PRODUCTS | MIXED_PRODUCTS).items():
+        for x, y in ((given, other), (other, given)):
+            found = both(level, product, x, y).seen
+            if not same_bits(found, product(x.to(half), y.to(half))):
+                wrong.append((name, x.dtype, found.dtype))
+    assert wrong == []
+
+
+@pytest.mark.parametrize('door', DOORS)
+@pytest.mark.parametrize('level', HALF)
+def test_writes_take_the_type_of_their_destination(level: str, door: str, both: Forwards) -> None:
+    half, wrong = HALF[level], []
+    for name, write in ALL_WRITES.items():
+        in_place = write(torch.zeros(4, 4), torch.ones(4, 4)) is None or name.partition(' ')[0].endswith('_')
+        for to, source in (
+            (torch.zeros(4, 4), torch.randn(4, 4, dtype=half)),
+            (torch.zeros(4, 4, dtype=half), torch.randn(4, 4)),
+        ):
+            # where nothing is written, O1 and O4 of the functional API promote, as autocast does on a GPU
+            computes = F32 if level in PER_OP and door == 'amp' and not in_place else to.dtype
+            exact = to.to(computes, copy=True)
+            result, expected = both(level, write, to, source, door=door).seen, write(exact, source.to(computes))
+            if not same_bits(to if in_place else result, exact if in_place else expected):
+                wrong.append((name, to.dtype))
+    assert wrong == []
+
+
+def outcome(write: Call, dtype: torch.dtype, source: Tensor) -> Any:
+    """The numbers of the result and of the destination, with their types; None where torch refuses."""
+    to = torch.ones(4, 4).to(dtype)
+    try:
+        result = write(to, source)
+    except RuntimeError:
+        return None
+    return result is None or (result.dtype, result.tolist()), to.tolist()
+
+
+@pytest.mark.parametrize('level', HALF)
+def test_writes_into_integers_and_float64_are_those_of_plain_torch(level: str, both: Forwards) -> None:
+    wrong = []
+    for name, write in (ALL_WRITES | ARITHMETIC).items():
+        for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64):
+            for x in (torch.randn(4, 4).to(HALF[level]), torch.randn(4, 4)):
+                found = both(level, outcome, write, dtype, x).seen
+                if found != outcome(write, dtype, x):
+                    wrong.append((name, dtype, x.dtype, found, outcome(write, dtype, x)))
+    assert wrong == []
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_convolution_with_folded_batchnorm_runs(level: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    net[1].eval()
+    x = torch.randn(2, 3, 8, 8)
+    plain = net(x)
+    turn_on_efficient_conv_bn_eval_for_single_model(net)
+    torch.testing.assert_close(prepared(net, level, 'wrapper')(x).float(), plain, rtol=0.02, atol=0.05)
+
+
+def refused() -> bool:
+    """Whether a product of unlike operands is an error, as in plain torch."""
+    try:
+        torch.ones(2, 2) @ torch.ones(2, 2).bfloat16()
+    except RuntimeError:
+        return True
+    return False
+
+
+def test_mixed_products_are_refused_outside_of_a_forward_and_on_other_threads(both: Forwards) -> None:
+    def elsewhere(x: Tensor) -> list[bool]:
+        found = [refused()]
+        thread = threading.Thread(target=lambda: found.append(refused()))
+        thread.start()
+        thread.join()
+        # nor are they computed in a plain model inside of a cast one
+        return [*found, both('O0', lambda x: refused()).seen]
+
+    assert both('O5', elsewhere).seen == [False, True, True] and refused()
+    with pytest.raises(ZeroDivisionError):
+        both('O5', lambda x: 1 / 0)
+    assert refused()
+
+
+# -- numbers beyond the range --------------------------------------------------------------------------------------------
+
+HUGE = torch.finfo(F32).min
+#: Functions that fill a tensor with a number.
+FILLS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    'masked_fill': lambda x, v: x.masked_fill(x < 9, v),
+    'masked_fill by name': lambda x, v: x.masked_fill(mask=x < 9, value=v),
+    'torch.masked_fill': lambda x, v: torch.masked_fill(x, x < 9, v),
+    'masked_fill by a tensor': lambda x, v: x.masked_fill(x < 9, torch.tensor(v)),
+    'where by a tensor': lambda x, v: torch.where(x > 9, x, torch.tensor(v)),
+    'where by a tensor, the other way': lambda x, v: torch.where(x < 9, torch.tensor(v, dtype=torch.float64), x),
+    'masked_fill_': lambda x, v: x.clone().masked_fill_(x < 9, v),
+    'where': lambda x, v: torch.where(x > 9, x, v),
+    'where, the other way': lambda x, v: torch.where(x < 9, v, x),
+    'Tensor.where': lambda x, v: x.where(x > 9, v),
+    'full_like': lambda x, v: torch.full_like(x, v),
+    'new_full': lambda x, v: x.new_full((2, 7), v),
+    'fill_': lambda x, v: x.clone().fill_(v),
+    'index_fill': lambda x, v: x.index_fill(0, ALL_ROWS, v),
+    'scatter': lambda x, v: x.scatter(1, torch.arange(4).expand(4, 4), v),
+    'pad': lambda x, v: F.pad(x, (1, 0), value=v)[:, :1],
+    'clamp': lambda x, v: x.clamp(v, v) if v < 0 else x.clamp(min=v),
+}
+
+
+@pytest.mark.parametrize('level', HALF)
+def test_numbers_beyond_the_range_become_its_end(level: str, both: Forwards) -> None:
+    limits, wrong = torch.finfo(HALF[level]), []
+    for name, fill in FILLS.items():
+        for value, expected in ((HUGE, limits.min), (-HUGE, limits.max), (-torch.inf, -torch.inf), (-3.0, -3.0)):
+            seen = both(level, lambda x, fill=fill, value=value: fill(x, value)).seen
+            if seen.dtype is not HALF[level] or set(seen.flatten().tolist()) != {expected}:
+                wrong.append((name, value, seen.dtype, seen.flatten()[0]))
+    assert wrong == []
+    # a row that is masked as a whole has no NaN
+    assert both(level, lambda x: x.masked_fill(x < 99, -1e9).softmax(-1)).seen.sum() == 4
+
+
+def test_range_of_other_types_is_left_to_torch(both: Forwards) -> None:
+    def body(x: Tensor) -> None:
+        for y in (x.float().masked_fill(x < 9, -1e9), torch.full_like(x, -1e9, dtype=F32)):
+            assert y.min() == -1e9
+        with pytest.raises(RuntimeError):
+            torch.zeros(2, dtype=torch.int8).fill_(1000)
+
+    for level in HALF:
+        both(level, body)
+    with pytest.raises(RuntimeError, match='overflow'):
+        torch.ones(2, dtype=torch.float16).masked_fill(torch.ones(2) > 0, -1e9)
+
+
+@pytest.mark.parametrize('door', DOORS)
+def test_one_warning_for_a_model(door: str, caplog: pytest.LogCaptureFixture) -> None:
+    def body(x: Tensor) -> Tensor:
+        return x.masked_fill(x > 0, -1e9).masked_fill(x < 0, 1e9)
+
+    for verbosity in (0, 1, 1):
+        caplog.clear()
+        # another model speaks
+        prepared(Inside(body), 'O2', verbosity=1)
+        with caplog.at_level('WARNING', 'amp_wrapper'):
+            prepared(Inside(body), 'O2', door, verbosity=verbosity)(torch.randn(4, 4))
+        said = [record.getMessage() for record in caplog.records if 'beyond the range' in record.getMessage()]
+        assert len(said) == verbosity and all('masked_fill' in x and 'torch.finfo(x.dtype).min' in x for x in said)
+
+
+def compiled_as_outside(body: Callable[[Tensor], list[Tensor]]) -> bool:
+    torch._dynamo.reset()
+    model, x = amp.initialize(Inside(body), opt_level='O2', verbosity=0), torch.randn(4, 4)
+    found = torch.compile(lambda x: model(x), backend='eager', fullgraph=True)(x)
+    return same(found, model(x))
+
+
+def test_in_a_whole_graph_as_outside() -> None:
+    def body(x: Tensor) -> list[Tensor]:
+        other, to = torch.ones(4, 4), torch.zeros(4, 4)
+        to[ROWS] = x[:2]
+        to[:, ROWS] = x[:, :2]
+        found = [product(x, other) for product in PRODUCTS.values()]
+        return [
+            *found,
+            to,
+            x.index_copy(0, ROWS, other[:2]),
+            *(FILLS[name](x, -1e9) for name in FILLS if name != 'pad'),
+        ]
+
+    assert compiled_as_outside(body)
+
+
+@pytest.mark.xfail(strict=True, reason='casting')
+def test_pad_by_a_number_beyond_the_range_in_a_function_that_is_compiled_around_the_model() -> None:
+    assert compiled_as_outside(lambda x: [FILLS['pad'](x, -1e9)])
