@@ -73,16 +73,15 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Runs three blocks by a function that is handed a block and what it is called with."""
 
-    def __init__(self, run: Callable[..., Tensor], around: Callable[[], Any] = contextlib.nullcontext) -> None:
+    def __init__(self, run: Callable[..., Tensor]) -> None:
         super().__init__()
         self.stem, self.blocks = nn.Linear(4, 4), nn.Sequential(Block(), Block(), Block())
-        self.run, self.around = run, around
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        with self.around():
-            for block in self.blocks:
-                x = self.run(block, x)
+        for block in self.blocks:
+            x = self.run(block, x)
         return x
 
     def runs(self) -> list[list[list[torch.dtype]]]:
@@ -141,26 +140,15 @@ CHANGES: dict[str, Callable[[Net], None]] = {
     'mmengine': lambda model: turn_on_activation_checkpointing(model, [f'blocks.{i}' for i in range(3)]),
 }
 
-Backward = Callable[[Tensor, Any], None]
 
-
-def bare(loss: Tensor, optimizer: Any) -> None:
-    loss.backward()
-
-
-def scaled(loss: Tensor, optimizer: Any) -> None:
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
-def on_another_thread(loss: Tensor, optimizer: Any) -> None:
+def on_another_thread(loss: Tensor) -> None:
     """As on a GPU, where autograd has threads of its own."""
     thread = threading.Thread(target=loss.backward)
     thread.start()
     thread.join()
 
 
-def without_casts(loss: Tensor, optimizer: Any) -> None:
+def without_casts(loss: Tensor) -> None:
     with amp.disable_casts():
         loss.backward()
 
@@ -168,35 +156,34 @@ def without_casts(loss: Tensor, optimizer: Any) -> None:
 def trained(
     run: Callable[..., Tensor],
     level: str,
-    backward: Backward = bare,
+    backward: Callable[[Tensor], None] = Tensor.backward,
     door: str = 'amp',
-    change: Callable[[Net], None] | None = None,
-    late: bool = False,
-    around: Callable[[], Any] = contextlib.nullcontext,
+    before: Callable[[Net], None] = Net.train,
+    after: Callable[[Net], None] = Net.train,
 ) -> tuple[Any, list[Tensor]]:
-    """The types of all runs, and the gradients of the weights as they come, in one training step."""
+    """The types of all runs, and the gradients of the weights as they come, in one training step.
+
+    Args:
+        before: Called with the model before it is cast.
+        after: Called with the model after it is cast.
+    """
     torch.manual_seed(0)
-    model: Any = Net(run, around)
-    if change and not late:
-        change(model)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    call = model
-    if door == 'amp':
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0, verbosity=0)
-    else:
-        call = prepared(model, level, door)
-    if change and late:
-        change(model)
+    model = Net(run)
+    before(model)
+    call = prepared(model, level, door)
+    after(model)
     gradients: list[Tensor] = []
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradients.append(gradient.clone()))
     torch.manual_seed(1)
-    backward(call(torch.randn(3, 4)).float().sum(), optimizer)
+    backward(call(torch.randn(3, 4)).float().sum())
     return model.runs(), gradients
 
 
 @functools.cache
-def once(level: str, backward: Backward = bare, door: str = 'amp') -> tuple[Any, list[Tensor]]:
+def once(
+    level: str, backward: Callable[[Tensor], None] = Tensor.backward, door: str = 'amp'
+) -> tuple[Any, list[Tensor]]:
     """Without checkpointing."""
     return trained(plain, level, backward, door)
 
@@ -213,8 +200,7 @@ def check_alike(expected: Any, found: Any) -> None:
 @pytest.mark.filterwarnings('ignore:torch.utils.checkpoint')
 @pytest.mark.parametrize('way', WAYS)
 def test_every_way(way: str) -> None:
-    backwards = [('O1', bare), ('O4', scaled), ('O4', on_another_thread), ('O1', without_casts)]
-    for level, backward in backwards:
+    for level, backward in (('O1', Tensor.backward), ('O4', on_another_thread), ('O1', without_casts)):
         # a recomputation to its end is compared as well
         with set_checkpoint_early_stop(way != 'not reentrant'):
             check_alike(once(level, backward), trained(WAYS[way], level, backward))
@@ -223,8 +209,8 @@ def test_every_way(way: str) -> None:
 @pytest.mark.filterwarnings('ignore:torch.utils.checkpoint')
 @pytest.mark.parametrize('change', CHANGES)
 def test_every_wrapper(change: str) -> None:
-    for level, late in (('O1', False), ('O4', True)):
-        check_alike(once(level), trained(plain, level, change=CHANGES[change], late=late))
+    check_alike(once('O1'), trained(plain, 'O1', before=CHANGES[change]))
+    check_alike(once('O4'), trained(plain, 'O4', after=CHANGES[change]))
 
 
 @pairs(level=['O0', 'O1', 'O2', 'O5'], way=['reentrant', 'not reentrant', 'selective'], door=DOORS)
@@ -234,11 +220,13 @@ def test_every_level(level: str, way: str, door: str) -> None:
 
 @pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
 def test_where_casts_are_off(way: str) -> None:
-    def wide(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda block, x: run(block, x.float())
-
     for around in (amp.disable_casts, functools.partial(torch.autocast, 'cpu', enabled=False)):
-        first, second = (trained(wide(run), 'O1', around=around) for run in (plain, WAYS[way]))
+
+        def within(block: nn.Module, x: Tensor, run: Callable[..., Tensor], around: Any = around) -> Tensor:
+            with around():
+                return run(block, x.float())
+
+        first, second = (trained(functools.partial(within, run=run), 'O1') for run in (plain, WAYS[way]))
         check_alike(first, second)
         assert set(first[0][0][0]) == {F32}
 
@@ -252,7 +240,7 @@ def test_in_threads(way: str) -> None:
     def train(model: Any) -> None:
         for _ in range(3):
             start.wait()
-            on_another_thread(model(torch.randn(3, 4)).sum(), None)
+            on_another_thread(model(torch.randn(3, 4)).sum())
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(train, models.values()))
@@ -273,7 +261,7 @@ def test_gradient_that_is_taken_before_the_loss() -> None:
 @pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
 def test_part_that_is_called_alone_opens_its_casts_both_times(way: str) -> None:
     model = amp.initialize(Net(plain), opt_level='O4', verbosity=0)
-    without_casts(WAYS[way](model.blocks[0], torch.randn(3, 4, requires_grad=True)).sum(), None)
+    without_casts(WAYS[way](model.blocks[0], torch.randn(3, 4, requires_grad=True)).sum())
     first, again = model.runs()[0]
     assert first == again and first[1] is torch.bfloat16
 
