@@ -98,10 +98,8 @@ REFUSED: dict[str, tuple[Callable[[], tuple[Any, Any]], dict[str, Any], type[Exc
     'LBFGS': (lambda: (Part(), LBFGS(Part().parameters())), {}, AmpAttachError, 'LBFGS'),
     'LBFGS behind another': (
         lambda: (net := Part(), [sgd([net]), LBFGS(Part().parameters())]), {'opt_level': 'O2'}, AmpAttachError, 'LBFGS'),
-    **{
-        f'a 16-bit model at {level}': (lambda: (Part().half(), None), {'opt_level': level}, AmpAttachError, 'fc.weight')
-        for level in LEVELS
-    },
+    'a 16-bit model': (lambda: (Part().half(), None), {'opt_level': 'O1'}, AmpAttachError, 'fc.weight'),
+    'a 16-bit model at O2': (lambda: (Part().half(), None), {'opt_level': 'O2'}, AmpAttachError, 'fc.weight'),
     'a zero in place of the letter': (lambda: (Part(), None), {'opt_level': '01'}, AmpConfigError, 'letter O'),
     'a level as third argument': (lambda: (Part(), None), {'enabled': 'O2'}, AmpConfigError, "opt_level='O2'"),
     'models one by one': (
@@ -194,15 +192,6 @@ def test_argument_is_taken_or_refused_by_its_name(called: str) -> None:
                 wrong.append((argument, value, error))
             refused.add(argument)
     assert wrong == [] and refused >= checked | {'unknown_argument'}
-
-
-def test_all_wrong_arguments_come_in_one_error() -> None:
-    with pytest.raises(AmpConfigError, match='2 conflicts') as caught:
-        wrap(AmpOptimWrapper, {'loss_scale': 'unknown', 'clip_grad': []})
-    assert len(caught.value.problems) == 2
-    for cls in (OptimWrapper, AmpOptimWrapper, ApexOptimWrapper):
-        with pytest.raises(TypeError, match='optimizer'):
-            cls()
 
 
 # -- what is printed ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from bits import same
 from exact_scripts import LEVELS, MASTERS, Curved, backward, initialise, scales, start, state, unlike_fp32
 from pairs import pairs
 from play import EXACT_LEVELS, Part, data, fused_sgd, sgd
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
@@ -343,19 +343,3 @@ def test_two_calls_of_sam_are_refused_where_gradients_are_scaled() -> None:
     for level in ('O1', 'O2'):
         with pytest.raises(AmpUsageError):
             sharp_step(level, False)
-
-
-@pytest.mark.parametrize('level', LEVELS)
-def test_graph_that_waits_while_another_optimizer_steps(level: str) -> None:
-    """The step of a discriminator leaves the graph of the generator, BatchNorm in it, as it is."""
-    generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    critic = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    own, other = optimizers = [SGD(generator.parameters(), lr=0.01), SGD(critic.parameters(), lr=0.01)]
-    amp.initialize([generator, critic], optimizers, opt_level=level, verbosity=0)
-    for _ in range(2):
-        samples = generator(torch.randn(16, 4))
-        for optimizer, inputs in ((other, samples.detach()), (own, samples)):
-            optimizer.zero_grad()
-            backward(critic(inputs).square().mean(), optimizer)
-            optimizer.step()
-    assert all(torch.isfinite(parameter).all() for parameter in generator.parameters())

@@ -60,11 +60,6 @@ def test_wrong_arguments_are_named_and_change_nothing() -> None:
     assert scales(optimizer, 2) == [8.0, 8.0]
 
 
-def test_master_params_of_any_optimizer() -> None:
-    net = Part()
-    assert list(amp.master_params(sgd([net]))) == net.trained
-
-
 def test_losses_keep_their_shape_and_are_scaled_in_fp32() -> None:
     """In float16, 3 * 65536 would be infinite. A scale of one multiplies nothing."""
     dtypes = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -249,9 +244,6 @@ def test_training_goes_on_after_an_exception_inside_the_block(place: str, error:
         assert unlike(ours, theirs) == [] and scales(optimizer) == [8.0], level
 
 
-# -- graphs of gradients, and losses that contain masters -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize('level', EXACT_LEVELS)
 def test_graph_of_gradients_is_refused_where_it_would_be_of_other_numbers(level: str) -> None:
     """Scaled gradients and those of casts have another graph; elsewhere second derivatives are right."""
@@ -273,33 +265,3 @@ def test_graph_of_gradients_is_refused_where_it_would_be_of_other_numbers(level:
         assert torch.equal(torch.autograd.grad(net.weight.grad.sum(), net.weight)[0], x)
     optimizer.step()
     assert torch.equal(net.state_dict()['weight'], torch.tensor([1.0, -2.0]) * (1 - 0.5 * x))
-
-
-def penalty(optimizer: Optimizer) -> Tensor:
-    return torch.stack([p.float().square().sum() for p in amp.master_params(optimizer)]).sum() / 2
-
-
-LOSSES: dict[str, Callable[[Part, Optimizer, int], Tensor]] = {
-    'masters': lambda net, optimizer, index: penalty(optimizer),
-    'model': lambda net, optimizer, index: net(data(index)),
-    'both': lambda net, optimizer, index: penalty(optimizer) + net(data(index)),
-}
-
-
-@pytest.mark.parametrize('order', ['masters', 'both', 'model masters', 'masters both model'])
-def test_gradients_of_a_loss_that_contains_masters(order: str) -> None:
-    """Unscaled once, and added to those that come through the model; an overflow in them skips the step."""
-    for level in EXACT_LEVELS:
-        ours, theirs = start(level, 256.0), start(None)
-        for _ in range(2):
-            for _, optimizer in (ours, theirs):
-                optimizer.zero_grad()
-            for index, name in enumerate(order.split()):
-                backward(LOSSES[name](*ours, index), ours[1])
-                LOSSES[name](*theirs, index).backward()
-            assert gradients(ours[1]) == gradients(theirs[1]), level
-            for _, optimizer in (ours, theirs):
-                optimizer.step()
-        backward(penalty(ours[1]), ours[1], hit=next(amp.master_params(ours[1])))
-        ours[1].step()
-        assert unlike(ours, theirs) == [] and scales(ours[1]) == [128.0], level

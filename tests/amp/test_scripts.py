@@ -33,6 +33,10 @@ SCRIPTS: dict[str, list[tuple[Any, ...]]] = {
         ('backward', BOTH, 0), STEP, ('write_weight', 0, 0.1875), ('backward', BOTH, 1), STEP, ('write_weight', 0, -0.15625),
         ('write_weight', 1, 0.40625), ('backward', BOTH, 2), STEP,
     ],
+    'losses that contain masters': [
+        ('penalty',), STEP, ('backward', BOTH, 1), ('penalty', BOTH, 2), STEP, ('penalty', (0,), 0, True), STEP, ('penalty',),
+        STEP,
+    ],
     'saved, loaded and gone on': [
         ('backward', BOTH, 0), STEP, ('backward', BOTH, 1, 1), STEP, ('save_and_load',), ('backward', BOTH, 2), STEP,
     ],

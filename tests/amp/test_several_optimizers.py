@@ -5,7 +5,6 @@ Everything is compared bit for bit with plain FP32 training that leaves out the 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -20,7 +19,6 @@ from exact_scripts import (
     initialise,
     scales,
     sgd,
-    start,
     state,
     unlike_fp32,
 )
@@ -29,18 +27,11 @@ from play import EXACT_LEVELS, Part, data
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """Which models each optimizer steps, and for each loss: the models that it reaches, and the optimizers it is for."""
-
-    owners: tuple[tuple[int, ...], ...]
-    losses: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-
-
-THREE_LOSSES = Case(((0, 1), (2,)), (((0,), (0,)), ((2,), (1,)), ((1, 2), (0, 1))))
+#: Which models each optimizer steps; for each loss the models that it reaches, and the optimizers it is for.
+Case = tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]
+THREE_LOSSES: Case = ((0, 1), (2,)), (((0,), (0,)), ((2,), (1,)), ((1, 2), (0, 1)))
 #: A generator's loss flows through the discriminator, whose optimizer the loss is not for.
-GAN = Case(((0,), (1,)), (((0, 1), (0,)), ((1,), (1,))))
+GAN: Case = ((0,), (1,)), (((0, 1), (0,)), ((1,), (1,)))
 #: Iteration, loss and model in which a gradient becomes infinite.
 Fault = tuple[int, int, int]
 
@@ -49,15 +40,16 @@ class Training:
     """The same script with mixed precision and without; each loss has a scale, and they begin at 4, 16, 64."""
 
     def __init__(self, case: Case, level: str | None) -> None:
-        self.case, self.level = case, level
-        self.nets = [Part(index + 1) for index in range(1 + max(itertools.chain(*case.owners)))]
-        self.optimizers = [sgd([self.nets[index] for index in owned]) for owned in case.owners]
-        self.start = [4.0 * 4**index for index in range(len(case.losses))]
+        owners, self.losses = case
+        self.level = level
+        self.nets = [Part(index + 1) for index in range(1 + max(itertools.chain(*owners)))]
+        self.optimizers = [sgd([self.nets[index] for index in owned]) for owned in owners]
+        self.start = [4.0 * 4**index for index in range(len(self.losses))]
         initialise(self.nets, self.optimizers, level, *self.start)
 
     def backward(self, index: int, iteration: int, fault: Fault | None = None, **options: Any) -> None:
         hit = None if fault is None or fault[:2] != (iteration, index) else self.nets[fault[2]].fc.weight
-        reached, meant = self.case.losses[index]
+        reached, meant = self.losses[index]
         x = data(iteration + index) * (index + 1)
         loss = torch.stack([self.nets[model](x) for model in reached]).sum()
         backward(loss, [self.optimizers[o] for o in meant], index, hit, self.level, **options)
@@ -110,7 +102,7 @@ def test_gradients_at_an_optimizer_that_the_loss_is_not_for_are_unscaled(cleared
 @pytest.mark.parametrize('cleared', [True, False])
 def test_infinity_at_an_optimizer_that_the_loss_is_not_for_skips_that_one_alone(cleared: bool) -> None:
     """Unless it clears the gradient before; no scale falls, since the gradients that the loss is for are finite."""
-    case = Case(((0,), (1,), (2,)), (((0, 1, 2), (0, 2)), ((1,), (1,)), ((2,), (2,))))
+    case: Case = ((0,), (1,), (2,)), (((0, 1, 2), (0, 2)), ((1,), (1,)), ((2,), (2,)))
     for level in EXACT_LEVELS:
         run = Training(case, level)
         before = run.state()
@@ -123,34 +115,21 @@ def test_infinity_at_an_optimizer_that_the_loss_is_not_for_skips_that_one_alone(
         assert moved == ({0, 1, 2} if cleared else {0, 2}) and run.scales() == run.start, level
 
 
-def test_one_model_whose_parameters_two_optimizers_share_out() -> None:
-    def train(at: str | None) -> dict[Any, Any]:
-        net = Part()
-        optimizers: list[Optimizer] = [SGD([net.fc.weight], 0.25, 0.5), SGD([net.norm.weight], 0.5, 0.5)]
-        initialise([net], optimizers, at, 4.0, 16.0)
-        for index in range(3):
-            clear('model', optimizers, [net])
-            for loss_id in range(2):
-                backward(net(data(index + loss_id)), optimizers, loss_id, level=at)
-            for optimizer in optimizers:
-                optimizer.step()
-        return state([net], optimizers)
-
-    assert unlike_fp32(train) == []
-
-
-def test_weight_that_two_modules_share_has_one_master() -> None:
+def test_two_optimizers_of_one_model_in_which_two_modules_share_a_weight() -> None:
     def train(at: str | None) -> dict[Any, Any]:
         nets = nn.ModuleList([Part(), Part(2)])
         nets[1].fc.weight = nets[0].fc.weight
-        optimizer = SGD(nets.parameters(), 0.25, 0.5)
-        initialise([nets], [optimizer], at, 8.0)
+        norms = [nets[0].norm.weight, nets[1].norm.weight]
+        optimizers: list[Optimizer] = [SGD([nets[0].fc.weight], 0.25, 0.5), SGD(norms, 0.5, 0.5)]
+        initialise([nets], optimizers, at, 4.0, 16.0)
         for index in range(3):
-            optimizer.zero_grad()
-            backward(nets[0](data(index)) + nets[1](data(index + 1)), optimizer, level=at)
-            optimizer.step()
+            clear('model', optimizers, [nets])
+            for loss_id in range(2):
+                backward(nets[0](data(index)) + nets[1](data(index + loss_id)), optimizers, loss_id, level=at)
+            for optimizer in optimizers:
+                optimizer.step()
         assert nets[0].fc.weight is nets[1].fc.weight
-        return state([nets], [optimizer])
+        return state([nets], optimizers)
 
     assert unlike_fp32(train) == []
 
@@ -175,21 +154,3 @@ def test_rows_of_sparse_embeddings_are_summed_and_an_infinity_in_one_is_found(ho
         return state([rows], [optimizer])
 
     assert unlike_fp32(train, ('O1', 'O2', 'O4', 'O5')) == []
-
-
-@pytest.mark.parametrize('levels', [('O2', 'O1'), ('O5', 'O0'), ('O4', 'O2'), ('O2', 'O2')])
-def test_sessions_of_models_that_share_no_loss_have_their_own_scales(levels: tuple[str, str]) -> None:
-    """The first overflows in the second step, which plain training leaves out."""
-    runs = [start(level, 4.0 * 4**place) for place, level in enumerate(levels)]
-    plain = [start(None) for _ in levels]
-    for index in range(4):
-        for place, (net, optimizer) in enumerate([*runs, *plain]):
-            if (index, place) == (1, 2):
-                continue
-            optimizer.zero_grad()
-            hit = net.norm.weight if (index, place) == (1, 0) else None
-            backward(net(data(index)), optimizer, hit=hit, level='' if place < 2 else None)
-            optimizer.step()
-    for (net, optimizer), (theirs, other) in zip(runs, plain):
-        assert state([net], [optimizer]) == state([theirs], [other])
-    assert [scales(optimizer) for _, optimizer in runs] == [[2.0], [16.0]]
