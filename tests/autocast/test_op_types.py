@@ -354,17 +354,11 @@ ALL_WRITES: dict[str, Call] = {
     'scatter_ that adds': lambda to, x: to.scatter_(0, PLACES, x, reduce='add'),
 }
 #: More that write, which O1 and O4 know.
-ARITHMETIC: dict[str, Call] = {
-    'lerp_ by a number': lambda to, x: to.lerp_(x, 0.5),
-    'lerp_': lambda to, x: to.lerp_(x, x),
-    'addmm_': lambda to, x: to.addmm_(x, x),
-    'addmv_': lambda to, x: to[0].addmv_(x, x[0]),
-    'addr_': lambda to, x: to.addr_(x[0], x[1]),
-    'addbmm_': lambda to, x: to.addbmm_(x[None], x[None]),
-    'baddbmm_': lambda to, x: to[None].baddbmm_(x[None], x[None]),
-    'pow_': lambda to, x: to.pow_(x),
-    'exp_': lambda to, x: to.exp_(),
-    'cumsum_': lambda to, x: to.cumsum_(0),
+ARITHMETIC = {
+    f'{name}_': call
+    for name, arguments in (HALF_OPS | FLOAT32_OPS | WIDEST_OPS).items()
+    for form, call in forms(name, arguments)
+    if form == 'in place' and name not in WRITES
 }
 
 
