@@ -299,20 +299,12 @@ def test_linear_algebra_is_that_of_float32(level: str, forwards: Forwards) -> No
                     raise
                 continue
             found = forwards(level, called, name, *given).seen
-            # rounded once at most
-            alike = [same_bits(one.detach(), other.to(one.dtype)) for one, other in zip(found, expected)]
+            # rounded once at most: to the type of a 16-bit model
+            kinds = [dtype if level in CAST and one.is_floating_point() else one.dtype for one in found]
+            alike = [same_bits(one, other.to(kind)) for one, other, kind in zip(found, expected, kinds)]
             if len(found) != len(expected) or not all(alike):
                 wrong.append((name, dtype))
     assert wrong == []
-
-
-@pytest.mark.parametrize('level', CAST)
-def test_linear_algebra_has_the_type_of_the_model_and_gradients(level: str, forwards: Forwards) -> None:
-    a = MATRIX.to(HALF[level]).requires_grad_()
-    found = forwards(level, lambda _: torch.linalg.inv(a)).seen
-    assert found.dtype is HALF[level]
-    found.sum().backward()
-    assert a.grad is not None and a.grad.isfinite().all() and a.grad.any()
 
 
 # -- computed weights, arrays --------------------------------------------------------------------------------------------

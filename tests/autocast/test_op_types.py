@@ -265,15 +265,6 @@ def test_sum_that_float16_cannot_hold(level: str, forwards: Forwards) -> None:
     assert [total.item() for total in found] == [87_500.0] * 3
 
 
-def test_plain_autocast_of_a_script_keeps_its_own_list(forwards: Forwards) -> None:
-    """The kernels of the package act in its own regions alone."""
-    x = torch.ones(2, dtype=torch.bfloat16)
-    forwards('O4', lambda _: None)
-    with torch.autocast('cpu', torch.bfloat16):
-        assert x.sum().dtype is x.softmax(0).dtype is (x**2).dtype is torch.bfloat16
-        x.clone().exp_()
-
-
 @pytest.mark.parametrize('level', PER_OP)
 def test_second_derivatives(level: str) -> None:
     """A gradient penalty through every kind of rule, against float64."""
