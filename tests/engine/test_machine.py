@@ -92,6 +92,14 @@ class Training(RuleBasedStateMachine):
             self.written[part] = side
 
     @rule(part=PARTS, value=WRITTEN)
+    def load_weight(self, part: int, value: float) -> None:
+        if part < self.plain.grouped:
+            # one that has just joined gets its master here
+            self.ours.masters()
+            self.act('load_weight', part, value)
+            self.written.pop(part, None)
+
+    @rule(part=PARTS, value=WRITTEN)
     def load_buffer(self, part: int, value: float) -> None:
         self.act('write_buffer', part, value)
 
