@@ -106,23 +106,16 @@ def test_types_of_weights_outputs_and_gradients_and_counts_of_calls() -> None:
     assert split.data['memory']['O5']['masters'] == 15 * 2
 
 
-class Segments(nn.Module):
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.first, self.second, self.reentrant = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.second(x) if self.reentrant is None else checkpoint(self.second, x, use_reentrant=self.reentrant)
-
-
 @pytest.mark.parametrize('reentrant', [True, False])
 def test_checkpointed_segments_count_once_and_keep_less(reentrant: bool) -> None:
-    reports = [
-        amp.report(Segments(kind), torch.randn(2, 4), 'O2', lambda model, x: model(x).sum())
-        for kind in (reentrant, None)
-    ]
-    found = by_name(reports[0])['second.0']
+    class Segments(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self[1], self[0](x), use_reentrant=reentrant)
+
+    parts = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    models = [Segments(*parts), nn.Sequential(*parts)]
+    reports = [amp.report(model, torch.randn(2, 4), 'O2', lambda model, x: model(x).sum()) for model in models]
+    found = by_name(reports[0])['1.0']
     assert (found['calls'], found['ops'], found['gradients']) == (1, {'float16': {'addmm': 1}}, ['float16'])
     kept = [report.data['memory']['O2']['activations'] for report in reports]
     # 2 x 4 results of the hyperbolic tangent, in 2 bytes each

@@ -1,9 +1,11 @@
-"""Which skipped steps are reported, where the reports are, and that a training which is watched stays the same."""
+"""What is told of a training: which skipped steps are reported, and its numbers; and that it stays the same."""
 
 from __future__ import annotations
 
 import html
 import json
+import math
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 import torch
 import toy
 from bits import differences
+from forwards import CAST, HALF
 from mmengine.model import BaseModel
 from mmengine.registry import MODELS
+from op_lists import NoHostRead
 from pairs import pairs
 from planted_overflows import Act, Deep, Fault, ScaleGradient, batches, examine, nan_input, root_at_zero, square
 from torch import Tensor, nn
@@ -135,17 +139,12 @@ def test_page_and_json_have_the_diagnosis_and_load_nothing(tmp_path: Path) -> No
     assert not [word for word in ('http', 'src=', 'url(') if word in page]
 
 
-def test_names_of_samples_are_few_and_short(tmp_path: Path) -> None:
-    class Takes(nn.Linear):
-        def forward(self, batch: dict[str, Any]) -> Tensor:
-            return super().forward(batch['x'])
-
+def test_names_of_samples_are_few_and_short() -> None:
+    model = type('Takes', (nn.Linear,), {'forward': lambda self, batch: nn.Linear.forward(self, batch['x'])})(4, 2)
     batch = {'indices': torch.arange(100_000), 'token': torch.randn(10), 'image_id': [7, 'a'], 'path': ['y'] * 999}
-    (found,) = examine(Takes(4, 2), 'O2', [{'x': nan_input(batches(1)[0]), **batch}])
-    assert found.samples['image_id'] == ['7', 'a']
-    assert not found.samples.get('token')
-    for name in ('indices', 'path'):
-        assert 10 < len(found.samples[name]) < 999
+    (found,) = examine(model, 'O2', [{'x': nan_input(batches(1)[0]), **batch}])
+    assert found.samples['image_id'] == ['7', 'a'] and not found.samples.get('token')
+    assert all(10 < len(found.samples[name]) < 999 for name in ('indices', 'path'))
     assert found.samples['indices'][:3] == ['0', '1', '2']
 
 
@@ -252,3 +251,87 @@ def test_level_that_a_model_cannot_have() -> None:
     with pytest.raises(AmpAttachError, match='range'):
         amp.report(model, batches(1)[0], 'O2')
     assert 'range' in amp.report(model, batches(1)[0], 'O5').data['memory']['O2']['error']
+
+
+# -- numbers, and ranges per layer, against the same ones computed plainly in float64 -------------------------------------
+
+
+def start(level: str, device: torch.device, kind: Any = torch.optim.SGD, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 3)).to(device)
+    return amp.initialize(model, kind(model.parameters(), lr=1e-3), opt_level=level, verbosity=0, **options)
+
+
+def pass_backward(model: nn.Module, optimizer: Any, step: int, factor: float = 1.0) -> None:
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(next(model.parameters()).device)
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).float().square().mean() * 1e-3 * factor, optimizer) as scaled:
+        scaled.backward()
+
+
+def cast_tensors(model: nn.Module, optimizer: Any, level: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients without the loss scale, and weights, of those that compute in the 16-bit type; in float64."""
+    names = dict(model.named_parameters())
+    chosen = [name for name, p in names.items() if level not in CAST or p.dtype is HALF[level]]
+    masters = dict(zip(names, amp.master_params(optimizer)))
+    gradients = {name: masters[name].grad.double() for name in chosen}
+    return gradients, {name: names[name].detach().double() for name in chosen}
+
+
+@pytest.mark.parametrize('level', ['O1', 'O2', 'O5'])
+def test_peaks_and_ranges_per_layer(level: str, device: torch.device, tmp_path: Path) -> None:
+    model, optimizer = start(level, device)
+    wanted, peaks = [], []
+    with amp.monitor(optimizer, 1, folder=tmp_path, ranges_interval=2) as watch:
+        for step in range(3):
+            pass_backward(model, optimizer, step)
+            scale = amp.loss_scale(optimizer)
+            gradients, weights = cast_tensors(model, optimizer, level)
+            wanted.append((scale, gradients, weights))
+            end = torch.finfo(HALF[level]).max
+            largest = [max(float(each.abs().max()) for each in kind.values()) for kind in (gradients, weights)]
+            peaks.append([math.log2(largest[0] * scale / end), math.log2(largest[1] / end)])
+            optimizer.step()
+            numbers = watch.read()
+            assert [numbers['amp_grad_peak'], numbers['amp_weight_peak']] == pytest.approx(peaks[-1], rel=1e-6)
+            assert numbers['amp_scale'] == scale
+    lines = [json.loads(line) for line in (tmp_path / 'amp_ranges.jsonl').read_text().splitlines()]
+    assert [line['iteration'] for line in lines] == [1, 2]
+    for line, (scale, *kinds) in zip(lines, wanted):
+        assert (line['dtype'], line['loss_scale']) == (str(HALF[level]).removeprefix('torch.'), scale)
+        for kind, expected in zip(('gradients', 'weights'), kinds):
+            factor = 1.0 if kind == 'weights' or line['without_scale'] else scale
+            assert list(line[kind]) == list(expected)
+            for name, values in expected.items():
+                check_ranges(line[kind][name], values * factor)
+
+
+def check_ranges(found: dict[str, Any], values: Tensor) -> None:
+    finite = values[values.isfinite() & (values != 0)].abs()
+    powers = Counter(map(str, finite.log2().floor().int().tolist()))
+    assert found['powers'] == powers and found['largest'] == float(finite.max() if len(finite) else 0.0)
+    counts = {
+        'elements': values.numel(),
+        'zeros': int((values == 0).sum()),
+        'nonfinite': int((~values.isfinite()).sum()),
+    }
+    assert {name: found[name] for name in counts} == counts
+
+
+def test_nothing_is_measured_in_fp32(device: torch.device, tmp_path: Path) -> None:
+    model, optimizer = start('O0', device)
+    with amp.monitor(optimizer, 1, folder=tmp_path, ranges_interval=1) as watch:
+        pass_backward(model, optimizer, 0)
+        optimizer.step()
+        assert not [name for name in watch.read() if 'peak' in name]
+    assert not (tmp_path / 'amp_ranges.jsonl').exists()
+
+
+def test_measuring_does_not_read_the_device(device: torch.device) -> None:
+    model, optimizer = start('O2', device, FusedAdamW, loss_scale=128.0)
+    with amp.monitor(optimizer, 1, diagnose_overflow=False):
+        pass_backward(model, optimizer, 0)
+        optimizer.step()
+        pass_backward(model, optimizer, 1)
+        with NoHostRead():
+            optimizer.step()
