@@ -130,6 +130,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (dict(clip_grad=dict(type='global', max_norm=1.0)), ["'global'", "'value'"]),
     (dict(clip_grad={}), ['clip_grad={}']),
     (dict(loss_scale=True, clip_grad=dict(clip_value=1.0)), ['loss_scale=True', 'clip_value']),
+    (dict(opt_level='O2', master_weights='split', clip_grad=dict(max_norm=1.0, norm_type=1.0)), ['norm_type']),
     (dict(use_fsdp=True), ['use_fsdp=True', 'MMFullyShard']),
     (dict(optimizer=None), ['optimizer is missing']),
     (dict(optimizer='SGD'), ['optimizer=']),
