@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from toy_training import Training
 
-from amp_wrapper import AmpCheckpointError, FusedSGD, amp
+from amp_wrapper import AmpCheckpointError, FusedSGD
 
 TINY = float(np.finfo(np.float32).tiny)
 
@@ -154,33 +154,13 @@ def test_static_scale_keeps_its_value(checks: bool) -> None:
     assert (found['steps'], found['skips'], found['consecutive_skips']) == ((4, 3, 2) if checks else (0, 0, 0))
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_losses_are_scaled_in_fp32(dtype: torch.dtype) -> None:
-    """In float16, 3 * 65536 would be infinite."""
-    run = training(2.0**16, door='amp')
-    loss = torch.tensor([3.0, -1.5], dtype=dtype, requires_grad=True)
-    with amp.scale_loss(loss, run.optimizer) as scaled:
-        assert scaled.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-        assert scaled.tolist() == [3.0 * 2**16, -1.5 * 2**16]
-        (scaled / 2**16).sum().backward()
-    assert loss.grad is not None and loss.grad.dtype is dtype and loss.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize('level', ['O0', 'O4', 'O5'])
-def test_a_scale_of_one_multiplies_nothing(level: str) -> None:
-    run = training(None, level=level, door='amp')
-    loss = run.model.weight.float().sum()
-    with amp.scale_loss(loss, run.optimizer) as scaled:
-        assert scaled is loss
-        scaled.backward()
-
-
-@pytest.mark.parametrize('scale', [2.0**16, 3.0, 0.1, 2.0**100])
-def test_inverse_scale_is_rounded_once(scale: float) -> None:
-    run = training(scale, door='amp')
-    run.backward(run.model.weight.sum() * 3)
-    inverse = np.float32(1.0 / np.float64(np.float32(scale)))
-    assert run.model.weight.grad.item() == float(np.float32(np.float32(scale) * np.float32(3)) * inverse)
+def test_inverse_scale_is_rounded_once() -> None:
+    for scale in (2.0**16, 3.0, 0.1, 2.0**100):
+        run = training(scale, door='amp')
+        run.backward(run.model.weight.sum() * 3)
+        inverse = np.float32(1.0 / np.float64(np.float32(scale)))
+        wanted = float(np.float32(np.float32(scale) * np.float32(3)) * inverse)
+        assert run.model.weight.grad.item() == wanted, scale
 
 
 # -- state ---------------------------------------------------------------------------------------------------------------
