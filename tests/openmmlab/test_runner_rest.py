@@ -274,6 +274,14 @@ def test_streak_of_skips_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     assert not (tmp_path / 'epoch_2.pth').exists()
 
 
+def test_skip_that_is_decided_on_the_device_is_warned_of_with_the_log(tmp_path: Path) -> None:
+    words = wrapper('O5', optimizer=dict(type='FusedAdamW', lr=0.02), verbosity=1)
+    with toy.run_log() as said:
+        toy.run(tmp_path, words, default_hooks=dict(logger=EACH), log_level='INFO', **poisoned(3, 9))
+    skips = [line for line in said if 'optimizer step skipped' in line]
+    assert len(skips) == 2 and '(2 so far, 1 in a row)' in skips[1]
+
+
 @pytest.mark.xfail(strict=True, reason='openmmlab')
 def test_watch_of_a_training_that_an_exception_ended_is_removed() -> None:
     model, hook = nn.Sequential(nn.Linear(2, 2)), NonfiniteHook()
@@ -339,6 +347,11 @@ def test_wrong_words_for_compile_are_refused_before_the_training(words: Any, mes
 @MODELS.register_module()
 class OwnTrainStep(toy.ToyModel):
     """Calls its parts in a ``train_step`` of its own, as a GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # nothing to compile: no weights, and no forward
+        self.act, self.blocks = nn.ReLU(), nn.ModuleList([nn.Linear(4, 4)])
 
     def train_step(self, data: Any, optim_wrapper: Any) -> dict[str, Tensor]:
         data = self.data_preprocessor(data, True)
