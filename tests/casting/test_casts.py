@@ -97,30 +97,25 @@ def test_other_types_are_left_alone() -> None:
         for dtype in (torch.int64, torch.bool, torch.complex64, torch.float64):
             model = nn.Linear(2, 2)
             model.register_buffer('other', torch.tensor([1, 70001]).to(dtype))
-            if dtype.is_floating_point or dtype.is_complex:
-                model.extra = nn.Parameter(torch.ones(1, dtype=dtype))
+            model.extra = nn.Parameter(torch.ones(1).to(dtype), requires_grad=False)
             kept = model.other
             initialized(model, level)
             assert model.other is kept and model.state_dict()['other'].dtype is dtype
-            assert getattr(model, 'extra', kept).dtype is dtype and model.weight.dtype is HALF[level]
+            assert model.extra.dtype is dtype and model.weight.dtype is HALF[level]
 
 
 def test_batchnorm() -> None:
     for keeps in (True, False):
-        for affine in (True, False):
-            for dtype in ('float16', 'bfloat16'):
-                model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine), nn.Linear(4, 2))
+        for level in ('O2', 'O5'):
+            for options, seen_by_norm in (({}, HALF[level]), ({'keep_fp32': ['1']}, F32)):
+                model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
                 seen = note_types(model)
-                half = getattr(torch, dtype)
-                level = 'O2' if half is F16 else 'O5'
-                initialized(model, level, keep_batchnorm_fp32=keeps)
-                want = F32 if keeps else half
-                assert model[1].running_mean.dtype is want and (not affine or model[1].weight.dtype is want)
-                assert model(X).dtype is model.eval()(X).dtype is F32 and seen['2'] == (half, half)
-                model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine))
-                seen = note_types(model)
-                initialized(model, level, keep_batchnorm_fp32=keeps, keep_fp32=['1'])(X)
-                assert seen['1'] == (F32, F32), 'one that is named gets FP32'
+                initialized(model, level, keep_batchnorm_fp32=keeps, **options)
+                assert model(X).dtype is model.eval()(X).dtype is F32
+                want = F32 if keeps or options else HALF[level]
+                assert model[1].running_mean.dtype is model[1].weight.dtype is want
+                # one that is named gets FP32
+                assert seen['1'][0] is seen_by_norm and seen['2'] == (HALF[level],) * 2
     namesake = type('SyncBatchNorm', (nn.BatchNorm1d,), {})
     model = initialized(nn.Sequential(nn.SyncBatchNorm(2), namesake(2), nn.LayerNorm(2)), 'O2')
     assert [module.weight.dtype for module in model] == [F32, F32, F16]
@@ -147,12 +142,11 @@ def test_parameter_that_is_shared_with_a_kept_module_stays_float32(order: int) -
 
 @pytest.mark.parametrize('level', ['O2', 'O3', 'O5', 'O1'])
 def test_models_that_are_refused_stay_as_they_are(level: str) -> None:
-    changes: list[Callable[[Net], Any]] = [
+    for change in (
         lambda m: initialized(m, 'O2'),
         lambda m: initialized(m.head, 'O2'),
         lambda m: setattr(m, 'head', nn.LazyLinear(3)),
-    ]
-    for change in changes:
+    ):
         model = Net()
         change(model)
         before = [p.dtype for p in model.parameters()]
@@ -184,7 +178,6 @@ KEPT: dict[str, tuple[dict[str, Any], set[str]]] = {
     'class name': (dict(keep_fp32='LayerNorm'), {'body.1'}),
     'star': (dict(keep_fp32='head.*'), {'head.cls', 'head.reg'}),
     'name': (dict(keep_fp32='head.cls'), {'head.cls'}),
-    'star first': (dict(keep_fp32='*.reg'), {'head.reg'}),
     'container': (dict(keep_fp32='body'), {'body.0', 'body.1', 'body.2'}),
     'container that is never called': (dict(keep_fp32='head'), {'head.cls', 'head.reg'}),
     'fp32_ops': (dict(fp32_ops=[Tail]), {'body.2'}),
@@ -281,15 +274,6 @@ def test_average_inside_a_model_stays_float32(level: str, kind: Any) -> None:
     assert model.student.weight.dtype is HALF[level] and model.teacher.module.weight.dtype is F32
 
 
-@pairs(level=PER_OP, training=[True, False])
-def test_predictions_in_an_autocast_of_the_script_are_float32(level: str, training: bool) -> None:
-    """As in ``ValLoop(fp16=True)``."""
-    model = Deep().train(training)
-    prepared(model, level, 'wrapper')(X)
-    with torch.autocast('cpu', HALF[level]):
-        assert model(X).dtype is (HALF[level] if training else F32)
-
-
 # -- the casts end ---------------------------------------------------------------------------------------------------------
 
 
@@ -297,9 +281,7 @@ def test_predictions_in_an_autocast_of_the_script_are_float32(level: str, traini
 def test_detach_restores_the_model(level: str) -> None:
     model = Net()
     calls: list[str] = []
-    model.register_forward_pre_hook(lambda module, args: calls.append('pre'))
-    model.register_forward_hook(lambda module, args, output: calls.append('post'), always_call=True)
-    model.head.register_forward_pre_hook(lambda module, args, kwargs: calls.append('head'), with_kwargs=True)
+    model.head.register_forward_pre_hook(lambda *args: calls.append('head'), with_kwargs=True)
     model.register_load_state_dict_post_hook(lambda *args: calls.append('load'))
     before, objects = copy.deepcopy(model.state_dict()), list(model.parameters())
     wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
@@ -314,8 +296,7 @@ def test_detach_restores_the_model(level: str) -> None:
             assert torch.equal(parameter, before[name].to(F16 if level == 'O3' else F32).float()), name
         assert model(X).dtype is F32
     model.load_state_dict(model.state_dict())
-    assert calls == ['pre', 'head', 'post'] * 4 + ['load']
-    assert model.stem(X).dtype is F32
+    assert calls == ['head'] * 4 + ['load'] and model.stem(X).dtype is F32
 
 
 def test_model_is_freed_with_its_masters() -> None:
@@ -347,25 +328,15 @@ def test_layer_that_joins_later_is_warned_of_and_works(door: str, log: list[str]
     model.stem, model.neck[0] = nn.Linear(4, 4), nn.Linear(4, 4)
     assert names_of(log) == ['stem (Linear)', '0 (Linear)']
     assert any("amp.initialize(layer, opt_level='O5')" in line for line in log)
+    # one that was initialized by itself is part of the model
+    model.neck.append(initialized(nn.Linear(4, 4)))
+    assert len(names_of(log)) == 2 and model.neck[1].weight.dtype is BF16
     call(torch.randn(4, 4)).sum().backward()
     assert model.stem.weight.grad is not None
     model.stem = Block(mixes)  # type: ignore[assignment]
     with pytest.raises(RuntimeError) as caught:
         model(torch.randn(4, 4))
     assert 'joined the model' in text(caught.value) and "amp.initialize(layer, opt_level='O5')" in text(caught.value)
-
-
-def test_layer_that_was_initialized_by_itself_is_part_of_the_model(log: list[str]) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level='O5', verbosity=1)
-    model[1] = initialized(nn.Linear(4, 4))
-    assert names_of(log) == []
-    optimizer.add_param_group({'params': list(model[1].parameters())})
-    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert {p.dtype for p in amp.master_params(optimizer)} == {F32}
 
 
 # -- errors of torch about types -------------------------------------------------------------------------------------------
@@ -399,12 +370,6 @@ def test_error_about_types_names_the_module_and_three_remedies(level: str, door:
     for words in (f'1.0 (Block), in a forward at {level}', "keep_fp32=['1.0']", 'fp32_ops=', 'another opt_level'):
         assert words in found
     assert found.count('amp: raised in') == 1
-    # of a model inside of another, too
-    outer = initialized(nn.Sequential(nn.Linear(4, 4)), level)
-    outer.forward = call
-    with pytest.raises(RuntimeError) as caught:
-        outer(torch.randn(4, 4))
-    assert text(caught.value).count('amp: raised in') == 1
 
 
 def test_other_errors_have_no_note() -> None:

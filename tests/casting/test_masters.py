@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from bits import same, same_bits
-from mmengine.model import ExponentialMovingAverage
 from mmengine.runner.checkpoint import load_state_dict
 from pairs import pairs
 from torch import Tensor, nn
@@ -74,27 +73,24 @@ def test_masters_are_the_unrounded_weights_with_their_state(level: str, door: st
         assert same(optimizer.state.get(master, {}), state)
 
 
+@pytest.mark.xfail(strict=True, reason='casting')
+@pytest.mark.parametrize('level', MASTERED)
+def test_load_into_a_weight_that_has_just_joined_the_optimizer_is_not_rounded(level: str) -> None:
+    run = trained(level, 'amp', lambda parameters: still(list(parameters)[1:]))
+    run.optimizer.add_param_group({'params': [run.weight()]})
+    load(run.model)
+    run.train(0)
+    assert torch.equal(run.model.state_dict()['fc.weight'], FINE)
+
+
 # -- who wrote last --------------------------------------------------------------------------------------------------------
 
 
-def by_hand(change: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
-    def edit(model: Any) -> None:
-        with torch.no_grad():
-            change(model.fc.weight)
-
-    return edit
+quietly = torch.no_grad()
 
 
 def load(model: Any, loader: Any = nn.Module.load_state_dict, **words: Any) -> None:
     loader(model, {**model.state_dict(), 'fc.weight': FINE.clone()}, **words)
-
-
-def load_average(model: Any) -> None:
-    """What scripts without mmengine's hook do with an average."""
-    average = ExponentialMovingAverage(model)
-    with torch.no_grad():
-        average.module.fc.weight.copy_(FINE)
-    model.load_state_dict(average.module.state_dict())
 
 
 def prune_half(model: Any) -> None:
@@ -110,15 +106,14 @@ EDITS: dict[str, dict[str, Callable[[Any], Any]]] = {
         'some': lambda model: model.load_state_dict({'fc.weight': FINE}, strict=False),
         'part': lambda model: model.fc.load_state_dict({'weight': FINE, 'bias': model.fc.bias.float()}, assign=True),
         'mmengine': lambda model: load(model, load_state_dict),
-        'average': load_average,
         'FP32 data =': lambda model: setattr(model.fc.weight, 'data', FINE.clone()),
     },
     # are 16-bit, and version counters show them
     'in place': {
-        'copy_': by_hand(lambda weight: weight.copy_(FINE)),
-        'clamp_': by_hand(lambda weight: weight.mul_(2).clamp_(-0.3, 0.3)),
+        'copy_': quietly(lambda model: model.fc.weight.copy_(FINE)),
+        'clamp_': quietly(lambda model: model.fc.weight.mul_(2).clamp_(-0.3, 0.3)),
         'init': lambda model: nn.init.constant_(model.fc.weight, 0.3),
-        'view': by_hand(lambda weight: weight[0].mul_(2.0)),
+        'view': quietly(lambda model: model.fc.weight[0].mul_(2.0)),
     },
     # have another address
     'replaced': {
