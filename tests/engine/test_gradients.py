@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,18 +31,22 @@ Make = Callable[[Any], Optimizer]
 # -- attaching -------------------------------------------------------------------------------------------------------------
 
 
-@pairs(level=LEVELS, verbosity=(0, 1, 2))
-def test_attach_casts_weights_and_logs_their_names(level: str, verbosity: int, log: list[str]) -> None:
-    run, plain = Training(level, verbosity=verbosity), Training('O0', attach=False)
-    wanted = {'fc.weight', 'fc.bias', 'out.weight', 'out.bias'} | ({'bn.weight', 'bn.bias'} if level == 'O3' else set())
-    told = {name for name in wanted if any(f' {name} ' in line for line in log)}
-    assert told == (wanted if verbosity == 2 and level in CAST else set())
-    masters = run.masters()
-    assert [id(m) for m in masters] == [id(p) for group in run.optimizer.param_groups for p in group['params']]
-    for master, before, (name, weight) in zip(masters, plain.model.parameters(), run.model.named_parameters()):
-        assert weight.dtype is (CAST.get(level, F32) if name in wanted else F32)
-        assert master.dtype is (weight.dtype if level == 'O3' else F32)
-        assert torch.equal(master, before.to(master.dtype)) and torch.equal(weight, master.to(weight.dtype))
+@pytest.mark.parametrize('level', LEVELS)
+def test_attach_casts_weights_and_logs_their_names(level: str, log: list[str]) -> None:
+    for verbosity in range(3):
+        log.clear()
+        run, plain = Training(level, verbosity=verbosity), Training('O0', attach=False)
+        wanted = {'fc.weight', 'fc.bias', 'out.weight', 'out.bias'} | (
+            {'bn.weight', 'bn.bias'} if level == 'O3' else set()
+        )
+        told = {name for name in wanted if any(f' {name} ' in line for line in log)}
+        assert told == (wanted if verbosity == 2 and level in CAST else set())
+        masters = run.masters()
+        assert [id(m) for m in masters] == [id(p) for group in run.optimizer.param_groups for p in group['params']]
+        for master, before, (name, weight) in zip(masters, plain.model.parameters(), run.model.named_parameters()):
+            assert weight.dtype is (CAST.get(level, F32) if name in wanted else F32)
+            assert master.dtype is (weight.dtype if level == 'O3' else F32)
+            assert torch.equal(master, before.to(master.dtype)) and torch.equal(weight, master.to(weight.dtype))
 
 
 def test_modules_of_which_the_optimizer_steps_nothing_stay_fp32() -> None:
@@ -205,23 +210,6 @@ def test_an_infinite_sum_of_finite_fp32_gradients_is_no_overflow() -> None:
     assert not run.skipped()
 
 
-def test_a_failed_backward_pass_leaves_nothing_behind_once_gradients_are_cleared() -> None:
-    run, clean = (Training('O2', num_losses=2) for _ in range(2))
-
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError
-
-    handle = run.weight().register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        run.backward(run.loss(1, 1), 1)
-    handle.remove()
-    run.clear()
-    run.model.bn.reset_running_stats()
-    for each in (run, clean):
-        each.train(0)
-    assert differing(run.bits(buffers=True), clean.bits(buffers=True)) == []
-
-
 @pytest.mark.parametrize('kind', ['expanded', 'shared'])
 def test_gradients_that_share_memory_are_refused(kind: str) -> None:
     """They would be unscaled twice."""
@@ -232,23 +220,6 @@ def test_gradients_that_share_memory_are_refused(kind: str) -> None:
         parameter.grad = one
     with pytest.raises(AmpUsageError, match=r'share memory.*clone\(\)'):
         run.step()
-
-
-@pytest.mark.parametrize('level', MASTERED)
-def test_gradients_of_embeddings_stay_sparse(level: str) -> None:
-    run = Training(level, 'wrapper', lambda p: SGD(p, lr=0.5), nn.Embedding(5, 2, sparse=True), loss_scale=8.0)
-    exact = run.masters()[0].detach().clone()
-    run.backward(run.forward(torch.tensor([1, 3, 1])).float().sum())
-    run.step()
-    exact[1] -= 1.0
-    exact[3] -= 0.5
-    assert run.masters()[0].grad.is_sparse and run.masters()[0].grad.dtype is F32
-    assert torch.equal(run.masters()[0], exact) and torch.equal(run.model.weight, exact.to(CAST[level]))
-    run.clear()
-    run.model.weight.register_hook(lambda gradient: gradient * math.inf)
-    run.backward(run.forward(torch.tensor([1])).float().sum())
-    run.step()
-    assert run.skipped() or level == 'O5'
 
 
 def test_repeated_rows_of_a_sparse_gradient_are_added_in_fp32() -> None:
@@ -315,7 +286,7 @@ def heads() -> nn.ModuleList:
     return made
 
 
-@pairs(level=('O0', 'O1', 'O2', 'O4', 'O5'), name=OPTIMIZERS, way=WAYS)
+@pairs(level=('O0', 'O1', 'O2', 'O5'), name=OPTIMIZERS, way=WAYS)
 def test_gradients_that_were_cleared_to_zeros_are_stepped(level: str, name: str, way: str) -> None:
     """``set_to_none=False``: momentum and weight decay act on what got a gradient before, as in FP32."""
     model, plain = heads(), heads()
@@ -330,17 +301,6 @@ def test_gradients_that_were_cleared_to_zeros_are_stepped(level: str, name: str,
         run.step()
         by_hand.step()
         assert same(dict(model.state_dict()), dict(plain.state_dict())), index
-
-
-@pytest.mark.parametrize('level', LEVELS)
-def test_a_gradient_without_a_scale_is_stepped_beside_those_of_a_block(level: str) -> None:
-    model, x = heads(), torch.ones(1, 2)
-    run = Training(level, 'amp', lambda p: SGD(p, lr=0.125), model, loss_scale=8.0)
-    before = model.state_dict()['0.bias'].clone()
-    model[0](x).sum().backward()
-    run.backward(model[1](x).sum())
-    run.step()
-    assert torch.equal(model.state_dict()['0.bias'], before - 0.125)
 
 
 @pairs(to_none=(True, False), way=('wrapper', 'FP32 sums', 'two losses'), level=('O1', 'O2', 'O5'))
@@ -515,25 +475,23 @@ def test_weights_whose_masters_have_the_gradient_have_none(level: str) -> None:
 # -- clipping --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ('given', 'words'),
-    [
-        ({}, ['max_norm']),
-        (1.0, ['clip_grad=1.0']),
-        ({'type': 'nrom', 'max_norm': 1}, ["'nrom'", "'norm' or 'value'"]),
-        ({'max_nrom': 1}, ["did you mean 'max_norm'?"]),
-        ({'max_norm': -1}, ["clip_grad['max_norm']=-1"]),
-        ({'max_norm': math.nan}, ["clip_grad['max_norm']=nan"]),
-        ({'max_norm': True}, ["clip_grad['max_norm']=True"]),
-        ({'type': 'value', 'max_norm': 1}, ["lacks 'clip_value'"]),
-        ({'type': 'value', 'clip_value': -0.1}, ["clip_grad['clip_value']=-0.1"]),
-        pytest.param(
-            {'max_norm': 1, 'norm_type': 'two'}, ['norm_type'], marks=pytest.mark.xfail(reason='engine', strict=True)
-        ),
-    ],
-    ids=str,
-)
-def test_clipping_settings_are_checked(given: Any, words: list[str]) -> None:
-    with pytest.raises(AmpConfigError) as caught:
-        Training('O2', clip_grad=given)
-    assert all(word in str(caught.value) for word in words)
+def test_clipping_settings_are_checked() -> None:
+    bad: list[tuple[Any, str]] = [
+        ({}, 'max_norm'),
+        (1.0, 'clip_grad=1.0'),
+        ({'type': 'nrom', 'max_norm': 1}, "'nrom' must be 'norm' or 'value'"),
+        ({'max_norm': -1}, "clip_grad['max_norm']=-1"),
+        ({'max_norm': math.nan}, "clip_grad['max_norm']=nan"),
+        ({'max_norm': True}, "clip_grad['max_norm']=True"),
+        ({'type': 'value', 'max_norm': 1}, "lacks 'clip_value'"),
+        ({'type': 'value', 'clip_value': -0.1}, "clip_grad['clip_value']=-0.1"),
+    ]
+    for clip, words in bad:
+        with pytest.raises(AmpConfigError, match=re.escape(words)):
+            Training('O2', clip_grad=clip)
+
+
+@pytest.mark.xfail(strict=True, reason='engine')
+def test_kind_of_norm_is_checked() -> None:
+    with pytest.raises(AmpConfigError, match='norm_type'):
+        Training('O2', clip_grad={'max_norm': 1, 'norm_type': 'two'})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import re
@@ -48,11 +49,10 @@ EAGER: dict[str, Make] = {
     'AdamW': lambda p: AdamW(p, lr=0.05, weight_decay=0.1, fused=True),
     'RMSprop': lambda p: RMSprop(p, lr=0.05, momentum=0.5, centered=True),
 }
-ALL = {**FUSED, **{f'{name} of torch': make for name, make in FUSED_OF_TORCH.items()}, **EAGER}
+ALL = {**FUSED, 'FusedSGD of torch': FUSED_OF_TORCH['FusedSGD'], **EAGER}
 CLIPS: dict[str, dict[str, Any] | None] = {
     'no clip': None,
     'norm': dict(max_norm=0.05),
-    'large norm': dict(max_norm=1e3),
     'largest': dict(max_norm=0.05, norm_type=math.inf),
     'sum': dict(max_norm=0.05, norm_type=1),
     'value': dict(type='value', clip_value=0.01),
@@ -92,17 +92,16 @@ def test_a_step_needs_a_backward_pass_of_the_wrapper(level: str) -> None:
     assert 'weight fc.weight' in differing(before, run.bits())
 
 
-@pytest.mark.parametrize('level', LEVELS)
-def test_closures_run_where_there_is_no_scale_and_no_master(level: str) -> None:
-    run, calls = Training(level), []
-    run.passes(0)
-    if level in SCALED or level in MASTERED:
-        with pytest.raises(AmpUsageError, match='closure'):
-            run.step(closure=lambda: calls.append(1))
-        assert calls == []
-    else:
-        run.step(closure=lambda: [calls.append(1), run.loss()][1])
-        assert calls == [1]
+def test_closures_run_where_there_is_no_scale_and_no_master() -> None:
+    for level in LEVELS:
+        run, calls = Training(level), list[int]()
+        run.passes(0)
+        if level in SCALED or level in MASTERED:
+            with pytest.raises(AmpUsageError, match='closure'):
+                run.step(closure=functools.partial(calls.append, 1))
+        else:
+            run.step(closure=lambda run=run, calls=calls: [calls.append(1), run.loss()][1])
+        assert calls == [1] * (level in ('O0', 'O3', 'O4')), level
 
 
 @pytest.mark.parametrize('level', LEVELS)
@@ -127,19 +126,6 @@ def test_steps_of_the_optimizer_beside_the_wrapper(level: str) -> None:
     run.model(batch(0)[0]).sum().backward()
     run.optimizer.step()
     assert 'weight fc.weight' in differing(before, run.bits())
-
-
-def test_a_disabled_wrapper_is_a_plain_optimizer() -> None:
-    for level in LEVELS:
-        run, plain = Training(level, enabled=False), Training('O0', attach=False)
-        for index in range(3):
-            x, y = batch(index)
-            (plain.model(x) - y).square().mean().backward()
-            plain.optimizer.step()
-            plain.optimizer.zero_grad()
-        run.train(0, 1, 2)
-        assert differing(plain.bits(), run.bits()) == []
-        assert same(run.wrapper.state_dict(), plain.optimizer.state_dict())
 
 
 # -- the numbers -----------------------------------------------------------------------------------------------------------
@@ -192,21 +178,29 @@ def _net() -> Net:
 
 
 @pairs(
-    level=LEVELS, clip=('no clip', 'norm', 'largest', 'value'), name=('FusedAdamW', 'FusedSGD', 'AdamW'), losses=(1, 2)
+    level=LEVELS,
+    clip=('no clip', 'norm', 'value'),
+    name=('FusedAdamW', 'FusedSGD', 'AdamW'),
+    losses=(1, 2),
+    bad=(False, True),
 )
-def test_steps_that_learn_of_a_skip_on_the_device_read_nothing(level: str, clip: str, name: str, losses: int) -> None:
+def test_steps_that_learn_of_a_skip_on_the_device_read_nothing(
+    level: str, clip: str, name: str, losses: int, bad: bool
+) -> None:
     if level == 'O3' and name == 'AdamW':
         name = 'FusedAdam'  # torch steps no 16-bit weights fused
     run = Training(level, make=ALL[name], clip_grad=CLIPS[clip], num_losses=losses, skip_nonfinite=True)
     run.train(0)
-    run.passes(1)
+    before = run.bits(buffers=True)
+    with poisoned(run.weight(), math.inf if bad else 0.0):
+        run.passes(1)
     with NoHostRead():
         run.step()
         run.clear()
-    assert not run.skipped()
+    assert run.skipped() == bad and (differing(before, run.bits(buffers=True)) == []) == bad
 
 
-@pairs(level=MASTERED, name=ALL)
+@pairs(level=MASTERED, name=('FusedAdamW', 'FusedSGD of torch', 'SGD', 'Adam'))
 def test_hooks_of_the_optimizer(level: str, name: str) -> None:
     """Before a step they see unscaled FP32 gradients; what they write to masters after it reaches the weights."""
     run = Training(level, make=ALL[name], loss_scale=8.0)
@@ -234,8 +228,8 @@ def test_hooks_of_the_optimizer(level: str, name: str) -> None:
 
 
 @pairs(
-    level=LEVELS,
     name=ALL,
+    level=('O1', 'O2', 'O3', 'O5'),
     bad=((0,), (0, 1, 2, 3), (1, 3)),
     where=('fc.weight', 'bn.weight', 'out.bias'),
     losses=(1, 2),
@@ -272,20 +266,6 @@ def test_a_skipped_step_changes_nothing(
     assert differing(found, wanted) == []
     for scaler in run.wrapper.loss_scalers:
         assert scaler.state_dict()['steps'] == 4 and scaler.state_dict()['skips'] == len(bad)
-
-
-@pairs(level=SCALED, name=('FusedSGD', 'SGD', 'FusedSGD of torch'), loss_id=(0, 1))
-def test_the_scale_of_the_loss_that_overflowed_falls(level: str, name: str, loss_id: int) -> None:
-    run = Training(level, make=ALL[name], num_losses=2)
-    for index in range(2):
-        loss = run.loss(0, index)
-        if index == loss_id:
-            with poisoned(run.weight()):
-                run.backward(loss, index)
-        else:
-            run.backward(loss, index)
-    run.step()
-    assert run.scales() == [2.0**15 if index == loss_id else 2.0**16 for index in range(2)]
 
 
 def test_gradients_that_nobody_checks_are_stepped() -> None:
@@ -434,24 +414,17 @@ def test_a_saved_accumulation_is_a_snapshot() -> None:
     assert same(saved, kept)
 
 
-BREAK: dict[str, Callable[[dict[str, Any]], Any]] = {
-    'a group is missing': lambda s: s['param_groups'].pop(),
-    'a group comes twice': lambda s: s['param_groups'].append(copy.deepcopy(s['param_groups'][0])),
-    'a parameter is missing': lambda s: s['param_groups'][0]['params'].pop(),
-    'a scale is NaN': lambda s: s['amp']['loss_scalers'][0].update(scale=math.nan),
-    'a later version': lambda s: s['amp'].update(version=2),
-    'another shape of a moment': lambda s: s['state'][0].update(exp_avg=torch.ones(7)),
-    'another shape of a gradient': lambda s: s['amp']['window']['gradients'].__setitem__(0, torch.ones(7)),
-}
-
-
-@pairs(damage=BREAK, when=('before', 'after'))
+@pairs(damage=('moment', 'gradient'), when=('before', 'after'))
 def test_a_damaged_state_is_refused_and_changes_nothing(damage: str, when: str) -> None:
+    """A moment or a gradient of another shape; test_damage.py has the rest."""
     source = Training('O2', make=ALL['Adam'])
     source.train(0)
     source.passes(1)
     state = copy.deepcopy(source.wrapper.state_dict())
-    BREAK[damage](state)
+    if damage == 'moment':
+        state['state'][0]['exp_avg'] = torch.ones(7)
+    else:
+        state['amp']['window']['gradients'][0] = torch.ones(7)
     run = Training('O2', make=ALL['Adam'], attach=when == 'after')
     if when == 'after':
         run.train(4)
