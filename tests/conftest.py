@@ -14,9 +14,9 @@ from pathlib import Path
 # before torch starts its threads: two workers on two cores, and bit-exact sums that do not depend on their number
 os.environ.setdefault('OMP_NUM_THREADS', '1')
 # processes that tests start import what the tests share, too
-SHARED = [str(Path(__file__).parent / folder) for folder in ('lib', 'support')]
-if SHARED[0] not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
-    os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [*SHARED, os.environ.get('PYTHONPATH')]))
+SHARED = str(Path(__file__).parent / 'lib')
+if SHARED not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
+    os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [SHARED, os.environ.get('PYTHONPATH')]))
 
 from collections.abc import Iterator
 
