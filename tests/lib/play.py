@@ -308,8 +308,9 @@ class Plain:
         # that of torch's own SGD counts no steps
         moments = {
             (index, key): value.tolist()
-            for index, state in self.optimizer.state_dict()['state'].items()
-            for key, value in state.items()
+            # of foreign optimizers, some keep counters beside the states of their parameters
+            for index, state in self.optimizer.state_dict().get('state', {}).items()
+            for key, value in (state.items() if isinstance(state, dict) else ())
             if isinstance(value, Tensor) and (key != 'step' or 'exp_avg' in state)
         }
         return dict(
