@@ -19,7 +19,7 @@ from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.model import BaseDataPreprocessor, BaseModel
-from mmengine.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS, HOOKS, METRICS, MODELS
+from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, METRICS, MODELS
 from mmengine.runner import FlexibleRunner, Runner
 from torch import Tensor, nn
 from torch.utils.data import Dataset, RandomSampler
@@ -104,12 +104,6 @@ class ToyRandomSampler(RandomSampler):
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int | None = None) -> None:
         super().__init__(dataset)
-
-
-@FUNCTIONS.register_module()
-def toy_worker_init(worker_id: int) -> None:
-    """Seeds from what torch gave the worker."""
-    np.random.seed(torch.initial_seed() % 2**32)
 
 
 @METRICS.register_module()

@@ -366,14 +366,6 @@ def test_parts_are_compiled_where_train_step_calls_them(compiled: list[Any], tmp
     assert {name for name, _ in compiled} == {'OwnTrainStep', 'Conv2d', 'BatchNorm2d', 'LayerNorm', 'Linear'}
 
 
-def test_level_may_change_on_resume_of_a_compiled_run(tmp_path: Path) -> None:
-    for epoch, level in enumerate(('O5', 'O2'), 1):
-        cycle = dict(by_epoch=True, max_epochs=epoch, val_interval=1)
-        runner = toy.run(tmp_path, wrapper(level), compile=dict(backend='eager'), resume=True, train_cfg=cycle)
-        assert runner.iter == 7 * epoch
-        assert (torch.float16 in {p.dtype for p in runner.model.parameters()}) == (level == 'O2')
-
-
 def test_stock_wrapper_is_compiled_by_mmengine(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

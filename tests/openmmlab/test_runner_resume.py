@@ -212,7 +212,6 @@ ITERATIONS = dict(train_cfg=dict(by_epoch=False, max_iters=3, val_interval=10))
     [
         (loader(num_workers=1, persistent_workers=True), 'Write persistent_workers=False'),
         ({**loader('ToyRandomSampler'), **ITERATIONS}, "Use mmengine's InfiniteSampler"),
-        ({**loader(num_workers=1, worker_init_fn=dict(type='toy_worker_init')), **ITERATIONS}, "the workers' seeds"),
         (dict(randomness=dict(seed=None)), 'the config has no seed'),
         (epochs(1), None),
         (ITERATIONS, None),
