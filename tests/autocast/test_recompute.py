@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,16 +279,6 @@ def test_error_in_a_recomputed_segment_leaves_nothing_open(way: str) -> None:
         loss.backward()
     half = torch.ones(2, dtype=torch.bfloat16)
     assert F.mse_loss(half, half).dtype is half.dtype and not torch.is_autocast_enabled('cpu')
-
-
-@pytest.mark.parametrize('way', ['reentrant', 'not reentrant'])
-def test_registered_function(way: str) -> None:
-    types: list[torch.dtype] = []
-    gate = SimpleNamespace(open=lambda x: (types.append(x.dtype), x.sigmoid())[1])
-    amp.register_float_function(gate, 'open')
-    model = amp.initialize(Inside(lambda x: WAYS[way](lambda y: gate.open(y) * 2, x)), opt_level='O1', verbosity=0)
-    model(torch.eye(4)).sum().backward()
-    assert types == [F32] * 2
 
 
 def test_errors_are_those_of_torch() -> None:
