@@ -103,7 +103,6 @@ EDITS: dict[str, dict[str, Callable[[Any], Any]]] = {
     'loads': {
         'load': load,
         'assign': lambda model: load(model, assign=True),
-        'some': lambda model: model.load_state_dict({'fc.weight': FINE}, strict=False),
         'part': lambda model: model.fc.load_state_dict({'weight': FINE, 'bias': model.fc.bias.float()}, assign=True),
         'mmengine': lambda model: load(model, load_state_dict),
         'FP32 data =': lambda model: setattr(model.fc.weight, 'data', FINE.clone()),
