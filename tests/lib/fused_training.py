@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import pairs
-import pytest
 import torch
 from bits import bits
 from torch import Tensor, nn
@@ -23,12 +20,13 @@ from amp_wrapper import AmpOptimWrapper, FusedAdam, FusedAdamW, FusedSGD, amp
 NEWER = set() if 'decoupled_weight_decay' in torch.optim.Adam([torch.ones(1)]).defaults else {'decoupled_weight_decay'}
 THEIRS: dict[Any, Any] = {FusedAdam: torch.optim.Adam, FusedAdamW: torch.optim.AdamW, FusedSGD: torch.optim.SGD}
 MOMENTUM = dict(lr=0.1, momentum=0.9)
-#: One of each kind of state.
+#: Each kind of state and of update: class and arguments.
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    'adam': (FusedAdam, {}),
-    'adamw-amsgrad': (FusedAdamW, dict(amsgrad=True)),
-    'sgd': (FusedSGD, dict(lr=0.1)),
-    'sgd-dampened': (FusedSGD, dict(**MOMENTUM, dampening=0.5)),
+    'adamw': (FusedAdamW, dict(lr=0.01, weight_decay=0.1)),
+    'adam': (FusedAdam, dict(lr=0.01, weight_decay=0.1, amsgrad=True, maximize=True)),
+    'sgd': (FusedSGD, dict(lr=0.1, weight_decay=0.1)),
+    'nesterov': (FusedSGD, dict(**MOMENTUM, nesterov=True)),
+    'dampened': (FusedSGD, dict(**MOMENTUM, dampening=0.5, weight_decay=0.1, maximize=True)),
 }
 #: torch's fused CPU kernels are vectorised in sixteens; their tails are rounded otherwise.
 SHAPES = ((16,), (4, 16), (2, 3, 16))
@@ -49,6 +47,14 @@ def give(parameters: list[nn.Parameter], seed: int, scale: float = 1.0, bad: flo
         if bad is not None:
             gradient.view(-1)[0] = bad
         parameter.grad = gradient.to(parameter.device, parameter.dtype)
+
+
+def advance(*optimizers: torch.optim.Optimizer, seeds: Iterable[int]) -> None:
+    """Steps of several optimizers with the same gradients."""
+    for seed in seeds:
+        for optimizer in optimizers:
+            give([parameter for group in optimizer.param_groups for parameter in group['params']], seed)
+            optimizer.step()
 
 
 def snapshot(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -74,63 +80,44 @@ class OpCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: Optimizer classes of a training, ours and torch's, and their arguments.
-TRAINED: dict[str, tuple[Any, dict[str, Any]]] = {
-    'adamw': (FusedAdamW, dict(lr=0.01, weight_decay=0.1)),
-    'adam': (FusedAdam, dict(lr=0.01, weight_decay=0.1, amsgrad=True, maximize=True)),
-    'sgd': (FusedSGD, dict(lr=0.1, momentum=0.9, nesterov=True)),
-    'dampened': (FusedSGD, dict(lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1, maximize=True)),
-}
-#: Level, and whether masters lie in two halves.
-SETTINGS = [
-    ('O0', False),
-    ('O1', False),
-    ('O2', False),
-    ('O2', True),
-    ('O3', False),
-    ('O4', False),
-    ('O5', False),
-    ('O5', True),
+#: Level, with split masters or without; the way to train; and a kind of optimizer.
+TRAININGS = [
+    ('O0', 'amp', 'adamw'),
+    ('O1', 'wrapper', 'adam'),
+    ('O2', 'amp', 'nesterov'),
+    ('O2', 'wrapper', 'dampened'),
+    ('O2 split', 'wrapper', 'adam'),
+    ('O3', 'amp', 'adam'),
+    ('O5', 'wrapper', 'adamw'),
+    ('O5 split', 'wrapper', 'nesterov'),
 ]
 
 
-def by_turns(*doors: str, settings: list[tuple[str, bool]] = SETTINGS) -> pytest.MarkDecorator:
-    """Parametrizes a test: each setting with one door and one kind of optimizer; with all of them with ``--full``."""
-    kinds = list(TRAINED)
-    rows = [(d, s, k) for d, s, k in itertools.product(doors, settings, kinds) if not (s[1] and d == 'amp')]
-    if not pairs.full:
-        turns = [(s, doors[-1 if s[1] else i % len(doors)], kinds[(i + i // 4) % 4]) for i, s in enumerate(settings)]
-        rows = [(door, setting, kind) for setting, door, kind in turns]
-    names = [f'{door}-{level}{"-split" * split}-{kind}' for door, (level, split), kind in rows]
-    return pytest.mark.parametrize(('door', 'setting', 'kind'), rows, ids=names)
-
-
 def build(kind: str, params: Any) -> Any:
-    return TRAINED[kind][0](params, **TRAINED[kind][1])
+    cls, options = KINDS[kind]
+    return cls(params, **options)
 
 
 class Training:
     """A small model, trained through ``amp`` or through the wrapper, which clips its norm."""
 
     def __init__(
-        self, door: str, setting: tuple[str, bool], kind: str, device: torch.device, depth: int = 1, ours: bool = True
+        self, setting: str, door: str, kind: str, device: torch.device, depth: int = 1, ours: bool = True
     ) -> None:
         torch.manual_seed(0)
-        level, split = setting
+        level, *split = setting.split()
         layers = [layer for _ in range(depth) for layer in (nn.Linear(16, 16), nn.Tanh())]
-        self.model: Any = nn.Sequential(nn.Conv1d(1, 4, 1, bias=False), nn.Flatten(), nn.BatchNorm1d(16), *layers).to(
-            device
-        )
-        cls, options = TRAINED[kind]
+        first = nn.Conv1d(1, 4, 1, bias=False)
+        self.model: Any = nn.Sequential(first, nn.Flatten(), nn.BatchNorm1d(16), *layers).to(device)
+        cls, options = KINDS[kind]
         self.optimizer = (cls if ours else THEIRS[cls])(self.model.parameters(), **options)
         self.door, self.device = door, device
         if door == 'amp':
             amp.initialize(self.model, self.optimizer, opt_level=level, verbosity=0)
             return
         more: dict[str, Any] = dict(master_weights='split') if split else {}
-        more |= (
-            dict(loss_scale=dict(init_scale=2.0**8, growth_interval=2)) if level == 'O2' else dict(skip_nonfinite=True)
-        )
+        scale = dict(init_scale=2.0**8, growth_interval=2)
+        more |= dict(loss_scale=scale) if level == 'O2' else dict(skip_nonfinite=True)
         clip = dict(max_norm=0.05)
         self.wrapper = AmpOptimWrapper(optimizer=self.optimizer, opt_level=level, clip_grad=clip, verbosity=0, **more)
 
