@@ -19,7 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
 from toy_training import LEVELS, Training
 
-from amp_wrapper import AmpConfigError, AmpOptimWrapper, FusedAdamW, amp, resolve
+from amp_wrapper import AmpOptimWrapper, FusedAdamW, amp
 
 NAN = math.nan
 #: More than what is copied at each step: 1 MiB.
@@ -37,7 +37,6 @@ class Probe(nn.Module):
         self.register_buffer('flag', torch.tensor(False))
         self.register_buffer('wide', torch.zeros(2, dtype=torch.float64))
         self.register_buffer('narrow', torch.zeros(2, dtype=torch.bfloat16))
-        self.register_buffer('phase', torch.zeros(2, dtype=torch.complex64))
         self.register_buffer('replaced', torch.ones(3))
         self.register_buffer('through_data', torch.ones(3))
         self.register_buffer('passing', torch.zeros(1), persistent=False)
@@ -59,7 +58,6 @@ class Probe(nn.Module):
             self.flag.logical_not_()
             self.wide[0] += value
             self.narrow += value
-            self.phase += 1j * value
             self.replaced = self.replaced * 0.5 + value
             self.through_data.data.add_(value)
             self.passing.fill_(value)
@@ -87,9 +85,7 @@ class Around(nn.Module):
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[Tensor, ...]]] = {
     'BatchNorm1d': (lambda: nn.BatchNorm1d(3), (4, 3), ()),
     'BatchNorm2d': (lambda: nn.BatchNorm2d(3), (2, 3, 4, 4), ()),
-    'BatchNorm3d': (lambda: nn.BatchNorm3d(3), (2, 3, 2, 2, 2), ()),
     'BatchNorm2d, cumulative': (lambda: nn.BatchNorm2d(3, momentum=None), (2, 3, 4, 4), ()),
-    'BatchNorm2d, not affine': (lambda: nn.BatchNorm2d(3, affine=False), (2, 3, 4, 4), ()),
     'SyncBatchNorm': (lambda: nn.SyncBatchNorm(3), (2, 3, 4, 4), ()),
     'InstanceNorm2d': (lambda: nn.InstanceNorm2d(3, track_running_stats=True), (2, 3, 4, 4), ()),
     'frozen BatchNorm': (lambda: nn.Sequential(nn.BatchNorm1d(3)).requires_grad_(False), (4, 3), ()),
@@ -180,12 +176,6 @@ def test_buffers_stay_where_no_step_is_skipped() -> None:
         run = scripted(model=model, **{'level': 'O2', 'skip_nonfinite': None, 'loss_scale': None, **options})  # type: ignore[arg-type]
         step(run, batch(bad=True))
         assert model.part.running_mean.isnan().any() and model.part.num_batches_tracked == 1
-
-
-def test_restoring_is_part_of_the_policy() -> None:
-    assert resolve('O2').to_dict()['restore_buffers_on_skip'] is True
-    with pytest.raises(AmpConfigError, match='restore_buffers_on_skip=1'):
-        resolve('O2', restore_buffers_on_skip=1)  # type: ignore[arg-type]
 
 
 # -- what is written outside of forward passes -----------------------------------------------------------------------------
@@ -291,18 +281,6 @@ def test_a_forward_pass_that_ended_early_is_restored(kind: type[BaseException]) 
         assert changed(before, model) == [], level
 
 
-def test_a_graph_may_wait_over_a_step() -> None:
-    """It holds buffers of its own pass, which a step does not write to."""
-    for level in LEVELS:
-        model = Around(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False))
-        run = scripted(level, model, loss_scale=1.0)
-        losses = [run.forward(batch(seed=index)) for index in range(2)]
-        for loss in losses:
-            run.backward(loss)
-            run.step()
-        assert model.part[1].num_batches_tracked == 2, level
-
-
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -329,18 +307,15 @@ def test_a_large_table_is_restored_once_it_has_begun_to_change() -> None:
         assert changed(before, model) != []
 
 
-@pytest.mark.parametrize('between', [False, pytest.param(True, marks=pytest.mark.xfail(strict=True, reason='engine'))])
-def test_functional_calls_have_buffers_of_their_own(between: bool) -> None:
+@pytest.mark.xfail(strict=True, reason='engine')
+def test_functional_calls_have_buffers_of_their_own() -> None:
     model = Around(nn.BatchNorm1d(3))
     run = scripted('O1', model)
     step(run, batch())
     before = snapshot(model)
     values = {name: value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
-    for is_behind in (False, True):
-        if is_behind:
-            run.backward(run.forward(batch(bad=True)))
-        if is_behind == between:
-            torch.func.functional_call(model, values, (batch(),))
+    run.backward(run.forward(batch(bad=True)))
+    torch.func.functional_call(model, values, (batch(),))
     run.step()
     assert changed(before, model) == []
 
@@ -358,30 +333,25 @@ class Half(nn.Module):
 
 
 class Pair:
-    """A generator g and a discriminator d; in one session, in two, or with two wrappers."""
+    """A generator g and a discriminator d, in one session or with two wrappers."""
 
     def __init__(self, level: str, api: str) -> None:
         self.model: Any = nn.ModuleDict(dict(g=Half(), d=Half()))
         self.optimizers: Any = {name: SGD(self.model[name].parameters(), lr=0.01) for name in 'gd'}
-        self.api = api
         self.wrappers: Any = None
         words: dict[str, Any] = dict(opt_level=level, verbosity=0, loss_scale=dict(init_scale=1.0))
         if api == 'wrapper':
             made = {n: AmpOptimWrapper(optimizer=self.optimizers[n], skip_nonfinite=True, **words) for n in 'gd'}
             self.wrappers = OptimWrapperDict(**made)
             self.wrappers.initialize_count_status(self.model, 0, 100)
-        elif api == 'one session':
-            amp.initialize([*self.model.values()], [*self.optimizers.values()], num_losses=2, **words)
         else:
-            for name in 'gd':
-                amp.initialize(self.model[name], self.optimizers[name], **words)
+            amp.initialize([*self.model.values()], [*self.optimizers.values()], num_losses=2, **words)
 
     def backward(self, name: str, loss: Tensor) -> None:
         if self.wrappers is not None:
             self.wrappers[name].backward(loss)
             return
-        loss_id = 'gd'.index(name) if self.api == 'one session' else 0
-        with amp.scale_loss(loss, self.optimizers[name], loss_id=loss_id) as scaled:
+        with amp.scale_loss(loss, self.optimizers[name], loss_id='gd'.index(name)) as scaled:
             scaled.backward()
 
     def step(self, name: str) -> None:
@@ -395,13 +365,10 @@ class Pair:
         return int(self.model[name].norm.num_batches_tracked)
 
 
-APIS = ('wrapper', 'one session', 'two sessions')
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     level=st.sampled_from(['O1', 'O2', 'O5']),
-    api=st.sampled_from(APIS),
+    api=st.sampled_from(['wrapper', 'one session']),
     freezes=st.booleans(),
     acts=st.lists(
         st.tuples(st.sampled_from(['g', 'd', 'picture', 'held', 'G', 'D']), st.booleans()), min_size=1, max_size=10

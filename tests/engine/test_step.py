@@ -116,10 +116,9 @@ def test_steps_of_the_optimizer_beside_the_wrapper(level: str) -> None:
             run.optimizer.step()
         assert differing(before, run.bits()) == []
         run.step()
-        run.clear()
     else:
         run.optimizer.step()
-        run.clear()
+    run.clear()
     assert 'weight fc.weight' in differing(before, run.bits())
     run.wrapper.detach()
     before = run.bits()
@@ -268,27 +267,17 @@ def test_a_skipped_step_changes_nothing(
         assert scaler.state_dict()['steps'] == 4 and scaler.state_dict()['skips'] == len(bad)
 
 
-def test_gradients_that_nobody_checks_are_stepped() -> None:
-    run = Training('O5', skip_nonfinite=False)
-    with poisoned(run.weight()):
-        run.train(0)
-    assert not run.weight().isfinite().all()
-
-
-@pytest.mark.parametrize('name', ['Adam', 'AdamW', 'FusedAdamW', 'FusedSGD', 'FusedSGD of torch'])
+@pytest.mark.parametrize('name', ['Adam', 'FusedAdamW'])
 def test_a_weight_that_was_frozen_is_stepped_as_a_new_one(name: str) -> None:
     run = Training('O2', make=ALL[name])
-    frozen = run.weight('out.bias')
+    frozen, master = run.weight('out.bias'), run.masters()[-1]
     frozen.requires_grad_(False)
-    master = run.masters()[-1]
     before = master.clone()
     run.train(0, 1)
     assert torch.equal(master, before) and not run.optimizer.state.get(master)
     frozen.requires_grad_(True)
     run.train(2)
-    assert not torch.equal(master, before)
-    count = run.optimizer.state[master].get('step')
-    assert count is None or float(count) == 1
+    assert not torch.equal(master, before) and float(run.optimizer.state[master]['step']) == 1
 
 
 @pairs(level=('O1', 'O2', 'O3', 'O5'), name=('SGD', 'FusedSGD', 'AdamW'), losses=(1, 2))
@@ -338,22 +327,14 @@ def test_skips_are_logged_five_times_and_then_at_every_doubling(verbosity: int, 
     assert lines == 0 or 'loss scale now 32768' in skips[0]
 
 
-@pairs(name=('FusedSGD', 'SGD', 'AdamW'), scale=('dynamic', 8.0), checks=(None, True))
-def test_error_if_nonfinite_raises_before_anything_changes(name: str, scale: Any, checks: bool | None) -> None:
-    """A dynamic scale learns from the overflow in place of it."""
-    clip = dict(max_norm=0.05, error_if_nonfinite=True)
-    run = Training('O2', make=ALL[name], loss_scale=scale, skip_nonfinite=checks, clip_grad=clip)
+@pytest.mark.parametrize('name', ['FusedSGD', 'SGD'])
+def test_a_dynamic_scale_learns_of_an_overflow_in_place_of_error_if_nonfinite(name: str) -> None:
+    run = Training('O2', make=ALL[name], clip_grad=dict(max_norm=0.05, error_if_nonfinite=True))
     run.train(0)
     before = run.bits(buffers=True)
     with poisoned(run.weight()):
-        run.passes(1)
-    if scale == 'dynamic':
-        run.step()
-        assert run.skipped()
-    else:
-        with pytest.raises(RuntimeError, match='non-finite'):
-            run.step()
-    assert differing(before, run.bits(buffers=True)) == []
+        run.train(1)
+    assert run.skipped() and differing(before, run.bits(buffers=True)) == [] and run.scales() == [2.0**15]
 
 
 # -- the state -------------------------------------------------------------------------------------------------------------
@@ -453,26 +434,6 @@ def test_state_goes_from_any_level_to_any(target: str, log: list[str]) -> None:
             assert buffer.dtype is mine.dtype and torch.equal(buffer, saved.float().to(mine.dtype))
         second.train(2)
         assert second.loss(3).isfinite()
-
-
-@pytest.mark.parametrize('name', FUSED)
-def test_states_move_between_our_optimizers_and_torchs(name: str) -> None:
-    def resumed(make: Make, source: Training) -> Training:
-        run = Training('O2', make=make)
-        run.model.load_state_dict(source.model.state_dict())
-        run.wrapper.load_state_dict(source.wrapper.state_dict())
-        if 'fused' in run.optimizer.param_groups[0]:
-            # a group says how it is stepped, and ours does not
-            run.optimizer.param_groups[0]['fused'] = True
-        return run
-
-    ours, theirs = Training('O2', make=FUSED[name]), Training('O2', make=FUSED_OF_TORCH[name])
-    for run in (ours, theirs):
-        run.train(0, 1)
-    runs = [ours, theirs, resumed(FUSED_OF_TORCH[name], ours), resumed(FUSED[name], theirs)]
-    for run in runs:
-        run.train(2, 3)
-    assert all(same([*run.masters()], [*theirs.masters()]) for run in runs)
 
 
 class Outer(SGD):
