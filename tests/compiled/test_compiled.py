@@ -443,7 +443,7 @@ def test_keep_fp32_names_modules_that_were_compiled_before(device: torch.device)
 
 
 def squared(x: Tensor) -> Tensor:
-    """A function of Python that a configuration names; so are the next three."""
+    """A function of Python that a configuration names; so are the others that follow."""
     return x @ x.t()
 
 
@@ -453,6 +453,18 @@ def noted(x: Tensor) -> torch.dtype:
 
 def doubled(x: Tensor) -> Tensor:
     return x.mul_(2.0)
+
+
+def clipped(x: Tensor) -> Tensor:
+    return F.relu(x, True).sum()
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.swapdims(0, 1).tensor_split(2)[0].mul_(2).sum()
+
+
+def doubled_in_a_list(x: Tensor) -> None:
+    torch._foreach_mul_([x], 2.0)
 
 
 class Doubles(torch.autograd.Function):
@@ -475,7 +487,8 @@ class AsksForAutocast(torch.autograd.Function):
         return x @ x.t()
 
 
-REGISTERED = [f'{__name__}.{name}' for name in ('squared', 'noted', 'doubled', 'Doubles')]
+WRITING = ('doubled', 'clipped', 'turned', 'doubled_in_a_list')
+REGISTERED = [f'{__name__}.{name}' for name in ('squared', 'noted', 'Doubles', *WRITING)]
 in_float = amp.float_function(lambda x: x @ x.t())
 in_half = amp.half_function(lambda x: x @ x.t())
 promoted = amp.promote_function(lambda x, y: torch.cat([x, y]))
@@ -612,15 +625,16 @@ def test_types_in_a_graph(level: str, whole: bool, around: bool, device: torch.d
     assert {F16, BF16, F32} <= set(expected[1]['blocks of autocast'])
 
 
-def written(y: Tensor) -> list[Tensor]:
-    """What is written to copies in FP32 reaches the tensors of the caller."""
-    found = [y.detach().clone() for _ in range(5)]
-    doubled(found[0])
-    tripled(found[1])
-    F.relu(found[2], True)
-    found[3].swapdims(0, 1).tensor_split(2)[0].mul_(2)
-    torch._foreach_mul_([found[4]], 2.0)
-    return found
+def written(name: str) -> Callable[[Tensor], Tensor]:
+    """What a function writes to a copy in FP32 reaches the tensor of the caller."""
+
+    def body(y: Tensor) -> Tensor:
+        y = y.detach().clone()
+        # by its name in the module, which is patched
+        globals()[name](y)
+        return y
+
+    return body
 
 
 @torch.compiler.disable
@@ -649,8 +663,11 @@ def within_a_mode(y: Tensor) -> Tensor:
 SPARSE = torch.eye(4).to_sparse()
 #: What breaks graphs, or is no part of them: levels, what is compiled, and what is called.
 BREAKS: dict[str, tuple[str, str, Callable[[Tensor], Any]]] = {
-    'functions that write to their arguments': ('O4 O5', 'model', written),
-    'functions that write, in a function': ('O4', 'function', written),
+    'functions that write to their argument': ('O5', 'model', written('doubled')),
+    'in-place flags that write': ('O5', 'function', written('clipped')),
+    'views that write': ('O5', 'model', written('turned')),
+    'lists that are written to': ('O4', 'function', written('doubled_in_a_list')),
+    'decorated functions that write': ('O4', 'model', written('tripled')),
     'casts are paused over breaks': ('O1', 'model function', paused_over_breaks),
     'control flow of torch': ('O4', 'model function', lambda y: torch.cond(y.sum() > 0, squared, torch.neg, (y,))),
     'autograd Function of the configuration': ('O1', 'model function', lambda y: Doubles.apply(y)),
