@@ -1,7 +1,7 @@
-"""The compiled ops of an optimizer step against torch's fused optimizers, against float64, and against themselves.
+"""The compiled ops of an optimizer step against float64, and against themselves.
 
 Their arithmetic is float32 whatever the tensors are. So lists of all types, layouts and sizes give the bits that plain float32
-lists give, rounded to their types; and the plain lists are compared with torch.
+lists give, rounded to their types; ``tests/optim/test_fused.py`` compares plain lists with torch's optimizers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import op_lists
 import pytest
 import torch
-from op_lists import (
-    BF16,
-    F16,
-    F32,
-    FLOATS,
-    HALVES,
-    SHAPES,
-    NoHostRead,
-    joined,
-    moved_scale,
-    random_tensor,
-    same_bits,
-    scalar,
-)
+from op_lists import BF16, F16, F32, FLOATS, HALVES, SHAPES, NoHostRead, joined, random_tensor, same_bits, scalar
 from pairs import pairs
 from torch import Tensor
 
@@ -112,51 +100,7 @@ def rows_of(name: str, count: int, flags: int, device: torch.device) -> Tensor:
     return prologue(name, steps, table(name, flags, device), device)[1]
 
 
-# -- against torch ----------------------------------------------------------------------------------------------------
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    'Adam': (torch.optim.Adam, dict(lr=1e-2, weight_decay=0.1)),
-    'AMSGrad': (torch.optim.Adam, dict(lr=1e-2, amsgrad=True, maximize=True, betas=(0.3, 0.9))),
-    'AdamW': (torch.optim.AdamW, dict(lr=1e-2)),
-    'SGD': (torch.optim.SGD, dict(lr=0.1, weight_decay=0.01)),
-    'Momentum': (torch.optim.SGD, dict(lr=0.1, momentum=0.9, dampening=0.3, maximize=True)),
-    'Nesterov': (torch.optim.SGD, dict(lr=0.1, momentum=0.9, nesterov=True)),
-}
-
-
-@pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_steps_are_those_of_torchs_fused_optimizers(optimizer: str, device: torch.device) -> None:
-    """The same bits where torch uses vectors with one rounding for product and sum; within a few roundings elsewhere."""
-    kind, options = OPTIMIZERS[optimizer]
-    # torch's remainders of a vector are rounded twice
-    params = [random_tensor(i, (size,), F32, device) for i, size in enumerate((16, 64, 70_000 // 16 * 16))]
-    theirs = [torch.nn.Parameter(param.clone()) for param in params]
-    own = kind(theirs, fused=True, **options)
-    group = own.param_groups[0]
-    name = 'adam' if 'betas' in group else 'sgd'
-    if name == 'adam':
-        decoupled = kind is torch.optim.AdamW
-        numbers = [group['lr'], *group['betas'], group['eps'], group['weight_decay'], group['maximize'], decoupled]
-    else:
-        numbers = [group[key] for key in ('lr', 'momentum', 'dampening', 'nesterov', 'weight_decay', 'maximize')] + [0]
-    hyper = torch.tensor([[float(number) for number in numbers]], dtype=torch.float64)
-    count = (3 if group['amsgrad'] else 2) if name == 'adam' else int(group['momentum'] != 0)
-    states = [[torch.zeros_like(param) for param in params] for _ in range(count)]
-    steps = [scalar(device) for _ in params]
-    exact = device.type == 'cpu' and torch.backends.cpu.get_cpu_capability() in ('AVX2', 'AVX512')
-    for index in range(4):
-        grads = [random_tensor(50 * index + i, tuple(param.shape), F32, device) for i, param in enumerate(params)]
-        for parameter, grad in zip(theirs, grads):
-            parameter.grad = grad.clone()
-        own.step()
-        decision, rows = prologue(name, steps, hyper, device)
-        update(name, Lists(grads, params, states, []), rows, decision)
-        for mine, parameter in zip(params, theirs):
-            if exact:
-                assert same_bits(mine, parameter.detach())
-            else:
-                torch.testing.assert_close(mine, parameter.detach(), rtol=1e-5, atol=1e-6)
-    assert [step.item() for step in steps] == [4.0] * 3
+# -- against plain float32 lists -------------------------------------------------------------------------------------
 
 
 def test_groups_and_learning_rates_in_tensors_are_one_call(device: torch.device) -> None:
@@ -178,8 +122,6 @@ def test_groups_and_learning_rates_in_tensors_are_one_call(device: torch.device)
         assert all(map(same_bits, whole.written(), apart.written())), (name, flags)
         assert [step.item() for step in steps] == [i % 3 + 1.0 for i in range(40)]
 
-
-# -- against plain float32 lists -----------------------------------------------------------------------------------------
 
 #: (type of a parameter, type of what stands beside it): nothing, the parameter itself, a copy, or a remainder.
 BESIDE: list[tuple[torch.dtype, torch.dtype | None]] = [
@@ -237,19 +179,17 @@ def _laid_out(tensor: Tensor, dtype: torch.dtype, layout: int) -> Tensor:
     return random_tensor(0, tuple(tensor.shape), dtype, tensor.device, layout).copy_(tensor)
 
 
-@pytest.mark.parametrize('name', KINDS)
-def test_gradients_are_unscaled_then_clipped(name: str, device: torch.device) -> None:
+def test_gradients_are_unscaled_then_clipped(device: torch.device) -> None:
     """The inverse scale, the coefficient of the norm, and the limit of each element: each product is rounded."""
-    rows = rows_of(name, len(SHAPES), 3, device)
-    for inverse, coefficient, limit in itertools.product(
-        (1.0, 2.0**-16, 2.0**-140), (1.0, 0.37), (0.0, 1e-3, math.inf)
-    ):
+    inverses, coefficients, limits = (1.0, 2.0**-16, 2.0**-140), (1.0, 0.37), (0.0, 1e-3, math.inf)
+    for name, inverse, coefficient, limit in itertools.product(KINDS, inverses, coefficients, limits):
+        rows = rows_of(name, len(SHAPES), 3, device)
         ours, wanted = (plain_lists(name, SHAPES, device, special=True, seed=5) for _ in range(2))
         factors = [scalar(device, factor) for factor in (inverse, coefficient)]
         wanted.grads = [(g * factors[0] * factors[1]).clamp(-limit, limit) for g in wanted.grads]
         update(name, ours, rows, (0.0, inverse, coefficient, limit))
         update(name, wanted, rows, PLAIN)
-        assert all(map(same_bits, ours.written(), wanted.written())), (inverse, coefficient, limit)
+        assert all(map(same_bits, ours.written(), wanted.written())), (name, inverse, coefficient, limit)
 
 
 @pytest.mark.parametrize('name', KINDS)
@@ -273,16 +213,15 @@ def test_large_tensors_take_the_steps_of_their_pieces(name: str, device: torch.d
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize('name', KINDS)
-@pytest.mark.parametrize('skip', [1.0, math.nan])
-def test_skipped_step_changes_no_bit(name: str, skip: float, device: torch.device) -> None:
-    lists = plain_lists(name, SHAPES, device, special=True)
-    lists.partners = [param.to(BF16) for param in lists.params]
-    for grad in lists.grads:
-        grad.fill_(math.nan)
-    kept = [tensor.clone() for tensor in lists.written()]
-    update(name, lists, rows_of(name, len(SHAPES), 1, device), (skip, 1.0, 1.0, math.inf))
-    assert all(map(same_bits, lists.written(), kept))
+def test_skipped_step_changes_no_bit(device: torch.device) -> None:
+    for name, skip in itertools.product(KINDS, (1.0, math.nan)):
+        lists = plain_lists(name, SHAPES, device, special=True)
+        lists.partners = [param.to(BF16) for param in lists.params]
+        for grad in lists.grads:
+            grad.fill_(math.nan)
+        kept = [tensor.clone() for tensor in lists.written()]
+        update(name, lists, rows_of(name, len(SHAPES), 1, device), (skip, 1.0, 1.0, math.inf))
+        assert all(map(same_bits, lists.written(), kept)), (name, skip)
 
 
 # -- decisions --------------------------------------------------------------------------------------------------------
@@ -320,7 +259,7 @@ def test_prologue_decides_on_the_device(device: torch.device) -> None:
         after, *trackers = (scale, tracker, 1)
         if moves and scale is not None:
             signal = skip if learned is None else learned > 0
-            after, *trackers = moved_scale((scale, tracker, 1), signal, rule)
+            after, *trackers = op_lists.moved_scale((scale, tracker, 1), signal, rule)
         shown_norm = math.nan if norm is None or skip else length
         counts = [8, 3 + skip, 2 * skip] if moves else [0, 0, 0]
         limit = math.inf if clip_value is None else clip_value
