@@ -6,7 +6,6 @@ import io
 import json
 import math
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -253,11 +252,3 @@ def test_files_and_what_is_left_out(
     assert dict(matplotlib.rcParams) == before
     for file in ('a.jpg', 'b.svg/c.svg'):
         assert cli.main(['plot', 'cnn', '--out', file]) == 1
-
-
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = write(tmp_path / 'a.json', training())
-    for name in [name for name in sys.modules if name.partition('.')[0] == 'matplotlib']:
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(AmpUsageError, match='pip install matplotlib'):
-        plot_runs([log])

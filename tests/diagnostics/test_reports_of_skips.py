@@ -130,8 +130,7 @@ def test_page_and_json_have_the_diagnosis_and_load_nothing(tmp_path: Path) -> No
     assert 'its forward pass is finite; the loss, outside of the model, was not tried' in found.advice
     data = json.loads((tmp_path / 'amp_diagnosis/iter_1.json').read_text())
     assert (data['cause'], data['module'], data['text']) == (found.cause, found.module, found.text)
-    assert (data['iteration'], data['rank'], data['level'][:2]) == (1, 0, 'O2')
-    assert data['scales'] == [65536.0]
+    assert (data['iteration'], data['rank'], data['level'][:2], data['scales']) == (1, 0, 'O2', [65536.0])
     page = html.unescape((tmp_path / 'amp_diagnosis/iter_1.html').read_text())
     settings = [remedy.setting for remedy in found.remedies]
     for part in (found.text, 'blocks.1.place', 'finite in its forward pass', *settings):
@@ -140,7 +139,7 @@ def test_page_and_json_have_the_diagnosis_and_load_nothing(tmp_path: Path) -> No
 
 
 def test_names_of_samples_are_few_and_short() -> None:
-    model = type('Takes', (nn.Linear,), {'forward': lambda self, batch: nn.Linear.forward(self, batch['x'])})(4, 2)
+    model = nn.Sequential(Fault(lambda batch: batch['x']), nn.Linear(4, 2))
     batch = {'indices': torch.arange(100_000), 'token': torch.randn(10), 'image_id': [7, 'a'], 'path': ['y'] * 999}
     (found,) = examine(model, 'O2', [{'x': nan_input(batches(1)[0]), **batch}])
     assert found.samples['image_id'] == ['7', 'a'] and not found.samples.get('token')

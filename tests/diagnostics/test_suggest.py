@@ -104,11 +104,9 @@ class Positions(Plain):
         return super().forward(x + self.positions * 1e-5) * self.phases.abs().mean()
 
 
-class Offset(nn.Module):
-    """What is left of a number after 1000 was added and taken away: bfloat16 has steps of 4 there."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x + 1000.0) - 1000.0
+def less_accurate(x: Tensor) -> Tensor:
+    """bfloat16 has steps of 4 around 1000."""
+    return (x + 1000.0) - 1000.0
 
 
 def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
@@ -132,20 +130,17 @@ def times(factor: float) -> Callable[[nn.Module, Batch], Tensor]:
     return lambda model, batch: cross_entropy(model, batch) * factor
 
 
-def batches(count: int, *shape: int, size: int = 32) -> list[Batch]:
+def batches(count: int, *shape: int) -> list[Batch]:
     """Labels that can be learned."""
     generator = torch.Generator().manual_seed(1)
     found: list[Any] = []
     for _ in range(count):
-        labels = torch.randint(4, (size,), generator=generator)
-        noise = torch.randn(size, *shape, generator=generator)
-        found.append((noise + labels.view(-1, *[1] * len(shape)) * 0.7, labels))
+        labels = torch.randint(4, (32,), generator=generator)
+        found.append(((torch.randn(*shape, 32, generator=generator) + labels * 0.7).movedim(-1, 0), labels))
     return found
 
 
-def suggest(
-    model: nn.Module, loss_fn: Any = cross_entropy, shape: tuple[int, ...] = (8,), **words: Any
-) -> LevelSuggestion:
+def suggest(model: nn.Module, loss_fn: Any = cross_entropy, shape: Any = (8,), **words: Any) -> LevelSuggestion:
     words = {'steps': STEPS, 'progress': False, 'prefer': 'memory', **words}
     return amp.suggest_level(model, loss_fn, batches(STEPS, *shape), **words)
 
@@ -230,7 +225,9 @@ def test_known_answer(name: str) -> None:
 @pytest.mark.parametrize('level', ['O3', 'O5'])
 def test_inaccurate_modules_and_levels_without_masters_are_not_mended(level: str) -> None:
     """O3 is recommended if it alone was asked for, a level whose gradients are far off not at all."""
-    inside = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), Offset(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    inside = nn.Sequential(
+        nn.Linear(8, 16), nn.LayerNorm(16), Fault(less_accurate), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
     found = suggest(inside if level == 'O5' else Plain(), levels=['O0', level], **LARGE_RATE)
     assert (found.level, found.keep_fp32) == ('O0', ())
 
@@ -298,12 +295,10 @@ def careless(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model, batch)
 
 
-@pairs(
-    attached=['', 'O2', 'O3', 'O4'],
-    level=['O0', 'O2', 'O5'],
-    tool=['report', 'suggest', 'interrupted'],
-    training=[True, False],
-)
+TOOLS = ('report', 'suggest', 'interrupted')
+
+
+@pairs(attached=['', 'O2', 'O3', 'O4'], level=['O0', 'O2', 'O5'], tool=TOOLS, training=[True, False])
 def test_nothing_is_changed(attached: str, level: Any, tool: str, training: bool) -> None:
     model: Any = Plain(dropout=0.3).train(training)
     data = batches(STEPS, 8)
@@ -332,8 +327,7 @@ def test_nothing_is_changed(attached: str, level: Any, tool: str, training: bool
         else:
             found = amp.suggest_level(model, loss_fn, data, levels=[level, 'O1'], steps=STEPS, progress=False)
             assert found.data['interrupted'] == (tool == 'interrupted')
-        assert torch.is_autocast_enabled('cpu')
-        assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled('cpu') and not torch.is_grad_enabled()
     assert differences(before, [snapshot(model, data), masters]) == []
     if attached == 'O2':
         assert all(same_bits(a.to(b.dtype), b) for a, b in zip(masters, model.parameters(), strict=True))
@@ -370,12 +364,9 @@ def test_interruption_keeps_what_is_known() -> None:
     assert (early.level, early.data['not_tried']) == (None, ['O4', 'O5'])
     assert early.reason.startswith('Interrupted; not tried: O4, O5.')
     assert early.config == early.script == '# no level'
-    assert 'not tried' in str(early)
-    assert 'No level' in early.html()
+    assert 'not tried' in str(early) and 'No level' in early.html()
     late, _ = interrupted_after(calls - 1)
-    assert late.data['interrupted']
-    assert late.level in ('O4', 'O5')
-    assert late.reason.startswith('Interrupted')
+    assert late.data['interrupted'] and late.level in ('O4', 'O5') and late.reason.startswith('Interrupted')
 
 
 # -- the result ------------------------------------------------------------------------------------------------------
@@ -383,8 +374,7 @@ def test_interruption_keeps_what_is_known() -> None:
 
 def test_overrides_hold_for_every_level_that_can_have_them() -> None:
     found = suggest(Plain(), levels=['O4', 'O5'], master_weights='split', keep_fp32=['head'])
-    assert found.level == 'O5'
-    assert "master_weights='split' conflicts" in against(found, 'O4')
+    assert found.level == 'O5' and "master_weights='split' conflicts" in against(found, 'O4')
     assert found.script == (
         "model, optimizer = amp.initialize(model, optimizer, opt_level='O5', master_weights='split', keep_fp32=['head'])"
     )
@@ -426,14 +416,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({'steps': value}, f'steps={value}') for value in (3, 4.5, True)),
     ({'prefer': 'beauty'}, "prefer='beauty'"),
     ({'seed': 'zero'}, "seed='zero'"),
-    ({'make_optimizer': torch.optim.SGD([torch.ones(1)], 0.1)}, 'make_optimizer=SGD must be a function'),
     ({'make_optimizer': torch.optim.SGD}, 'make_optimizer=SGD is the class'),
     ({'kep_fp32': ['head']}, "kep_fp32=... is no option (did you mean 'keep_fp32'?)"),
-    ({'step': 8}, "step=... is no option (did you mean 'steps'?)"),
     ({'keep_fp32': ['hed']}, "keep_fp32='hed' matches no module (did you mean 'head'?)"),
     ({'fp32_ops': ['torch.nn.GRU']}, "fp32_ops='torch.nn.GRU' matches no module"),
     ({'num_losses': 2}, 'num_losses=2'),
-    ({'loss_scale': -1}, 'loss_scale=-1'),
     ({'levels': ['O1'], 'master_weights': True}, 'master_weights=True conflicts'),
     ({'model': 3}, 'model=int'),
     ({'model': nn.ReLU()}, 'no parameter that requires a gradient'),
