@@ -67,10 +67,9 @@ def test_lines_and_skipped_steps_are_those_of_the_log(tmp_path: Path) -> None:
     # how many, where there are several
     assert [text.get_text() for text in scale.texts] == ['2']
     part = plot_runs([tmp_path / 'cnn/scalars.json'], first=2, last=4, title='some', panels=['scale'])
-    assert len(part.axes) == 1
-    assert lines(part.axes[0]) == [[(at, 2.0 ** (16 - at)) for at in range(2, 5)]]
-    assert lines(part.axes[0], marks=True) == [[(3, 2.0**13)]]
-    assert part.get_suptitle() == 'some'
+    (axes,) = part.axes
+    assert lines(axes) == [[(at, 2.0 ** (16 - at)) for at in range(2, 5)]]
+    assert lines(axes, marks=True) == [[(3, 2.0**13)]] and part.get_suptitle() == 'some'
 
 
 def test_skips_are_where_the_count_grows(tmp_path: Path) -> None:
