@@ -137,14 +137,13 @@ def test_averages_are_those_of_an_fp32_model(level: str, kind: str, made: str) -
 @pytest.mark.parametrize('level', LEVELS)
 def test_averages_of_buffers_see_what_a_skipped_step_restored(level: str) -> None:
     model = Net()
-    averages = [
+    averages = (
         ExponentialMovingAverage(model, momentum=0.5, update_buffers=True),
         AveragedModel(model, use_buffers=True),
-    ]
+    )
     run = Training(level, model=model, skip_nonfinite=True, loss_scale=dict(init_scale=8.0))
     for number in range(4):
-        x = images(number)
-        run.backward(run.forward(x * float('nan') if number % 2 else x).float().square().mean())
+        run.backward(run.forward(images(number) * (float('nan') if number % 2 else 1)).float().square().mean())
         run.step()
         run.clear()
         for average in averages:

@@ -365,7 +365,7 @@ class Pair:
         return int(self.model[name].norm.num_batches_tracked)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     level=st.sampled_from(['O1', 'O2', 'O5']),
     api=st.sampled_from(['wrapper', 'one session']),

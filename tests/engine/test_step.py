@@ -21,15 +21,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from toy_training import CAST, LEVELS, MASTERED, SCALED, Net, Training, batch, poisoned
 
-from amp_wrapper import (
-    AmpCheckpointError,
-    AmpUsageError,
-    FusedAdam,
-    FusedAdamW,
-    FusedSGD,
-    OverflowStreakError,
-    resolve,
-)
+from amp_wrapper import AmpCheckpointError, AmpUsageError, FusedAdam, FusedAdamW, FusedSGD, OverflowStreakError, resolve
 
 Make = Callable[[Any], Optimizer]
 FUSED: dict[str, Make] = {
