@@ -142,11 +142,6 @@ def scales(optimizer: Optimizer, losses: int = 1) -> list[float]:
     return [amp.loss_scale(optimizer, loss_id) for loss_id in range(losses)]
 
 
-def counters(optimizer: Optimizer) -> list[int]:
-    """How many clean steps each scale has seen since it moved last."""
-    return [entry['unskipped'] for entry in amp.state_dict(optimizers=optimizer).values()]
-
-
 def set_scales(optimizer: Optimizer, *values: float) -> None:
     state = {f'loss_scaler{i}': {'loss_scale': value, 'unskipped': 0} for i, value in enumerate(values)}
     amp.load_state_dict(state, optimizers=optimizer)
