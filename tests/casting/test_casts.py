@@ -274,15 +274,27 @@ def test_average_inside_a_model_stays_float32(level: str, kind: Any) -> None:
     assert model.student.weight.dtype is HALF[level] and model.teacher.module.weight.dtype is F32
 
 
+@pytest.mark.parametrize('level', list(HALF))
+def test_hooks_of_the_script_are_called_and_can_be_removed(level: str) -> None:
+    model, calls = Net(), []
+    handles = [model.stem.register_forward_pre_hook(lambda *_: calls.append('pre'))]
+    handles.append(model.stem.register_forward_hook(lambda *_: calls.append('post')))
+    initialized(model, level)
+    handles.append(model.head.register_forward_pre_hook(lambda *_: calls.append('late pre')))
+    handles.append(model.head.register_forward_hook(lambda *_: calls.append('late post')))
+    model(X)
+    for handle in handles:
+        handle.remove()
+    model(X)
+    assert calls == ['pre', 'post', 'late pre', 'late post']
+
+
 # -- the casts end ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('level', CAST)
 def test_detach_restores_the_model(level: str) -> None:
     model = Net()
-    calls: list[str] = []
-    model.head.register_forward_pre_hook(lambda *args: calls.append('head'), with_kwargs=True)
-    model.register_load_state_dict_post_hook(lambda *args: calls.append('load'))
     before, objects = copy.deepcopy(model.state_dict()), list(model.parameters())
     wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=1.0)
     for _ in range(2):
@@ -295,15 +307,13 @@ def test_detach_restores_the_model(level: str) -> None:
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter, before[name].to(F16 if level == 'O3' else F32).float()), name
         assert model(X).dtype is F32
-    model.load_state_dict(model.state_dict())
-    assert calls == ['head'] * 4 + ['load'] and model.stem(X).dtype is F32
+    assert model.stem(X).dtype is F32
 
 
 def test_model_is_freed_with_its_masters() -> None:
     for level in CAST:
         model = Net()
         prepared(model, level)(X).sum().backward()
-        model.load_state_dict(model.state_dict())
         gone = [weakref.ref(model), weakref.ref(model.head), weakref.ref(model.head.weight)]
         del model
         gc.collect()
@@ -381,7 +391,6 @@ def test_other_errors_have_no_note() -> None:
         RuntimeError('shapes differ'),
         RuntimeError('expected target dtype to be Long or Byte'),
         TypeError("unsupported operand type(s) for +: 'Tensor' and 'NoneType'"),
-        KeyError('dtype'),
     ):
         with pytest.raises(type(error)) as caught:
             call(torch.randn(4, 4))

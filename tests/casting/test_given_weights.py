@@ -186,6 +186,7 @@ NETWORKS: dict[str, dict[str, nn.Module]] = {
     'in a wrapper': dict(student=body(), teacher=within(module=body())),
     # BYOL: encoder and projector, and nothing like the predictor
     'without the last layer': dict(student=body(nn.Linear(4, 4)), teacher=body()),
+    'two': dict(student=body(), teacher=body(), teacher_two=body()),
     'the first layers of a network': dict(layers=nn.Sequential(frozen(), frozen(), nn.Linear(4, 4), nn.Linear(4, 4))),
     'layers of adapters': dict(one=frozen(), two=frozen(), three=frozen(), head=nn.Linear(4, 4)),
     'an encoder with more layers': dict(text=nn.Sequential(frozen(), frozen()), image=nn.Sequential(nn.Linear(4, 4))),

@@ -435,7 +435,6 @@ BUFFERS: dict[str, tuple[Tensor, str]] = {
     'positions': (torch.arange(300.0), 'O5'),
     'falling': (-torch.arange(4096.0)[:, None].expand(-1, 3).contiguous(), 'O2 O3 O5'),
     'random': (torch.rand(4, 5000, generator=torch.Generator().manual_seed(0)), ''),
-    'counts': (torch.arange(5000), ''),
 }
 
 
