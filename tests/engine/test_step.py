@@ -45,6 +45,7 @@ ALL = {**FUSED, 'FusedSGD of torch': FUSED_OF_TORCH['FusedSGD'], **EAGER}
 CLIPS: dict[str, dict[str, Any] | None] = {
     'no clip': None,
     'norm': dict(max_norm=0.05),
+    'large norm': dict(max_norm=1e3),
     'largest': dict(max_norm=0.05, norm_type=math.inf),
     'sum': dict(max_norm=0.05, norm_type=1),
     'value': dict(type='value', clip_value=0.01),
