@@ -33,9 +33,3 @@ def own_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         scaler = runner.optim_wrapper.loss_scaler.state_dict()
         runs[level] = (folder / level / 'epoch_2.pth', dict(masters=masters, state=state, scaler=scaler))
     return runs
-
-
-@pytest.fixture(scope='session')
-def own(own_runs: dict[str, tuple[Path, dict[str, Any]]]) -> dict[str, Path]:
-    """The files of these runs: scale and tracker on their way where they move."""
-    return {level: path for level, (path, _) in own_runs.items()}

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,16 +45,15 @@ class OnlyLoad(Hook):
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> tuple[Runner, Path]:
-    """A runner, and the only file of its folder ``saved``, written for the first time."""
-    runner = toy.run(tmp_path / 'work', dict(WRAPPER), train_cfg=train_cfg(1), **SMALL)
-    save(runner, tmp_path, 1)
-    return runner, tmp_path / 'saved' / 'a.pth'
+@pytest.fixture(scope='module')
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return toy.run(tmp_path_factory.mktemp('run'), dict(WRAPPER), train_cfg=train_cfg(1), **SMALL)
 
 
-def save(runner: Runner, folder: Path, number: int) -> None:
+def save(runner: Runner, folder: Path, number: Any) -> Path:
+    """The only file of the folder ``saved``."""
     runner.save_checkpoint(str(folder / 'saved'), 'a.pth', meta=dict(number=number))
+    return folder / 'saved' / 'a.pth'
 
 
 def number_in(path: Path) -> int:
@@ -63,9 +63,9 @@ def number_in(path: Path) -> int:
 
 
 def test_old_file_stays_until_the_new_one_is_on_the_disk(
-    written: tuple[Runner, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner, path = written
+    path = save(runner, tmp_path, 1)
     seen: list[Any] = []
     replace, fsync = os.replace, os.fsync
 
@@ -86,37 +86,26 @@ def test_old_file_stays_until_the_new_one_is_on_the_disk(
     assert seen == ['fsync', [2, 1], 'fsync'] and number_in(path) == 2
 
 
-@pytest.mark.parametrize(
-    ('failure', 'expected', 'word'),
-    [
-        (KeyboardInterrupt(), KeyboardInterrupt, ''),
+def test_failed_write_leaves_the_old_file(runner: Runner, tmp_path: Path) -> None:
+    path = save(runner, tmp_path, 1)
+    failures: list[tuple[BaseException, type[BaseException], str]] = [
+        (KeyboardInterrupt('stop'), KeyboardInterrupt, 'stop'),
         (OSError(28, 'No space left on device'), CheckpointWriteError, 'the disk is full'),
         (PermissionError(13, 'Permission denied'), CheckpointWriteError, 'change its permissions'),
-    ],
-)
-def test_failed_write_leaves_the_old_file(
-    failure: BaseException,
-    expected: type[BaseException],
-    word: str,
-    written: tuple[Runner, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    runner, path = written
-
-    def failing(handle: int) -> None:
-        raise failure
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, 'fsync', failing)
-        with pytest.raises(expected, match=word):
+    ]
+    for failure, expected, word in failures:
+        with mock.patch.object(os, 'fsync', side_effect=failure), pytest.raises(expected, match=word):
             save(runner, tmp_path, 2)
+        assert number_in(path) == 1
+    # what cannot be saved is no failure of the disk
+    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
+        save(runner, tmp_path, lambda: 0)
     assert number_in(path) == 1
 
 
-def test_write_that_fails_in_the_middle_leaves_the_old_file(written: tuple[Runner, Path], tmp_path: Path) -> None:
+def test_write_that_fails_in_the_middle_leaves_the_old_file(runner: Runner, tmp_path: Path) -> None:
     """As on a full disk, torch's writer meets an error of the system before the file is whole."""
-    runner, path = written
+    path = save(runner, tmp_path, 1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -129,21 +118,13 @@ def test_write_that_fails_in_the_middle_leaves_the_old_file(written: tuple[Runne
     assert number_in(path) == 1
 
 
-def test_content_that_cannot_be_saved_is_no_failure_of_the_disk(written: tuple[Runner, Path]) -> None:
-    runner, path = written
-    with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
-        runner.save_checkpoint(str(path.parent), path.name, meta=dict(number=lambda: 0))
-    assert number_in(path) == 1
-
-
-def test_folder_of_other_things_is_not_replaced(written: tuple[Runner, Path], tmp_path: Path) -> None:
-    runner, path = written
-    path.unlink()
-    path.mkdir()
-    (path / 'notes').write_text('x')
+def test_folder_of_other_things_is_not_replaced(runner: Runner, tmp_path: Path) -> None:
+    notes = tmp_path / 'saved' / 'a.pth' / 'notes'
+    notes.parent.mkdir(parents=True)
+    notes.write_text('x')
     with pytest.raises(CheckpointWriteError, match=r'a\.pth'):
         save(runner, tmp_path, 2)
-    assert (path / 'notes').read_text() == 'x'
+    assert notes.read_text() == 'x'
 
 
 def test_unwritable_folder_is_found_before_the_training(tmp_path: Path) -> None:
@@ -177,10 +158,10 @@ def three_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def resumed(folder: Path, **overrides: Any) -> tuple[int, str]:
+def resumed(folder: Path) -> tuple[int, str]:
     """The epoch from which a run in a folder goes on, and what it says."""
     case: dict[str, Any] = dict(train_cfg=train_cfg(9), custom_hooks=[dict(type='OnlyLoad')], resume=True, **SMALL)
-    runner = Runner.from_cfg(toy.toy_config(folder, dict(WRAPPER), **{**case, **overrides}))
+    runner = Runner.from_cfg(toy.toy_config(folder, dict(WRAPPER), **case))
     with toy.run_log() as lines, pytest.raises(toy.Stop):
         runner.train()
     return runner.epoch, '\n'.join(lines)
@@ -216,15 +197,12 @@ NEWEST: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     'no pointer': (lambda folder: (folder / 'last_checkpoint').unlink(), 3, ''),
     'an empty pointer': (lambda folder: point(folder, ''), 3, 'last_checkpoint is empty'),
     'a pointer to nothing': (lambda folder: point(folder, 'nothing'), 3, 'nothing'),
-    'a pointer that is no name': (lambda folder: point(folder, 'a\0b'), 3, 'last_checkpoint'),
-    'a long pointer': (lambda folder: point(folder, 'x' * 5000), 3, 'last_checkpoint'),
     'a name of its own': (
         lambda folder: [(folder / 'epoch_3.pth').rename(folder / 'ep_3.pt'), point(folder, 'ep_3.pt')],
         3,
         'ep_3.pt',
     ),
     'other files': (beside, 3, 'epoch_3.pth'),
-    'a half-written pointer': (lambda folder: [point(folder, ''), cut(folder / 'epoch_3.pth')], 2, 'truncated'),
 }
 
 
@@ -239,21 +217,6 @@ def test_newest_whole_checkpoint_is_resumed(case: str, three_epochs: Path, tmp_p
     found, said = resumed(folder)
     assert found == epoch and words in said, said
     assert not (folder / 'mark').exists()
-
-
-def test_copied_folder_goes_on_from_its_own_files(three_epochs: Path, tmp_path: Path) -> None:
-    """``last_checkpoint`` holds an absolute path."""
-    shutil.copytree(three_epochs, tmp_path / 'work')
-    _, said = resumed(tmp_path / 'work')
-    assert str(tmp_path / 'work' / 'epoch_3.pth') in said and str(three_epochs) not in said
-
-
-def test_checkpoints_that_a_hook_saves_elsewhere_are_found(tmp_path: Path) -> None:
-    hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'elsewhere')))
-    toy.run(tmp_path / 'work', dict(WRAPPER), train_cfg=train_cfg(2), default_hooks=hooks, **SMALL)
-    assert resumed(tmp_path / 'work', default_hooks=hooks)[0] == 2
-    cut(tmp_path / 'elsewhere' / 'work' / 'epoch_2.pth')
-    assert resumed(tmp_path / 'work', default_hooks=hooks)[0] == 1
 
 
 def test_training_starts_anew_only_where_there_is_no_checkpoint(three_epochs: Path, tmp_path: Path) -> None:

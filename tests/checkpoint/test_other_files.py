@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import foreign
 import pytest
 import torch
 from bits import differences
+from foreign import read
 from mmengine.hooks import EMAHook, Hook
 from mmengine.runner import Runner
 from pairs import pairs
@@ -34,10 +36,6 @@ SCALES = {
 }
 RUNS = ('plain_sgd', 'plain_adamw', 'plain_pair', 'ema', 'stock_sgd', 'stock_adamw', 'stock_bf16', 'apex_wrapper')
 STOCK_KEYS = {'scale', 'growth_factor', 'backoff_factor', 'growth_interval', '_growth_tracker'}
-
-
-def read(path: Path) -> Any:
-    return torch.load(path, weights_only=True)
 
 
 def weights_of(file: Any) -> dict[str, Any]:
@@ -157,62 +155,65 @@ def test_files_of_mmengine_are_resumed(name: str, level: str, tmp_path: Path) ->
 @pytest.mark.parametrize('name', ['weights', 'bare_legacy'])
 def test_weights_alone_are_loaded(name: str, tmp_path: Path) -> None:
     runner = foreign.run(tmp_path, wrapper_for(name, 'O2'), load_from=str(foreign.FOLDER / f'{name}.pth'))
-    assert differences(runner.start['weights'], weights_of(read(foreign.FOLDER / f'{name}.pth'))) == []
+    assert differences(runner.start['weights'], weights_of(read(f'{name}.pth'))) == []
 
 
-@pytest.mark.parametrize('level', LEVELS)
-@pytest.mark.parametrize('name', ['raw_apex', 'raw_apex_imagenet'])
-def test_checkpoints_of_scripts_on_apex_are_resumed(name: str, level: str) -> None:
-    file = read(foreign.FOLDER / f'{name}.pth')
-    model, losses = foreign.ForeignNet(), len(file['amp'])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9)
-    amp.initialize(model, optimizer, opt_level=level, loss_scale='dynamic', num_losses=losses, verbosity=0)
-    model.load_state_dict(weights_of(file))
-    optimizer.load_state_dict(file['optimizer'])
-    amp.load_state_dict(file['amp'])
-    state = amp.state_dict()
-    found = [state[f'loss_scaler{index}'] for index in range(losses)]
-    assert [(each['loss_scale'], each['unskipped']) for each in found] == SCALES[name]
-    assert differences(dict(model.state_dict()), weights_of(file)) == []
-    with amp.scale_loss(model(torch.ones(4, 3), torch.arange(4) % 2, mode='loss')['loss'], optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    assert all(value.isfinite().all() for value in model.state_dict().values())
+def test_checkpoints_of_scripts_on_apex_are_resumed() -> None:
+    for name, level in itertools.product(('raw_apex', 'raw_apex_imagenet'), LEVELS):
+        file = read(f'{name}.pth')
+        model, losses = foreign.ForeignNet(), len(file['amp'])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.9)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale='dynamic', num_losses=losses, verbosity=0)
+        model.load_state_dict(weights_of(file))
+        optimizer.load_state_dict(file['optimizer'])
+        amp.load_state_dict(file['amp'], optimizers=[optimizer])
+        state = amp.state_dict(optimizers=[optimizer])
+        found = [state[f'loss_scaler{index}'] for index in range(losses)]
+        assert [(each['loss_scale'], each['unskipped']) for each in found] == SCALES[name], level
+        assert differences(dict(model.state_dict()), weights_of(file)) == [], (name, level)
+        with amp.scale_loss(model(torch.ones(4, 3), torch.arange(4) % 2, mode='loss')['loss'], optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-@pytest.mark.parametrize(
-    ('scale', 'unskipped', 'kept'), [(1.0, 3, 32.0), (128.0, 2000, 32.0), (128.0, 1999, 128.0), (65536, 0, 65536.0)]
-)
-def test_static_scale_of_apex_is_not_taken_for_one_that_moves(scale: float, unskipped: int, kept: float) -> None:
-    """A dynamic scale of apex grows after 2000 steps, and would not stay at 1."""
-    model = torch.nn.Linear(2, 2)
-    wrapper = AmpOptimWrapper(
-        opt_level='O2', optimizer=torch.optim.SGD(model.parameters(), 0.1), loss_scale=dict(init_scale=32.0)
-    )
-    saved = {'loss_scaler0': {'loss_scale': scale, 'unskipped': unskipped}}
-    wrapper.load_state_dict({**torch.optim.SGD(model.parameters(), 0.1).state_dict(), 'apex_amp': saved})
-    assert wrapper.loss_scaler.get_scale() == kept
+def apex_state(scale: float, unskipped: int) -> dict[str, Any]:
+    return dict(apex_amp={'loss_scaler0': {'loss_scale': scale, 'unskipped': unskipped}})
 
 
-@pytest.mark.parametrize(('saved', 'kept'), [(1.0, 32.0), (dict(init_scale=1.0), 1.0), (dict(init_scale=128.0), 128.0)])
-def test_scripts_keep_a_scale_that_moves_and_no_static_one(saved: Any, kept: float) -> None:
+MOVES = dict(init_scale=32.0)
+#: What a file has for a scale, the scale of the config, and the one that is kept.
+KEPT: dict[str, tuple[dict[str, Any], Any, float]] = {
+    # a dynamic scale of apex grows after 2000 steps, and would not stay at 1
+    'a static scale of apex': (apex_state(1.0, 3), MOVES, 32.0),
+    'another static scale of apex': (apex_state(128.0, 2000), MOVES, 32.0),
+    'a dynamic scale of apex': (apex_state(128.0, 1999), MOVES, 128.0),
+    'a new dynamic scale of apex': (apex_state(65536, 0), MOVES, 65536.0),
+    'a configured static scale wins': (apex_state(4096.0, 3), 128.0, 128.0),
+    # as mmengine's stock wrapper saves it for bfloat16, or without a GPU
+    'a disabled GradScaler': (dict(loss_scaler=torch.amp.GradScaler(enabled=False).state_dict()), MOVES, 32.0),
+}
+
+
+def test_static_scale_of_apex_is_not_taken_for_one_that_moves() -> None:
+    for name, (saved, scale, kept) in KEPT.items():
+        optimizers = [torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), 0.1) for _ in range(2)]
+        wrapper = AmpOptimWrapper(opt_level='O2', optimizer=optimizers[0], loss_scale=scale)
+        wrapper.load_state_dict({**optimizers[1].state_dict(), **saved})
+        assert wrapper.loss_scaler.get_scale() == kept, name
+
+
+def test_scripts_keep_a_scale_that_moves_and_no_static_one() -> None:
     def script(scale: Any) -> torch.optim.Optimizer:
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         amp.initialize(model, optimizer, opt_level='O2', loss_scale=scale, verbosity=0)
         return optimizer
 
-    state = amp.state_dict(optimizers=[script(saved)])
-    again = script(dict(init_scale=32.0))
-    amp.load_state_dict(state, optimizers=[again])
-    assert amp.state_dict(optimizers=[again])['loss_scaler0']['loss_scale'] == kept
-
-
-def test_configured_static_scale_wins_over_a_saved_one(tmp_path: Path) -> None:
-    wrapper = wrapper_for('apex_wrapper', 'O2', loss_scale=128.0)
-    path = foreign.FOLDER / 'apex_wrapper.pth'
-    runner = foreign.run(tmp_path, wrapper, path, epochs=3, param_scheduler=None)
-    assert runner.start['scale']['']['scale'] == 128.0
+    for saved, kept in ((1.0, 32.0), (dict(init_scale=1.0), 1.0), (dict(init_scale=128.0), 128.0)):
+        again, state = script(MOVES), amp.state_dict(optimizers=[script(saved)])
+        amp.load_state_dict(state, optimizers=[again])
+        assert amp.state_dict(optimizers=[again])['loss_scaler0']['loss_scale'] == kept
 
 
 # -- mmengine alone ---------------------------------------------------------------------------------------------------
@@ -283,25 +284,14 @@ def check_stock_run(name: str, file: Any, start: Any, end: Any) -> None:
 # -- the form ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('level', ['O1', 'O4', 'O2', 'O5'])
-def test_state_has_the_form_of_stock_classes(level: str, device: torch.device) -> None:
+def test_state_has_the_form_of_stock_classes(device: torch.device) -> None:
     """Stock classes read ``loss_scaler``; at O1 and O4 they take all of the state, and this package finds its part in it."""
-    model = torch.nn.Linear(2, 2).to(device)
-    wrapper = AmpOptimWrapper(opt_level=level, optimizer=torch.optim.SGD(model.parameters(), 0.1), loss_scale=64.0)
-    state = wrapper.state_dict()
-    assert ('amp' in state) == (level in ('O2', 'O5'))
-    part = state['amp'] if 'amp' in state else state['loss_scaler']['amp']
-    assert part['version'] == 1 and part['opt_level'] == level
-    theirs = torch.amp.GradScaler(device.type)
-    theirs.load_state_dict(state['loss_scaler'])
-    assert theirs.get_scale() == 64.0
-
-
-def test_disabled_grad_scaler_starts_the_scale_as_configured() -> None:
-    """As mmengine's stock wrapper saves it for bfloat16, or without a GPU."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    wrapper = AmpOptimWrapper(opt_level='O2', optimizer=optimizer, loss_scale=dict(init_scale=32.0))
-    state = torch.optim.SGD(model.parameters(), 0.1).state_dict()
-    wrapper.load_state_dict({**state, 'loss_scaler': torch.amp.GradScaler(enabled=False).state_dict()})
-    assert wrapper.loss_scaler.get_scale() == 32.0
+    for level in ('O1', 'O4', 'O2', 'O5'):
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).to(device).parameters(), 0.1)
+        state = AmpOptimWrapper(opt_level=level, optimizer=optimizer, loss_scale=64.0).state_dict()
+        assert ('amp' in state) == (level in ('O2', 'O5'))
+        part = state['amp'] if 'amp' in state else state['loss_scaler']['amp']
+        assert part['version'] == 1 and part['opt_level'] == level
+        theirs = torch.amp.GradScaler(device.type)
+        theirs.load_state_dict(state['loss_scaler'])
+        assert theirs.get_scale() == 64.0

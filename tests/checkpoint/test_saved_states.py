@@ -36,8 +36,8 @@ class Lion(Optimizer):
                     p.add_(mean.lerp_(p.grad, 0.1).sign(), alpha=-group['lr'])
 
 
-class Lookahead(Lion):
-    """Its ``load_state_dict`` needs what only its constructor makes."""
+class Odd(Lion):
+    """Names of torch's with forms of its own, a state that belongs to no parameter, and an attribute that loading needs."""
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
         super().__init__(params, lr)
@@ -46,10 +46,6 @@ class Lookahead(Lion):
     def load_state_dict(self, state_dict: Any) -> None:
         assert self.extra == 1
         super().load_state_dict(state_dict)
-
-
-class Odd(Lion):
-    """Names of torch's with forms of its own, and a state that belongs to no parameter."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -107,7 +103,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     'Rprop': lambda p: t.Rprop(p, lr=0.01),
     'Adafactor': lambda p: t.Adafactor(p, lr=0.01),
     'of others': lambda p: Lion(p, lr=0.01),
-    'of others, with attributes': lambda p: Lookahead(p, lr=0.01),
     'of others, odd state': lambda p: Odd(p, lr=0.01),
     'of others, chosen rate': lambda p: Relative(p),
 }
@@ -142,52 +137,51 @@ def wrapped(level: str, make: Callable[[Any], Optimizer]) -> tuple[Net, AmpOptim
     return model, AmpOptimWrapper(opt_level=level, optimizer=make(list(model.parameters())), loss_scale=1.0)
 
 
-@pytest.mark.parametrize('name', OPTIMIZERS)
-def test_every_optimizer_goes_on(name: str) -> None:
-    for level in ('O0', 'O2', 'O3', 'O5'):
+@pytest.mark.parametrize('level', ['O0', 'O2', 'O3', 'O5'])
+def test_every_optimizer_goes_on(level: str) -> None:
+    found = []
+    for name, make in OPTIMIZERS.items():
         if level == 'O3' and name in NOT_AT_O3:
             continue
-        model, wrapper = wrapped(level, OPTIMIZERS[name])
+        model, wrapper = wrapped(level, make)
         train(model, wrapper, 2)
         file = io.BytesIO()
         torch.save((model.state_dict(), wrapper.state_dict()), file)
         train(model, wrapper, 2)
         weights, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-        again, other = wrapped(level, OPTIMIZERS[name])
+        again, other = wrapped(level, make)
         again.load_state_dict(weights)
         other.load_state_dict(state)
         train(again, other, 2)
-        assert differences(dict(model.state_dict()), dict(again.state_dict())) == [], level
+        found += differences(dict(model.state_dict()), dict(again.state_dict()), name)
         ends = [{key: each.state_dict()[key] for key in ('state', 'param_groups')} for each in (wrapper, other)]
-        assert differences(*ends) == [], level
+        found += differences(*ends, name)
+    assert found == []
 
 
-@pytest.mark.parametrize(
-    'key', ['decoupled_weight_decay', 'capturable', 'fused', 'foreach', 'maximize', 'differentiable']
-)
-def test_files_of_older_torch_lack_settings(key: str) -> None:
-    model, wrapper = wrapped('O5', lambda p: t.AdamW([dict(params=[each]) for each in p], lr=0.01))
-    train(model, wrapper)
-    state = copy.deepcopy(wrapper.state_dict())
-    for group in [*state['param_groups'], state['base_param_settings']]:
-        group.pop(key, None)
-    wrapper.load_state_dict(state)
-    train(model, wrapper)
-    # the step after the load is the second, not a first one again
-    stepped = [entry['step'] for entry in wrapper.optimizer.state.values()]
-    assert stepped and all(int(count) == 2 for count in stepped)
+def test_files_of_older_torch_lack_settings() -> None:
+    for key in ('decoupled_weight_decay', 'capturable', 'fused', 'foreach', 'maximize', 'differentiable'):
+        model, wrapper = wrapped('O5', lambda p: t.AdamW([dict(params=[each]) for each in p], lr=0.01))
+        train(model, wrapper)
+        state = copy.deepcopy(wrapper.state_dict())
+        for group in [*state['param_groups'], state['base_param_settings']]:
+            group.pop(key, None)
+        wrapper.load_state_dict(state)
+        train(model, wrapper)
+        # the step after the load is the second, not a first one again
+        stepped = [int(entry['step']) for entry in wrapper.optimizer.state.values()]
+        assert stepped and set(stepped) == {2}, key
 
 
-@pytest.mark.parametrize('value', [-0.01, 0, np.float32(0.5), np.array(0.5), torch.tensor(-1e-20), 2**40], ids=str)
-def test_learning_rates_of_any_schedule_are_taken(value: Any) -> None:
+def test_learning_rates_of_any_schedule_are_taken() -> None:
     """A linear decay that lasts too long goes below 0; NumPy's functions give NumPy's numbers."""
     model, wrapper = wrapped('O5', lambda p: t.SGD(p, lr=0.1, momentum=0.9))
     train(model, wrapper)
-    state = copy.deepcopy(wrapper.state_dict())
-    for key in ('lr', 'momentum', 'weight_decay'):
-        state['param_groups'][0][key] = value
-    wrapper.load_state_dict(state)
-    assert float(wrapper.optimizer.param_groups[0]['lr']) == float(value)
+    for value in (-0.01, 0, np.float32(0.5), np.array(0.5), torch.tensor(-1e-20), 2**40):
+        state = copy.deepcopy(wrapper.state_dict())
+        state['param_groups'][0].update(lr=value, momentum=value, weight_decay=value)
+        wrapper.load_state_dict(state)
+        assert float(wrapper.optimizer.param_groups[0]['lr']) == float(value)
 
 
 def test_state_may_lack_what_a_schedule_has_turned_off() -> None:
@@ -235,20 +229,16 @@ class OddModel(toy.ToyModel):
         return result
 
 
-def test_names_that_begin_like_those_of_a_wrapped_model_are_loaded(tmp_path: Path) -> None:
-    """mmengine takes the seven letters ``module_`` from ``module_list.0.weight``, and the weight is lost."""
+def test_names_and_forms_of_weights_that_torch_or_mmengine_converts(tmp_path: Path) -> None:
+    """mmengine takes the seven letters ``module_`` from ``module_list.0.weight``, and the weight is lost.
+
+    torch converts buffers of another type, a number in a list of one, and BatchNorms from before they counted batches.
+    """
     case = dict(model=dict(type='OddModel'), train_dataloader=toy.loader(length=4))
     toy.run(tmp_path, dict(WRAPPER), **case)
     runner = toy.run(tmp_path, dict(WRAPPER), resume=True, **case)
-    saved = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)['state_dict']
-    assert differences(dict(runner.model.state_dict()), dict(saved)) == []
-
-
-def test_models_may_differ_in_what_torch_converts(tmp_path: Path) -> None:
-    """Buffers of another type, a number in a list of one, and BatchNorms from before they counted batches."""
-    case = dict(model=dict(type='OddModel'), train_dataloader=toy.loader(length=4))
-    toy.run(tmp_path, dict(WRAPPER), **case)
-    file = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)
+    file = toy.checkpoint(tmp_path)
+    assert differences(dict(runner.model.state_dict()), dict(file['state_dict'])) == []
     state = dict(file['state_dict'])
     del state['bn.num_batches_tracked']
     state.update(adjacency=state['adjacency'].double(), number=torch.ones(1))
@@ -277,21 +267,19 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 def test_files_fit_models_with_and_without_wrappers_inside(first: bool, second: bool, tmp_path: Path) -> None:
     """One DDP for each child is usual in GANs. Names in files are plain."""
 
-    def case(wrapped: bool, **words: Any) -> dict[str, Any]:
-        hooks = [dict(type='EMAHook', momentum=0.3)]
-        train_cfg = dict(by_epoch=True, max_epochs=1, val_interval=1)
+    def run(folder: str, wrapper: dict[str, Any], wrapped: bool, **words: Any) -> Any:
+        hooks, train_cfg = [dict(type='EMAHook', momentum=0.3)], dict(by_epoch=True, max_epochs=1, val_interval=1)
         model = dict(type='NamedToy', wrapped=wrapped)
-        return dict(
-            model=model, custom_hooks=hooks, train_cfg=train_cfg, train_dataloader=toy.loader(length=4), **words
-        )
+        words |= dict(model=model, custom_hooks=hooks, train_cfg=train_cfg, train_dataloader=toy.loader(length=4))
+        return toy.run(tmp_path / folder, wrapper, **words)
 
     wrapper = {**WRAPPER, 'opt_level': 'O2'}
-    runner = toy.run(tmp_path / 'first', wrapper, **case(first))
+    runner = run('first', wrapper, first)
     saved = toy.checkpoint(tmp_path / 'first')
     assert 'fc.module.weight' in saved['state_dict'] and 'fc.module.module.weight' not in saved['state_dict']
     path = str(tmp_path / 'first' / 'epoch_1.pth')
     # no further iteration: what is there is what was loaded
-    again = toy.run(tmp_path / 'second', wrapper, **case(second, load_from=path, resume=True))
+    again = run('second', wrapper, second, load_from=path, resume=True)
     assert differences(plain(again.model.state_dict()), plain(runner.model.state_dict())) == []
     means = [
         next(hook for hook in each.hooks if isinstance(hook, EMAHook)).ema_model.module for each in (runner, again)
@@ -300,6 +288,6 @@ def test_files_fit_models_with_and_without_wrappers_inside(first: bool, second: 
     # weights alone
     torch.manual_seed(5)
     still = {**wrapper, 'optimizer': dict(type='SGD', lr=0.0)}
-    loaded = plain(toy.run(tmp_path / 'third', still, **case(second, load_from=path)).model.state_dict())
+    loaded = plain(run('third', still, second, load_from=path).model.state_dict())
     for key in ('fc.module.weight', 'conv.weight'):
         assert differences(loaded[key], saved['state_dict'][key]) == [], key

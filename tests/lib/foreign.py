@@ -39,6 +39,11 @@ SCALER = dict(init_scale=1024.0, growth_interval=4)
 PAIR = ('stem', 'head')
 
 
+def read(path: Path | str) -> Any:
+    """A checkpoint; of those in FOLDER, the name is enough."""
+    return torch.load(FOLDER / path, weights_only=True)
+
+
 @MODELS.register_module()
 class ForeignNet(BaseModel):
     """A few dozen weights, with BatchNorm."""
