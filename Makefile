@@ -28,9 +28,8 @@ KEEP ?=
 PYTHONS ?= 3.10 3.11 3.12 3.13
 TORCHES ?= 2.11.0 $(PINNED_TORCH)
 DIST ?= dist
-# the environment of test-foreign, and where it puts its verdicts
+# the environment of test-foreign
 FOREIGN ?= .venv-foreign
-FOREIGN_RESULTS ?= build/foreign
 
 # how often crash-test kills each kind of training at each level, how many files fuzz-test damages at each of four levels; SEED
 # chooses the moments and the damage
@@ -197,13 +196,9 @@ $(FOREIGN)/.done: requirements/build.txt requirements/runtime.txt requirements/d
 	$(FOREIGN)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/foreign.txt
 	@touch $@
 
-# the page is written whatever failed: it says so
 test-foreign: $(FOREIGN)/.done
 	$(MAKE) --no-print-directory VENV=$(FOREIGN) $(FOREIGN)/.ops
-	rm -rf $(FOREIGN_RESULTS)
-	$(FOREIGN)/bin/python -m pytest tests/foreign_packages -n $(WORKERS) --dist worksteal --results $(FOREIGN_RESULTS) $(PYTEST_ARGS); \
-	failed=$$?; $(FOREIGN)/bin/python tests/foreign_packages/report.py $(FOREIGN_RESULTS) \
-	$(if $(PYTEST_ARGS),,--write benchmarks/results/foreign.md) && exit $$failed
+	$(FOREIGN)/bin/python -m pytest tests/foreign_packages -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import gc
 import importlib
-import json
 import logging
-import os
-import platform
-import re
 import sys
 import types
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +20,6 @@ from torchvision_schemas import declare_torchvision_ops
 declare_torchvision_ops()
 
 import torch
-
-#: Of the results page, beside those of the packages that are tried.
-_VERSIONS = ('torch', 'mmengine', 'mmcv', 'torchvision', 'numpy')
 
 
 def _stand_in(name: str, real: str) -> None:
@@ -56,10 +46,6 @@ sys.modules.setdefault('mmaction.models.multimodal', types.ModuleType('multimoda
 sys.modules['mmaction.models.localizers.drn.drn'].DRN = type('DRN', (), {})  # type: ignore[attr-defined]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption('--results', help='folder for the verdicts, one JSON file a test')
-
-
 @pytest.fixture(scope='module', autouse=True)
 def quick_collections() -> Iterator[None]:
     """Each session of ``amp`` looks for dead ones before it, among what is new since here alone."""
@@ -77,35 +63,3 @@ def one_thread_and_quiet() -> Iterator[None]:
     random = torch.get_rng_state()
     yield
     torch.set_rng_state(random)
-
-
-@pytest.fixture
-def row(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What the table of results says of this test: package, what was tried, level, api; verdict and numbers at the end."""
-    request.node.foreign_row = found = {}
-    return found
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
-    report = (yield).get_result()
-    found = getattr(item, 'foreign_row', None)
-    folder = item.config.getoption('--results')
-    if not folder or not found or call.when != 'call':
-        return
-    found['passed'] = bool(report.passed)
-    if call.excinfo is not None:
-        found['verdict'] = f'fails: {call.excinfo.typename}'
-        found['why'] = str(call.excinfo.value)[:400]
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    name = re.sub(r'[^\w.-]+', '_', item.nodeid.rpartition('/')[2])
-    (Path(folder) / f'{name}.json').write_text(json.dumps({**found, 'seconds': report.duration, 'where': where()}))
-
-
-def where() -> str:
-    """Date, machine and versions of this run."""
-    versions = [f'Python {platform.python_version()}']
-    for name in _VERSIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions.append(f'{name} {metadata.version(name)}')
-    return f'{datetime.date.today()}, {platform.machine()} CPU with {os.cpu_count()} cores, {", ".join(versions)}'

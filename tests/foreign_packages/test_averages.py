@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ import torch_ema
 from bits import same
 from torch import Tensor, nn
 from torch.optim import swa_utils
-from ways import DIGITS, LEVELS, Recipe, Way, check_masters, digits, held_out
+from ways import DIGITS, LEVELS, Task, Way, check_masters, digits, held_out
 
 from amp_wrapper import amp
 
@@ -31,28 +30,25 @@ def loader() -> Iterator[Tensor]:
     return (digits(index)[0] for index in range(4))
 
 
-#: name -> distribution, how it is made, how it takes up a step
-AVERAGES: dict[str, tuple[str, Average, Callable[[Any, nn.Module], None]]] = {
-    'AveragedModel (SWA)': ('torch', swa_utils.AveragedModel, lambda a, m: a.update_parameters(m)),
+#: name -> how it is made, how it takes up a step
+AVERAGES: dict[str, tuple[Average, Callable[[Any, nn.Module], None]]] = {
+    'AveragedModel (SWA)': (swa_utils.AveragedModel, lambda a, m: a.update_parameters(m)),
     'AveragedModel (EMA, foreach)': (
-        'torch',
         lambda m: swa_utils.AveragedModel(m, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9)),
         lambda a, m: a.update_parameters(m),
     ),
     'AveragedModel (buffers)': (
-        'torch',
         lambda m: swa_utils.AveragedModel(m, avg_fn=swa_utils.get_ema_avg_fn(0.9), use_buffers=True),
         lambda a, m: a.update_parameters(m),
     ),
-    'ModelEma': ('timm', lambda m: timm.utils.ModelEma(m, decay=0.9), lambda a, m: a.update(m)),
-    'ModelEmaV2': ('timm', lambda m: timm.utils.ModelEmaV2(m, decay=0.9), lambda a, m: a.update(m)),
-    'ModelEmaV3': ('timm', lambda m: timm.utils.ModelEmaV3(m, decay=0.9), lambda a, m: a.update(m)),
+    'ModelEma': (lambda m: timm.utils.ModelEma(m, decay=0.9), lambda a, m: a.update(m)),
+    'ModelEmaV2': (lambda m: timm.utils.ModelEmaV2(m, decay=0.9), lambda a, m: a.update(m)),
+    'ModelEmaV3': (lambda m: timm.utils.ModelEmaV3(m, decay=0.9), lambda a, m: a.update(m)),
     'ModelEmaV3 (one by one, warm-up)': (
-        'timm',
         lambda m: timm.utils.ModelEmaV3(m, decay=0.9999, foreach=False, use_warmup=True),
         lambda a, m: a.update(m, step=7),
     ),
-    'deepcopy, lerp by hand': ('torch', copy.deepcopy, lambda a, m: lerp(a, m)),
+    'deepcopy, lerp by hand': (copy.deepcopy, lambda a, m: lerp(a, m)),
 }
 
 
@@ -85,14 +81,10 @@ def fp32_model(way: Way) -> nn.Module:
 @pytest.mark.parametrize('when', ['before', 'after'])
 @pytest.mark.parametrize('level', LEVELS)
 @pytest.mark.parametrize('name', AVERAGES)
-def test_average_of_the_masters(name: str, level: str, when: str, row: dict[str, Any]) -> None:
+def test_average_of_the_masters(name: str, level: str, when: str) -> None:
     """Bit-equal to the average of an FP32 model that follows the training outside; saved and resumed, evaluated, updated BN."""
-    package, make, update = AVERAGES[name]
+    make, update = AVERAGES[name]
     made: list[Any] = []
-    recipe = Recipe(package, name, sgd)
-    row.update(
-        package=package, version=metadata.version(package), trial=f'{name}, made {when}', level=level, api='functional'
-    )
 
     def start(seed: int = 0) -> tuple[Way, Any]:
         if when == 'before':
@@ -102,9 +94,9 @@ def test_average_of_the_masters(name: str, level: str, when: str, row: dict[str,
                 made.append(make(built))
                 return built
 
-            way = Way(recipe, type(DIGITS)(model, DIGITS.loss, DIGITS.batch, DIGITS.held_out), level, seed=seed)
+            way = Way(sgd, Task(model), level, seed=seed)
             return way, made[-1]
-        way = Way(recipe, DIGITS, level, seed=seed)
+        way = Way(sgd, DIGITS, level, seed=seed)
         return way, make(way.model)
 
     way, average = start()
@@ -156,20 +148,12 @@ def test_average_of_the_masters(name: str, level: str, when: str, row: dict[str,
     for key, value in found.items():
         if 'running' not in key and 'num_batches' not in key:
             assert same(resumed[key], value), key
-    row['verdict'] = 'averages FP32 values, resumes'
 
 
 @pytest.mark.parametrize('level', LEVELS)
-def test_torch_ema(level: str, row: dict[str, Any]) -> None:
+def test_torch_ema(level: str) -> None:
     """Of what the optimizer steps; exchanged for evaluation, with the documented call for edits through ``.data``."""
-    row.update(
-        package='torch_ema',
-        version=metadata.version('torch_ema'),
-        trial='ExponentialMovingAverage(amp.master_params(optimizer))',
-        level=level,
-        api='functional',
-    )
-    way = Way(Recipe('torch_ema', 'ema', sgd), DIGITS, level)
+    way = Way(sgd, DIGITS, level)
     masters = list(amp.master_params(way.optimizer))
     ema = torch_ema.ExponentialMovingAverage(masters, decay=0.9)
     outside_model = fp32_model(way)
@@ -193,20 +177,12 @@ def test_torch_ema(level: str, row: dict[str, Any]) -> None:
         assert abs(float(DIGITS.loss(exchanged, held_out())) - averaged) < 0.05
     assert same(way.everything(), before) and way.evaluate() == plain
     way.step(digits(STEPS))
-    row['verdict'] = 'averages FP32 values, exchanges'
 
 
 @pytest.mark.parametrize('when', ['before', 'after'])
 @pytest.mark.parametrize('level', LEVELS)
-def test_torch_ema_of_model_parameters(level: str, when: str, row: dict[str, Any]) -> None:
+def test_torch_ema_of_model_parameters(level: str, when: str) -> None:
     """``ExponentialMovingAverage(model.parameters())``, as its page has it."""
-    row.update(
-        package='torch_ema',
-        version=metadata.version('torch_ema'),
-        trial=f'ExponentialMovingAverage(model.parameters()), made {when}',
-        level=level,
-        api='functional',
-    )
     made: list[torch_ema.ExponentialMovingAverage] = []
 
     def model() -> nn.Module:
@@ -214,8 +190,7 @@ def test_torch_ema_of_model_parameters(level: str, when: str, row: dict[str, Any
         made.append(torch_ema.ExponentialMovingAverage(built.parameters(), decay=0.9))
         return built
 
-    task = type(DIGITS)(model, DIGITS.loss, DIGITS.batch, DIGITS.held_out)
-    way = Way(Recipe('torch_ema', 'ema', sgd), task, level)
+    way = Way(sgd, Task(model), level)
     ema = made[0] if when == 'before' else torch_ema.ExponentialMovingAverage(way.model.parameters(), decay=0.9)
     outside = torch_ema.ExponentialMovingAverage(fp32_model(way).parameters(), decay=0.9)
     for index in range(STEPS):
@@ -225,7 +200,6 @@ def test_torch_ema_of_model_parameters(level: str, when: str, row: dict[str, Any
     expected = [value.float() for value in outside.shadow_params]
     found = [value.float() for value in ema.shadow_params]
     away = max(float((a - b).abs().max() / b.abs().max().clamp_min(1e-3)) for a, b in zip(found, expected, strict=True))
-    row['off'] = away
     plain, before = way.evaluate(), way.everything()
     with ema.average_parameters(way.model.parameters()):
         averaged = way.evaluate()
@@ -233,4 +207,3 @@ def test_torch_ema_of_model_parameters(level: str, when: str, row: dict[str, Any
     assert same(way.everything(), before) and way.evaluate() == plain
     way.step(digits(STEPS))
     assert away == 0, f'off by {away:.3g}: 16-bit weights were averaged'
-    row['verdict'] = 'averages FP32 values, exchanges'
