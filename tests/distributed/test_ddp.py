@@ -16,7 +16,6 @@ from mmengine.registry import MODEL_WRAPPERS
 from nets import (
     HALF,
     LEVELS,
-    OPTIMIZERS,
     Door,
     Exact,
     Layers,
@@ -124,21 +123,6 @@ def test_ddp_around_a_part_of_the_model(here: Here) -> None:
     wrapper = optim_wrapper(model.parameters(), 'O2')
     backward(wrapper, model, batch(here, 1))
     same_on_all_ranks(here, grads(model), 'gradients')
-
-
-@on_ranks()
-def test_the_comparison_sees_a_ddp_that_no_longer_averages(here: Here) -> None:
-    """The silent failure of a cast below a DDP: torch makes new accumulators of gradients, to which DDP does not listen."""
-    training = Training(here, 'O2')
-    training.update('a')
-    training.check('averaged')
-    for parameter in training.net.trained.values():
-        half = parameter.dtype
-        parameter.data = parameter.data.double()
-        parameter.data = parameter.data.to(half)
-    training.update('a')
-    with pytest.raises(AssertionError, match='differs between rank'):
-        same_on_all_ranks(here, training.net.parameters(), 'weights')
 
 
 class Wrapper(nn.Module):
@@ -321,31 +305,6 @@ def test_two_wrappers_take_turns_over_one_ddp(here: Here, level: str, counts: in
             loss = step(wrappers[name], model, batch(here, number), use=use)
         same_on_all_ranks(here, fp32(net).values(), f'{number}')
     assert differs(here, [loss])
-
-
-@pairs(level=('O1', 'O2', 'O5'), optimizer=OPTIMIZERS)
-@on_ranks()
-def test_an_overflow_at_weights_of_another_wrapper_counts_on_all_ranks(here: Here, level: str, optimizer: str) -> None:
-    """The loss that overflowed went through the other network under no_sync, on one rank."""
-    model = MMSeparateDistributedDataParallel(Pair().to(here.device))
-    net, scale = model.module, dict(init_scale=2.0**8)
-    options = dict(master_weights='split') if optimizer == 'split' and level != 'O1' else {}
-    kind = OPTIMIZERS[optimizer]
-    wrappers = OptimWrapperDict(
-        **{
-            name: optim_wrapper(getattr(net, name).parameters(), level, kind, loss_scale=scale, **options)
-            for name in 'gd'
-        }
-    )
-    wrappers.initialize_count_status(model, 0, 100)
-    for number in range(3):
-        with net.d.no_sync(), wrappers['g'].optim_context(net.g):
-            loss = net.d(net.g(batch(here, number))).float().square().mean()
-        wrappers['g'].update_params(loss * (float('inf') if (number, here.rank) == (1, 1) else 1.0))
-        step(wrappers['d'], net.d, batch(here, number))
-        same_on_all_ranks(here, fp32(net).values(), f'{number}')
-        scales = [wrapper.loss_scaler.get_scale() for wrapper in wrappers.values()]
-        assert scales == [2.0**7 if number else 2.0**8, 2.0**8]
 
 
 @pairs(level=LEVELS, door=('wrapper', 'amp'), passes=(1, 2), broadcasts=(False, True))
