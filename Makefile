@@ -14,7 +14,6 @@ PYTEST_ARGS ?=
 DOWNSTREAM ?= .venv-downstream
 MMCV ?= mmcv==2.1.0
 WHEELS ?= ../shared/wheels
-RESULTS ?= build/downstream
 # the torch of test-torch, its mmengine (mmengine, or onedl: the fork, with its mmcv), and the environment
 TORCH ?= 2.15.0
 ENGINE ?= mmengine
@@ -180,9 +179,7 @@ $(DOWNSTREAM)/.done-$(notdir $(MMCV)): requirements/build.txt requirements/runti
 
 test-downstream: $(DOWNSTREAM)/.done-$(notdir $(MMCV))
 	$(MAKE) --no-print-directory VENV=$(DOWNSTREAM) $(DOWNSTREAM)/.ops
-	rm -rf $(RESULTS)
-	$(DOWNSTREAM)/bin/python -m pytest tests/downstream -n $(WORKERS) --dist worksteal --results $(RESULTS) $(PYTEST_ARGS)
-	$(DOWNSTREAM)/bin/python tests/downstream/report.py $(RESULTS)
+	$(DOWNSTREAM)/bin/python -m pytest tests/downstream -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 $(FOREIGN)/.done: requirements/build.txt requirements/runtime.txt requirements/dev.txt requirements/foreign.txt \
 		requirements/foreign-runtime.txt requirements/constraints.txt requirements/constraints-foreign.txt pyproject.toml setup.py

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,9 +12,6 @@ from types_seen import narrow, tensors
 from zoo import BY_NAME, Case, build_model, make_batch
 
 from amp_wrapper import AmpOptimWrapper
-from amp_wrapper.autocast import autograd_functions, call, op_set, patched_function
-from amp_wrapper.casting.modules import is_loss
-from amp_wrapper.policy.nested import HALF_TYPES
 
 STEPS = 36
 WARM_STEPS = 12
@@ -90,80 +85,16 @@ def warm_loss(case: Case, level: str, spoil: bool = False) -> float:
     return float(loss.detach())
 
 
-@pytest.fixture
-def members(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Functions of the FP32 registry that were at work."""
-    used: set[str] = set()
-    is_narrow = call.is_narrow
-
-    def watch(op: Any, tensors: Any) -> Any:
-        narrow = is_narrow(op, tensors)
-        autocast = any(torch.is_autocast_enabled(device) for device in call.devices_of(tensors))
-        if op.name != '*' and (narrow or autocast):
-            used.add(op.name)
-        return narrow
-
-    monkeypatch.setattr(call, 'is_narrow', watch)
-    monkeypatch.setattr(autograd_functions, 'is_narrow', watch)
-    call_in_fp32 = call.call
-
-    def watch_method(op: Any, function: Any, args: Any, kwargs: Any, held: int) -> Any:
-        if held:
-            used.add(f'{type(args[0]).__name__}.{function.__name__}')
-        return call_in_fp32(op, function, args, kwargs, held)
-
-    for module in (op_set, patched_function):
-        monkeypatch.setattr(module, 'call', watch_method)
-    return used
-
-
-def watch_outputs(model: nn.Module) -> tuple[dict[torch.dtype, set[str]], Callable[[], None]]:
-    """Which classes of innermost modules give out which type."""
-    found: dict[torch.dtype, set[str]] = {}
-
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        for _, tensor in tensors(output):
-            if tensor.is_floating_point():
-                found.setdefault(tensor.dtype, set()).add(type(module).__name__)
-
-    leaves = [m for m in model.modules() if is_loss(m) or not any(True for _ in m.children())]
-    handles = [m.register_forward_hook(look) for m in leaves]
-    return found, lambda: [handle.remove() for handle in handles] and None
-
-
-def test_training(case: Case, level: str, members: set[str], keep: Any) -> None:
+def test_training(case: Case, level: str) -> None:
+    """The first loss, the loss at weights that were trained in FP32, and how far it falls in some dozens of steps."""
     reference = fp32_losses(case.name)
-    model, wrapper = make(case, level)
-    wrapper.attach(model)
-    outputs, forget = watch_outputs(model)
-    began = time.perf_counter()
-    losses = overfit(model, wrapper, case)
-    forget()
-    seconds = time.perf_counter() - began
-    off = abs(losses[0] - reference[0]) / reference[0]
+    losses = overfit(*make(case, level), case)
     warm_reference, warm = warm_loss(case, 'O0'), warm_loss(case, level)
-    warm_off = abs(warm - warm_reference) / warm_reference
-    fall = sum(losses[-5:]) / 5 / losses[0]
-    fp32_fall = sum(reference[-5:]) / 5 / reference[0]
-    assert off <= BOUNDS[level], f'first loss {losses[0]} against {reference[0]}'
+    fall, fp32_fall = (sum(each[-5:]) / 5 / each[0] for each in (losses, reference))
+    assert abs(losses[0] - reference[0]) <= BOUNDS[level] * reference[0]
     assert fp32_fall < 0.9, f'the FP32 loss itself falls to {fp32_fall:.2f} only'
     assert 1 - fall >= 0.7 * (1 - fp32_fall), f'falls to {fall:.2f} of its start, FP32 to {fp32_fall:.2f}'
-    assert warm_off <= warm_bound(case, level), f'loss after warm-up {warm} against {warm_reference}'
-    keep(
-        f'{case.slug}_{level}',
-        dict(
-            model=case.name,
-            level=level,
-            first=losses[0],
-            off=off,
-            warm_off=warm_off,
-            fall=fall,
-            fp32_fall=fp32_fall,
-            seconds=seconds,
-            members=sorted(members),
-            outputs={str(dtype).removeprefix('torch.'): sorted(names) for dtype, names in outputs.items()},
-        ),
-    )
+    assert abs(warm - warm_reference) <= warm_bound(case, level) * warm_reference
 
 
 def test_the_bound_after_warm_up_can_fail(case: Case) -> None:
@@ -221,17 +152,7 @@ def test_predictions_are_those_of_fp32(case: Case, level: str) -> None:
     assert difference <= (0.01 if level in ('O1', 'O2') else 0.06), f'{scores} against {reference}'
 
 
-def part(values: Iterable[torch.Tensor]) -> float:
-    """Bytes, as a part of what FP32 would take."""
-    values = list(values)
-    return sum(v.nbytes for v in values) / sum(4 * v.numel() for v in values)
-
-
-def gradients(model: nn.Module) -> Iterable[torch.Tensor]:
-    return (p.grad for p in model.parameters() if p.grad is not None)
-
-
-def test_memory_is_what_the_level_promises(case: Case, level: str, keep: Any) -> None:
+def test_memory_is_what_the_level_promises(case: Case, level: str) -> None:
     model, wrapper = make(case, level)
     batch = model.data_preprocessor(make_batch(case), True)
     with wrapper.optim_context(model):
@@ -243,10 +164,6 @@ def test_memory_is_what_the_level_promises(case: Case, level: str, keep: Any) ->
         expected = TYPES[level] if narrow_here else torch.float32
         assert parameter.dtype is expected, name
         assert parameter.grad is None or parameter.grad.dtype is expected, name
-    keep(
-        f'{case.slug}_{level}_memory',
-        dict(model=case.name, level=level, weights=part(model.parameters()), gradients=part(gradients(model))),
-    )
     if level in ('O2', 'O5'):
         masters = {id(p) for group in wrapper.optimizer.param_groups for p in group['params']}
         assert all(p.dtype is torch.float32 for group in wrapper.optimizer.param_groups for p in group['params'])
@@ -257,7 +174,7 @@ def test_state_dict_is_fp32_and_loads(case: Case, level: str) -> None:
     model, wrapper = make(case, level)
     model.train_step(make_batch(case), wrapper)
     state = model.state_dict()
-    assert not any(value.dtype in HALF_TYPES for value in state.values())
+    assert not {torch.float16, torch.bfloat16} & {value.dtype for value in state.values()}
     fresh = build_model(case, seed=1)
     fresh.load_state_dict(state)
     for left, right in zip(fresh.state_dict().values(), state.values()):

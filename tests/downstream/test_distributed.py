@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -178,7 +177,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize('job', JOBS, ids=lambda job: f'{BY_NAME[job.model].slug}-{job.level}-{job.what}')
-def test_two_ranks(job: Job, pictures: Path, tmp_path: Path, keep: Any) -> None:
+def test_two_ranks(job: Job, pictures: Path, tmp_path: Path) -> None:
     """Different data, averaged gradients, the same bits at the end: :class:`rank_witness.RankWitness` ends with an error
     otherwise."""
     config = user_config(job, tmp_path, pictures)
@@ -192,8 +191,6 @@ def test_two_ranks(job: Job, pictures: Path, tmp_path: Path, keep: Any) -> None:
         code, said = launch(job, config, 'resume=True', f'train_cfg.max_epochs={EPOCHS + 1}')
         assert code == 0, said[-3000:]
         check(job, json.loads((tmp_path / 'seen.json').read_text()), EPOCHS, 1)
-    slug = re.sub(r'\W+', '_', f'{job.model}-{job.level}-{job.what}')
-    keep(f'{slug}-two_ranks', dict(model=job.model, level=job.level, what=job.what, two_ranks=seen))
 
 
 def test_the_check_of_data_sees_one_batch_on_both_ranks() -> None:
